@@ -1,0 +1,60 @@
+"""halfstep: mixed precision training for PyTorch that you can trust.
+
+Every training step is a transaction: it happens completely, in the precision you asked for, or not at all, and it
+says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfstep.errors import HalfstepError as HalfstepError
+    from halfstep.finding import Finding as Finding
+    from halfstep.observe.watch import Observation as Observation
+    from halfstep.precision.island import island as island
+    from halfstep.precision.ladder import choose_precision as choose_precision
+    from halfstep.precision.precision import Precision as Precision
+    from halfstep.precision.precision import widen as widen
+    from halfstep.step.loss_scale import DynamicScale as DynamicScale
+    from halfstep.step.loss_scale import StaticScale as StaticScale
+    from halfstep.step.report import Guard as Guard
+    from halfstep.step.report import StepReport as StepReport
+    from halfstep.step.riders import Ema as Ema
+    from halfstep.step.transaction import Stepper as Stepper
+    from halfstep.step.window import Window as Window
+    from halfstep.step.window import windows as windows
+
+__version__ = "0.1.0"
+
+# Names are looked up when first used, so that `halfstep --help` does not wait for torch.
+_HOMES = {
+    "DynamicScale": "step.loss_scale",
+    "Ema": "step.riders",
+    "Finding": "finding",
+    "Guard": "step.report",
+    "HalfstepError": "errors",
+    "Observation": "observe.watch",
+    "Precision": "precision.precision",
+    "StaticScale": "step.loss_scale",
+    "StepReport": "step.report",
+    "Stepper": "step.transaction",
+    "Window": "step.window",
+    "choose_precision": "precision.ladder",
+    "island": "precision.island",
+    "widen": "precision.precision",
+    "windows": "step.window",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"halfstep.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,85 @@
+"""The doctor's report as a page for a terminal, readable at 80 columns, plain where there is no terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+_OPERATIONS = ("GEMM", "conv2d", "conv3d")
+_STYLE = {"note": "cyan", "warning": "yellow", "error": "red"}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the whole report."""
+    console = Console(highlight=False)
+    _heading(console, "Device")
+    console.print(_pairs({"name": report["device"]["name"], **report["device"]["facts"]}))
+    _heading(console, "Formats", _how_measured(report))
+    console.print(_formats(report["formats"], console))
+    _heading(console, "What fp32 means to torch here", "a run sets these for its own steps, and sets them back")
+    console.print(_pairs(report["flags"]))
+    _heading(console, "Choice")
+    _print_choice(console, report["choice"])
+    for finding in report["findings"]:
+        _print_finding(console, finding)
+
+
+def _heading(console: Console, title: str, aside: str = "") -> None:
+    console.print()
+    console.print(Text(title, style="bold").append(f"  {aside}" if aside else "", style="not bold dim"))
+
+
+def _how_measured(report: dict[str, Any]) -> str:
+    if not any(row["speedups"] for row in report["formats"]):
+        return "nothing to measure"
+    source = "kept from an earlier run" if report["measured"]["cached"] else f"{report['measured']['seconds']:.1f} s"
+    return f"speed over strict fp32, forward and backward; {source}"
+
+
+def _pairs(pairs: dict[str, str]) -> Padding:
+    table = Table.grid(padding=(0, 2))
+    for key, value in pairs.items():
+        table.add_row(Text(key, style="dim"), Text(value))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _formats(rows: list[dict[str, Any]], console: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=True, expand=False)
+    table.add_column("format", no_wrap=True)
+    table.add_column("native", no_wrap=True)
+    for title in (*_OPERATIONS, "all"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for row in rows:
+        cells = [_times(row["speedups"].get(name)) for name in _OPERATIONS]
+        native = Text("yes", style="green") if row["native"] else Text("no", style="yellow")
+        table.add_row(row["name"], native, *cells, _times(row["combined"]), row["reason"])
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    return f"{ratio:.2f}x" if ratio else "-"
+
+
+def _print_choice(console: Console, choice: dict[str, Any]) -> None:
+    asked = f"asked for {choice['asked']}" + (f" ({choice['took']})" if choice["took"] else "")
+    verdict = Text(f"{choice['precision']}", style="bold green").append(
+        f"  {asked}: {choice['summary']}", style="not bold"
+    )
+    console.print(Padding(verdict, (0, 0, 0, 2)))
+    ladder = Table.grid(padding=(0, 2))
+    for rung in choice["rungs"]:
+        ladder.add_row(rung["name"], "taken" if rung["accepted"] else "passed over", rung["reason"])
+    console.print(Padding(ladder, (1, 0, 0, 2)))
+
+
+def _print_finding(console: Console, finding: dict[str, str]) -> None:
+    words = Text(f"{finding['severity']} {finding['id']}", style=_STYLE[finding["severity"]])
+    console.print()
+    console.print(words)
+    console.print(Padding(Text(f"{finding['evidence']}\ndo: {finding['fix']}"), (0, 0, 0, 2)))

@@ -1,0 +1,74 @@
+"""The `halfstep` command: lists the folder, adds each command, and turns errors into three lines and an exit code.
+
+A command is a file here with `GROUP` (a heading of `--help`) and `run` (its docstring is the help). What it needs from
+torch is imported inside `run`, so that `--help` stays quick. Files that begin with an underscore are not commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from halfstep import __version__, cli
+from halfstep.errors import Contradiction, HalfstepError, PrecisionRefused, UnknownName
+
+GROUPS = ("Run", "Choose", "Trouble", "Files")
+CONFIGURATION, SOFTWARE = 78, 70
+"""Exit codes of sysexits.h: change what you asked for, or something failed."""
+_ASKED_WRONGLY = (Contradiction, UnknownName, PrecisionRefused)
+
+
+class Commands(TyperGroup):
+    """The group of all commands; errors that explain themselves are printed without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HalfstepError as error:
+            if ctx.params["debug"]:
+                raise
+            Console(stderr=True, soft_wrap=True).print(Text(str(error), style="red"))
+            raise typer.Exit(CONFIGURATION if isinstance(error, _ASKED_WRONGLY) else SOFTWARE) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"halfstep {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar="HALFSTEP_DEBUG", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Mixed precision training for PyTorch that you can trust."""
+
+
+def build() -> typer.Typer:
+    """The application, with a command for each file in this folder."""
+    app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app.callback()(_options)
+    commands = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in command_names()}
+    for name, command in sorted(commands.items(), key=lambda item: GROUPS.index(item[1].GROUP)):
+        app.command(name, rich_help_panel=command.GROUP)(command.run)
+    return app
+
+
+def command_names() -> list[str]:
+    names = (info.name for info in pkgutil.iter_modules(cli.__path__))
+    return [name for name in names if name != "main" and not name.startswith("_")]
+
+
+def main() -> None:
+    # What the library logs, a command prints in its own report.
+    logging.getLogger("halfstep").addHandler(logging.NullHandler())
+    build()()

@@ -1,0 +1,67 @@
+"""Everything halfstep raises, in one tree.
+
+HalfstepError
+├── WrongUse               the call cannot mean what it says
+├── UnknownName            a word outside the vocabulary; the nearest one is offered
+├── Contradiction          two settings that ask for different things
+├── PrecisionRefused       the device cannot do what was asked, and substitution was not allowed
+├── PrecisionNotObserved   the step ran, but not in the format that was asked for
+├── StateMismatch          a saved state that does not belong to this object
+├── TornUpdate             an optimizer failed half-way through an update
+└── MissingExtra           an optional package that is not installed
+
+Every message has the same three parts: what was given, what is allowed, what to type next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HalfstepError(Exception):
+    """Base of all errors; carries the three parts of its message."""
+
+    def __init__(self, given: str, *, allowed: str = "", do: str = "") -> None:
+        self.given, self.allowed, self.do = given, allowed, do
+        lines = [given]
+        if allowed:
+            lines.append(f"  allowed: {allowed}")
+        if do:
+            lines.append(f"  do: {do}")
+        super().__init__("\n".join(lines))
+
+
+class WrongUse(HalfstepError, RuntimeError): ...
+
+
+class UnknownName(HalfstepError, ValueError): ...
+
+
+class Contradiction(HalfstepError, ValueError): ...
+
+
+class PrecisionRefused(HalfstepError, RuntimeError): ...
+
+
+class PrecisionNotObserved(HalfstepError, RuntimeError): ...
+
+
+class StateMismatch(HalfstepError, ValueError): ...
+
+
+class TornUpdate(HalfstepError, RuntimeError): ...
+
+
+class MissingExtra(HalfstepError, ImportError): ...
+
+
+def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownName:
+    """The error for a word that is not known, with the nearest one that is."""
+    known = sorted(set(allowed))
+    near = difflib.get_close_matches(str(given), known, n=1, cutoff=0.5)
+    return UnknownName(
+        f"{kind} {given!r} is not known",
+        allowed=", ".join(known),
+        do=f"did you mean {near[0]!r}?" if near else f"use one of the allowed {kind} names",
+    )

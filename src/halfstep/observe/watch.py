@@ -1,0 +1,141 @@
+"""Which precision really ran: watched once, on a step that is not compiling, and then gone from the hot path."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import PrecisionNotObserved
+from halfstep.observe.flops import computed_in, flops
+from halfstep.observe.recorder import Operation, Recorder
+from halfstep.precision.island import islands
+from halfstep.precision.precision import Precision
+
+SHARE_REQUIRED = 0.9
+"""Of the work outside islands; the rest is what autocast leaves alone on purpose."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The work of one step by the format it was done in."""
+
+    expected: str
+    flops: Mapping[str, int]
+    """Matrix products and convolutions outside islands, forward and backward."""
+    island_flops: int
+    strays: Mapping[str, int]
+    """Work done in another format than expected, by module, most first."""
+
+    @property
+    def share(self) -> float | None:
+        """Of the work that was to be in the expected format, the part that was; None where there was none to see."""
+        total = sum(self.flops.values())
+        return self.flops.get(self.expected, 0) / total if total else None
+
+    @property
+    def as_asked(self) -> bool:
+        return self.share is None or self.share >= SHARE_REQUIRED
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return f"{self.expected}: no matrix product or convolution was seen"
+        islands = f", {self.island_flops:.3g} FLOPs in islands" if self.island_flops else ""
+        return f"{self.expected}: {self.share:.1%} of {sum(self.flops.values()):.3g} FLOPs{islands}"
+
+
+class Tally:
+    """A listener that adds up work by format, and sets islands aside."""
+
+    def __init__(self, model: nn.Module, expected: str) -> None:
+        self.expected = expected
+        self._islands = tuple(islands(model))
+        self._flops: Counter[str] = Counter()
+        self._strays: Counter[str] = Counter()
+        self._in_islands = 0
+        self.forward_seen = self.backward_seen = False
+
+    def __call__(self, operation: Operation) -> None:
+        work = flops(operation)
+        if operation.backward:
+            self.backward_seen = True
+        elif work:
+            self.forward_seen = True
+        if not work:
+            return
+        if self._on_island(operation.module):
+            self._in_islands += work
+            return
+        found = computed_in(operation)
+        self._flops[found] += work
+        if found != self.expected:
+            self._strays[f"{operation.module or '(outside any module)'} [{found}]"] += work
+
+    def observation(self) -> Observation:
+        return Observation(self.expected, dict(self._flops), self._in_islands, dict(self._strays.most_common()))
+
+    def _on_island(self, module: str) -> bool:
+        return any(module == path or not path or module.startswith(f"{path}.") for path in self._islands)
+
+
+class Watch:
+    """Stands in for a step's scope until one step has been observed, then hands the scope back.
+
+    A dispatch mode on a compiled function's first call would switch compilation off without a word, so where Dynamo
+    is loaded the first pass is left alone, and what still had to be compiled later runs eagerly while we look.
+    """
+
+    def __init__(
+        self,
+        inner: AbstractContextManager[object],
+        model: nn.Module,
+        precision: Precision,
+        *,
+        done: Callable[[AbstractContextManager[object], Observation], None],
+    ) -> None:
+        self._inner, self._model, self._precision, self._done = inner, model, precision, done
+        self._passes = 0
+        self._tally: Tally | None = None
+        self._active = ExitStack()
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._passes += 1
+        compiling = "torch._dynamo" in sys.modules
+        if compiling and self._passes == 1:
+            return
+        if self._tally is None:
+            self._tally = Tally(self._model, self._precision.computes.name)
+        if compiling:
+            self._active.enter_context(torch.compiler.set_stance("eager_on_recompile"))
+        self._active.enter_context(Recorder(self._model, self._tally))
+
+    def __exit__(self, *error: Any) -> None:
+        self._active.close()
+        self._inner.__exit__(*error)
+        tally = self._tally
+        if tally is None or (error[0] is None and not tally.backward_seen):
+            return
+        self._tally = None
+        if error[0] is not None or not tally.forward_seen:
+            return
+        observation = tally.observation()
+        if not observation.as_asked:
+            raise _not_observed(self._precision, observation)
+        self._done(self._inner, observation)
+
+
+def _not_observed(precision: Precision, observation: Observation) -> PrecisionNotObserved:
+    work = ", ".join(f"{name} {part / sum(observation.flops.values()):.1%}" for name, part in observation.flops.items())
+    return PrecisionNotObserved(
+        f"{precision.name} was asked for, but matrix products and convolutions ran in {work}: "
+        + ", ".join(list(observation.strays)[:5]),
+        allowed=f"{SHARE_REQUIRED:.0%} of the work outside islands in {observation.expected}",
+        do="take out what switches autocast off or casts by hand there, declare it with island(), or ask for fp32",
+    )

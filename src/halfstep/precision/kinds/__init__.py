@@ -1,0 +1,1 @@
+"""One file a precision; the folder is the registry."""

@@ -1,0 +1,179 @@
+"""Which precision a run gets: the one asked for, or the next rung down with its reason, or a refusal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from halfstep import world
+from halfstep.errors import PrecisionRefused
+from halfstep.finding import Finding
+from halfstep.precision.abilities import Device, ability
+from halfstep.precision.decision import Decision, Rung, decided_by_rank_zero
+from halfstep.precision.hardware import describe
+from halfstep.precision.names import AUTO, FP8, Named, read_precision
+from halfstep.precision.precision import Precision
+from halfstep.precision.probe import Measurements, measure
+from halfstep.precision.registry import precision_named, precision_names
+
+WORTH_IT = 1.1
+"""A narrower format that gains less than this over strict fp32 is not worth its roundings."""
+AS_GOOD = 0.9
+"""bf16 needs no loss scale, so it wins when it has this share of the fastest format's speed."""
+
+_PREFERRED = ("bf16", "fp16", "tf32")
+_FLOOR = "fp32"
+_FP8_FALLS_TO = "bf16"
+_log = logging.getLogger("halfstep")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The precision of a run, and everything that led to it."""
+
+    precision: Precision
+    asked: str
+    took: str
+    rungs: tuple[Rung, ...]
+    findings: tuple[Finding, ...]
+    device: Device
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The ladder in words."""
+        return tuple(f"{name} {'taken' if accepted else 'passed over'}: {why}" for name, accepted, why in self.rungs)
+
+
+def choose_precision(
+    asked: object = AUTO,
+    *,
+    device: torch.device | str | Device | None = None,
+    strict: bool = False,
+    measured: Measurements | None = None,
+    fresh: bool = False,
+) -> Choice:
+    """The precision for a run on `device`. Under a process group every rank calls this, and rank 0 decides.
+
+    `auto` measures a device that is here, for about a second and once; a description is judged by what is known of it.
+    """
+    here = device if isinstance(device, Device) else describe(device)
+    if here.kind == "tpu":
+        raise _refusal(str(asked), here, ability(here, _FLOOR).reason)
+    if isinstance(asked, Precision):
+        return _chosen(Decision((Rung(asked.name, True, "given as an object"),)), Named(asked.name), here, asked)
+    named = read_precision(asked)
+
+    def decide() -> Decision:
+        if named.name != AUTO:
+            return _by_name(named.name, here, strict)
+        known = measured if measured or isinstance(device, Device) else measure(here, fresh=fresh)
+        return _by_speed(here, known) if known else _by_table(here)
+
+    decision = decided_by_rank_zero(decide)
+    return _chosen(decision, named, here, precision_named(decision.name))
+
+
+def _chosen(decision: Decision, named: Named, here: Device, precision: Precision) -> Choice:
+    findings = decision.findings
+    can = ability(here, precision.computes.name)
+    if world.rank() > 0 and not can.native:
+        evidence = f"rank 0 chose {precision}, and rank {world.rank()} has {here.name}: {can.reason}"
+        findings += (Finding("precision.uneven", "warning", evidence, "train on devices of one kind"),)
+    for finding in findings if world.rank() == 0 else findings[len(decision.findings) :]:
+        _log.warning("%s", finding)
+    return Choice(precision, named.name, named.took, decision.rungs, findings, here)
+
+
+def _by_name(asked: str, device: Device, strict: bool) -> Decision:
+    """Down the ladder from the rung that was asked for, to the first that the device has."""
+    rungs: list[Rung] = []
+    name: str | None = asked
+    while name is not None:
+        rungs.append(_try(name, asked, device))
+        if rungs[-1].accepted:
+            return Decision(tuple(rungs), _findings(asked, rungs, device))
+        if strict:
+            break
+        name = _FP8_FALLS_TO if name == FP8 else precision_named(name).falls_to
+    raise _refusal(asked, device, rungs[0].reason)
+
+
+def _try(name: str, asked: str, device: Device) -> Rung:
+    if name == FP8:
+        return Rung(FP8, False, "no run computes in fp8 yet; it is here as a format for emulation")
+    can = ability(device, precision_named(name).computes.name)
+    return Rung(name, can.native or _runs_anyway(name, asked, device), can.reason)
+
+
+def _runs_anyway(name: str, asked: str, device: Device) -> bool:
+    """fp16 on a CPU is slow and correct: a person who asks for it by name gets it."""
+    return name == asked == "fp16" and device.kind == "cpu"
+
+
+def _findings(asked: str, rungs: list[Rung], device: Device) -> tuple[Finding, ...]:
+    took = rungs[-1].name
+    if took != asked:
+        evidence = f"{asked} was asked for and {took} runs, on {device.name}: {rungs[0].reason}"
+        fix = f"ask for {took}, or set strict to have it refused instead"
+        return (Finding("precision.substituted", "warning", evidence, fix),)
+    if _runs_anyway(took, asked, device):
+        fix = "ask for auto, bf16 or fp32 unless fp16's behaviour is what you study"
+        return (Finding("precision.slow", "warning", f"fp16 on {device.name}: {rungs[0].reason}", fix),)
+    return ()
+
+
+def _by_table(device: Device) -> Decision:
+    """The first of the preferred formats that the device has, where nothing has been measured."""
+    rungs: list[Rung] = []
+    for name in (*_PREFERRED, _FLOOR):
+        can = ability(device, name)
+        rungs.append(Rung(name, can.native, can.reason))
+        if can.native:
+            break
+    return Decision(tuple(rungs))
+
+
+def _by_speed(device: Device, measured: Measurements) -> Decision:
+    """The fastest native format that is worth it; a tie goes to bf16."""
+    native = {name: ability(device, name) for name in _PREFERRED}
+    speeds = {name: measured.combined(name) or 0.0 for name, can in native.items() if can.native}
+    winner = _winner({name: speed for name, speed in speeds.items() if speed >= WORTH_IT})
+    rungs = [
+        Rung(name, name == winner, _worth(name, winner, speeds, measured) if can.native else can.reason)
+        for name, can in native.items()
+    ]
+    if winner == _FLOOR:
+        rungs.append(Rung(_FLOOR, True, f"nothing native is {WORTH_IT}x as fast"))
+    return Decision(tuple(rungs))
+
+
+def _winner(speeds: Mapping[str, float]) -> str:
+    if not speeds:
+        return _FLOOR
+    fastest = max(speeds, key=lambda name: speeds[name])
+    return "bf16" if speeds.get("bf16", 0.0) >= AS_GOOD * speeds[fastest] else fastest
+
+
+def _worth(name: str, winner: str, speeds: Mapping[str, float], measured: Measurements) -> str:
+    if not speeds[name]:
+        return measured.failures.get(name) or "it was not measured"
+    parts = ", ".join(f"{op} {ratio:.2f}x" for op, ratio in measured.speedups[name].items())
+    words = f"measured {speeds[name]:.2f}x strict fp32 ({parts})"
+    if name == winner:
+        return words
+    if speeds[name] < WORTH_IT:
+        return f"{words}, under {WORTH_IT}x"
+    behind = speeds[winner] > speeds[name]
+    return f"{words}, {winner} is faster" if behind else f"{words}, but {winner} is near and needs no loss scale"
+
+
+def _refusal(asked: str, device: Device, reason: str) -> PrecisionRefused:
+    can = [name for name in precision_names() if ability(device, precision_named(name).computes.name).native]
+    return PrecisionRefused(
+        f"{asked} on {device.name} is refused: {reason}",
+        allowed=f"{', '.join(can)} on this device" if can else "a GPU or a CPU",
+        do=f"ask for one of these, or leave strict out and let {asked} fall to one" if can else "choose another device",
+    )

@@ -1,0 +1,95 @@
+"""What the probe found, and its cache on disk: one small JSON file that may be deleted at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep import files
+from halfstep.precision.abilities import Device
+
+_VERSION = 1
+_log = logging.getLogger("halfstep")
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """How many times as fast as strict fp32 each format is, by operation, forward and backward together."""
+
+    speedups: Mapping[str, Mapping[str, float]]
+    failures: Mapping[str, str]
+    """Formats that some operation could not be timed in, and why."""
+    seconds: float
+    cached: bool = False
+
+    def combined(self, format_name: str) -> float | None:
+        """The geometric mean over the operations; None for a format that is not known in all of them."""
+        ratios = list(self.speedups.get(format_name, {}).values())
+        if not ratios or format_name in self.failures:
+            return None
+        return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def kept(device: Device) -> Measurements | None:
+    """The measurements of this very device, driver and torch, if a readable file holds them."""
+    return _read(_entries(cache_file()).get(key_of(device)))
+
+
+def keep(device: Device, found: Measurements) -> Measurements:
+    """Store for the next run; a disk that cannot be written costs only the next run's second."""
+    entries = _entries(cache_file()) | {key_of(device): asdict(found)}
+    try:
+        files.write_json(cache_file(), {"version": _VERSION, "entries": entries})
+    except OSError as error:
+        _log.debug("measurements were not kept: %s", error)
+    return found
+
+
+def cache_file() -> Path:
+    return files.cache_folder() / "probe.json"
+
+
+def key_of(device: Device) -> str:
+    """Everything that changes the figures and can be known without measuring."""
+    parts = [device.kind, device.name, device.driver, f"torch {device.torch}"]
+    if device.kind == "cpu":
+        isa = hashlib.sha256(" ".join(sorted(device.isa)).encode()).hexdigest()[:12]
+        parts += [f"isa {isa}", f"{torch.get_num_threads()} threads", os.environ.get("ONEDNN_MAX_CPU_ISA", "")]
+    return " | ".join(part for part in parts if part)
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    content = files.read_json(path)
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        return {}
+    entries = content.get("entries")
+    return dict(entries) if isinstance(entries, dict) else {}
+
+
+def _read(entry: Any) -> Measurements | None:
+    try:
+        found = Measurements(
+            {
+                str(name): {str(op): _ratio(value) for op, value in ops.items()}
+                for name, ops in entry["speedups"].items()
+            },
+            {str(name): str(why) for name, why in entry["failures"].items()},
+            float(entry["seconds"]),
+        )
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return None
+    return replace(found, cached=True)
+
+
+def _ratio(value: Any) -> float:
+    if isinstance(value, bool) or not (math.isfinite(float(value)) and float(value) > 0):
+        raise ValueError(f"{value!r} is not a speed-up")
+    return float(value)

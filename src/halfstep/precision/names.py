@@ -1,0 +1,207 @@
+"""One spelling for each precision, and every word that other people use for it. Imports no torch."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.errors import Contradiction, PrecisionRefused, unknown_name
+from halfstep.precision import kinds
+
+AUTO = "auto"
+FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A precision's one spelling, and what it was taken from where another word was given."""
+
+    name: str
+    took: str = ""
+
+
+_ALIASES: dict[str, tuple[str, str]] = {
+    "16-mixed": ("fp16", "Lightning's word"),
+    "bf16-mixed": ("bf16", "Lightning's word"),
+    "32-true": ("fp32", "Lightning's word"),
+    "16": ("fp16", "Lightning's old word"),
+    "32": ("fp32", "Lightning's old word"),
+    "bfloat16": ("bf16", "torch's word"),
+    "float16": ("fp16", "torch's word"),
+    "half": ("fp16", "torch's word"),
+    "float32": ("fp32", "torch's word"),
+    "float": ("fp32", "torch's word"),
+    "tensorfloat32": ("tf32", "NVIDIA's long word"),
+    "no": ("fp32", "accelerate's word"),
+    "false": ("fp32", "what YAML makes of accelerate's 'no', the word"),
+    "float8_e4m3fn": (FP8, "torch's word"),
+    "float8_e5m2": (FP8, "torch's word"),
+}
+
+_NARROW_WEIGHTS = (
+    "{given} stores the weights themselves in 16 bits, where small updates round to nothing",
+    "trainable weights stay in fp32; computing in 16 bits is {use!r}",
+    "write precision={use!r}",
+)
+_WIDE = (
+    "{given} computes in 64 bits, which no precision here does",
+    "computing in fp32 or less",
+    "write precision={use!r} for strict fp32",
+)
+_UNSAID = (
+    "{given} says that mixed precision is on, but not in which format",
+    "bf16, fp16 or auto",
+    "write precision={use!r} and let the device decide, or name the format",
+)
+_REFUSALS: dict[str, tuple[tuple[str, str, str], str]] = {
+    "bf16-true": (_NARROW_WEIGHTS, "bf16"),
+    "16-true": (_NARROW_WEIGHTS, "fp16"),
+    "64-true": (_WIDE, "fp32"),
+    "64": (_WIDE, "fp32"),
+    "float64": (_WIDE, "fp32"),
+    "double": (_WIDE, "fp32"),
+    "true": (_UNSAID, AUTO),
+}
+
+
+def read_precision(value: object) -> Named:
+    """What a word, a number or a torch dtype means as a precision."""
+    word = str(value).strip().lower().removeprefix("torch.")
+    if word in _REFUSALS:
+        raise _refusal(value, *_REFUSALS[word])
+    if word == FP8:
+        return Named(FP8, f"{value!r} is a number format that no run computes in yet")
+    if word in _canonical():
+        return Named(word)
+    if word in _ALIASES:
+        name, whose = _ALIASES[word]
+        return Named(name, f"{value!r} is {whose} for {name}")
+    raise unknown_name("precision", value, [*_canonical(), FP8, *_ALIASES])
+
+
+def _canonical() -> list[str]:
+    return [AUTO, *(info.name.replace("_", "-") for info in pkgutil.iter_modules(kinds.__path__))]
+
+
+def _refusal(value: object, sentences: tuple[str, str, str], use: str) -> PrecisionRefused:
+    given, allowed, do = (sentence.format(given=repr(value), use=use) for sentence in sentences)
+    return PrecisionRefused(given, allowed=allowed, do=do)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What one key of a configuration says: a precision, or only what it must not be."""
+
+    key: str
+    value: object
+    says: Named | None = None
+    denies: frozenset[str] = frozenset()
+    otherwise: str = ""
+    """What the key comes to when no other key names a precision."""
+
+    @property
+    def meaning(self) -> str:
+        return self.says.name if self.says else self.otherwise
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value!r}"
+
+
+_Reader = Callable[[str, object], _Claim | None]
+
+_ON = frozenset({"true", "yes", "on", "1"})
+_OFF = frozenset({"false", "no", "off", "0"})
+_NARROW = frozenset({"bf16", "fp16", FP8, AUTO})
+_FULL = frozenset({"fp32", "tf32"})
+
+
+def _word(key: str, value: object) -> _Claim | None:
+    return _Claim(key, value, says=read_precision(value))
+
+
+def _switch(key: str, value: object) -> _Claim | None:
+    """Mixed precision on or off. On alone means fp16, torch's own default on a GPU."""
+    if _state(value) in _OFF:
+        return _Claim(key, value, denies=_NARROW, otherwise="fp32")
+    if _state(value) in _ON:
+        return _Claim(key, value, denies=_FULL, otherwise="fp16")
+    return None
+
+
+def _switch_or_word(key: str, value: object) -> _Claim | None:
+    return _switch(key, value) or _word(key, value)
+
+
+def _flag(key: str, value: object) -> _Claim | None:
+    """`fp16: true`, or DeepSpeed's `fp16: {enabled: true}`. Off rules out only its own precision."""
+    if _state(value) in _OFF:
+        return _Claim(key, value, denies=frozenset({key}), otherwise="fp32")
+    if _state(value) in _ON:
+        return _Claim(key, value, says=Named(key))
+    return None
+
+
+def _state(value: object) -> str:
+    return str(value.get("enabled") if isinstance(value, Mapping) else value).lower()
+
+
+_KEYS: dict[str, _Reader] = {
+    "use_amp": _switch,
+    "amp": _switch,
+    "mixed_precision": _switch_or_word,
+    "amp_dtype": _word,
+    "precision_type": _word,
+    "precision": _word,
+    "trainer.precision": _word,
+    "fp16": _flag,
+    "bf16": _flag,
+}
+_MEANT_ONLY_IF_ON = {"amp_dtype": "use_amp", "precision_type": "mixed_precision"}
+
+
+def read_settings(settings: Mapping[str, Any]) -> Named | None:
+    """What a configuration asks for, whichever project's keys it uses; None where it is silent."""
+    claims = _claims(settings)
+    if not claims:
+        return None
+    named = [claim for claim in claims if claim.says]
+    chosen = next(iter(named or [c for c in claims if c.otherwise != "fp32"] or claims))
+    for other in claims:
+        differs = other.says is not None and other.meaning != chosen.meaning
+        if differs or chosen.meaning in other.denies:
+            raise _contradiction(chosen, other)
+    return Named(chosen.meaning, _took(chosen, claims))
+
+
+def _claims(settings: Mapping[str, Any]) -> list[_Claim]:
+    values = {key: value for key in _KEYS if (value := _at(settings, key)) is not None}
+    idle = {word for word, switch in _MEANT_ONLY_IF_ON.items() if _state(values.get(switch)) in _OFF}
+    read = (_KEYS[key](key, value) for key, value in values.items() if key not in idle)
+    return [claim for claim in read if claim is not None]
+
+
+def _at(settings: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, written flat with dots or nested."""
+    if key in settings:
+        return settings[key]
+    outer, dot, inner = key.partition(".")
+    folder = settings.get(outer) if dot else None
+    return folder.get(inner) if isinstance(folder, Mapping) else None
+
+
+def _took(chosen: _Claim, claims: Iterable[_Claim]) -> str:
+    if chosen.key == "precision" and chosen.says and chosen.meaning == chosen.value:
+        return ""
+    together = [str(c) for c in claims if c.says or c is chosen or c.otherwise != "fp32"]
+    return f"{' with '.join(together)} is taken for {chosen.meaning}"
+
+
+def _contradiction(one: _Claim, other: _Claim) -> Contradiction:
+    against = f"asks for {other.meaning}" if other.meaning != one.meaning else f"rules {one.meaning} out"
+    return Contradiction(
+        f"{one} asks for {one.meaning}, but {other} {against}",
+        allowed="settings that ask for one precision",
+        do=f"delete {other.key} to run in {one.meaning}, or delete {one.key} and keep {other}",
+    )

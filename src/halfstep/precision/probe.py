@@ -1,0 +1,141 @@
+"""How fast a device really is in each format: forward and backward of three operations, in about a second, kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfstep import clock
+from halfstep.errors import WrongUse
+from halfstep.precision.abilities import FORMAT_NAMES, Device, ability
+from halfstep.precision.hardware import describe
+from halfstep.precision.measurements import Measurements, keep, kept
+from halfstep.precision.precision import Precision, widen
+from halfstep.precision.registry import precision_named, precision_names
+
+SECONDS = 0.8
+"""What the timed rounds may take; warming up and the first use of a library come on top."""
+HOPELESS = 5.0
+"""A format that takes this many times as long as fp32 is not timed again."""
+_PAIRS = (3, 40)
+_BASELINE = "fp32"
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+Operation = Callable[[Tensor, Tensor], Tensor]
+Arms = dict[str, Callable[[], None]]
+
+OPERATIONS: dict[str, Operation] = {
+    "GEMM": functional.linear,
+    "conv2d": partial(functional.conv2d, padding=1),
+    "conv3d": partial(functional.conv3d, padding=1),
+}
+# Input and weight of each operation: large enough to be bound by arithmetic, small enough for the second.
+_ON_CPU: dict[str, Shapes] = {
+    "GEMM": ((512, 512), (512, 512)),
+    "conv2d": ((4, 64, 32, 32), (64, 64, 3, 3)),
+    "conv3d": ((1, 32, 8, 16, 16), (32, 32, 3, 3, 3)),
+}
+_ON_ACCELERATOR: dict[str, Shapes] = {
+    "GEMM": ((4096, 2048), (2048, 2048)),
+    "conv2d": ((16, 128, 56, 56), (128, 128, 3, 3)),
+    "conv3d": ((2, 64, 16, 32, 32), (64, 64, 3, 3, 3)),
+}
+_NOT_TIMED_ON_CPU = {"fp16": ("conv2d", "conv3d")}
+
+
+def measure(device: Device | torch.device | str | None = None, *, fresh: bool = False) -> Measurements:
+    """Speed-ups over strict fp32 on a device that is here; read from the cache unless `fresh`."""
+    here = device if isinstance(device, Device) else describe(device)
+    if not here.place:
+        raise WrongUse(f"{here.name} is a description, not a device of this machine", do="measure where the device is")
+    found = None if fresh else kept(here)
+    return found or keep(here, _measure(here))
+
+
+def _measure(here: Device) -> Measurements:
+    start = time.perf_counter()
+    speedups: dict[str, dict[str, float]] = {name: {} for name in _candidates(here)}
+    failures: dict[str, str] = {}
+    if speedups:
+        where = torch.device(here.place)
+        with _undisturbed(where):
+            for operation in OPERATIONS:
+                for name, speedup in _times(operation, here, where, failures).items():
+                    speedups[name][operation] = speedup
+    return Measurements(speedups, failures, seconds=time.perf_counter() - start)
+
+
+def _candidates(here: Device) -> list[str]:
+    """The formats worth timing: native ones that a run can have, and fp16 on a CPU where people ask why not."""
+    can = [name for name in FORMAT_NAMES if name in precision_names() and ability(here, name).native]
+    slow = list(_NOT_TIMED_ON_CPU) if here.kind == "cpu" else []
+    return [name for name in (*can, *slow) if name != _BASELINE]
+
+
+def _times(operation: str, here: Device, where: torch.device, failures: dict[str, str]) -> dict[str, float]:
+    """Speed-up of each candidate in one operation; empty where the device has no fp32 kernel for it."""
+    shapes = (_ON_CPU if here.kind == "cpu" else _ON_ACCELERATOR)[operation]
+    arms = _arms(operation, [_BASELINE, *_candidates(here)], shapes, where)
+    for name in _left_out(operation, here):
+        arms.pop(name, None)
+        failures.setdefault(name, f"{operation} is not timed: it has no kernel worth timing on this device")
+    once = {name: _first(arm, name, operation, failures) for name, arm in arms.items()}
+    base = once[_BASELINE]
+    if base is None:
+        return {}
+    ran = {name: seconds for name, seconds in once.items() if seconds is not None}
+    hopeless = {name: base / seconds for name, seconds in ran.items() if seconds > HOPELESS * base}
+    timed = {name: arms[name] for name in ran if name not in hopeless}
+    rounds = SECONDS / len(OPERATIONS) / sum(ran[name] for name in timed)
+    ratios = clock.ratios(timed, baseline=_BASELINE, pairs=max(_PAIRS[0], min(_PAIRS[1], int(rounds))))
+    return hopeless | {name: 1 / ratio.median for name, ratio in ratios.items()}
+
+
+def _left_out(operation: str, here: Device) -> list[str]:
+    table: Mapping[str, tuple[str, ...]] = _NOT_TIMED_ON_CPU if here.kind == "cpu" else {}
+    return [name for name, operations in table.items() if operation in operations]
+
+
+def _arms(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Arms:
+    # A generator of our own: choosing a precision must not move the run's random numbers.
+    generator = torch.Generator().manual_seed(0)
+    values, weight = (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(where).requires_grad_()
+        for shape in shapes
+    )
+    run = partial(_forward_backward, OPERATIONS[operation], values, weight, where)
+    return {name: partial(run, precision_named(name)) for name in names}
+
+
+def _forward_backward(
+    operation: Operation, values: Tensor, weight: Tensor, where: torch.device, precision: Precision
+) -> None:
+    with precision.scope(where):
+        with precision.autocast(where):
+            out = operation(values, weight)
+        torch.autograd.grad(widen(out).square().sum(), (values, weight))
+    if where.type != "cpu":
+        torch.accelerator.synchronize(where)
+
+
+def _first(arm: Callable[[], None], name: str, operation: str, failures: dict[str, str]) -> float | None:
+    """Seconds of a call after the first one, which compiles and allocates; None for a kernel that does not exist."""
+    try:
+        arm()
+        return clock.seconds(arm, 1)
+    except RuntimeError as error:
+        failures[name] = f"{operation} failed: {str(error).strip().splitlines()[0]}"
+        return None
+
+
+@contextmanager
+def _undisturbed(where: torch.device) -> Iterator[None]:
+    """Whatever surrounds the call (no_grad, inference, another autocast) does not reach the measurement."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(where.type, enabled=False):
+        yield

@@ -1,0 +1,94 @@
+"""Gradients as plain local tensors: their norm, which is also the finite check, and their scaling in place.
+
+A NaN or an infinity anywhere makes the norm not finite, so the norm that clipping needs anyway answers both questions
+in one pass. A norm beyond fp32's range counts as not finite: nothing could be clipped by it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
+
+from halfstep import world
+
+
+class Gradients:
+    """The gradients of some parameters, with what is needed to treat them as one vector over all processes."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._sharded = any(isinstance(p, DTensor) for p in self.parameters)
+        self._norm: Callable[[list[Tensor]], Tensor] = _norm if _alike(self.parameters) else get_total_norm
+
+    def any(self) -> bool:
+        return any(p.grad is not None for p in self.parameters)
+
+    def local(self) -> list[Tensor]:
+        """What backward left on this process; parameters that it did not reach have none."""
+        found = [p.grad for p in self.parameters if p.grad is not None]
+        return [g.to_local() if isinstance(g, DTensor) else g for g in found] if self._sharded else found
+
+    def norm(self) -> Tensor:
+        """The 2-norm, as torch computes it."""
+        return self._norm(self.local())
+
+    def squared_share(self) -> Tensor:
+        """This process's share of the squared norm: summed over processes it is the whole, each element once."""
+        if not self._sharded:
+            return self.norm().double().square() / world.size()
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                total = total.to(local.device) + _norm([local]).double().square() / _holders(gradient)
+        return total
+
+    def multiply_(self, factor: float) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_(self.local(), factor)
+
+    def clamp_(self, limit: float) -> None:
+        local = self.local()
+        torch._foreach_clamp_min_(local, -limit)
+        torch._foreach_clamp_max_(local, limit)
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def clip_factor(norm: float, largest: float) -> float:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies by, computed on the host with the same roundings."""
+    return min(1.0, _fp32(_fp32(1.0 / _fp32(norm + _EPSILON)) * _fp32(largest)))
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return total
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    return len({(t.device, t.dtype) for t in tensors}) == 1
+
+
+def _holders(gradient: Tensor) -> float:
+    """How many processes hold each element of this gradient."""
+    if not isinstance(gradient, DTensor):
+        return world.size()
+    mesh = gradient.device_mesh
+    pieces = math.prod(mesh.size(i) for i, placed in enumerate(gradient.placements) if isinstance(placed, Shard))
+    return world.size() / pieces
+
+
+def _fp32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+_EPSILON = _fp32(1e-6)

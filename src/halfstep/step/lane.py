@@ -1,0 +1,199 @@
+"""One optimizer's way through a step: its loss, its scale, its gradients, its schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import world
+from halfstep.errors import StateMismatch, WrongUse
+from halfstep.formats import FP32
+from halfstep.precision.precision import widen
+from halfstep.step.gradients import Gradients, clip_factor
+from halfstep.step.loss_scale import LossScale
+from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, Part
+
+Count = float | Tensor
+
+
+class Lane:
+    """Holds what a window accumulates for one optimizer, and decides what becomes of it."""
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scale: LossScale,
+        schedule: Any = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        alone: bool = True,
+    ) -> None:
+        self.name, self.optimizer, self.scale, self.schedule = name, optimizer, scale, schedule
+        self.clip_norm, self.clip_value = clip_norm, clip_value
+        self.alone = alone
+        """No other optimizer shares the model, so backward may go wherever it leads."""
+        self.gradients = Gradients(self._parameters())
+        self.base_count: float | None = None
+        """N0: what sums are divided by before backward, so that they fit the format; agreed once, then kept."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a window's first micro-batch."""
+        if self._grew():
+            self.gradients = Gradients(self._parameters())
+        self.total: Tensor | None = None
+        self.count: Count | None = None
+        self.microbatches = 0
+        self.divided = 1
+        self.loss = self.norm = self.factor = math.nan
+
+    # -- the loss -----------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Any, divide: int) -> Tensor:
+        """What backward runs on, from a loss or from (sum, count). `divide`: micro-batches in the window, if known."""
+        if isinstance(loss, tuple):
+            value, ready = self._counted(loss, divide)
+        else:
+            value = ready = _scalar(loss)
+            if divide > 1:
+                ready = value / divide
+        self.microbatches += 1
+        self.divided = divide
+        seen = value.detach()
+        self.total = seen if self.total is None else self.total + seen
+        return ready if self.scale.value == 1.0 else ready * self.scale.value
+
+    def _counted(self, loss: tuple[Any, ...], divide: int) -> tuple[Tensor, Tensor]:
+        if len(loss) != 2 or (self.count is None and self.microbatches):
+            raise WrongUse(
+                f"a loss that is a tuple of {len(loss)}, after {self.microbatches} micro-batches without one",
+                allowed="a loss, or (sum, count); the same for every micro-batch of a window",
+                do="return (loss.sum(), number_of_elements)",
+            )
+        value, count = _scalar(loss[0]), loss[1]
+        count = count.detach().double() if isinstance(count, Tensor) else float(count)
+        self.count = count if self.count is None else self.count + count
+        return value, value / self._base(count, divide)
+
+    def _base(self, count: Count, microbatches: int) -> float:
+        if self.base_count is None:
+            everywhere = world.agree(torch.as_tensor(count, dtype=torch.float64)).item() * microbatches
+            if not everywhere:
+                return 1.0
+            self.base_count = everywhere
+        return self.base_count
+
+    # -- what all processes must agree on -----------------------------------------------------------------------
+
+    def numbers(self) -> list[Tensor]:
+        """Total loss, norm, and the count where there is one. Summed over processes, NaN and inf stay what they are."""
+        if self.total is None or not self.gradients.any():
+            raise _no_gradient(self.name, self.total is not None)
+        norm = self.gradients.norm() if world.size() == 1 else self.gradients.squared_share()
+        if self.count is None:
+            return [self.total, norm]
+        return [self.total, norm, torch.as_tensor(self.count, dtype=torch.float64, device=self.total.device)]
+
+    def read(self, total: float, norm: float, count: float | None = None) -> None:
+        """The same numbers, agreed on and on the host: from them the loss, the norm, and what gradients lack."""
+        processes = world.size()
+        if count is None:
+            self.loss = total / self.microbatches / processes
+            self.factor = self.divided / self.microbatches / self.scale.value
+        else:
+            # No element counted means no loss: torch's own mean over nothing is NaN too.
+            self.loss = total / count if count else math.nan
+            self.factor = processes * (self.base_count or 1.0) / (count or 1.0) / self.scale.value
+        self.norm = (norm if processes == 1 else math.sqrt(norm)) * self.factor
+
+    # -- the verdict --------------------------------------------------------------------------------------------
+
+    @property
+    def finite(self) -> bool:
+        return self.norm <= FP32.largest and math.isfinite(self.loss)
+
+    def reason(self) -> str | None:
+        """Why this lane cannot be applied, if it cannot."""
+        if not math.isfinite(self.loss):
+            return LOSS_NOT_FINITE
+        if self.norm <= FP32.largest:
+            return None
+        return GRADIENT_OVERFLOW if self.scale.can_fall else GRADIENT_NOT_FINITE
+
+    def part(self) -> Part:
+        return Part(self.loss, self.norm, self.scale.value)
+
+    # -- the update ---------------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Gradients unscaled and clipped, in one multiplication."""
+        clipped = 1.0 if self.clip_norm is None else clip_factor(self.norm, self.clip_norm)
+        self.gradients.multiply_(self.factor * clipped)
+        if self.clip_value is not None:
+            self.gradients.clamp_(self.clip_value)
+
+    def apply(self) -> None:
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def adjust(self) -> None:
+        """The scale learns from gradients only: a loss that is not finite says nothing about it."""
+        if math.isfinite(self.loss):
+            self.scale.update(overflow=not self.norm <= FP32.largest)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "loss_scale": self.scale.state_dict(),
+            "base_count": self.base_count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (state["schedule"] is None) != (self.schedule is None):
+            raise StateMismatch(
+                f"optimizer {self.name!r} was saved {'without' if state['schedule'] is None else 'with'} a schedule",
+                allowed="the same as when it was saved",
+                do="build the Stepper as it was when it was saved",
+            )
+        self.scale.load_state_dict(state["loss_scale"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self.base_count = state["base_count"]
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _grew(self) -> bool:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.gradients.parameters)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+        return widen(loss)
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)}" if loss.ndim else "a number that no parameter has a part in"
+    raise WrongUse(
+        f"{what} as the loss",
+        allowed="a scalar tensor with a graph behind it, (sum, count), or a dict of those where there are several",
+        do="return loss.mean(), and call the model outside torch.no_grad()",
+    )
+
+
+def _no_gradient(name: str, had_loss: bool) -> WrongUse:
+    return WrongUse(
+        f"no parameter of optimizer {name!r} has a gradient" if had_loss else f"no loss for optimizer {name!r}",
+        allowed="at least one parameter that the loss depends on",
+        do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
+    )

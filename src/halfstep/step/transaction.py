@@ -1,0 +1,299 @@
+"""One update, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import world
+from halfstep.errors import StateMismatch, TornUpdate, WrongUse
+from halfstep.observe.watch import Observation, Watch
+from halfstep.precision.island import settle
+from halfstep.precision.ladder import choose_precision
+from halfstep.precision.precision import Precision
+from halfstep.step import preflight
+from halfstep.step.buffers import Buffers
+from halfstep.step.lane import Lane
+from halfstep.step.lanes import ByName, differentiate, make_lanes
+from halfstep.step.loss_scale import LossScale
+from halfstep.step.report import GUARD, Guard, StepReport
+from halfstep.step.riders import Counts, Ema
+from halfstep.step.synchronise import LossFunction, synchroniser
+from halfstep.step.window import Window
+
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+ONLY = "loss"
+"""The name of the loss and of its optimizer where there is one of each."""
+
+
+class Attempt(NamedTuple):
+    """What the step in hand was made from: enough to run it again."""
+
+    loss_fn: LossFunction | None
+    microbatches: Sequence[Any]
+    only: str | None
+    rng: list[Tensor]
+    """torch's generators before the first micro-batch: the CPU's, then the device's."""
+
+
+class Stepper:
+    """Turns batches into updates. Each update happens completely, in the precision asked for, or not at all.
+
+    ```python
+    stepper = halfstep.Stepper(model, optimizer, precision="auto", clip_norm=1.0)
+    for batch in loader:
+        report = stepper.step(loss_fn, batch)      # loss_fn(model, batch) -> loss, or (sum, count)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        precision: str | Precision = "auto",
+        strict: bool = False,
+        clip_norm: ByName[float] = None,
+        clip_value: ByName[float] = None,
+        schedule: ByName[Any] = None,
+        ema: Ema | None = None,
+        loss_scale: ByName[LossScale] = None,
+        guards: Sequence[Guard] = (),
+        observe: bool = True,
+    ) -> None:
+        """`schedule`, `clip_norm`, `clip_value` and `loss_scale` may be dicts by optimizer name."""
+        optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {ONLY: optimizer}
+        preflight.check(model, optimizers)
+        self.model, self.ema, self.guards, self.counts = model, ema, list(guards), Counts()
+        self.device = next(model.parameters()).device
+        self.choice = choose_precision(precision, device=self.device, strict=strict)
+        self.precision = self.choice.precision
+        self.precision.prepare(model, self.device)
+        settle(model)
+        self.observed: Observation | None = None
+        self.attempt: Attempt | None = None
+        self._lanes = make_lanes(optimizers, self.precision, loss_scale, schedule, clip_norm, clip_value)
+        self._synchroniser = synchroniser(model, losses=len(self._lanes))
+        self._buffers = Buffers(model)
+        self._strays = _strays(model, self._lanes)
+        self._autocast = self.precision.autocast(self.device)
+        self._scope = self.precision.scope(self.device)
+        if observe:
+            self._scope = Watch(self._scope, model, self.precision, done=self._watched)
+        self._open: list[Lane] = []
+        self._torn = False
+
+    # -- the function form --------------------------------------------------------------------------------------
+
+    def step(self, loss_fn: LossFunction, batch: Any, *, only: str | None = None) -> StepReport:
+        """One update from a batch, or from a `Window` of micro-batches.
+
+        `loss_fn(model, batch)` gets your own module. `only` names the one optimizer to update, for training in turns.
+        """
+        microbatches = batch if type(batch) is Window else (batch,)
+        lanes = self._begin(loss_fn, microbatches, only)
+        try:
+            with self._scope:
+                for left, microbatch in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
+                    with self._autocast:
+                        losses = self._synchroniser.run(loss_fn, microbatch, left == 0)
+                    differentiate(lanes, losses, divide=len(microbatches))
+        except BaseException:
+            self._abandon()
+            raise
+        return self._conclude(lanes)
+
+    # -- the form for loops that cannot be turned inside out ----------------------------------------------------
+
+    @contextmanager
+    def forward(self, *, last: bool = True, only: str | None = None) -> Iterator[None]:
+        """Round your own forward pass and loss. `last`: is this the last micro-batch before `apply()`?"""
+        if not self._open:
+            self._begin(None, (), only)
+        try:
+            with self._synchroniser.forward(last), self._scope, self._autocast:
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def backward(self, loss: Any) -> None:
+        """In place of `loss.backward()`. Give the plain mean of the micro-batch, not divided by their number."""
+        if not self._open:
+            raise WrongUse(
+                "backward() before forward()", allowed="forward, backward, apply", do="with stepper.forward():"
+            )
+        try:
+            with self._scope:
+                differentiate(self._open, loss, divide=1)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def apply(self) -> StepReport:
+        """Conclude the window: unscale, check, clip, update, report."""
+        if not self._open:
+            raise WrongUse(
+                "apply() before forward() and backward()", allowed="forward, backward, apply", do="see Stepper"
+            )
+        return self._conclude(self._open)
+
+    # -- one window, from beginning to end ----------------------------------------------------------------------
+
+    def _begin(self, loss_fn: LossFunction | None, microbatches: Sequence[Any], only: str | None) -> list[Lane]:
+        self._check_ready(microbatches if loss_fn else None)
+        self.attempt = Attempt(loss_fn, microbatches, only, self._rng())
+        self.counts.attempted += 1
+        self._buffers.remember()
+        self._open = self._lanes if only is None else [self._lane(only)]
+        for lane in self._open:
+            lane.begin()
+        return self._open
+
+    def _conclude(self, lanes: list[Lane]) -> StepReport:
+        try:
+            self._synchroniser.finish([lane.gradients for lane in lanes])
+            self._agree(lanes)
+        except BaseException:
+            self._abandon()
+            raise
+        reason = next((r for r in (lane.reason() for lane in lanes) if r is not None), None)
+        report = self._report(lanes, reason)
+        if report.applied:
+            for lane in lanes:
+                lane.ready()
+            refused = next((guard.name for guard in self.guards if not guard.passes(report)), None)
+            if refused is not None:
+                reason = GUARD + refused
+                report = self._report(lanes, reason)
+        if reason is None:
+            self._apply(lanes)
+        else:
+            self._buffers.restore()
+        self.counts.count(reason)
+        for lane in lanes:
+            lane.adjust()
+        self._close()
+        return report
+
+    def _agree(self, lanes: list[Lane]) -> None:
+        """One small collective, and one read by the host: the only ones of a step."""
+        numbers = [lane.numbers() for lane in lanes]
+        agreed = iter(world.agree(torch.stack([n for some in numbers for n in some])).tolist())  # host read
+        for lane, some in zip(lanes, numbers, strict=True):
+            lane.read(*(next(agreed) for _ in some))
+
+    def _apply(self, lanes: list[Lane]) -> None:
+        self._torn = True
+        for lane in lanes:
+            lane.apply()
+        if self.ema is not None:
+            self.ema.update([p for lane in lanes for p in lane.gradients.parameters])
+        self._torn = False
+
+    def _report(self, lanes: list[Lane], reason: str | None) -> StepReport:
+        first = lanes[0]
+        return StepReport(
+            step=self.counts.applied + (reason is None),
+            attempt=self.counts.attempted,
+            applied=reason is None,
+            reason=reason,
+            finite=all(lane.finite for lane in lanes),
+            loss=first.loss if len(lanes) == 1 else sum(lane.loss for lane in lanes),
+            grad_norm=first.norm if len(lanes) == 1 else sum(lane.norm**2 for lane in lanes) ** 0.5,
+            loss_scale=first.scale.value,
+            parts={lane.name: lane.part() for lane in lanes},
+        )
+
+    def _abandon(self) -> None:
+        """An error in the middle of a window: as if the window had never begun."""
+        self._buffers.restore()
+        self.counts.attempted -= 1
+        self._close()
+
+    def _close(self) -> None:
+        for parameter in self._strays:
+            parameter.grad = None
+        for lane in self._open:
+            lane.gradients.clear()
+        self._open = []
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _check_ready(self, microbatches: Sequence[Any] | None) -> None:
+        if torch.is_autocast_enabled(self.device.type):
+            raise WrongUse(
+                "a step inside torch.autocast, which keeps using the weights that it cast first",
+                allowed="autocast round the forward pass only, which halfstep opens by itself",
+                do="take the loop out of `with torch.autocast(...)`",
+            )
+        if self._torn:
+            raise TornUpdate(
+                "an optimizer raised in the middle of the last update, so the weights are neither old nor new",
+                do="load the last checkpoint into a new Stepper",
+            )
+        if self._open or (microbatches is not None and not microbatches):
+            raise WrongUse(
+                "step() in the middle of an open window" if self._open else "a Window without micro-batches",
+                allowed="one window at a time, of one micro-batch or more",
+                do="stepper.apply() first" if self._open else "skip empty windows",
+            )
+
+    def _lane(self, name: str) -> Lane:
+        for lane in self._lanes:
+            if lane.name == name:
+                return lane
+        names = ", ".join(repr(lane.name) for lane in self._lanes)
+        raise WrongUse(f"only={name!r}", allowed=names, do="name one of this Stepper's optimizers")
+
+    def _rng(self) -> list[Tensor]:
+        if self.device.type == "cuda":
+            return [torch.get_rng_state(), torch.cuda.get_rng_state(self.device)]
+        return [torch.get_rng_state()]
+
+    def _watched(self, inner: AbstractContextManager[object], observation: Observation) -> None:
+        """Called once, when the precision that really ran is known; nothing of the watching stays behind."""
+        self._scope, self.observed = inner, observation
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of a run but the model's own weights."""
+        return {
+            "precision": self.precision.name,
+            "counts": self.counts.state_dict(),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "lanes": {lane.name: lane.state_dict() for lane in self._lanes},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; what does not fit is refused before anything is changed."""
+        ours = self.state_dict()
+        _same("parts", set(ours), set(state))
+        _same("precision", {self.precision.name}, {state["precision"]})
+        _same("optimizers", set(ours["lanes"]), set(state["lanes"]))
+        _same("ema", {ours["ema"] is not None}, {state["ema"] is not None})
+        for lane in self._lanes:
+            lane.load_state_dict(state["lanes"][lane.name])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.counts.load_state_dict(state["counts"])
+
+
+def _strays(model: nn.Module, lanes: Sequence[Lane]) -> list[Tensor]:
+    """Parameters that backward reaches and no optimizer owns: their gradients must not pile up."""
+    owned = {id(p) for lane in lanes for p in lane.gradients.parameters}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
+
+
+def _same(what: str, ours: set[Any], saved: set[Any]) -> None:
+    if ours != saved:
+        raise StateMismatch(
+            f"saved {what} {sorted(map(str, saved))}",
+            allowed=f"{sorted(map(str, ours))}",
+            do="build the Stepper as it was when it was saved",
+        )
