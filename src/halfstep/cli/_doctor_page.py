@@ -21,7 +21,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(_pairs({"name": report["device"]["name"], **report["device"]["facts"]}))
     _heading(console, "Formats", _how_measured(report))
     console.print(_formats(report["formats"], console))
-    _heading(console, "What fp32 means to torch here", "a run sets these for its own steps, and sets them back")
+    _heading(console, "torch's fp32 switches", "a run sets its own and puts these back")
     console.print(_pairs(report["flags"]))
     _heading(console, "Choice")
     _print_choice(console, report["choice"])
@@ -37,22 +37,24 @@ def _heading(console: Console, title: str, aside: str = "") -> None:
 def _how_measured(report: dict[str, Any]) -> str:
     if not any(row["speedups"] for row in report["formats"]):
         return "nothing to measure"
-    source = "kept from an earlier run" if report["measured"]["cached"] else f"{report['measured']['seconds']:.1f} s"
-    return f"speed over strict fp32, forward and backward; {source}"
+    found = report["measured"]
+    source = "kept, see --fresh" if found["cached"] else f"measured in {found['seconds']:.1f} s"
+    how = f", {found['how']}" if found["how"] else ""
+    return f"times strict fp32, with backward{how}; {source}"
 
 
 def _pairs(pairs: dict[str, str]) -> Padding:
     table = Table.grid(padding=(0, 2))
     for key, value in pairs.items():
         table.add_row(Text(key, style="dim"), Text(value))
-    return Padding(table, (0, 0, 0, 2))
+    return Padding(table, (0, 0, 0, 2), expand=False)
 
 
 def _formats(rows: list[dict[str, Any]], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=True, expand=False)
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
     table.add_column("format", no_wrap=True)
     table.add_column("native", no_wrap=True)
-    for title in (*_OPERATIONS, "all"):
+    for title in (*_OPERATIONS, "combined"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for row in rows:
@@ -71,15 +73,15 @@ def _print_choice(console: Console, choice: dict[str, Any]) -> None:
     verdict = Text(f"{choice['precision']}", style="bold green").append(
         f"  {asked}: {choice['summary']}", style="not bold"
     )
-    console.print(Padding(verdict, (0, 0, 0, 2)))
+    console.print(Padding(verdict, (0, 0, 0, 2), expand=False))
     ladder = Table.grid(padding=(0, 2))
     for rung in choice["rungs"]:
         ladder.add_row(rung["name"], "taken" if rung["accepted"] else "passed over", rung["reason"])
-    console.print(Padding(ladder, (1, 0, 0, 2)))
+    console.print(Padding(ladder, (1, 0, 0, 2), expand=False))
 
 
 def _print_finding(console: Console, finding: dict[str, str]) -> None:
     words = Text(f"{finding['severity']} {finding['id']}", style=_STYLE[finding["severity"]])
     console.print()
     console.print(words)
-    console.print(Padding(Text(f"{finding['evidence']}\ndo: {finding['fix']}"), (0, 0, 0, 2)))
+    console.print(Padding(Text(f"{finding['evidence']}\ndo: {finding['fix']}"), (0, 0, 0, 2), expand=False))

@@ -23,7 +23,7 @@ def run(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of reading the cache.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What this device is, what it does natively, and which precision it should run in."""
+    """What this device can do, how fast, and what it should run in."""
     report = examine(device, precision, strict=strict, fresh=fresh)
     if json:
         from json import dumps
@@ -49,7 +49,7 @@ def examine(device: str | None, precision: str, *, strict: bool = False, fresh: 
     return {
         "device": {"name": here.name, "kind": here.kind, "place": here.place, "facts": facts(here)},
         "formats": _formats(here, measured),
-        "measured": {"seconds": round(measured.seconds, 3), "cached": measured.cached},
+        "measured": {"seconds": round(measured.seconds, 3), "how": measured.how, "cached": measured.cached},
         "flags": flags.read_flags(),
         "choice": _choice(choice),
         "findings": [finding.as_dict() for finding in choice.findings],

@@ -88,7 +88,8 @@ class Watch:
     """Stands in for a step's scope until one step has been observed, then hands the scope back.
 
     A dispatch mode on a compiled function's first call would switch compilation off without a word, so where Dynamo
-    is loaded the first pass is left alone, and what still had to be compiled later runs eagerly while we look.
+    is loaded the first pass is left alone. The pass that is watched runs eagerly, as Dynamo would have it under any
+    dispatch mode; autocast chose the formats of the compiled code by the same rules when it was traced.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Watch:
         if self._tally is None:
             self._tally = Tally(self._model, self._precision.computes.name)
         if compiling:
-            self._active.enter_context(torch.compiler.set_stance("eager_on_recompile"))
+            self._active.enter_context(torch.compiler.set_stance("force_eager"))
         self._active.enter_context(Recorder(self._model, self._tally))
 
     def __exit__(self, *error: Any) -> None:

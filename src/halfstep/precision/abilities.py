@@ -145,7 +145,7 @@ _CPU_BF16 = {
 _CPU_LACKS = {
     "tf32": "CPUs have no tf32",
     "bf16": f"none of {', '.join(_CPU_BF16)}: bf16 is emulated",
-    "fp16": "no kernel for the backward of an fp16 convolution: it runs when asked for by name, slower than fp32",
+    "fp16": "no fast kernel for a convolution's backward: it runs, slowly, if asked for by name",
     "fp8": "CPUs have no fp8",
 }
 

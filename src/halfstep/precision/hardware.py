@@ -62,11 +62,20 @@ def _cuda(where: torch.device) -> Device:
             do="name one of them, or leave the number out",
         )
     facts = torch.cuda.get_device_properties(index)
-    common = {"name": facts.name, "place": f"{where.type}:{index}", "torch": torch.__version__}
-    if torch.version.hip:
-        arch = facts.gcnArchName.split(":")[0]
-        return Device(kind="rocm", arch=arch, driver=f"{torch.version.hip} {_text(AMD_DRIVER)}".strip(), **common)
-    return Device(kind="cuda", capability=(facts.major, facts.minor), driver=_cuda_driver(), **common)
+    amd = torch.version.hip is not None
+    return Device(
+        kind="rocm" if amd else "cuda",
+        name=facts.name,
+        place=f"{where.type}:{index}",
+        capability=None if amd else (facts.major, facts.minor),
+        arch=facts.gcnArchName.split(":")[0] if amd else "",
+        driver=_rocm_driver() if amd else _cuda_driver(),
+        torch=torch.__version__,
+    )
+
+
+def _rocm_driver() -> str:
+    return f"HIP {torch.version.hip} {_text(AMD_DRIVER)}".strip()
 
 
 def _cuda_driver() -> str:

@@ -97,8 +97,17 @@ def _new_island(shore: type[nn.Module], *arguments: Any) -> nn.Module:
     return cls.__new__(cls, *arguments)
 
 
-@functools.cache
-def _island_class(shore: Any) -> type[nn.Module]:
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+"""One island class for each class of modules, so that two islands of a kind are of one type."""
+
+
+def _island_class(shore: type[nn.Module]) -> type[nn.Module]:
+    if shore not in _CLASSES:
+        _CLASSES[shore] = _make_island_class(shore)
+    return _CLASSES[shore]
+
+
+def _make_island_class(shore: type[nn.Module]) -> type[nn.Module]:
     entries = {name: _entry(method) for name, method in _public_methods(shore)}
     body = {"__module__": shore.__module__, "__doc__": shore.__doc__, "_halfstep_shore": shore, **entries}
     return type(f"Island{shore.__name__}", (Island, shore), body)

@@ -14,9 +14,10 @@ from halfstep.finding import Finding
 from halfstep.precision.abilities import Device, ability
 from halfstep.precision.decision import Decision, Rung, decided_by_rank_zero
 from halfstep.precision.hardware import describe
+from halfstep.precision.measurements import Measurements
 from halfstep.precision.names import AUTO, FP8, Named, read_precision
 from halfstep.precision.precision import Precision
-from halfstep.precision.probe import Measurements, measure
+from halfstep.precision.probe import measure
 from halfstep.precision.registry import precision_named, precision_names
 
 WORTH_IT = 1.1
@@ -104,8 +105,10 @@ def _by_name(asked: str, device: Device, strict: bool) -> Decision:
 def _try(name: str, asked: str, device: Device) -> Rung:
     if name == FP8:
         return Rung(FP8, False, "no run computes in fp8 yet; it is here as a format for emulation")
+    if _runs_anyway(name, asked, device):
+        return Rung(name, True, "asked for by name, though not native here")
     can = ability(device, precision_named(name).computes.name)
-    return Rung(name, can.native or _runs_anyway(name, asked, device), can.reason)
+    return Rung(name, can.native, can.reason)
 
 
 def _runs_anyway(name: str, asked: str, device: Device) -> bool:
@@ -121,7 +124,8 @@ def _findings(asked: str, rungs: list[Rung], device: Device) -> tuple[Finding, .
         return (Finding("precision.substituted", "warning", evidence, fix),)
     if _runs_anyway(took, asked, device):
         fix = "ask for auto, bf16 or fp32 unless fp16's behaviour is what you study"
-        return (Finding("precision.slow", "warning", f"fp16 on {device.name}: {rungs[0].reason}", fix),)
+        evidence = f"fp16 on {device.name}: {ability(device, took).reason}"
+        return (Finding("precision.slow", "warning", evidence, fix),)
     return ()
 
 

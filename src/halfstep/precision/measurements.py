@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from halfstep import files
 from halfstep.precision.abilities import Device
 
@@ -28,6 +26,8 @@ class Measurements:
     failures: Mapping[str, str]
     """Formats that some operation could not be timed in, and why."""
     seconds: float
+    how: str = ""
+    """What else a reader of the figures has to know."""
     cached: bool = False
 
     def combined(self, format_name: str) -> float | None:
@@ -62,7 +62,7 @@ def key_of(device: Device) -> str:
     parts = [device.kind, device.name, device.driver, f"torch {device.torch}"]
     if device.kind == "cpu":
         isa = hashlib.sha256(" ".join(sorted(device.isa)).encode()).hexdigest()[:12]
-        parts += [f"isa {isa}", f"{torch.get_num_threads()} threads", os.environ.get("ONEDNN_MAX_CPU_ISA", "")]
+        parts += [f"isa {isa}", os.environ.get("ONEDNN_MAX_CPU_ISA", "")]
     return " | ".join(part for part in parts if part)
 
 
@@ -83,6 +83,7 @@ def _read(entry: Any) -> Measurements | None:
             },
             {str(name): str(why) for name, why in entry["failures"].items()},
             float(entry["seconds"]),
+            str(entry["how"]),
         )
     except (TypeError, KeyError, ValueError, AttributeError):
         return None

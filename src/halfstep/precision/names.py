@@ -29,6 +29,7 @@ _ALIASES: dict[str, tuple[str, str]] = {
     "16": ("fp16", "Lightning's old word"),
     "32": ("fp32", "Lightning's old word"),
     "bfloat16": ("bf16", "torch's word"),
+    "bfloat": ("bf16", "short for torch's word"),
     "float16": ("fp16", "torch's word"),
     "half": ("fp16", "torch's word"),
     "float32": ("fp32", "torch's word"),
@@ -78,7 +79,7 @@ def read_precision(value: object) -> Named:
     if word in _ALIASES:
         name, whose = _ALIASES[word]
         return Named(name, f"{value!r} is {whose} for {name}")
-    raise unknown_name("precision", value, [*_canonical(), FP8, *_ALIASES])
+    raise unknown_name("precision", value, [*_canonical(), FP8, *(set(_ALIASES) - {"false"})])
 
 
 def _canonical() -> list[str]:

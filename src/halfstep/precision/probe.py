@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +20,11 @@ from halfstep.precision.measurements import Measurements, keep, kept
 from halfstep.precision.precision import Precision, widen
 from halfstep.precision.registry import precision_named, precision_names
 
-SECONDS = 0.8
-"""What the timed rounds may take; warming up and the first use of a library come on top."""
+SECONDS = 0.75
+"""What the timed rounds may take; warming up comes on top."""
 HOPELESS = 5.0
 """A format that takes this many times as long as fp32 is not timed again."""
-_PAIRS = (3, 40)
+_BATCHES = 20
 _BASELINE = "fp32"
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -60,15 +61,16 @@ def measure(device: Device | torch.device | str | None = None, *, fresh: bool = 
 
 def _measure(here: Device) -> Measurements:
     start = time.perf_counter()
-    speedups: dict[str, dict[str, float]] = {name: {} for name in _candidates(here)}
+    speedups: dict[str, dict[str, float]] = {name: {} for name in (_BASELINE, *_candidates(here))}
     failures: dict[str, str] = {}
-    if speedups:
+    if _candidates(here):
         where = torch.device(here.place)
         with _undisturbed(where):
             for operation in OPERATIONS:
                 for name, speedup in _times(operation, here, where, failures).items():
                     speedups[name][operation] = speedup
-    return Measurements(speedups, failures, seconds=time.perf_counter() - start)
+    how = "on one thread" if here.kind == "cpu" else ""
+    return Measurements(speedups, failures, seconds=time.perf_counter() - start, how=how)
 
 
 def _candidates(here: Device) -> list[str]:
@@ -92,9 +94,19 @@ def _times(operation: str, here: Device, where: torch.device, failures: dict[str
     ran = {name: seconds for name, seconds in once.items() if seconds is not None}
     hopeless = {name: base / seconds for name, seconds in ran.items() if seconds > HOPELESS * base}
     timed = {name: arms[name] for name in ran if name not in hopeless}
-    rounds = SECONDS / len(OPERATIONS) / sum(ran[name] for name in timed)
-    ratios = clock.ratios(timed, baseline=_BASELINE, pairs=max(_PAIRS[0], min(_PAIRS[1], int(rounds))))
-    return hopeless | {name: 1 / ratio.median for name, ratio in ratios.items()}
+    return {_BASELINE: 1.0} | hopeless | _paired(timed)
+
+
+def _paired(arms: Arms) -> dict[str, float]:
+    """Medians over as many small batches of interleaved pairs as the time allows, whatever else the machine does."""
+    deadline = time.perf_counter() + SECONDS / len(OPERATIONS)
+    slowdowns: dict[str, list[float]] = {name: [] for name in arms if name != _BASELINE}
+    for _ in range(_BATCHES):
+        for name, ratio in clock.ratios(arms, baseline=_BASELINE, pairs=2).items():
+            slowdowns[name].append(ratio.median)
+        if time.perf_counter() >= deadline:
+            break
+    return {name: 1 / statistics.median(each) for name, each in slowdowns.items()}
 
 
 def _left_out(operation: str, here: Device) -> list[str]:
@@ -128,7 +140,7 @@ def _first(arm: Callable[[], None], name: str, operation: str, failures: dict[st
     """Seconds of a call after the first one, which compiles and allocates; None for a kernel that does not exist."""
     try:
         arm()
-        return clock.seconds(arm, 1)
+        return min(clock.seconds(arm, 1) for _ in range(2))
     except RuntimeError as error:
         failures[name] = f"{operation} failed: {str(error).strip().splitlines()[0]}"
         return None
@@ -137,5 +149,18 @@ def _first(arm: Callable[[], None], name: str, operation: str, failures: dict[st
 @contextmanager
 def _undisturbed(where: torch.device) -> Iterator[None]:
     """Whatever surrounds the call (no_grad, inference, another autocast) does not reach the measurement."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(where.type, enabled=False):
+    # autocast forgets its casts only when the outermost one ends; kept, they would be reused by the next format.
+    plain = torch.autocast(where.type, enabled=False, cache_enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), plain, _one_thread():
         yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One CPU thread: several wait for one another, and on a busy machine that wait is all that would be timed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -28,6 +28,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         # The dictionaries themselves: walking a model's modules costs more than copying its buffers.
         self._slots = [module._buffers for module in model.modules()]
+        self._paths = [f"{path}." if path else "" for path, _ in model.named_modules()]
         self._registered: list[dict[str, Tensor | None] | None] = []
         self._kept: dict[int, _Kept] = {}
 
@@ -37,6 +38,14 @@ class Buffers:
             for buffer in slots.values():
                 if buffer is not None:
                     yield buffer
+
+    def named(self) -> dict[str, Tensor]:
+        return {
+            path + name: buffer
+            for path, slots in zip(self._paths, self._slots, strict=True)
+            for name, buffer in slots.items()
+            if buffer is not None
+        }
 
     def remember(self) -> None:
         """Before the first micro-batch."""

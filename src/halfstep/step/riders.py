@@ -56,7 +56,7 @@ class Ema:
         self._names = list(named)
         self._averages = [p.detach().float().clone() for p in self._parameters]
         self._buffers = Buffers(model)
-        self._copies = [b.detach().clone() for b in self._buffers]
+        self._copies = _clones(self._buffers.named())
 
     @torch.no_grad()
     def update(self, parameters: Sequence[Tensor] | None = None) -> None:
@@ -66,51 +66,62 @@ class Ema:
             places = [self._place[id(p)] for p in parameters if id(p) in self._place]
             averages, current = [averages[i] for i in places], [current[i] for i in places]
         torch._foreach_lerp_(averages, current, 1.0 - self.decay)
-        if self._copies:
-            torch._foreach_copy_(self._copies, list(self._buffers))
+        buffers = self._buffers.named()
+        if _alike(self._copies, buffers):
+            if buffers:
+                torch._foreach_copy_(list(self._copies.values()), list(buffers.values()))
+        else:
+            self._copies = _clones(buffers)
 
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
         """The model wears the averages inside this context, and its own weights again after it."""
-        own = [t.detach().clone() for t in self._targets()]
+        own = [p.detach().clone() for p in self._parameters]
+        own_buffers = _clones(self._buffers.named())
         try:
-            self._put(self._averages + self._copies)
+            self._put(self._averages, self._copies)
             yield
         finally:
-            self._put(own)
+            self._put(own, own_buffers)
 
     def averages(self) -> dict[str, Tensor]:
         """The averaged parameters by name."""
         return dict(zip(self._names, self._averages, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"decay": self.decay, "averages": self.averages(), "buffers": list(self._copies)}
+        return {"decay": self.decay, "averages": self.averages(), "buffers": dict(self._copies)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved, buffers = state["averages"], state["buffers"]
-        differing = sorted(set(saved) ^ set(self._names))
-        if differing or len(buffers) != len(self._copies):
+        if not _alike(self.averages(), state["averages"]):
+            differing = sorted(set(state["averages"]) ^ set(self._names)) or ["shapes"]
             raise StateMismatch(
-                f"averages of another model: {', '.join(differing[:5]) or f'{len(buffers)} buffers'} differ",
-                allowed=f"{len(self._names)} parameters and {len(self._copies)} buffers of this model",
+                f"averages of another model: {', '.join(differing[:5])} differ",
+                allowed=f"the {len(self._names)} trainable parameters of this model",
                 do="build the model that was saved",
             )
         self.decay = float(state["decay"])
         with torch.no_grad():
-            for name, average in zip(self._names, self._averages, strict=True):
-                average.copy_(saved[name])
-            for copy, buffer in zip(self._copies, buffers, strict=True):
-                copy.copy_(buffer)
+            for name, average in self.averages().items():
+                average.copy_(state["averages"][name])
+        self._copies = _clones(state["buffers"])
 
-    def _targets(self) -> list[Tensor]:
-        return [*self._parameters, *self._buffers]
-
-    def _put(self, values: Sequence[Tensor]) -> None:
-        for target, value in zip(self._targets(), values, strict=True):
+    def _put(self, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        for target, value in zip(self._parameters, parameters, strict=True):
             target.detach().copy_(value)
+        for name, buffer in self._buffers.named().items():
+            if name in buffers:
+                buffer.copy_(buffers[name])
         # Weights cast by an autocast that is still open would otherwise be the ones from before the swap.
         torch.clear_autocast_cache()
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _alike(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(ours[name].shape == theirs[name].shape for name in ours)
 
 
 def checked_schedule(schedule: Any) -> Any:

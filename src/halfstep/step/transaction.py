@@ -146,6 +146,8 @@ class Stepper:
 
     def _begin(self, loss_fn: LossFunction | None, microbatches: Sequence[Any], only: str | None) -> list[Lane]:
         self._check_ready(microbatches if loss_fn else None)
+        # Inside an outer autocast, even one that is off, casts of the weights would outlive the update.
+        torch.clear_autocast_cache()
         self.attempt = Attempt(loss_fn, microbatches, only, self._rng())
         self.counts.attempted += 1
         self._buffers.remember()

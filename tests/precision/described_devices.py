@@ -1,0 +1,87 @@
+"""Devices that are not here, by the facts that decide about them, and what each can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfstep.precision.abilities import Device
+
+
+@dataclass(frozen=True)
+class Row:
+    """A device, the formats it has beside fp32, and what it answers to each precision by name."""
+
+    device: Device
+    native: str
+    auto: str
+    tf32: str
+    bf16: str
+    fp16: str
+    fp8: str
+
+    def answer(self, asked: str) -> str:
+        return "fp32" if asked == "fp32" else str(getattr(self, asked))
+
+
+def cuda(name: str, major: int, minor: int) -> Device:
+    return Device(kind="cuda", name=name, capability=(major, minor))
+
+
+def rocm(name: str, arch: str) -> Device:
+    return Device(kind="rocm", name=name, arch=arch)
+
+
+def with_isa(kind: str, name: str, *isa: str) -> Device:
+    return Device(kind=kind, name=name, isa=frozenset(isa))  # type: ignore[arg-type]
+
+
+def apple(name: str, *macos: int) -> Device:
+    return Device(kind="mps", name=name, macos=macos)
+
+
+#                                                        native                  auto    tf32    bf16    fp16    fp8
+ROWS = [
+    Row(cuda("Tesla V100", 7, 0), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(cuda("Tesla T4", 7, 5), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(cuda("RTX 2080 Ti", 7, 5), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(cuda("GTX 1080 Ti", 6, 1), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
+    Row(cuda("Tesla P100", 6, 0), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(cuda("Tesla M40", 5, 2), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
+    Row(cuda("A100", 8, 0), "tf32 bf16 fp16", "bf16", "tf32", "bf16", "fp16", "bf16"),
+    Row(cuda("RTX 3090", 8, 6), "tf32 bf16 fp16", "bf16", "tf32", "bf16", "fp16", "bf16"),
+    Row(cuda("RTX 4090", 8, 9), "tf32 bf16 fp16 fp8", "bf16", "tf32", "bf16", "fp16", "bf16"),
+    Row(cuda("H100", 9, 0), "tf32 bf16 fp16 fp8", "bf16", "tf32", "bf16", "fp16", "bf16"),
+    Row(cuda("B200", 10, 0), "tf32 bf16 fp16 fp8", "bf16", "tf32", "bf16", "fp16", "bf16"),
+    Row(rocm("Instinct MI100", "gfx908"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(rocm("Instinct MI250X", "gfx90a"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(rocm("Instinct MI300X", "gfx942"), "bf16 fp16 fp8", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(rocm("Radeon RX 6900 XT", "gfx1030"), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(rocm("Radeon RX 7900 XTX", "gfx1100"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(rocm("A Radeon of tomorrow", "gfx2000"), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
+    Row(with_isa("xpu", "Arc A770", "fp16", "xmx"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(with_isa("xpu", "Iris Xe (Xe-LP)", "fp16"), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(
+        with_isa("xpu", "Data Center GPU Max 1550", "fp16", "xmx", "xmx_tf32"),
+        "tf32 bf16 fp16",
+        "bf16",
+        "tf32",
+        "bf16",
+        "fp16",
+        "bf16",
+    ),
+    Row(apple("Apple M1", 14, 2), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(apple("Apple M2 Pro", 14, 2), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(apple("Apple M2", 13, 6), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(apple("Apple M12", 20), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(with_isa("cpu", "Xeon with AMX", "amx_bf16", "avx512_bf16"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(with_isa("cpu", "Zen 4", "avx512_bf16", "avx512f"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(with_isa("cpu", "Graviton 3", "bf16", "sve"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16"),
+    Row(with_isa("cpu", "Core i7", "avx2", "f16c"), "", "fp32", "fp32", "fp32", "fp16", "fp32"),
+    Row(Device(kind="other", name="hpu"), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
+]
+ASKED = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8")
+TPU = Device(kind="tpu", name="TPU v4")
+
+
+def named(name: str) -> Device:
+    return next(row.device for row in ROWS if row.device.name == name)

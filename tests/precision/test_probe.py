@@ -1,0 +1,256 @@
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from described_devices import named
+from torch import Tensor
+
+from halfstep.errors import WrongUse
+from halfstep.precision import flags, probe
+from halfstep.precision.hardware import describe
+from halfstep.precision.measurements import Measurements, cache_file, keep, kept, key_of
+from halfstep.precision.probe import measure
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small operation, three rounds."""
+    monkeypatch.setattr(probe, "SECONDS", 0.0)
+    monkeypatch.setattr(probe, "OPERATIONS", {"GEMM": torch.nn.functional.linear})
+    monkeypatch.setattr(probe, "_ON_CPU", {"GEMM": ((8, 8), (8, 8))})
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device that is here and is said to have bf16, whatever the machine under the test has."""
+    return replace(named("Xeon with AMX"), place="cpu")
+
+
+def with_operation(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:
+    monkeypatch.setattr(probe, "OPERATIONS", {"GEMM": operation})
+
+
+def test_the_real_probe_is_quick_and_complete() -> None:
+    found = min((measure("cpu", fresh=True) for _ in range(3)), key=lambda found: found.seconds)
+    assert found.seconds < 1.5
+    for name in (name for name in found.speedups if name not in found.failures):
+        assert set(found.speedups[name]) == {"GEMM", "conv2d", "conv3d"}
+        assert found.combined(name) == pytest.approx(math.prod(found.speedups[name].values()) ** (1 / 3))
+    assert found.combined("fp16") is None
+    assert found.combined("fp8") is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_backward_is_part_of_what_is_timed(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
+    seen = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
+            seen.append("forward")
+            return torch.nn.functional.linear(values, weight)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+            seen.append(f"backward {gradient.dtype}")
+            return gradient, gradient
+
+    with_operation(monkeypatch, Product.apply)
+    measure(amx)
+    assert seen.count("forward") == len(seen) / 2
+    assert {"backward torch.float32", "backward torch.bfloat16", "backward torch.float16"} < set(seen)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_surroundings_reach_neither_way(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
+    formats = []
+
+    def linear(values: Tensor, weight: Tensor) -> Tensor:
+        out = torch.nn.functional.linear(values, weight)
+        formats.append(out.dtype)
+        return out
+
+    with_operation(monkeypatch, linear)
+    random, switches = torch.random.get_rng_state(), flags.read_flags()
+    matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
+    product = matrix @ matrix
+    with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = measure(amx)
+    assert formats[0] is torch.float32
+    assert torch.bfloat16 in formats
+    assert set(found.speedups) == {"fp32", "bf16", "fp16"}
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert switches == flags.read_flags()
+    assert torch.equal(product, matrix @ matrix)
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_runs_in_one_thread_and_gives_the_others_back(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
+    seen = set()
+
+    def linear(values: Tensor, weight: Tensor) -> Tensor:
+        seen.add(torch.get_num_threads())
+        return torch.nn.functional.linear(values, weight)
+
+    with_operation(monkeypatch, linear)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        measure(amx)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_hopeless_format_is_not_timed_again(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
+    calls = []
+
+    def linear(values: Tensor, weight: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16:
+            calls.append(1)
+            time.sleep(0.05)
+        return torch.nn.functional.linear(values, weight)
+
+    with_operation(monkeypatch, linear)
+    found = measure(amx)
+    assert len(calls) == 3
+    assert found.combined("bf16") is not None
+    assert found.combined("bf16") < 1 / probe.HOPELESS  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_kernel_that_does_not_exist_fails_its_format_only(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
+    def linear(values: Tensor, weight: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16:
+            raise RuntimeError("no engine for this\nand a trace")
+        return torch.nn.functional.linear(values, weight)
+
+    with_operation(monkeypatch, linear)
+    found = measure(amx)
+    assert found.failures == {"bf16": "GEMM failed: no engine for this"}
+    assert found.combined("bf16") is None
+    assert found.combined("fp16") is not None
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_operation_without_an_fp32_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
+    def linear(values: Tensor, weight: Tensor) -> Tensor:
+        raise NotImplementedError("not on this backend")
+
+    with_operation(monkeypatch, linear)
+    found = measure(amx)
+    assert found.combined("bf16") is None
+    assert "not on this backend" in found.failures["fp32"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
+    first = measure(amx)
+    assert not first.cached
+    again = measure(amx)
+    assert again == replace(first, cached=True)
+    measure(amx, fresh=True)
+    assert kept(amx) != again
+
+
+def entry(speedups: bytes, *, version: int) -> bytes:
+    """A file that is right in all but one thing."""
+    start = b'{"version": %d, "entries": {"KEY": {"speedups": ' % version
+    return start + speedups + b', "failures": {}, "how": "", "seconds": 1}}}'
+
+
+def test_a_right_file_is_read(amx: Any) -> None:
+    cache_file().parent.mkdir(parents=True)
+    cache_file().write_bytes(entry(b'{"bf16": {"GEMM": 2}}', version=1).replace(b"KEY", key_of(amx).encode()))
+    assert kept(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe\x00",
+        entry(b'{"bf16": {"GEMM": 2}}', version=99),
+        b'{"version": 1, "entries": 3}',
+        b'{"version": 1, "entries": {"KEY": null}}',
+        b'{"version": 1, "entries": {"KEY": {"speedups": {"bf16": {"GEMM": 2}}}}}',
+        entry(b'{"bf16": {"GEMM": "x"}}', version=1),
+        entry(b'{"bf16": {"GEMM": -2}}', version=1),
+        entry(b'{"bf16": {"GEMM": NaN}}', version=1),
+        entry(b"[]", version=1),
+    ],
+)
+def test_a_corrupt_or_foreign_cache_is_ignored_and_replaced(content: bytes, amx: Any) -> None:
+    cache_file().parent.mkdir(parents=True)
+    cache_file().write_bytes(content.replace(b"KEY", key_of(amx).encode()))
+    assert kept(amx) is None
+    keep(amx, Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0))
+    assert kept(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
+
+
+def test_another_device_driver_or_torch_is_another_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = named("A100"), named("Xeon with AMX")
+    keys = {
+        key_of(gpu),
+        key_of(replace(gpu, name="A30")),
+        key_of(replace(gpu, driver="600")),
+        key_of(replace(gpu, torch="9.9")),
+        key_of(cpu),
+        key_of(replace(cpu, isa=frozenset({"avx2"}))),
+    }
+    assert len(keys) == 6
+    before = key_of(cpu)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert key_of(cpu) != before
+    assert key_of(gpu) in keys
+
+
+def test_entries_of_other_devices_are_kept(amx: Any) -> None:
+    one = Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0)
+    keep(named("A100"), one)
+    keep(amx, one)
+    assert kept(named("A100")) == kept(amx) == replace(one, cached=True)
+    assert len(json.loads(cache_file().read_text())["entries"]) == 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_cache_that_cannot_be_written_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, amx: Any
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not measure(amx).cached
+    assert not measure(amx).cached
+
+
+def test_a_description_cannot_be_measured() -> None:
+    with pytest.raises(WrongUse, match="A100"):
+        measure(named("A100"))
+
+
+def test_a_device_without_candidates_measures_nothing() -> None:
+    other = describe("hpu")
+    assert measure(other).combined("bf16") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+def test_the_real_probe_on_an_accelerator() -> None:
+    found = measure(fresh=True)
+    assert found.seconds < 10
+    assert any(found.combined(name) for name in found.speedups)

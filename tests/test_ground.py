@@ -1,0 +1,130 @@
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep import clock, errors, files
+from halfstep.finding import Finding
+
+
+def test_an_error_has_three_parts() -> None:
+    error = errors.WrongUse("given", allowed="this", do="type that")
+    assert str(error) == "given\n  allowed: this\n  do: type that"
+    assert (error.given, error.allowed, error.do) == ("given", "this", "type that")
+    assert str(errors.WrongUse("alone")) == "alone"
+
+
+def test_every_error_is_in_the_tree_and_in_its_picture() -> None:
+    kinds = errors.HalfstepError.__subclasses__()
+    assert len(kinds) >= 8
+    for kind in kinds:
+        assert kind.__name__ in (errors.__doc__ or "")
+        assert len(kind.__mro__) > len(errors.HalfstepError.__mro__) + 1, "it is also a builtin error"
+
+
+def test_an_unknown_name_offers_the_nearest() -> None:
+    error = errors.unknown_name("precision", "fp61", ["fp16", "fp32", "fp16"])
+    assert error.allowed == "fp16, fp32"
+    assert error.do == "did you mean 'fp16'?"
+    assert "did you mean" not in errors.unknown_name("precision", "zzz", ["fp16"]).do
+
+
+def test_a_file_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.json"
+    files.write_json(path, {"b": [1, 2.5, "x"], "a": None})
+    assert files.read_json(path) == {"b": [1, 2.5, "x"], "a": None}
+    assert [file.name for file in path.parent.iterdir()] == ["a.json"]
+
+
+def fail_at(where: str) -> Any:
+    def fail(*_args: object) -> None:
+        raise KeyboardInterrupt(where)
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_write_interrupted_half_way_leaves_the_old_file(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, "old")
+    monkeypatch.setattr(os, where, fail_at(where))
+    with pytest.raises(KeyboardInterrupt):
+        files.write_json(path, "new" * 100_000)
+    assert files.read_json(path) == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_content_that_is_not_json_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, "old")
+    with pytest.raises(TypeError):
+        files.write_json(path, ["written before the object", object()])
+    assert files.read_json(path) == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\x00"])
+def test_a_file_that_is_not_json_reads_as_none(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    assert files.read_json(path) is None
+    path.write_bytes(content)
+    assert files.read_json(path) is None
+    assert files.read_json(tmp_path) is None
+
+
+def test_a_file_too_large_to_be_ours_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps("x" * 100))
+    monkeypatch.setattr(files, "LARGEST_JSON", 50)
+    assert files.read_json(path) is None
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.cache_folder() == tmp_path / "halfstep"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert files.cache_folder() == Path.home() / ".cache" / "halfstep"
+
+
+def test_a_ratio_finds_a_known_slowdown() -> None:
+    arms = {"one": lambda: time.sleep(0.002), "three": lambda: time.sleep(0.006)}
+    ratio = clock.ratios(arms, baseline="one", pairs=9)["three"]
+    assert 2.0 < ratio.median < 3.5
+    assert ratio.low <= ratio.median <= ratio.high
+    assert ratio.pairs == 9
+    assert 0.002 < ratio.added_seconds < 0.008
+
+
+def test_arms_are_interleaved_and_take_turns_at_being_first() -> None:
+    order: list[str] = []
+    arms = {name: (lambda name=name: order.append(name)) for name in ("a", "b", "c")}  # type: ignore[misc]
+    seen: list[tuple[int, int]] = []
+    clock.ratios(arms, baseline="a", pairs=6, progress=lambda done, all_: seen.append((done, all_)))
+    rounds = [order[start : start + 3] for start in range(0, 18, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert {turn[0] for turn in rounds} == {"a", "b", "c"}
+    assert seen[-1] == (6, 6)
+
+
+def test_seconds_is_an_average() -> None:
+    calls: list[int] = []
+    assert clock.seconds(lambda: calls.append(1), 10) < 0.01
+    assert len(calls) == 10
+
+
+def test_a_finding_reads_as_a_sentence_and_as_data() -> None:
+    finding = Finding("precision.slow", "warning", "it was slow", "ask for auto")
+    assert str(finding) == "warning precision.slow: it was slow (ask for auto)"
+    assert finding.as_dict() == {
+        "id": "precision.slow",
+        "severity": "warning",
+        "evidence": "it was slow",
+        "fix": "ask for auto",
+    }
+    with pytest.raises(AttributeError):
+        finding.id = "other"  # type: ignore[misc]
