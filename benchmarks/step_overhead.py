@@ -2,10 +2,10 @@
 
     python benchmarks/step_overhead.py [--pairs 100] [--calls 40] [--json] [--profile]
 
-A bf16 step of a model so small that almost nothing but overhead is left: Linear 32-64-10, batch 16, fused AdamW. Clipping
-by norm, a schedule and an average of the weights are in every arm, written as leanly as each arm allows. halfstep's arm
-also checks the loss and every gradient, keeps buffers and generator state for a rollback, and reports; the others guard
-nothing. Ratios are medians over interleaved pairs; `aa` is the hand-written loop against itself.
+A bf16 step of a model so small that almost nothing but overhead is left: Linear 32-64-10, batch 16, fused AdamW.
+Clipping by norm, a schedule and an average of the weights are in every arm, written as leanly as each arm allows.
+halfstep's arm also checks the loss and every gradient, keeps buffers and generator state for a rollback, and reports;
+the others guard nothing. Ratios are medians over interleaved pairs; `aa` is the hand-written loop against itself.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Every message has the same three parts: what was given, what is allowed, what to
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class HalfstepError(Exception):
@@ -65,3 +65,16 @@ def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownNam
         allowed=", ".join(known),
         do=f"did you mean {near[0]!r}?" if near else f"use one of the allowed {kind} names",
     )
+
+
+def same_keys(what: str, ours: Mapping[str, object], saved: Mapping[str, object]) -> None:
+    """Refuse a saved mapping that lacks something of ours, or has something that we have not."""
+    missing, extra = sorted(set(ours) - set(saved)), sorted(set(saved) - set(ours))
+    if missing or extra:
+        words = [f"without {', '.join(missing)}"] if missing else []
+        words += [f"with {', '.join(extra)}"] if extra else []
+        raise StateMismatch(
+            f"{what} saved {' and '.join(words)}",
+            allowed=", ".join(sorted(ours)) or "none",
+            do="build the Stepper as it was when it was saved",
+        )

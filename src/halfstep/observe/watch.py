@@ -1,4 +1,4 @@
-"""Which precision really ran: watched once, on a step that is not compiling, and then gone from the hot path."""
+"""Which precision really ran: watched on the first step, which is not applied if it is the wrong one, then gone."""
 
 from __future__ import annotations
 
@@ -59,14 +59,11 @@ class Tally:
         self._flops: Counter[str] = Counter()
         self._strays: Counter[str] = Counter()
         self._in_islands = 0
-        self.forward_seen = self.backward_seen = False
+        self.backward_seen = False
 
     def __call__(self, operation: Operation) -> None:
         work = flops(operation)
-        if operation.backward:
-            self.backward_seen = True
-        elif work:
-            self.forward_seen = True
+        self.backward_seen |= operation.backward
         if not work:
             return
         if self._on_island(operation.module):
@@ -87,9 +84,9 @@ class Tally:
 class Watch:
     """Stands in for a step's scope until one step has been observed, then hands the scope back.
 
-    A dispatch mode on a compiled function's first call would switch compilation off without a word, so where Dynamo
-    is loaded the first pass is left alone. The pass that is watched runs eagerly, as Dynamo would have it under any
-    dispatch mode; autocast chose the formats of the compiled code by the same rules when it was traced.
+    A dispatch mode on a compiled function's first call would switch its compilation off for good, without a word. So
+    the step that is watched runs eagerly, and compiling begins with the next one; autocast chooses formats by the
+    same rules when code is traced as when it is run.
     """
 
     def __init__(
@@ -101,19 +98,15 @@ class Watch:
         done: Callable[[AbstractContextManager[object], Observation], None],
     ) -> None:
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
-        self._passes = 0
         self._tally: Tally | None = None
         self._active = ExitStack()
 
     def __enter__(self) -> None:
         self._inner.__enter__()
-        self._passes += 1
-        compiling = "torch._dynamo" in sys.modules
-        if compiling and self._passes == 1:
-            return
         if self._tally is None:
             self._tally = Tally(self._model, self._precision.computes.name)
-        if compiling:
+        # Nothing can be compiled before Dynamo is loaded, and loading it takes a second.
+        if "torch._dynamo" in sys.modules:
             self._active.enter_context(torch.compiler.set_stance("force_eager"))
         self._active.enter_context(Recorder(self._model, self._tally))
 
@@ -124,7 +117,7 @@ class Watch:
         if tally is None or (error[0] is None and not tally.backward_seen):
             return
         self._tally = None
-        if error[0] is not None or not tally.forward_seen:
+        if error[0] is not None:
             return
         observation = tally.observation()
         if not observation.as_asked:

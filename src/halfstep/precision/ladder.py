@@ -15,10 +15,10 @@ from halfstep.precision.abilities import Device, ability
 from halfstep.precision.decision import Decision, Rung, decided_by_rank_zero
 from halfstep.precision.hardware import describe
 from halfstep.precision.measurements import Measurements
-from halfstep.precision.names import AUTO, FP8, Named, read_precision
+from halfstep.precision.names import AUTO, FP8, Named, precision_names, read_precision
 from halfstep.precision.precision import Precision
 from halfstep.precision.probe import measure
-from halfstep.precision.registry import precision_named, precision_names
+from halfstep.precision.registry import precision_named
 
 WORTH_IT = 1.1
 """A narrower format that gains less than this over strict fp32 is not worth its roundings."""

@@ -74,16 +74,17 @@ def read_precision(value: object) -> Named:
         raise _refusal(value, *_REFUSALS[word])
     if word == FP8:
         return Named(FP8, f"{value!r} is a number format that no run computes in yet")
-    if word in _canonical():
+    if word in (AUTO, *precision_names()):
         return Named(word)
     if word in _ALIASES:
         name, whose = _ALIASES[word]
         return Named(name, f"{value!r} is {whose} for {name}")
-    raise unknown_name("precision", value, [*_canonical(), FP8, *(set(_ALIASES) - {"false"})])
+    raise unknown_name("precision", value, [AUTO, *precision_names(), FP8, *(set(_ALIASES) - {"false"})])
 
 
-def _canonical() -> list[str]:
-    return [AUTO, *(info.name.replace("_", "-") for info in pkgutil.iter_modules(kinds.__path__))]
+def precision_names() -> list[str]:
+    """The precisions that a run can have: one for each file in `kinds/`."""
+    return [info.name.replace("_", "-") for info in pkgutil.iter_modules(kinds.__path__)]
 
 
 def _refusal(value: object, sentences: tuple[str, str, str], use: str) -> PrecisionRefused:

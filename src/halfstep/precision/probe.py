@@ -17,8 +17,9 @@ from halfstep.errors import WrongUse
 from halfstep.precision.abilities import FORMAT_NAMES, Device, ability
 from halfstep.precision.hardware import describe
 from halfstep.precision.measurements import Measurements, keep, kept
+from halfstep.precision.names import precision_names
 from halfstep.precision.precision import Precision, widen
-from halfstep.precision.registry import precision_named, precision_names
+from halfstep.precision.registry import precision_named
 
 SECONDS = 0.75
 """What the timed rounds may take; warming up comes on top."""

@@ -1,17 +1,13 @@
-"""The precisions there are: one file each in `kinds/`, found by listing the folder."""
+"""From a precision's name to the precision: each is a file in `kinds/`."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
 from halfstep.errors import unknown_name
 from halfstep.precision import kinds
+from halfstep.precision.names import precision_names
 from halfstep.precision.precision import Precision
-
-
-def precision_names() -> list[str]:
-    return [info.name.replace("_", "-") for info in pkgutil.iter_modules(kinds.__path__)]
 
 
 def precision_named(name: str) -> Precision:

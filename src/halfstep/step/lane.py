@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep import world
-from halfstep.errors import StateMismatch, WrongUse
+from halfstep.errors import StateMismatch, WrongUse, same_keys
 from halfstep.formats import FP32
 from halfstep.precision.precision import widen
 from halfstep.step.gradients import Gradients, clip_factor
@@ -158,13 +159,24 @@ class Lane:
             "base_count": self.base_count,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if (state["schedule"] is None) != (self.schedule is None):
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit, and change nothing."""
+        ours = self.state_dict()
+        same_keys(f"optimizer {self.name!r}", ours, state)
+        same_keys(
+            "a schedule", {"schedule": 0} if ours["schedule"] else {}, {"schedule": 0} if state["schedule"] else {}
+        )
+        saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+        held = [len(group["params"]) for group in self.optimizer.param_groups]
+        if saved != held:
             raise StateMismatch(
-                f"optimizer {self.name!r} was saved {'without' if state['schedule'] is None else 'with'} a schedule",
-                allowed="the same as when it was saved",
-                do="build the Stepper as it was when it was saved",
+                f"optimizer {self.name!r} was saved with {sum(saved)} parameters in {len(saved)} groups",
+                allowed=f"{sum(held)} in {len(held)}",
+                do="build the model and the optimizer as they were when they were saved",
             )
+        copy.copy(self.scale).load_state_dict(state["loss_scale"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale.load_state_dict(state["loss_scale"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule is not None:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from halfstep.errors import WrongUse
+from halfstep.finding import Finding
 from halfstep.formats import is_narrow
 
 
-def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse what would train nothing, or train it wrongly in silence."""
+def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Finding]:
+    """Refuse what would train nothing, or train it wrongly in silence; find what probably will."""
     names = {id(p): name for name, p in model.named_parameters()}
     for lane, optimizer in optimizers.items():
         _check_closure(lane, optimizer)
@@ -20,6 +21,7 @@ def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> 
         _check_belongs(lane, trained, names)
         _check_wide(trained, names)
     _check_distinct(optimizers, names)
+    return _stale(model, optimizers)
 
 
 def _check_closure(lane: str, optimizer: torch.optim.Optimizer) -> None:
@@ -49,6 +51,18 @@ def _check_wide(trained: list[torch.Tensor], names: Mapping[int, str]) -> None:
             allowed="16-bit storage for frozen weights only; small updates to trained ones would round away",
             do="model.float() before building the optimizer, or load with dtype=torch.float32",
         )
+
+
+def _stale(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Finding]:
+    """Parameters of another model in an optimizer, while some of this one's are in none: a part was replaced."""
+    held = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
+    own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    left_out = [name for key, name in own.items() if key not in held]
+    foreign = len(held - {id(p) for p in model.parameters()})
+    if not (left_out and foreign):
+        return []
+    evidence = f"the optimizer holds {foreign} parameters of another model and leaves out {', '.join(left_out[:5])}"
+    return [Finding("optimizer.stale", "warning", evidence, "build the optimizer after the model is final")]
 
 
 def _check_distinct(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import StateMismatch, WrongUse
+from halfstep.errors import StateMismatch, WrongUse, same_keys
 from halfstep.step.buffers import Buffers
 
 
@@ -35,8 +35,7 @@ class Counts:
         return {**vars(self), "skipped": dict(self.skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != set(vars(self)):
-            raise StateMismatch(f"counters {sorted(state)}", allowed=str(sorted(vars(self))), do="save them anew")
+        same_keys("counters", vars(self), state)
         vars(self).update({**state, "skipped": Counter(state["skipped"])})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import world
-from halfstep.errors import StateMismatch, TornUpdate, WrongUse
+from halfstep.errors import TornUpdate, WrongUse, same_keys
 from halfstep.observe.watch import Observation, Watch
 from halfstep.precision.island import settle
 from halfstep.precision.ladder import choose_precision
@@ -65,13 +66,19 @@ class Stepper:
         guards: Sequence[Guard] = (),
         observe: bool = True,
     ) -> None:
-        """`schedule`, `clip_norm`, `clip_value` and `loss_scale` may be dicts by optimizer name."""
+        """`schedule`, `clip_norm`, `clip_value` and `loss_scale` may be dicts by optimizer name.
+
+        Each optimizer's gradients are clipped by their own norm, also where one `clip_norm` is given for all.
+        """
         optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {ONLY: optimizer}
-        preflight.check(model, optimizers)
+        stale = preflight.check(model, optimizers)
         self.model, self.ema, self.guards, self.counts = model, ema, list(guards), Counts()
         self.device = next(model.parameters()).device
         self.choice = choose_precision(precision, device=self.device, strict=strict)
         self.precision = self.choice.precision
+        self.findings = (*self.choice.findings, *stale)
+        for finding in stale:
+            warnings.warn(str(finding), stacklevel=2)
         self.precision.prepare(model, self.device)
         settle(model)
         self.observed: Observation | None = None
@@ -275,14 +282,16 @@ class Stepper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; what does not fit is refused before anything is changed."""
         ours = self.state_dict()
-        _same("parts", set(ours), set(state))
-        _same("precision", {self.precision.name}, {state["precision"]})
-        _same("optimizers", set(ours["lanes"]), set(state["lanes"]))
-        _same("ema", {ours["ema"] is not None}, {state["ema"] is not None})
+        same_keys("a Stepper's state", ours, state)
+        same_keys("optimizers", ours["lanes"], state["lanes"])
+        same_keys("precision", {self.precision.name: None}, {state["precision"]: None})
+        same_keys("riders", {"ema": 0} if self.ema else {}, {"ema": 0} if state["ema"] is not None else {})
         for lane in self._lanes:
-            lane.load_state_dict(state["lanes"][lane.name])
+            lane.check_state(state["lanes"][lane.name])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+        for lane in self._lanes:
+            lane.load_state_dict(state["lanes"][lane.name])
         self.counts.load_state_dict(state["counts"])
 
 
@@ -290,12 +299,3 @@ def _strays(model: nn.Module, lanes: Sequence[Lane]) -> list[Tensor]:
     """Parameters that backward reaches and no optimizer owns: their gradients must not pile up."""
     owned = {id(p) for lane in lanes for p in lane.gradients.parameters}
     return [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
-
-
-def _same(what: str, ours: set[Any], saved: set[Any]) -> None:
-    if ours != saved:
-        raise StateMismatch(
-            f"saved {what} {sorted(map(str, saved))}",
-            allowed=f"{sorted(map(str, ours))}",
-            do="build the Stepper as it was when it was saved",
-        )

@@ -1,0 +1,151 @@
+"""What is saved is all there is: a run that stops, saves and goes on is the run that never stopped."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep import DynamicScale, Ema, Stepper
+from halfstep.errors import StateMismatch, WrongUse
+from tests.support.digest import digest_of, digest_of_run
+from tests.support.models import buffered_model, plain_model
+
+
+def make(precision: str, seed: int = 0) -> Stepper:
+    model = buffered_model(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scale = DynamicScale(growth_interval=3) if precision == "fp16" else None
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    return Stepper(
+        model, optimizer, precision=precision, schedule=schedule, ema=Ema(model, 0.9), clip_norm=1.0, loss_scale=scale
+    )
+
+
+def counted(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return model(x).float().square().sum(), len(x)
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    found = [torch.randn(4 + i % 3, 8, generator=generator) for i in range(count)]
+    found[3] = found[3] * float("nan")
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_stop_save_load_go_on(precision: str) -> None:
+    straight = make(precision)
+    reports = [straight.step(counted, x) for x in batches(20)]
+
+    first = make(precision)
+    for x in batches(20)[:9]:
+        first.step(counted, x)
+    model, saved = copy.deepcopy(first.model.state_dict()), copy.deepcopy(first.state_dict())
+
+    second = make(precision, seed=1)
+    with torch.no_grad():
+        second.model(torch.randn(4, 8))  # the buffer that starts as None exists in the saved state
+    second.model.load_state_dict(model)
+    second.load_state_dict(saved)
+    again = [second.step(counted, x) for x in batches(20)[9:]]
+
+    assert again == reports[9:]
+    assert digest_of_run(second) == digest_of_run(straight)
+    assert digest_of(second.state_dict()["lanes"]["loss"]["loss_scale"], second.counts.state_dict()) == digest_of(
+        straight.state_dict()["lanes"]["loss"]["loss_scale"], straight.counts.state_dict()
+    )
+    assert second.state_dict()["lanes"]["loss"]["base_count"] == 4.0
+
+
+@pytest.mark.parametrize("part", ["precision", "counts", "ema", "lanes"])
+def test_a_missing_part_is_refused(part: str) -> None:
+    stepper = make("bf16")
+    state = stepper.state_dict()
+    del state[part]
+    before = digest_of_run(stepper)
+    with pytest.raises(StateMismatch, match="saved without"):
+        stepper.load_state_dict(state)
+    assert digest_of_run(stepper) == before
+
+
+def test_the_state_of_another_run_is_refused() -> None:
+    with pytest.raises(StateMismatch, match="precision saved without bf16 and with fp16"):
+        make("bf16").load_state_dict(make("fp16").state_dict())
+    state = make("bf16").state_dict()
+    with pytest.raises(StateMismatch, match="optimizers saved without loss and with g"):
+        make("bf16").load_state_dict({**state, "lanes": {"g": state["lanes"]["loss"]}})
+    with pytest.raises(StateMismatch, match="riders saved without ema"):
+        make("bf16").load_state_dict({**state, "ema": None})
+    bare = {**state["lanes"]["loss"], "schedule": None}
+    with pytest.raises(StateMismatch, match="a schedule saved without schedule"):
+        make("bf16").load_state_dict({**state, "lanes": {"loss": bare}})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda lane: lane.pop("loss_scale"), r"without loss_scale"),
+        (lambda lane: lane["optimizer"].update(param_groups=[]), "0 parameters"),
+        (lambda lane: lane["loss_scale"].update(scale=float("inf")), "inf"),
+        (lambda lane: lane.update(extra=1), r"with extra"),
+    ],
+)
+def test_a_spoiled_state_is_refused_before_anything_changes(spoil: Any, words: str) -> None:
+    stepper, other = make("fp16"), make("fp16", seed=3)
+    other.step(counted, torch.randn(4, 8))
+    state = copy.deepcopy(other.state_dict())
+    state["lanes"]["loss"]["loss_scale"]["scale"] = 8.0
+    spoil(state["lanes"]["loss"])
+    before = digest_of(stepper.state_dict()["lanes"], stepper.state_dict()["ema"])
+    with pytest.raises(StateMismatch, match=words):
+        stepper.load_state_dict(state)
+    assert digest_of(stepper.state_dict()["lanes"], stepper.state_dict()["ema"]) == before
+
+
+# -- the average ---------------------------------------------------------------------------------------------------
+
+
+def test_the_average_is_the_average() -> None:
+    model = plain_model()
+    ema = Ema(model, 0.9)
+    expected = model[0].weight.detach().double().clone()
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="bf16", ema=ema)
+    for _ in range(30):
+        stepper.step(lambda m, x: m(x).float().square().mean(), torch.randn(6, 8))
+        expected = 0.9 * expected + 0.1 * model[0].weight.detach().double()
+    assert torch.allclose(ema.averages()["0.weight"].double(), expected, atol=1e-6)
+
+
+def test_the_average_moves_where_16_bits_would_not() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    ema = Ema(model, 0.9999)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    start = ema.averages()["weight"].item()
+    for _ in range(1000):
+        ema.update()
+    assert ema.averages()["weight"].item() == pytest.approx(2.0 - (2.0 - start) * 0.9999**1000, rel=1e-3)
+
+
+def test_wearing_the_average_and_taking_it_off() -> None:
+    stepper = make("fp32")
+    for x in batches(5):
+        stepper.step(counted, x)
+    assert stepper.ema is not None
+    own = digest_of(stepper.model.state_dict())
+    average = stepper.ema.averages()["0.weight"].clone()
+    with pytest.raises(ZeroDivisionError), stepper.ema.in_place():  # noqa: PT012
+        assert torch.equal(stepper.model[0].weight, average)
+        _ = 1 / 0
+    assert digest_of(stepper.model.state_dict()) == own
+
+
+def test_averages_of_another_model_are_refused() -> None:
+    with pytest.raises(StateMismatch, match="averages of another model"):
+        Ema(plain_model()).load_state_dict(Ema(nn.Linear(2, 2)).state_dict())
+    with pytest.raises(WrongUse, match="between 0 and 1"):
+        Ema(plain_model(), 1.0)
