@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -35,17 +34,16 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
         super().__init__()
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._modules = [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules()]
         self._listener = listener
         self._running: list[str] = []
         self._makers: dict[int, str] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Recorder:
-        self._hooks = [
-            register_module_forward_pre_hook(self._module_begins),
-            register_module_forward_hook(self._module_ends, always_call=True),
-        ]
+        for path, module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(self._begins(path)))
+            self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
         super().__enter__()
         return self
 
@@ -53,6 +51,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
         self._running.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,10 +70,12 @@ class Recorder(TorchDispatchMode):
         self._makers[torch._C._autograd._get_sequence_nr() - 1] = module
         return module, False
 
-    def _module_begins(self, module: nn.Module, _inputs: Any) -> None:
-        outer = self._running[-1] if self._running else ""
-        self._running.append(self._paths.get(id(module), outer))
+    def _begins(self, path: str) -> Callable[[nn.Module, Any], None]:
+        def begins(_module: nn.Module, _inputs: Any) -> None:
+            self._running.append(path)
 
-    def _module_ends(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        return begins
+
+    def _ends(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         if self._running:
             self._running.pop()

@@ -1,0 +1,132 @@
+"""Every precision in the folder keeps the same promises; torch's switches are as before after every scope."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.formats import FP16, FP32, TF32
+from halfstep.precision.flags import computes_tf32, fp32_scope, read_flags
+from halfstep.precision.half_convolutions import spare_half_convolutions
+from halfstep.precision.names import precision_names
+from halfstep.precision.registry import precision_named
+
+CPU = torch.device("cpu")
+NAMES = precision_names()
+
+
+def test_the_folder_is_not_empty() -> None:
+    assert {"fp32", "tf32", "bf16", "fp16"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_contract(name: str) -> None:
+    precision = precision_named(name)
+    assert precision.name == name == str(precision)
+    assert precision.summary
+    assert precision.stores is FP32
+    assert precision.reduces is FP32
+    assert precision.scaled == (precision.computes.largest < FP32.largest / 1e9)
+    below = precision.falls_to
+    seen = [name]
+    while below is not None:
+        assert below not in seen
+        seen.append(below)
+        below = precision_named(below).falls_to
+    assert seen[-1] == "fp32"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_is_round_the_forward_pass_and_reusable(name: str) -> None:
+    precision = precision_named(name)
+    scope = precision.autocast(CPU)
+    linear = nn.Linear(4, 4)
+    for _ in range(2):
+        with scope:
+            out = linear(torch.ones(1, 4))
+        assert out.dtype is (precision.computes.dtype if precision.casts else torch.float32)
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scopes_put_the_switches_back_also_after_an_error(name: str) -> None:
+    before = read_flags()
+    scope = precision_named(name).scope(CPU)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), scope:
+            _ = 1 / 0
+        assert read_flags() == before
+
+
+def test_fp32_is_fp32_whatever_the_process_was_set_to() -> None:
+    x = torch.randn(256, 256)
+    exact = x.double() @ x.double()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        loose = ((x @ x) - exact).abs().max()
+        with precision_named("fp32").scope(CPU):
+            strict = ((x @ x) - exact).abs().max()
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert strict < 1e-3
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            assert loose > 10 * strict
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def test_cuda_switches_are_scoped_with_no_gpu_present() -> None:
+    cuda = torch.device("cuda")
+    before = read_flags()
+    assert computes_tf32(cuda), "cuDNN convolutions are tf32 unless told otherwise"
+    with fp32_scope("ieee", cuda):
+        assert not computes_tf32(cuda)
+        assert read_flags()["cudnn.conv"] == "ieee"
+        with fp32_scope("tf32", cuda):
+            assert read_flags()["cuda.matmul"] == read_flags()["cudnn.conv"] == "tf32"
+        assert not computes_tf32(cuda)
+    assert read_flags() == before
+    assert torch.backends.cudnn.allow_tf32 is True
+    assert precision_named("tf32").computes is TF32
+
+
+def test_half_convolutions_run_backward_without_onednn_and_products_with_it() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(2, 2, 3), nn.Linear(2, 2)
+
+    model = Both()
+    assert spare_half_convolutions(model) == spare_half_convolutions(model) == 1
+    seen: dict[str, bool] = {}
+
+    with precision_named("fp16").scope(CPU):
+        with precision_named("fp16").autocast(CPU):
+            hidden = model.conv(torch.randn(1, 2, 5, 5))
+            out = model.linear(hidden.mean((2, 3)))
+        assert len(model.conv._forward_hooks) == 1
+        hidden.grad_fn.register_prehook(lambda _g: seen.update(conv=torch.backends.mkldnn.enabled))
+        out.grad_fn.register_prehook(lambda _g: seen.update(linear=torch.backends.mkldnn.enabled))
+        out.float().sum().backward()
+    assert seen == {"conv": False, "linear": True}
+    assert torch.backends.mkldnn.enabled
+    assert model.conv.weight.grad is not None
+    exact = nn.Conv2d(2, 2, 3)
+    exact.load_state_dict(model.conv.state_dict())
+    assert FP16.epsilon < 1e-2
+
+
+def test_onednn_is_back_after_an_error_in_a_convolutions_backward() -> None:
+    conv = nn.Conv2d(1, 1, 1)
+    spare_half_convolutions(conv)
+
+    def fail(_gradient: object) -> None:
+        raise ZeroDivisionError
+
+    conv.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError), precision_named("fp16").scope(CPU):  # noqa: PT012
+        with precision_named("fp16").autocast(CPU):
+            out = conv(torch.ones(1, 1, 2, 2))
+        out.float().sum().backward()
+    assert torch.backends.mkldnn.enabled
