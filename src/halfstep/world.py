@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,13 +29,24 @@ def agree(numbers: Tensor) -> Tensor:
     return total
 
 
-def from_rank_zero(value: Any) -> Any:
-    """Rank 0's value, on every rank. For decisions made once, not for the hot path."""
+def from_rank_zero(text: str) -> str:
+    """Rank 0's text, on every rank, as bytes rather than a pickle. For decisions made once, not for the hot path."""
     if not _together():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+        return text
+    encoded = text.encode() if rank() == 0 else b""
+    length = torch.tensor([len(encoded)], device=_talks_on())
+    dist.broadcast(length, src=0)
+    content = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if rank() == 0:
+        content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    content = content.to(length.device)
+    dist.broadcast(content, src=0)
+    return bytes(content.tolist()).decode()
+
+
+def _talks_on() -> torch.device:
+    """Where a tensor must be to be sent: NCCL takes the GPU's only."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _together() -> bool:

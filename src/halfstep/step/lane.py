@@ -78,13 +78,13 @@ class Lane:
                 do="return (loss.sum(), number_of_elements)",
             )
         value, count = _scalar(loss[0]), loss[1]
-        count = count.detach().double() if isinstance(count, Tensor) else float(count)
+        count = count.detach() if isinstance(count, Tensor) else float(count)
         self.count = count if self.count is None else self.count + count
-        return value, value / self._base(count, divide)
+        return value, value / self._base(_wide(count, value.device), divide)
 
-    def _base(self, count: Count, microbatches: int) -> float:
+    def _base(self, count: Tensor, microbatches: int) -> float:
         if self.base_count is None:
-            everywhere = world.agree(torch.as_tensor(count, dtype=torch.float64)).item() * microbatches
+            everywhere = world.agree(count).item() * microbatches
             if not everywhere:
                 return 1.0
             self.base_count = everywhere
@@ -99,7 +99,7 @@ class Lane:
         norm = self.gradients.norm() if world.size() == 1 else self.gradients.squared_share()
         if self.count is None:
             return [self.total, norm]
-        return [self.total, norm, torch.as_tensor(self.count, dtype=torch.float64, device=self.total.device)]
+        return [self.total, norm, _wide(self.count, self.total.device)]
 
     def read(self, total: float, norm: float, count: float | None = None) -> None:
         """The same numbers, agreed on and on the host: from them the loss, the norm, and what gradients lack."""
@@ -188,6 +188,11 @@ class Lane:
 
     def _grew(self) -> bool:
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.gradients.parameters)
+
+
+def _wide(count: Count, device: torch.device) -> Tensor:
+    """A count as a tensor that counts exactly; Apple's GPUs have nothing wider than fp32."""
+    return torch.as_tensor(count, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
 def _scalar(loss: Any) -> Tensor:

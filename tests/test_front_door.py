@@ -1,0 +1,95 @@
+"""The package as a newcomer meets it: names, README, the example, and what may be imported without extras."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import halfstep
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert halfstep.__all__ == sorted(halfstep.__all__)
+    assert {"Stepper", "island", "choose_precision", "windows", "Ema"} <= set(halfstep.__all__)
+    for name in halfstep.__all__:
+        assert getattr(halfstep, name) is not None
+        assert name in dir(halfstep)
+    with pytest.raises(AttributeError, match="no attribute 'Steper'"):
+        halfstep.Steper  # noqa: B018
+
+
+def test_importing_halfstep_does_not_import_torch() -> None:
+    code = "import sys, halfstep; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_core_needs_no_extra() -> None:
+    """Every module is imported with the packages of the extras made absent."""
+    code = """
+import importlib, pkgutil, sys
+ABSENT = {"yaml", "pydantic", "safetensors", "psutil", "matplotlib", "jinja2", "tensorboard", "pynvml", "torchvision",
+          "timm", "segmentation_models_pytorch", "torchmetrics", "PIL", "webdataset", "diffusers", "wandb",
+          "accelerate", "lightning", "peft", "pytest", "hypothesis"}
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ABSENT and sys._getframe(1).f_globals.get("__name__", "").startswith("halfstep"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Gone())
+import halfstep
+names = [m.name for m in pkgutil.walk_packages(halfstep.__path__, "halfstep.") if not m.name.endswith("__main__")]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) >= 35
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_readme_is_short_and_its_first_blocks_print_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(README.splitlines()) <= 150
+    shared: dict[str, Any] = {}
+    data, stock, ours = blocks()[:3]
+    body = [line for line in stock.splitlines() if line and not line.startswith("print")]
+    assert len(body) == 8, "eight lines of stock PyTorch"
+    for block in (data, stock, ours):
+        exec(block, shared)
+    said = re.findall(r"print\(.*\)  # (.*)", stock + ours)
+    assert capsys.readouterr().out.splitlines() == said == ["False", "True", "True {'loss_not_finite': 200}"]
+
+
+def test_the_readme_shows_the_table_that_the_zoo_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "zoo", "--table"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    table = done.stdout.strip()
+    assert len(table.splitlines()) == 7
+    assert table in README
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "fp16"])
+def test_the_example_trains_and_skips_one_batch(precision: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/own_loop.py", precision], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    last = done.stdout.splitlines()[-1]
+    assert "'loss_not_finite': 1" in last
+    assert float(last.rpartition(" ")[2]) > 0.9
+
+
+def test_links_in_the_front_pages_lead_somewhere() -> None:
+    for page in ("README.md", "CONTRIBUTING.md", "zoo/README.md"):
+        text = (ROOT / page).read_text()
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
