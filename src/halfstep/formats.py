@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,11 @@ TF32 = Format(
 
 FORMATS = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)}
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.dtype is not None}
+
+
+def as_fp32(number: float) -> float:
+    """A Python number rounded as a float32 tensor would round it, without making one."""
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def format_of(dtype: torch.dtype) -> Format | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halfstep import Ema, Stepper, island, widen
 from halfstep.errors import WrongUse
 from halfstep.precision.island import is_island, islands, settle
+from tests.support.models import Coder
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -46,29 +47,6 @@ def test_inputs_that_arrive_in_16_bits_are_cast_up() -> None:
     island(Looks())(half, y={"a": [half]}, n=torch.ones(2, dtype=torch.int64))
     assert seen == [torch.float32, torch.float32, torch.int64]
     assert half.dtype is torch.float16
-
-
-class Coder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
-
-    def decode(self, x: Tensor) -> Tensor:
-        return self.decoder(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(self.encode(x))
-
-    @staticmethod
-    def name() -> str:
-        return "coder"
-
-    @property
-    def width(self) -> int:
-        return 4
 
 
 @pytest.mark.parametrize("entry", ["__call__", "encode", "decode", "forward"])

@@ -16,7 +16,7 @@ from halfstep import Ema, Stepper, Window, island
 from halfstep.errors import WrongUse
 from halfstep.precision.registry import precision_named
 from tests.support.digest import digest_of, digest_of_run
-from tests.support.models import buffered_model, plain_model
+from tests.support.models import Coder, buffered_model, plain_model
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
@@ -136,21 +136,6 @@ def test_ranks_with_unequal_counts_equal_one_batch(on_ranks: Ranks, sizes: list[
 
 
 # -- any method of the person's own module synchronises ------------------------------------------------------------
-
-
-class Coder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
-
-    def decode(self, x: Tensor) -> Tensor:
-        return self.decoder(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError("never called")
 
 
 def through_methods(rank: int) -> tuple[str, bool]:

@@ -31,3 +31,28 @@ def buffered_model(seed: int = 0) -> nn.Module:
 def plain_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Coder(nn.Module):
+    """Two ways in besides forward, and some members that are not ways in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    @staticmethod
+    def name() -> str:
+        return "coder"
+
+    @property
+    def width(self) -> int:
+        return 4

@@ -7,7 +7,6 @@ in one pass. A norm beyond fp32's range counts as not finite: nothing could be c
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 from halfstep import world
+from halfstep.formats import as_fp32
 
 
 class Gradients:
@@ -66,7 +66,7 @@ class Gradients:
 
 def clip_factor(norm: float, largest: float) -> float:
     """What `torch.nn.utils.clip_grad_norm_` multiplies by, computed on the host with the same roundings."""
-    return min(1.0, _fp32(_fp32(1.0 / _fp32(norm + _EPSILON)) * _fp32(largest)))
+    return min(1.0, as_fp32(as_fp32(1.0 / as_fp32(norm + _EPSILON)) * as_fp32(largest)))
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
@@ -87,8 +87,4 @@ def _holders(gradient: Tensor) -> float:
     return world.size() / pieces
 
 
-def _fp32(number: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", number))[0])
-
-
-_EPSILON = _fp32(1e-6)
+_EPSILON = as_fp32(1e-6)

@@ -7,12 +7,12 @@ arithmetic is torch's to the bit (fp32, same order) as long as the scale stays b
 from __future__ import annotations
 
 import math
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from halfstep.errors import StateMismatch, WrongUse
+from halfstep.formats import as_fp32
 
 
 class LossScale(ABC):
@@ -96,7 +96,7 @@ class DynamicScale(LossScale):
         self.growth_interval = growth_interval
         self.floor = _positive("floor", floor)
         self.cap = _positive("cap", cap)
-        self.value = _fp32(_positive("init_scale", init_scale))
+        self.value = as_fp32(_positive("init_scale", init_scale))
         self.growth_tracker = 0
         self._check()
 
@@ -106,10 +106,10 @@ class DynamicScale(LossScale):
 
     def update(self, *, overflow: bool) -> None:
         if overflow:
-            self.value = max(self.floor, _fp32(self.value * self.backoff_factor))
+            self.value = max(self.floor, as_fp32(self.value * self.backoff_factor))
             self.growth_tracker = 0
         elif self.growth_tracker + 1 == self.growth_interval:
-            self.value = min(self.cap, _fp32(self.value * self.growth_factor))
+            self.value = min(self.cap, as_fp32(self.value * self.growth_factor))
             self.growth_tracker = 0
         else:
             self.growth_tracker += 1
@@ -139,7 +139,7 @@ class DynamicScale(LossScale):
         scale = float(state["scale"])
         if not math.isfinite(scale) or scale < 0:
             raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start the scale anew")
-        loaded.value = min(max(_fp32(scale), loaded.floor), loaded.cap)
+        loaded.value = min(max(as_fp32(scale), loaded.floor), loaded.cap)
         loaded.growth_tracker = int(state["_growth_tracker"])
         self.__dict__.update(loaded.__dict__)
 
@@ -153,11 +153,6 @@ class DynamicScale(LossScale):
         )
         if not right:
             raise WrongUse(f"a loss scale with {self.state_dict()}", allowed=allowed, do="correct the knob that is off")
-
-
-def _fp32(number: float) -> float:
-    """Rounded as torch rounds it, so that both scales stay equal for any factor."""
-    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def _positive(name: str, number: Any) -> float:
