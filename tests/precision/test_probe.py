@@ -1,6 +1,7 @@
 import json
 import math
 import time
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,11 @@ def with_operation(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:
 
 
 def test_the_real_probe_is_quick_and_complete() -> None:
-    found = min((measure("cpu", fresh=True) for _ in range(3)), key=lambda found: found.seconds)
-    assert found.seconds < 1.5
+    measure("cpu", fresh=True)  # torch loads some of itself at the first backward
+    # Processor time: the wall's says more about what else the machine is doing.
+    start = time.process_time()
+    found = measure("cpu", fresh=True)
+    assert time.process_time() - start < 1.5
     for name in (name for name in found.speedups if name not in found.failures):
         assert set(found.speedups[name]) == {"GEMM", "conv2d", "conv3d"}
         assert found.combined(name) == pytest.approx(math.prod(found.speedups[name].values()) ** (1 / 3))

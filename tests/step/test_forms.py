@@ -123,6 +123,23 @@ def test_guards_refuse_by_name_and_nothing_moves() -> None:
     assert stepper.counts.skipped == {"guard:no_large_loss": 1}
 
 
+def test_a_guard_that_fails_leaves_no_trace() -> None:
+    class Fails:
+        name = "fails"
+
+        def passes(self, report: Any) -> bool:
+            raise ZeroDivisionError
+
+    stepper = make(guards=[Fails()])
+    before = digest_of_run(stepper)
+    with pytest.raises(ZeroDivisionError):
+        stepper.step(mse, torch.randn(6, 8))
+    assert digest_of_run(stepper) == before
+    assert all(p.grad is None for p in stepper.model.parameters())
+    stepper.guards.clear()
+    assert stepper.step(mse, torch.randn(6, 8)).attempt == 1
+
+
 def test_reports_are_plain_numbers() -> None:
     report = make(precision="fp16").step(mse, torch.randn(6, 8))
     assert [type(v) for v in report[:8]] == [int, int, bool, type(None), bool, float, float, float]

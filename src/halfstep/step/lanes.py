@@ -1,17 +1,21 @@
-"""The lanes of a step together: made from what was asked for, and differentiated."""
+"""The lanes of a step together: made, differentiated, agreed on and reported."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor, nn
 
+from halfstep import world
 from halfstep.errors import WrongUse
 from halfstep.precision.precision import Precision
 from halfstep.step.lane import Lane
 from halfstep.step.loss_scale import DynamicScale, LossScale, NoScale
-from halfstep.step.riders import checked_schedule
+from halfstep.step.report import StepReport
+from halfstep.step.riders import Counts, checked_schedule
 
 V = TypeVar("V")
 ByName: TypeAlias = V | Mapping[str, V] | None
@@ -59,6 +63,44 @@ def differentiate(lanes: Sequence[Lane], losses: Any, divide: int) -> None:
             loss.backward()
         else:
             loss.backward(inputs=lane.gradients.parameters, retain_graph=lane is not lanes[-1])
+
+
+def agree(lanes: Sequence[Lane]) -> None:
+    """One small collective, and one read by the host: the only ones of a step."""
+    numbers = [lane.numbers() for lane in lanes]
+    agreed = iter(world.agree(torch.stack([n for some in numbers for n in some])).tolist())  # host read
+    for lane, some in zip(lanes, numbers, strict=True):
+        lane.read(*(next(agreed) for _ in some))
+
+
+def report_of(lanes: Sequence[Lane], counts: Counts, reason: str | None) -> StepReport:
+    """What a step with this outcome says about itself."""
+    applied = reason is None
+    return StepReport(
+        step=counts.applied + applied,
+        attempt=counts.attempted,
+        applied=applied,
+        reason=reason,
+        finite=all(lane.finite for lane in lanes),
+        loss=sum(lane.loss for lane in lanes),
+        grad_norm=math.hypot(*(lane.norm for lane in lanes)),
+        loss_scale=lanes[0].scale.value,
+        parts={lane.name: lane.part() for lane in lanes},
+    )
+
+
+def lane_named(name: str, lanes: Sequence[Lane]) -> Lane:
+    for lane in lanes:
+        if lane.name == name:
+            return lane
+    names = ", ".join(repr(lane.name) for lane in lanes)
+    raise WrongUse(f"only={name!r}", allowed=names, do="name one of this Stepper's optimizers")
+
+
+def strays(model: nn.Module, lanes: Sequence[Lane]) -> list[Tensor]:
+    """Parameters that backward reaches and no optimizer owns: their gradients must not pile up."""
+    owned = {id(p) for lane in lanes for p in lane.gradients.parameters}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
 
 
 def _of(values: ByName[V], name: str, names: Sequence[str]) -> V | None:

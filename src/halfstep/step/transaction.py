@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep import world
 from halfstep.errors import TornUpdate, WrongUse, same_keys
 from halfstep.observe.watch import Observation, Watch
 from halfstep.precision.island import settle
@@ -19,7 +18,7 @@ from halfstep.precision.precision import Precision
 from halfstep.step import preflight
 from halfstep.step.buffers import Buffers
 from halfstep.step.lane import Lane
-from halfstep.step.lanes import ByName, differentiate, make_lanes
+from halfstep.step.lanes import ByName, agree, differentiate, lane_named, make_lanes, report_of, strays
 from halfstep.step.loss_scale import LossScale
 from halfstep.step.report import GUARD, Guard, StepReport
 from halfstep.step.riders import Counts, Ema
@@ -86,7 +85,7 @@ class Stepper:
         self._lanes = make_lanes(optimizers, self.precision, loss_scale, schedule, clip_norm, clip_value)
         self._synchroniser = synchroniser(model, losses=len(self._lanes))
         self._buffers = Buffers(model)
-        self._strays = _strays(model, self._lanes)
+        self._strays = strays(model, self._lanes)
         self._autocast = self.precision.autocast(self.device)
         self._scope = self.precision.scope(self.device)
         if observe:
@@ -153,48 +152,45 @@ class Stepper:
 
     def _begin(self, loss_fn: LossFunction | None, microbatches: Sequence[Any], only: str | None) -> list[Lane]:
         self._check_ready(microbatches if loss_fn else None)
+        lanes = self._lanes if only is None else [lane_named(only, self._lanes)]
         # Inside an outer autocast, even one that is off, casts of the weights would outlive the update.
         torch.clear_autocast_cache()
         self.attempt = Attempt(loss_fn, microbatches, only, self._rng())
-        self.counts.attempted += 1
         self._buffers.remember()
-        self._open = self._lanes if only is None else [self._lane(only)]
-        for lane in self._open:
+        for lane in lanes:
             lane.begin()
-        return self._open
+        self.counts.attempted += 1
+        self._open = lanes
+        return lanes
 
     def _conclude(self, lanes: list[Lane]) -> StepReport:
         try:
             self._synchroniser.finish([lane.gradients for lane in lanes])
-            self._agree(lanes)
+            agree(lanes)
+            report = self._judge(lanes)
         except BaseException:
             self._abandon()
             raise
-        reason = next((r for r in (lane.reason() for lane in lanes) if r is not None), None)
-        report = self._report(lanes, reason)
         if report.applied:
-            for lane in lanes:
-                lane.ready()
-            refused = next((guard.name for guard in self.guards if not guard.passes(report)), None)
-            if refused is not None:
-                reason = GUARD + refused
-                report = self._report(lanes, reason)
-        if reason is None:
             self._apply(lanes)
         else:
             self._buffers.restore()
-        self.counts.count(reason)
+        self.counts.count(report.reason)
         for lane in lanes:
             lane.adjust()
         self._close()
         return report
 
-    def _agree(self, lanes: list[Lane]) -> None:
-        """One small collective, and one read by the host: the only ones of a step."""
-        numbers = [lane.numbers() for lane in lanes]
-        agreed = iter(world.agree(torch.stack([n for some in numbers for n in some])).tolist())  # host read
-        for lane, some in zip(lanes, numbers, strict=True):
-            lane.read(*(next(agreed) for _ in some))
+    def _judge(self, lanes: list[Lane]) -> StepReport:
+        """Finite? Then unscale and clip, and ask the guards. From here on all processes know the same."""
+        reason = next((r for r in (lane.reason() for lane in lanes) if r is not None), None)
+        report = report_of(lanes, self.counts, reason)
+        if not report.applied:
+            return report
+        for lane in lanes:
+            lane.ready()
+        refused = next((guard.name for guard in self.guards if not guard.passes(report)), None)
+        return report if refused is None else report_of(lanes, self.counts, GUARD + refused)
 
     def _apply(self, lanes: list[Lane]) -> None:
         self._torn = True
@@ -203,20 +199,6 @@ class Stepper:
         if self.ema is not None:
             self.ema.update([p for lane in lanes for p in lane.gradients.parameters])
         self._torn = False
-
-    def _report(self, lanes: list[Lane], reason: str | None) -> StepReport:
-        first = lanes[0]
-        return StepReport(
-            step=self.counts.applied + (reason is None),
-            attempt=self.counts.attempted,
-            applied=reason is None,
-            reason=reason,
-            finite=all(lane.finite for lane in lanes),
-            loss=first.loss if len(lanes) == 1 else sum(lane.loss for lane in lanes),
-            grad_norm=first.norm if len(lanes) == 1 else sum(lane.norm**2 for lane in lanes) ** 0.5,
-            loss_scale=first.scale.value,
-            parts={lane.name: lane.part() for lane in lanes},
-        )
 
     def _abandon(self) -> None:
         """An error in the middle of a window: as if the window had never begun."""
@@ -252,13 +234,6 @@ class Stepper:
                 do="stepper.apply() first" if self._open else "skip empty windows",
             )
 
-    def _lane(self, name: str) -> Lane:
-        for lane in self._lanes:
-            if lane.name == name:
-                return lane
-        names = ", ".join(repr(lane.name) for lane in self._lanes)
-        raise WrongUse(f"only={name!r}", allowed=names, do="name one of this Stepper's optimizers")
-
     def _rng(self) -> list[Tensor]:
         if self.device.type == "cuda":
             return [torch.get_rng_state(), torch.cuda.get_rng_state(self.device)]
@@ -293,9 +268,3 @@ class Stepper:
         for lane in self._lanes:
             lane.load_state_dict(state["lanes"][lane.name])
         self.counts.load_state_dict(state["counts"])
-
-
-def _strays(model: nn.Module, lanes: Sequence[Lane]) -> list[Tensor]:
-    """Parameters that backward reaches and no optimizer owns: their gradients must not pile up."""
-    owned = {id(p) for lane in lanes for p in lane.gradients.parameters}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
