@@ -6,6 +6,7 @@ HalfstepError
 ├── Contradiction          two settings that ask for different things
 ├── PrecisionRefused       the device cannot do what was asked, and substitution was not allowed
 ├── PrecisionNotObserved   the step ran, but not in the format that was asked for
+├── RanksDisagree          processes that train one model had different gradients, or different steps
 ├── StateMismatch          a saved state that does not belong to this object
 ├── TornUpdate             an optimizer failed half-way through an update
 └── MissingExtra           an optional package that is not installed
@@ -45,6 +46,9 @@ class PrecisionRefused(HalfstepError, RuntimeError): ...
 
 
 class PrecisionNotObserved(HalfstepError, RuntimeError): ...
+
+
+class RanksDisagree(HalfstepError, RuntimeError): ...
 
 
 class StateMismatch(HalfstepError, ValueError): ...

@@ -134,6 +134,66 @@ def test_attention_and_convolutions_are_counted() -> None:
     assert stepper.observed.share == 1.0
 
 
+def test_attention_that_torch_widens_by_itself_is_nobodys_fault() -> None:
+    """With dropout the CPU has no fused kernel, and torch computes the attention of narrow inputs in fp32."""
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.1, batch_first=True)
+    stepper = make(layer)
+    assert stepper.step(mse, torch.randn(2, 40, 16)).applied
+    assert stepper.observed is not None
+    assert stepper.observed.share == 1.0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_numbers_that_no_precision_casts_are_not_counted(precision: str) -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.mix = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64) / 5)
+            self.register_buffer("table", torch.ones(8, 8, dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.fft.irfft(torch.fft.rfft(x.float()) @ self.mix, n=8)
+            _ = torch.ones(64, 8, dtype=torch.int64) @ self.table
+            return self.linear(x)
+
+    stepper = make(Spectral(), precision)
+    assert stepper.step(mse, torch.randn(6, 8)).applied
+    assert stepper.observed is not None
+    assert set(stepper.observed.flops) == {precision}
+
+
+def test_a_scripted_part_is_counted_as_its_parents() -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(8, 8))
+        model = nn.Sequential(nn.Linear(8, 8), scripted)
+        stepper = make(model)
+        assert stepper.step(mse, torch.randn(6, 8)).applied
+    assert stepper.observed is not None
+    assert stepper.observed.share == 1.0
+
+
+def test_an_island_that_is_never_entered_is_found() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    island(layer, "self_attn.out_proj", "norm1")
+    stepper = make(layer)
+    with pytest.warns(UserWarning, match=r"nothing ran in the island 'self_attn\.out_proj'"):
+        stepper.step(mse, torch.randn(2, 4, 16))
+    assert [finding.id for finding in stepper.findings] == ["island.idle"]
+
+
+def test_each_optimizer_is_watched_once() -> None:
+    model = nn.ModuleDict({"g": SwitchesOff(8), "d": nn.Linear(8, 4)})
+    optimizers = {n: torch.optim.SGD(model[n].parameters(), 0.1) for n in ("g", "d")}
+    stepper = Stepper(model, optimizers, precision=precision_named("bf16"))
+    assert stepper.step(lambda m, x: m["d"](x).float().square().mean(), torch.randn(3, 8), only="d").applied
+    with pytest.raises(PrecisionNotObserved, match=r"g\.linear"):
+        stepper.step(lambda m, x: m["g"](x).float().square().mean(), torch.randn(3, 8), only="g")
+
+
 def test_after_the_first_step_nothing_of_it_is_left() -> None:
     stepper = make(plain_model())
     assert isinstance(stepper._scope, Watch)

@@ -219,6 +219,41 @@ def test_gradients_pass_and_weights_stay_wide() -> None:
     assert not torch.equal(model[1].weight, before)
 
 
+def test_modules_that_would_silently_not_be_islands_are_refused() -> None:
+    with pytest.raises(WrongUse, match="no weights yet"):
+        island(nn.LazyLinear(4))
+    hooked = nn.Linear(4, 4)
+    hooked.forward = hooked.forward  # type: ignore[method-assign]
+    for module in (hooked, torch.compile(nn.Linear(4, 4), backend="eager")):
+        with pytest.raises(WrongUse, match="forward of its own"):
+            island(module)
+
+
+def test_ordered_dicts_are_containers_too() -> None:
+    from collections import OrderedDict
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return OrderedDict(y=self.linear(x["x"]))
+
+    model = nn.Sequential(Reads())
+    island(model, "0")
+    out = model(OrderedDict(x=torch.ones(1, 4, dtype=torch.float16)))
+    assert type(out) is OrderedDict
+    assert out["y"].dtype is torch.float16
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(4, 4, batch_first=True), lambda: nn.GRU(4, 4)])
+def test_recurrent_islands(make: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = island(make())(torch.ones(2, 3, 4, dtype=torch.bfloat16))
+    assert out.dtype is torch.float32
+
+
 def test_twice_is_once_and_a_scripted_module_is_refused() -> None:
     linear = island(island(nn.Linear(2, 2)))
     assert type(linear).__mro__[2] is nn.Linear

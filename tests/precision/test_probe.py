@@ -1,7 +1,6 @@
 import json
 import math
 import time
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

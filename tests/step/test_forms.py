@@ -155,7 +155,7 @@ def test_what_the_step_was_made_from_can_be_run_again() -> None:
     attempt = stepper.attempt
     assert attempt is not None
     stepper.model.load_state_dict(weights)
-    torch.set_rng_state(attempt.rng[0])
+    torch.set_rng_state(attempt.generators[0])
     assert attempt.loss_fn is noisy
     assert attempt.loss_fn(stepper.model, attempt.microbatches[0]).item() == pytest.approx(report.loss, rel=1e-6)
 

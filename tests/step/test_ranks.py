@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import Ema, Stepper, Window, island
-from halfstep.errors import WrongUse
+from halfstep.errors import HalfstepError, WrongUse
 from halfstep.precision.registry import precision_named
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import Coder, buffered_model, plain_model
@@ -226,7 +226,7 @@ def several(rank: int) -> tuple[str, list[str | None], int]:
         model.spoil = step == 1
         reasons.append(stepper.step(losses, torch.randn(5, 4)).reason)
     counted.stop()
-    small = sum(size <= 128 and size % 8 == 0 and size == 32 for _, size in counted.calls)
+    small = sum(size == 64 for _, size in counted.calls)
     return digest_of(model.state_dict()), reasons, small
 
 
@@ -263,3 +263,109 @@ def test_a_sharded_model_equals_one_process(on_ranks: Ranks) -> None:
         losses, norms = [found[0][i] for i in (0, 1, 3)], [found[1][i] for i in (0, 1, 3)]
         assert losses == pytest.approx([r.loss for r in expected], rel=1e-5)
         assert norms == pytest.approx([r.grad_norm for r in expected], rel=1e-4)
+
+
+# -- what must not go on in silence --------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def with_unused_parameters(rank: int, options: dict[str, Any]) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = Branches()
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"), ddp=options)
+    before = digest_of(model.state_dict())
+    torch.manual_seed(rank)
+    try:
+        stepper.step(lambda m, x: m.used(x).square().mean(), torch.randn(3, 4))
+    except HalfstepError as error:
+        assert digest_of(model.state_dict()) == before
+        return str(error), before
+    return "", digest_of(model.state_dict())
+
+
+def test_parameters_that_the_loss_does_not_use(on_ranks: Ranks) -> None:
+    found = on_ranks(with_unused_parameters, {})
+    assert all("gradients differ between processes" in words for words, _ in found)
+    found = on_ranks(with_unused_parameters, {"find_unused_parameters": True})
+    assert [words for words, _ in found] == ["", ""]
+    assert found[0][1] == found[1][1]
+
+
+def unfreezes(rank: int) -> str:
+    torch.manual_seed(0)
+    model = plain_model()
+    model[2].requires_grad_(False)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"))
+    torch.manual_seed(rank)
+    stepper.step(mse, torch.randn(3, 8))
+    model[2].requires_grad_(True)
+    for _ in range(3):
+        assert stepper.step(mse, torch.randn(3, 8)).applied
+    return digest_of(model.state_dict())
+
+
+def test_unfreezing_on_two_ranks(on_ranks: Ranks) -> None:
+    zero, one = on_ranks(unfreezes)
+    assert zero == one
+
+
+def caught_on_one_rank(rank: int) -> list[str]:
+    stepper = Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision=precision_named("fp32"))
+    seen = []
+    for step in range(2 + rank):
+        try:
+            if rank == 1 and step == 0:
+                stepper.step(lambda m, x: 1 / 0, torch.randn(3, 8))
+            seen.append(stepper.step(mse, torch.randn(3, 8)).reason or "applied")
+        except ZeroDivisionError:
+            seen.append("caught")
+        except HalfstepError as error:
+            return [*seen, type(error).__name__]
+    return seen
+
+
+def test_ranks_at_different_steps_do_not_train_together(on_ranks: Ranks) -> None:
+    zero, one = on_ranks(caught_on_one_rank)
+    assert zero == ["RanksDisagree"]
+    assert one == ["caught", "RanksDisagree"]
+
+
+def different_branches(rank: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"e0": nn.Linear(4, 4), "e1": nn.Linear(4, 4), "e2": nn.Linear(4, 4), "d": nn.Linear(4, 1)})
+    experts = [p for n in ("e0", "e1", "e2") for p in model[n].parameters()]
+    optimizers = {"e": torch.optim.SGD(experts, 0.1), "d": torch.optim.SGD(model["d"].parameters(), 0.1)}
+    stepper = Stepper(model, optimizers, precision=precision_named("fp32"))
+
+    def losses(m: Any, x: Tensor) -> dict[str, Tensor]:
+        out = m["d"](m[f"e{rank}"](x))
+        return {"e": out.square().mean(), "d": -out.mean()}
+
+    still = model["e2"].weight.detach().clone()
+    for _ in range(3):
+        assert stepper.step(losses, torch.randn(3, 4)).applied
+    return digest_of(model.state_dict()), torch.equal(still, model["e2"].weight)
+
+
+def test_ranks_that_use_different_parts_with_several_losses(on_ranks: Ranks) -> None:
+    (zero, still), (one, _) = on_ranks(different_branches)
+    assert zero == one
+    assert still
+
+
+def foreign_parameters(rank: int) -> str:
+    model, sigma = plain_model(), nn.Parameter(torch.zeros(2))
+    try:
+        Stepper(model, torch.optim.SGD([*model.parameters(), sigma], 0.1), precision=precision_named("fp32"))
+    except HalfstepError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_nobody_synchronises_are_refused(on_ranks: Ranks) -> None:
+    assert all("a part of the model" in words for words in on_ranks(foreign_parameters))

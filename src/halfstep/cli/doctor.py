@@ -19,7 +19,7 @@ def run(
         str | None, typer.Option(help="A device as torch names it; the best one present if left out.")
     ] = None,
     precision: Annotated[str, typer.Option(help="The precision to ask for, in any spelling.")] = "auto",
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse what the device can't do natively.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse rather than fall to another precision.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of reading the cache.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -30,9 +30,9 @@ _FORMULAS = {
 
 
 def flops(operation: Operation) -> int:
-    """Multiplications and additions; 0 for anything but matrix products, convolutions and attention."""
+    """Multiplications and additions of real numbers in matrix products, convolutions and attention; else 0."""
     formula = _FORMULAS.get(operation.function._overloadpacket)
-    if formula is None:
+    if formula is None or not operation.arguments[1].is_floating_point():
         return 0
     keywords = {name: value for name, value in operation.keywords.items() if name != "out"}
     return int(formula(*operation.arguments, **keywords, out_val=operation.result))

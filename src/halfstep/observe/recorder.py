@@ -11,7 +11,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.formats import is_narrow
+
+
+class _NarrowAttention(TorchFunctionMode):
+    """Knows whether an attention that should compute in a narrow format is running."""
+
+    inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (functional.scaled_dot_product_attention, functional.multi_head_attention_forward):
+            return func(*args, **kwargs)
+        query = args[0] if args else kwargs["query"]
+        # The second one projects first, so that its inputs may be wide; torch hides what it calls from this mode.
+        self.inside = is_narrow(query.dtype) or torch.is_autocast_enabled(query.device.type)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.inside = False
 
 
 class Operation(NamedTuple):
@@ -24,9 +46,14 @@ class Operation(NamedTuple):
     module: str
     """Path of the innermost module that was running; for backward, of the one whose forward made this node."""
     backward: bool
+    widened: bool
+    """Part of an attention with narrow inputs, which torch itself computes in fp32 where it has no kernel for it."""
 
 
 Listener = Callable[[Operation], None]
+
+
+OUTSIDE = "(outside the model)"
 
 
 class Recorder(TorchDispatchMode):
@@ -37,18 +64,23 @@ class Recorder(TorchDispatchMode):
         self._modules = [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules()]
         self._listener = listener
         self._running: list[str] = []
-        self._makers: dict[int, str] = {}
+        self._makers: dict[int, tuple[str, bool]] = {}
         self._hooks: list[Any] = []
+        self._attention = _NarrowAttention()
 
     def __enter__(self) -> Recorder:
         for path, module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._begins(path)))
-            self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
+            # Scripted modules take no hooks; what they do is their parent's.
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._hooks.append(module.register_forward_pre_hook(self._begins(path)))
+                self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
+        self._attention.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._attention.__exit__(*error)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -56,19 +88,19 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        module, backward = self._place()
+        (module, widened), backward = self._place()
         result = func(*args, **kwargs)
-        self._listener(Operation(func, args, kwargs, result, module, backward))
+        self._listener(Operation(func, args, kwargs, result, module, backward, widened))
         return result
 
-    def _place(self) -> tuple[str, bool]:
+    def _place(self) -> tuple[tuple[str, bool], bool]:
         """Autograd numbers its nodes; the node that is running tells which forward operation it belongs to."""
         node = torch._C._current_autograd_node()
         if node is not None and not self._running:
-            return self._makers.get(node._sequence_nr(), ""), True
-        module = self._running[-1] if self._running else ""
-        self._makers[torch._C._autograd._get_sequence_nr() - 1] = module
-        return module, False
+            return self._makers.get(node._sequence_nr(), (OUTSIDE, False)), True
+        place = self._running[-1] if self._running else OUTSIDE, self._attention.inside
+        self._makers[torch._C._autograd._get_sequence_nr() - 1] = place
+        return place, False
 
     def _begins(self, path: str) -> Callable[[nn.Module, Any], None]:
         def begins(_module: nn.Module, _inputs: Any) -> None:

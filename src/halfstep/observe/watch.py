@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep.errors import PrecisionNotObserved
 from halfstep.observe.flops import computed_in, flops
-from halfstep.observe.recorder import Operation, Recorder
+from halfstep.observe.recorder import OUTSIDE, Operation, Recorder
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
 
@@ -32,6 +32,8 @@ class Observation:
     island_flops: int
     strays: Mapping[str, int]
     """Work done in another format than expected, by module, most first."""
+    idle_islands: tuple[str, ...] = ()
+    """Islands in which nothing ran: their weights may be used without calling them, which protects nothing."""
 
     @property
     def share(self) -> float | None:
@@ -59,26 +61,33 @@ class Tally:
         self._flops: Counter[str] = Counter()
         self._strays: Counter[str] = Counter()
         self._in_islands = 0
+        self._idle = set(self._islands)
         self.backward_seen = False
 
     def __call__(self, operation: Operation) -> None:
         work = flops(operation)
         self.backward_seen |= operation.backward
-        if not work:
-            return
-        if self._on_island(operation.module):
+        island = self._island_of(operation.module)
+        if island is not None:
+            self._idle.discard(island)
             self._in_islands += work
-            return
-        found = computed_in(operation)
-        self._flops[found] += work
-        if found != self.expected:
-            self._strays[f"{operation.module or '(outside any module)'} [{found}]"] += work
+        elif work:
+            found = computed_in(operation)
+            if operation.widened and found == "fp32":
+                return
+            self._flops[found] += work
+            if found != self.expected:
+                self._strays[f"{operation.module or '(the model itself)'} [{found}]"] += work
 
     def observation(self) -> Observation:
-        return Observation(self.expected, dict(self._flops), self._in_islands, dict(self._strays.most_common()))
+        strays, idle = dict(self._strays.most_common()), tuple(sorted(self._idle))
+        return Observation(self.expected, dict(self._flops), self._in_islands, strays, idle)
 
-    def _on_island(self, module: str) -> bool:
-        return any(module == path or not path or module.startswith(f"{path}.") for path in self._islands)
+    def _island_of(self, module: str) -> str | None:
+        for path in self._islands:
+            if module == path or module.startswith(f"{path}.") or (not path and module != OUTSIDE):
+                return path
+        return None
 
 
 class Watch:
@@ -102,17 +111,18 @@ class Watch:
         self._active = ExitStack()
 
     def __enter__(self) -> None:
-        self._inner.__enter__()
         if self._tally is None:
             self._tally = Tally(self._model, self._precision.computes.name)
-        # Nothing can be compiled before Dynamo is loaded, and loading it takes a second.
-        if "torch._dynamo" in sys.modules:
-            self._active.enter_context(torch.compiler.set_stance("force_eager"))
-        self._active.enter_context(Recorder(self._model, self._tally))
+        with ExitStack() as entering:
+            entering.enter_context(self._inner)
+            # Nothing can be compiled before Dynamo is loaded, and loading it takes a second.
+            if "torch._dynamo" in sys.modules:
+                entering.enter_context(torch.compiler.set_stance("force_eager"))
+            entering.enter_context(Recorder(self._model, self._tally))
+            self._active = entering.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._active.close()
-        self._inner.__exit__(*error)
         tally = self._tally
         if tally is None or (error[0] is None and not tally.backward_seen):
             return
@@ -131,5 +141,5 @@ def _not_observed(precision: Precision, observation: Observation) -> PrecisionNo
         f"{precision.name} was asked for, but matrix products and convolutions ran in {work}: "
         + ", ".join(list(observation.strays)[:5]),
         allowed=f"{SHARE_REQUIRED:.0%} of the work outside islands in {observation.expected}",
-        do="take out what switches autocast off or casts by hand there, declare it with island(), or ask for fp32",
+        do="take out what casts or switches autocast off there, declare it with island(), or ask for another precision",
     )

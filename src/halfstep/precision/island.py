@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from halfstep.errors import WrongUse
 from halfstep.formats import is_narrow
@@ -33,8 +35,9 @@ def island(target: Callable[P, R]) -> Callable[P, R]: ...
 def island(target: Any, *paths: str) -> Any:
     """Keep a module in fp32, or the modules of a model at `paths`, or a function such as a loss.
 
-    Inside a model the output returns to the dtype that came in; a loss, and any object whose insides are its own,
-    stays in fp32, because casting a sum back could overflow what the island just saved.
+    Every public method is an entry; properties and generators are not. Inside a model the output returns to the dtype
+    that came in; a loss, and any object whose insides are its own, stays in fp32, because casting a sum back could
+    overflow what the island just saved.
     """
     if not isinstance(target, nn.Module):
         return _widened(target)
@@ -80,16 +83,24 @@ class Island:
 def _raise_island(module: nn.Module) -> None:
     if is_island(module):
         return
-    if isinstance(module, torch.jit.ScriptModule):
-        raise WrongUse(
-            f"{type(module).__name__} is a scripted module, whose methods are fixed",
-            allowed="modules written in Python",
-            do="make the island before torch.jit.script",
-        )
+    _check_can_rise(module)
     for tensor in (*module.parameters(), *module.buffers()):
         if is_narrow(tensor.dtype):
             tensor.data = tensor.data.float()
     module.__class__ = _island_class(type(module))
+
+
+def _check_can_rise(module: nn.Module) -> None:
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        given, do = f"{kind} is a scripted module, whose methods are fixed", "make the island before torch.jit.script"
+    elif "forward" in vars(module):
+        given, do = f"{kind} has a forward of its own, as torch.compile and hooks set it", "make the island before that"
+    elif any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        given, do = f"{kind} has no weights yet, and becomes another class with them", "run a batch through it first"
+    else:
+        return
+    raise WrongUse(given, allowed="modules whose class holds their methods", do=do)
 
 
 def _new_island(shore: type[nn.Module], *arguments: Any) -> nn.Module:
@@ -125,9 +136,10 @@ def _public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., A
 def _entry(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        incoming = _narrow_dtype((args, kwargs))
-        with torch.autocast(_device_type((args, kwargs), self), enabled=False):
+        given = _tensors((args, kwargs))
+        with torch.autocast(_device_type(given, self), enabled=False):
             out = method(self, *_each_tensor(args, widen), **_each_tensor(kwargs, widen))
+        incoming = next((t.dtype for t in given if is_narrow(t.dtype)), None)
         if incoming is None or not self._halfstep_inside:
             return out
         return _each_tensor(out, lambda t: t.to(incoming) if t.dtype is torch.float32 else t)
@@ -138,7 +150,7 @@ def _entry(method: Callable[..., Any]) -> Callable[..., Any]:
 def _widened(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wide(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.autocast(_device_type((args, kwargs)), enabled=False):
+        with torch.autocast(_device_type(_tensors((args, kwargs))), enabled=False):
             return function(*_each_tensor(args, widen), **_each_tensor(kwargs, widen))
 
     return wide
@@ -152,27 +164,24 @@ def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(_each_tensor(item, change) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_each_tensor(item, change) for item in value))
-    if type(value) is dict:
-        return {key: _each_tensor(item, change) for key, item in value.items()}
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _each_tensor(item, change)) for key, item in value.items())
     return value
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    """The floating tensors that `_each_tensor` would change."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _each_tensor(value, note)
+    return found
 
 
-def _narrow_dtype(inputs: Any) -> torch.dtype | None:
-    return next((t.dtype for t in _tensors(inputs) if is_narrow(t.dtype)), None)
-
-
-def _device_type(inputs: Any, module: nn.Module | None = None) -> str:
-    tensors = _tensors(inputs)
-    if not tensors and module is not None:
-        tensors = list(itertools.islice(itertools.chain(module.parameters(), module.buffers()), 1))
-    return tensors[0].device.type if tensors else "cpu"
+def _device_type(given: list[Tensor], module: nn.Module | None = None) -> str:
+    if not given and module is not None:
+        given = list(itertools.islice(itertools.chain(module.parameters(), module.buffers()), 1))
+    return given[0].device.type if given else "cpu"

@@ -23,7 +23,7 @@ from halfstep.precision.registry import precision_named
 WORTH_IT = 1.1
 """A narrower format that gains less than this over strict fp32 is not worth its roundings."""
 AS_GOOD = 0.9
-"""bf16 needs no loss scale, so it wins when it has this share of the fastest format's speed."""
+"""bf16 needs no loss scale, so it wins over fp16 when it has this share of its speed."""
 
 _PREFERRED = ("bf16", "fp16", "tf32")
 _FLOOR = "fp32"
@@ -158,7 +158,9 @@ def _winner(speeds: Mapping[str, float]) -> str:
     if not speeds:
         return _FLOOR
     fastest = max(speeds, key=lambda name: speeds[name])
-    return "bf16" if speeds.get("bf16", 0.0) >= AS_GOOD * speeds[fastest] else fastest
+    if fastest == "fp16" and speeds.get("bf16", 0.0) >= AS_GOOD * speeds[fastest]:
+        return "bf16"
+    return fastest
 
 
 def _worth(name: str, winner: str, speeds: Mapping[str, float], measured: Measurements) -> str:

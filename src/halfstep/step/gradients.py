@@ -23,43 +23,44 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self._sharded = any(isinstance(p, DTensor) for p in self.parameters)
-        self._norm: Callable[[list[Tensor]], Tensor] = _norm if _alike(self.parameters) else get_total_norm
-
-    def any(self) -> bool:
-        return any(p.grad is not None for p in self.parameters)
-
-    def local(self) -> list[Tensor]:
+        self.trainable = [p for p in self.parameters if p.requires_grad]
+        self.sharded = any(isinstance(p, DTensor) for p in self.parameters)
+        self._norm: Callable[[list[Tensor]], Tensor] = _norm if _same_kind(self.parameters) else get_total_norm
+        self.local: list[Tensor] = []
         """What backward left on this process; parameters that it did not reach have none."""
+
+    def collect(self) -> bool:
+        """After the last backward: were there any?"""
         found = [p.grad for p in self.parameters if p.grad is not None]
-        return [g.to_local() if isinstance(g, DTensor) else g for g in found] if self._sharded else found
+        if self.sharded or any(g.is_sparse for g in found):
+            found = [_plain(p) for p in self.parameters if p.grad is not None]
+        self.local = found
+        return bool(found)
 
     def norm(self) -> Tensor:
         """The 2-norm, as torch computes it."""
-        return self._norm(self.local())
+        return self._norm(self.local)
 
     def squared_share(self) -> Tensor:
         """This process's share of the squared norm: summed over processes it is the whole, each element once."""
-        if not self._sharded:
+        if not self.sharded:
             return self.norm().double().square() / world.size()
-        total = torch.zeros((), dtype=torch.float64)
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                gradient = parameter.grad
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                total = total.to(local.device) + _norm([local]).double().square() / _holders(gradient)
-        return total
+        shares = [
+            _norm([local]).double().square() / _holders(p.grad)
+            for local, p in zip(self.local, (p for p in self.parameters if p.grad is not None), strict=True)
+        ]
+        return torch.stack(shares).sum()
 
     def multiply_(self, factor: float) -> None:
         if factor != 1.0:
-            torch._foreach_mul_(self.local(), factor)
+            torch._foreach_mul_(self.local, factor)
 
     def clamp_(self, limit: float) -> None:
-        local = self.local()
-        torch._foreach_clamp_min_(local, -limit)
-        torch._foreach_clamp_max_(local, limit)
+        torch._foreach_clamp_min_(self.local, -limit)
+        torch._foreach_clamp_max_(self.local, limit)
 
     def clear(self) -> None:
+        self.local = []
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -74,11 +75,21 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     return total
 
 
-def _alike(tensors: list[Tensor]) -> bool:
+def _same_kind(tensors: list[Tensor]) -> bool:
     return len({(t.device, t.dtype) for t in tensors}) == 1
 
 
-def _holders(gradient: Tensor) -> float:
+def _plain(parameter: Tensor) -> Tensor:
+    """The dense local tensor that holds a gradient's numbers, each once."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        parameter.grad = gradient.coalesce()
+        return parameter.grad._values()
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _holders(gradient: Tensor | None) -> float:
     """How many processes hold each element of this gradient."""
     if not isinstance(gradient, DTensor):
         return world.size()

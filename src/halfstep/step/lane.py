@@ -44,10 +44,13 @@ class Lane:
         """N0: what sums are divided by before backward, so that they fit the format; agreed once, then kept."""
         self.begin()
 
+    def follow(self) -> None:
+        """Parameters came, left or were unfrozen."""
+        self.gradients = Gradients(self._parameters())
+
     def begin(self) -> None:
-        """Before a window's first micro-batch."""
-        if self._grew():
-            self.gradients = Gradients(self._parameters())
+        """Before a window's first micro-batch: what an earlier backward left behind is not part of it."""
+        self.gradients.clear()
         self.total: Tensor | None = None
         self.count: Count | None = None
         self.microbatches = 0
@@ -58,6 +61,8 @@ class Lane:
 
     def scaled(self, loss: Any, divide: int) -> Tensor:
         """What backward runs on, from a loss or from (sum, count). `divide`: micro-batches in the window, if known."""
+        if self.microbatches and isinstance(loss, tuple) != (self.count is not None):
+            raise _wrong_loss("a loss and a (sum, count) in one window", "the same for every micro-batch of a window")
         if isinstance(loss, tuple):
             value, ready = self._counted(loss, divide)
         else:
@@ -71,12 +76,8 @@ class Lane:
         return ready if self.scale.value == 1.0 else ready * self.scale.value
 
     def _counted(self, loss: tuple[Any, ...], divide: int) -> tuple[Tensor, Tensor]:
-        if len(loss) != 2 or (self.count is None and self.microbatches):
-            raise WrongUse(
-                f"a loss that is a tuple of {len(loss)}, after {self.microbatches} micro-batches without one",
-                allowed="a loss, or (sum, count); the same for every micro-batch of a window",
-                do="return (loss.sum(), number_of_elements)",
-            )
+        if len(loss) != 2:
+            raise _wrong_loss(f"a loss that is a tuple of {len(loss)}", "a loss, or (sum, count)")
         value, count = _scalar(loss[0]), loss[1]
         count = count.detach() if isinstance(count, Tensor) else float(count)
         self.count = count if self.count is None else self.count + count
@@ -85,7 +86,7 @@ class Lane:
     def _base(self, count: Tensor, microbatches: int) -> float:
         if self.base_count is None:
             everywhere = world.agree(count).item() * microbatches
-            if not everywhere:
+            if not 0.0 < everywhere < math.inf:
                 return 1.0
             self.base_count = everywhere
         return self.base_count
@@ -94,7 +95,7 @@ class Lane:
 
     def numbers(self) -> list[Tensor]:
         """Total loss, norm, and the count where there is one. Summed over processes, NaN and inf stay what they are."""
-        if self.total is None or not self.gradients.any():
+        if self.total is None or not self.gradients.collect():
             raise _no_gradient(self.name, self.total is not None)
         norm = self.gradients.norm() if world.size() == 1 else self.gradients.squared_share()
         if self.count is None:
@@ -109,8 +110,9 @@ class Lane:
             self.factor = self.divided / self.microbatches / self.scale.value
         else:
             # No element counted means no loss: torch's own mean over nothing is NaN too.
-            self.loss = total / count if count else math.nan
-            self.factor = processes * (self.base_count or 1.0) / (count or 1.0) / self.scale.value
+            usable = 0.0 < count < math.inf
+            self.loss = total / count if usable else math.nan
+            self.factor = processes * (self.base_count or 1.0) / (count if usable else 1.0) / self.scale.value
         self.norm = (norm if processes == 1 else math.sqrt(norm)) * self.factor
 
     # -- the verdict --------------------------------------------------------------------------------------------
@@ -174,7 +176,20 @@ class Lane:
                 allowed=f"{sum(held)} in {len(held)}",
                 do="build the model and the optimizer as they were when they were saved",
             )
+        self._check_shapes(state["optimizer"])
         copy.copy(self.scale).load_state_dict(state["loss_scale"])
+
+    def _check_shapes(self, state: Mapping[str, Any]) -> None:
+        for index, parameter in enumerate(self._parameters()):
+            for name, value in state["state"].get(index, {}).items():
+                # Factored or scalar state has other shapes; a full moment has as many dimensions and must fit.
+                full = isinstance(value, Tensor) and value.ndim == parameter.ndim > 0 and value.numel() > 1
+                if full and any(a not in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)):
+                    raise StateMismatch(
+                        f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
+                        allowed=str(tuple(parameter.shape)),
+                        do="build the model as it was when it was saved",
+                    )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale.load_state_dict(state["loss_scale"])
@@ -185,9 +200,6 @@ class Lane:
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _grew(self) -> bool:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.gradients.parameters)
 
 
 def _wide(count: Count, device: torch.device) -> Tensor:
@@ -206,6 +218,10 @@ def _scalar(loss: Any) -> Tensor:
         allowed="a scalar tensor with a graph behind it, (sum, count), or a dict of those where there are several",
         do="return loss.mean(), and call the model outside torch.no_grad()",
     )
+
+
+def _wrong_loss(given: str, allowed: str) -> WrongUse:
+    return WrongUse(given, allowed=allowed, do="return (loss.sum(), number_of_elements), or loss.mean()")
 
 
 def _no_gradient(name: str, had_loss: bool) -> WrongUse:

@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep import world
-from halfstep.errors import WrongUse
+from halfstep.errors import RanksDisagree, WrongUse
 from halfstep.precision.precision import Precision
 from halfstep.step.lane import Lane
 from halfstep.step.loss_scale import DynamicScale, LossScale, NoScale
 from halfstep.step.report import StepReport
 from halfstep.step.riders import Counts, checked_schedule
+
+MOST_ON_RANKS = 4
+"""Optimizers whose numbers fit into one agreement of 128 bytes."""
 
 V = TypeVar("V")
 ByName: TypeAlias = V | Mapping[str, V] | None
@@ -33,14 +36,18 @@ def make_lanes(
     if clip_norm is not None and clip_value is not None:
         raise WrongUse("clip_norm and clip_value together", allowed="one of them", do="clip_norm=1.0")
     names = list(optimizers)
+    if world.size() > 1 and len(names) > MOST_ON_RANKS:
+        raise WrongUse(
+            f"{len(names)} optimizers on several processes", allowed=f"{MOST_ON_RANKS}", do="join some of them"
+        )
     return [
         Lane(
             name,
             optimizer,
             scale=_scale(_of(loss_scale, name, names), precision),
-            schedule=checked_schedule(_of(schedule, name, names)),
-            clip_norm=_of(clip_norm, name, names),
-            clip_value=_of(clip_value, name, names),
+            schedule=checked_schedule(_of(schedule, name, names), optimizer),
+            clip_norm=_limit("clip_norm", _of(clip_norm, name, names)),
+            clip_value=_limit("clip_value", _of(clip_value, name, names)),
             alone=len(names) == 1,
         )
         for name, optimizer in optimizers.items()
@@ -62,15 +69,48 @@ def differentiate(lanes: Sequence[Lane], losses: Any, divide: int) -> None:
         if lane.alone:
             loss.backward()
         else:
-            loss.backward(inputs=lane.gradients.parameters, retain_graph=lane is not lanes[-1])
+            loss.backward(inputs=lane.gradients.trainable, retain_graph=lane is not lanes[-1])
 
 
-def agree(lanes: Sequence[Lane]) -> None:
-    """One small collective, and one read by the host: the only ones of a step."""
+def agree(lanes: Sequence[Lane], window: int) -> None:
+    """One small collective, and one read by the host: the only ones of a step.
+
+    `window` counts what this process has begun: processes that are not at the same one must not go on together.
+    """
     numbers = [lane.numbers() for lane in lanes]
-    agreed = iter(world.agree(torch.stack([n for some in numbers for n in some])).tolist())  # host read
+    flat = [n for some in numbers for n in some]
+    together = world.size() > 1
+    if together:
+        flat += _fingerprints([some[1] for some in numbers], window)
+    agreed = world.agree(torch.stack(flat)).tolist()  # host read
+    if together:
+        _check_fingerprints(agreed, replicated=not any(lane.gradients.sharded for lane in lanes))
+    rest = iter(agreed)
     for lane, some in zip(lanes, numbers, strict=True):
-        lane.read(*(next(agreed) for _ in some))
+        lane.read(*(next(rest) for _ in some))
+
+
+def _fingerprints(squared_shares: list[Tensor], window: int) -> list[Tensor]:
+    """First and second moments over processes: alike on all of them, if the first one's square is the second one."""
+    norm = torch.stack(squared_shares).sum()
+    size, here = world.size(), torch.tensor(float(window), dtype=torch.float64, device=norm.device)
+    return [norm, norm.square() * size, here / size, here.square() / size]
+
+
+def _check_fingerprints(agreed: list[float], *, replicated: bool) -> None:
+    norm, norm_squared, window, window_squared = agreed[-4:]
+    if not math.isclose(window**2, window_squared, rel_tol=1e-12):
+        raise RanksDisagree(
+            "processes are at different steps: one of them caught an error, or got more batches than another",
+            allowed="every process calls step() equally often",
+            do="let an error end the process, and give every rank the same number of batches",
+        )
+    if replicated and math.isfinite(norm_squared) and not math.isclose(norm**2, norm_squared, rel_tol=1e-9):
+        raise RanksDisagree(
+            "gradients differ between processes that hold the same model",
+            allowed="a loss that reaches every trainable parameter, on every process, in every window",
+            do="Stepper(..., ddp={'find_unused_parameters': True}), or freeze what is not used",
+        )
 
 
 def report_of(lanes: Sequence[Lane], counts: Counts, reason: str | None) -> StepReport:
@@ -97,12 +137,6 @@ def lane_named(name: str, lanes: Sequence[Lane]) -> Lane:
     raise WrongUse(f"only={name!r}", allowed=names, do="name one of this Stepper's optimizers")
 
 
-def strays(model: nn.Module, lanes: Sequence[Lane]) -> list[Tensor]:
-    """Parameters that backward reaches and no optimizer owns: their gradients must not pile up."""
-    owned = {id(p) for lane in lanes for p in lane.gradients.parameters}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
-
-
 def _of(values: ByName[V], name: str, names: Sequence[str]) -> V | None:
     if not isinstance(values, Mapping):
         if values is not None and len(names) > 1 and not isinstance(values, (int, float)):
@@ -116,6 +150,14 @@ def _of(values: ByName[V], name: str, names: Sequence[str]) -> V | None:
     if unknown:
         raise WrongUse(f"{sorted(unknown)} among the names", allowed=str(list(names)), do="use the optimizers' names")
     return values.get(name)
+
+
+def _limit(name: str, given: Any) -> float | None:
+    if given is None:
+        return None
+    if not isinstance(given, (int, float)) or not given > 0:
+        raise WrongUse(f"{name}={given!r}", allowed="a positive number, or None", do=f"{name}=1.0")
+    return float(given)
 
 
 def _scale(given: LossScale | None, precision: Precision) -> LossScale:

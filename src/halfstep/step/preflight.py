@@ -1,12 +1,14 @@
-"""What can be known to be wrong before the first step, said then and by name."""
+"""What can be known to be wrong before a step, said then and by name."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from halfstep import world
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow
@@ -19,15 +21,39 @@ def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> 
         _check_closure(lane, optimizer)
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         _check_belongs(lane, trained, names)
+        _check_there(trained, names)
         _check_wide(trained, names)
     _check_distinct(optimizers, names)
     return _stale(model, optimizers)
 
 
-def _check_closure(lane: str, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
+def idle_island(path: str) -> Finding:
+    evidence = f"nothing ran in the island {path!r}: its weights are used elsewhere, in the precision of the run"
+    return Finding("island.idle", "warning", evidence, "make the module that uses them an island")
+
+
+def check_surroundings(device: torch.device) -> None:
+    """Refuse a step where nothing would be learned, whatever it computes."""
+    if torch.is_autocast_enabled(device.type):
         raise WrongUse(
-            f"optimizer {lane!r} is LBFGS, which evaluates the loss several times an update",
+            "a step inside torch.autocast, which keeps using the weights that it cast first",
+            allowed="autocast round the forward pass only, which halfstep opens by itself",
+            do="take the loop out of `with torch.autocast(...)`",
+        )
+    if not torch.is_grad_enabled():
+        raise WrongUse(
+            "a step under torch.no_grad() or inference_mode()",
+            allowed="a step where gradients are recorded",
+            do="take the training loop out of it",
+        )
+
+
+def _check_closure(lane: str, optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needed = closure is not None and closure.default is inspect.Parameter.empty
+    if needed or isinstance(optimizer, torch.optim.LBFGS):
+        raise WrongUse(
+            f"optimizer {lane!r} is {type(optimizer).__name__}, which evaluates the loss several times an update",
             allowed="optimizers that step once from given gradients",
             do="use AdamW, SGD or another first-order optimizer",
         )
@@ -39,6 +65,23 @@ def _check_belongs(lane: str, trained: list[torch.Tensor], names: Mapping[int, s
             f"optimizer {lane!r} holds {len(trained)} trainable parameters, none of them of this model",
             allowed="an optimizer over parameters of the model that require a gradient",
             do="build the optimizer after the model is final: optim.AdamW(model.parameters())",
+        )
+
+
+def _check_there(trained: list[torch.Tensor], names: Mapping[int, str]) -> None:
+    meta = [names.get(id(p), "?") for p in trained if p.is_meta]
+    if meta:
+        raise WrongUse(
+            f"{', '.join(meta[:5])} on the meta device, which holds no numbers",
+            allowed="parameters on a device that computes",
+            do="model.to_empty(device=...) and load the weights, then build the optimizer",
+        )
+    foreign = sum(id(p) not in names for p in trained)
+    if foreign and world.size() > 1:
+        raise WrongUse(
+            f"{foreign} parameters in the optimizer that are not the model's, on several processes",
+            allowed="parameters of the model, whose gradients are synchronised",
+            do="make the module that holds them (a loss with weights, say) a part of the model",
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import StateMismatch, WrongUse, same_keys
+from halfstep.precision.precision import widen
 from halfstep.step.buffers import Buffers
 
 
@@ -51,9 +52,8 @@ class Ema:
         self.decay = decay
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters: list[Tensor] = list(named.values())
-        self._place = {id(p): i for i, p in enumerate(self._parameters)}
         self._names = list(named)
-        self._averages = [p.detach().float().clone() for p in self._parameters]
+        self._averages = [widen(p.detach()).clone() for p in self._parameters]
         self._buffers = Buffers(model)
         self._copies = _clones(self._buffers.named())
 
@@ -61,16 +61,23 @@ class Ema:
     def update(self, parameters: Sequence[Tensor] | None = None) -> None:
         """After an applied update; only for the parameters that the update could move, where these are named."""
         averages, current = self._averages, self._parameters
-        if parameters is not None and len(parameters) != len(current):
-            places = [self._place[id(p)] for p in parameters if id(p) in self._place]
+        if parameters is not None:
+            moved = set(map(id, parameters))
+            places = [i for i, p in enumerate(current) if id(p) in moved]
             averages, current = [averages[i] for i in places], [current[i] for i in places]
+        if not averages:
+            return
         torch._foreach_lerp_(averages, current, 1.0 - self.decay)
         buffers = self._buffers.named()
-        if _alike(self._copies, buffers):
+        if _same_shapes(self._copies, buffers):
             if buffers:
                 torch._foreach_copy_(list(self._copies.values()), list(buffers.values()))
         else:
             self._copies = _clones(buffers)
+
+    def averages_some_of(self, model: nn.Module) -> bool:
+        own = set(map(id, self._parameters))
+        return any(id(p) in own for p in model.parameters())
 
     @contextmanager
     @torch.no_grad()
@@ -89,10 +96,11 @@ class Ema:
         return dict(zip(self._names, self._averages, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
+        """References, as in torch's own: copy it to keep it while training goes on."""
         return {"decay": self.decay, "averages": self.averages(), "buffers": dict(self._copies)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not _alike(self.averages(), state["averages"]):
+        if not _same_shapes(self.averages(), state["averages"]):
             differing = sorted(set(state["averages"]) ^ set(self._names)) or ["shapes"]
             raise StateMismatch(
                 f"averages of another model: {', '.join(differing[:5])} differ",
@@ -119,12 +127,18 @@ def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _alike(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+def _same_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name].shape == theirs[name].shape for name in ours)
 
 
-def checked_schedule(schedule: Any) -> Any:
-    """A schedule that moves once per applied update."""
+def checked_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """A schedule that moves this optimizer once per applied update."""
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise WrongUse(
+            f"a {type(schedule).__name__} of another optimizer",
+            allowed="a schedule of the optimizer that it is given with",
+            do=f"{type(schedule).__name__}(optimizer, ...)",
+        )
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise WrongUse(
             "ReduceLROnPlateau as the schedule of a step",

@@ -7,7 +7,7 @@ that `model.encode(...)` inside it synchronises as well as `model(...)`; FSDP2 w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,6 +42,10 @@ class Synchroniser(ABC):
         """After the last backward."""
         return
 
+    def follow(self) -> None:
+        """Parameters came, left or were unfrozen."""
+        return
+
 
 class Alone(Synchroniser):
     """One process: nothing to do."""
@@ -67,9 +71,13 @@ class _Job(nn.Module):
 class Replicated(Synchroniser):
     """A plain model, the same on every process."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         super().__init__(model)
-        self._job = DistributedDataParallel(_Job(model))
+        self._options = dict(options)
+        self.follow()
+
+    def follow(self) -> None:
+        self._job = DistributedDataParallel(_Job(self.model), **self._options)
 
     def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
         with nullcontext() if last else self._job.no_sync():
@@ -129,19 +137,27 @@ class Averaged(Synchroniser):
 
     def finish(self, gradients: Sequence[Gradients]) -> None:
         for some in gradients:
-            local = some.local()
-            if local:
-                _average_(local)
+            _average_(some.trainable)
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
 
 
-def _average_(tensors: list[Tensor]) -> None:
-    flat = torch.cat([t.flatten() for t in tensors]) / world.size()
+@torch.no_grad()
+def _average_(parameters: list[Tensor]) -> None:
+    """Every process sends every parameter, reached or not, so that all of them speak of the same ones."""
+    mine = [p.grad is not None for p in parameters]
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    reached = torch.tensor(mine, dtype=pieces[0].dtype, device=pieces[0].device)
+    flat = torch.cat([*(piece.flatten() for piece in pieces), reached]) / world.size()
     dist.all_reduce(flat)
-    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(piece.view_as(tensor))
+    *averages, anywhere = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    # Read only where a parameter was not reached here: it still has no gradient, if it was reached nowhere.
+    somewhere = mine if all(mine) else (anywhere > 0).tolist()
+    for parameter, average, any_process in zip(parameters, averages, somewhere, strict=True):
+        parameter.grad = average.view_as(parameter).clone() if any_process else None
 
 
-def synchroniser(model: nn.Module, *, losses: int) -> Synchroniser:
+def synchroniser(model: nn.Module, *, losses: int, ddp: Mapping[str, Any]) -> Synchroniser:
     """The one that fits this model in this world."""
     if world.size() == 1:
         return Alone(model)
@@ -149,4 +165,4 @@ def synchroniser(model: nn.Module, *, losses: int) -> Synchroniser:
         return Sharded(model)
     if isinstance(model, DistributedDataParallel):
         return Wrapped(model)
-    return Replicated(model) if losses == 1 else Averaged(model)
+    return Replicated(model, ddp) if losses == 1 else Averaged(model)

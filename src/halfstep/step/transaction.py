@@ -5,39 +5,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import TornUpdate, WrongUse, same_keys
+from halfstep.finding import Finding
 from halfstep.observe.watch import Observation, Watch
 from halfstep.precision.island import settle
 from halfstep.precision.ladder import choose_precision
 from halfstep.precision.precision import Precision
 from halfstep.step import preflight
+from halfstep.step.attempt import Attempt, generator_states
 from halfstep.step.buffers import Buffers
 from halfstep.step.lane import Lane
-from halfstep.step.lanes import ByName, agree, differentiate, lane_named, make_lanes, report_of, strays
+from halfstep.step.lanes import ByName, agree, differentiate, lane_named, make_lanes, report_of
 from halfstep.step.loss_scale import LossScale
 from halfstep.step.report import GUARD, Guard, StepReport
 from halfstep.step.riders import Counts, Ema
+from halfstep.step.roster import Roster
 from halfstep.step.synchronise import LossFunction, synchroniser
+from halfstep.step.turns import Turns
 from halfstep.step.window import Window
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 ONLY = "loss"
 """The name of the loss and of its optimizer where there is one of each."""
-
-
-class Attempt(NamedTuple):
-    """What the step in hand was made from: enough to run it again."""
-
-    loss_fn: LossFunction | None
-    microbatches: Sequence[Any]
-    only: str | None
-    rng: list[Tensor]
-    """torch's generators before the first micro-batch: the CPU's, then the device's."""
 
 
 class Stepper:
@@ -64,33 +58,41 @@ class Stepper:
         loss_scale: ByName[LossScale] = None,
         guards: Sequence[Guard] = (),
         observe: bool = True,
+        ddp: Mapping[str, Any] | None = None,
     ) -> None:
         """`schedule`, `clip_norm`, `clip_value` and `loss_scale` may be dicts by optimizer name.
 
-        Each optimizer's gradients are clipped by their own norm, also where one `clip_norm` is given for all.
+        Each optimizer's gradients are clipped by their own norm, also where one `clip_norm` is given for all. `ddp`
+        holds options for DistributedDataParallel, which wraps a plain model on several processes.
         """
         optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {ONLY: optimizer}
         stale = preflight.check(model, optimizers)
         self.model, self.ema, self.guards, self.counts = model, ema, list(guards), Counts()
+        if ema is not None and not ema.averages_some_of(model):
+            raise WrongUse(
+                "an Ema of another model", allowed="Ema(model) of the model that is trained", do="Ema(model)"
+            )
         self.device = next(model.parameters()).device
         self.choice = choose_precision(precision, device=self.device, strict=strict)
         self.precision = self.choice.precision
-        self.findings = (*self.choice.findings, *stale)
-        for finding in stale:
-            warnings.warn(str(finding), stacklevel=2)
+        self.findings = list(self.choice.findings)
+        self._tell(stale)
         self.precision.prepare(model, self.device)
         settle(model)
         self.observed: Observation | None = None
         self.attempt: Attempt | None = None
         self._lanes = make_lanes(optimizers, self.precision, loss_scale, schedule, clip_norm, clip_value)
-        self._synchroniser = synchroniser(model, losses=len(self._lanes))
+        self._synchroniser = synchroniser(model, losses=len(self._lanes), ddp=ddp or {})
         self._buffers = Buffers(model)
-        self._strays = strays(model, self._lanes)
+        self._roster = Roster(model, optimizers.values())
         self._autocast = self.precision.autocast(self.device)
         self._scope = self.precision.scope(self.device)
         if observe:
             self._scope = Watch(self._scope, model, self.precision, done=self._watched)
         self._open: list[Lane] = []
+        self._turns = Turns()
+        self._begun = 0
+        self._unseen = set(optimizers)
         self._torn = False
 
     # -- the function form --------------------------------------------------------------------------------------
@@ -108,6 +110,7 @@ class Stepper:
                     with self._autocast:
                         losses = self._synchroniser.run(loss_fn, microbatch, left == 0)
                     differentiate(lanes, losses, divide=len(microbatches))
+                    del losses  # or this micro-batch's graph would live through the next one's forward
         except BaseException:
             self._abandon()
             raise
@@ -118,6 +121,7 @@ class Stepper:
     @contextmanager
     def forward(self, *, last: bool = True, only: str | None = None) -> Iterator[None]:
         """Round your own forward pass and loss. `last`: is this the last micro-batch before `apply()`?"""
+        self._turns.forward(last=last, names=[lane.name for lane in self._chosen(only)])
         if not self._open:
             self._begin(None, (), only)
         try:
@@ -129,10 +133,7 @@ class Stepper:
 
     def backward(self, loss: Any) -> None:
         """In place of `loss.backward()`. Give the plain mean of the micro-batch, not divided by their number."""
-        if not self._open:
-            raise WrongUse(
-                "backward() before forward()", allowed="forward, backward, apply", do="with stepper.forward():"
-            )
+        self._turns.backward()
         try:
             with self._scope:
                 differentiate(self._open, loss, divide=1)
@@ -142,31 +143,50 @@ class Stepper:
 
     def apply(self) -> StepReport:
         """Conclude the window: unscale, check, clip, update, report."""
-        if not self._open:
-            raise WrongUse(
-                "apply() before forward() and backward()", allowed="forward, backward, apply", do="see Stepper"
-            )
+        self._turns.apply()
         return self._conclude(self._open)
+
+    def discard(self) -> None:
+        """Drop a window that was begun with `forward()`: as if it had never begun."""
+        if self._open:
+            self._abandon()
 
     # -- one window, from beginning to end ----------------------------------------------------------------------
 
     def _begin(self, loss_fn: LossFunction | None, microbatches: Sequence[Any], only: str | None) -> list[Lane]:
         self._check_ready(microbatches if loss_fn else None)
-        lanes = self._lanes if only is None else [lane_named(only, self._lanes)]
+        if self._roster.changed():
+            self._follow()
+        lanes = self._chosen(only)
         # Inside an outer autocast, even one that is off, casts of the weights would outlive the update.
         torch.clear_autocast_cache()
-        self.attempt = Attempt(loss_fn, microbatches, only, self._rng())
+        self.attempt = Attempt(loss_fn, microbatches, only, generator_states(self.device))
         self._buffers.remember()
-        for lane in lanes:
+        for parameter in self._roster.strays:
+            parameter.grad = None
+        for lane in self._lanes:
             lane.begin()
         self.counts.attempted += 1
+        self._begun += 1
         self._open = lanes
         return lanes
+
+    def _chosen(self, only: str | None) -> list[Lane]:
+        return self._lanes if only is None else [lane_named(only, self._lanes)]
+
+    def _follow(self) -> None:
+        """Modules or parameters came, left or were unfrozen since the last step."""
+        preflight.check(self.model, {lane.name: lane.optimizer for lane in self._lanes})
+        settle(self.model)
+        self._buffers.follow(self.model.named_modules())
+        for lane in self._lanes:
+            lane.follow()
+        self._synchroniser.follow()
 
     def _conclude(self, lanes: list[Lane]) -> StepReport:
         try:
             self._synchroniser.finish([lane.gradients for lane in lanes])
-            agree(lanes)
+            agree(lanes, self._begun)
             report = self._judge(lanes)
         except BaseException:
             self._abandon()
@@ -197,51 +217,56 @@ class Stepper:
         for lane in lanes:
             lane.apply()
         if self.ema is not None:
-            self.ema.update([p for lane in lanes for p in lane.gradients.parameters])
+            everything = len(lanes) == len(self._lanes)
+            self.ema.update(None if everything else [p for lane in lanes for p in lane.gradients.parameters])
         self._torn = False
 
     def _abandon(self) -> None:
         """An error in the middle of a window: as if the window had never begun."""
-        self._buffers.restore()
         self.counts.attempted -= 1
-        self._close()
+        try:
+            self._buffers.restore()
+        finally:
+            self._close()
 
     def _close(self) -> None:
-        for parameter in self._strays:
+        for parameter in self._roster.strays:
             parameter.grad = None
         for lane in self._open:
             lane.gradients.clear()
         self._open = []
+        self._turns.end()
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _check_ready(self, microbatches: Sequence[Any] | None) -> None:
-        if torch.is_autocast_enabled(self.device.type):
-            raise WrongUse(
-                "a step inside torch.autocast, which keeps using the weights that it cast first",
-                allowed="autocast round the forward pass only, which halfstep opens by itself",
-                do="take the loop out of `with torch.autocast(...)`",
-            )
+        preflight.check_surroundings(self.device)
         if self._torn:
             raise TornUpdate(
-                "an optimizer raised in the middle of the last update, so the weights are neither old nor new",
+                "an optimizer, schedule or average raised during the last update: the weights are neither old nor new",
                 do="load the last checkpoint into a new Stepper",
             )
         if self._open or (microbatches is not None and not microbatches):
             raise WrongUse(
                 "step() in the middle of an open window" if self._open else "a Window without micro-batches",
                 allowed="one window at a time, of one micro-batch or more",
-                do="stepper.apply() first" if self._open else "skip empty windows",
+                do="stepper.apply() or stepper.discard() first" if self._open else "skip empty windows",
             )
 
-    def _rng(self) -> list[Tensor]:
-        if self.device.type == "cuda":
-            return [torch.get_rng_state(), torch.cuda.get_rng_state(self.device)]
-        return [torch.get_rng_state()]
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        self.findings += findings
+        for finding in findings:
+            warnings.warn(str(finding), stacklevel=3)
 
     def _watched(self, inner: AbstractContextManager[object], observation: Observation) -> None:
-        """Called once, when the precision that really ran is known; nothing of the watching stays behind."""
-        self._scope, self.observed = inner, observation
+        """The precision that really ran is known. Once every optimizer was seen, nothing of the watching stays."""
+        self.observed = observation
+        self._unseen -= {lane.name for lane in self._open}
+        if self._unseen:
+            return
+        self._scope = inner
+        idle = [preflight.idle_island(path) for path in observation.idle_islands]
+        self._tell(idle)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -261,6 +286,7 @@ class Stepper:
         same_keys("optimizers", ours["lanes"], state["lanes"])
         same_keys("precision", {self.precision.name: None}, {state["precision"]: None})
         same_keys("riders", {"ema": 0} if self.ema else {}, {"ema": 0} if state["ema"] is not None else {})
+        same_keys("counters", ours["counts"], state["counts"])
         for lane in self._lanes:
             lane.check_state(state["lanes"][lane.name])
         if self.ema is not None:
