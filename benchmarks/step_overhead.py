@@ -175,8 +175,10 @@ def main() -> None:
     measured = clock.ratios(arms, baseline="bare", pairs=chosen.pairs, calls=chosen.calls, progress=show)
     bare_us = clock.seconds(arms["bare"], 1000) * 1e6
     if chosen.json:
-        figures = {name: asdict(ratio) for name, ratio in measured.items()}
-        print(json.dumps({"conditions": conditions(), "bare_us": bare_us, **figures}))
+        figures = {name: {k: round(v, 6) for k, v in asdict(ratio).items()} for name, ratio in measured.items()}
+        command = " ".join(["python", "benchmarks/step_overhead.py", *sys.argv[1:]])
+        about = {"command": command, "conditions": conditions(), "bare_us": round(bare_us, 1)}
+        print(json.dumps({**about, **figures}, indent=1))
         return
     print(conditions())
     print(f"bare step {bare_us:.0f} us; {chosen.pairs} interleaved rounds of {chosen.calls} calls")

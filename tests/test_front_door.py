@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -76,6 +77,14 @@ def test_the_readme_shows_the_table_that_the_zoo_prints() -> None:
     table = done.stdout.strip()
     assert len(table.splitlines()) == 7
     assert table in README
+
+
+def test_the_readme_quotes_the_overhead_that_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "step_overhead.json").read_text())
+    assert measured["command"].startswith("python benchmarks/step_overhead.py")
+    assert all(measured[arm]["pairs"] >= 60 for arm in ("aa", "halfstep", "fabric", "accelerate"))
+    row = " | ".join(f"{measured[arm]['median']:.2f}" for arm in ("aa", "halfstep", "fabric", "accelerate"))
+    assert f"| {row} |" in README
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "fp16"])
