@@ -74,8 +74,9 @@ def test_weights_unfrozen_in_16_bits_are_refused_when_it_happens() -> None:
     stepper = make(model, "bf16")
     assert stepper.step(mse, torch.randn(6, 8)).applied
     model[0].requires_grad_(True)
-    with pytest.raises(WrongUse, match=r"stored in 16 bits: 0\.weight"):
-        stepper.step(mse, torch.randn(6, 8))
+    for _ in range(2):
+        with pytest.raises(WrongUse, match=r"stored in 16 bits: 0\.weight"):
+            stepper.step(mse, torch.randn(6, 8))
 
 
 def test_a_module_that_comes_later_is_rolled_back_too() -> None:
@@ -311,6 +312,16 @@ def test_a_dropped_micro_batch_is_refused_or_discarded() -> None:
     stepper.discard()
     with stepper.forward():
         loss = mse(model, torch.randn(6, 8))
+    stepper.backward(loss)
+    assert stepper.apply().applied
+
+
+def test_a_forward_that_was_refused_is_not_in_turn() -> None:
+    stepper = make(plain_model())
+    with torch.no_grad(), pytest.raises(WrongUse, match="no_grad"), stepper.forward():
+        pass
+    with stepper.forward():
+        loss = mse(stepper.model, torch.randn(6, 8))
     stepper.backward(loss)
     assert stepper.apply().applied
 

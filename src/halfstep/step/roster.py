@@ -19,16 +19,13 @@ class Roster:
 
     def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, list(optimizers)
-        self._look()
+        self.look()
 
     def changed(self) -> bool:
-        """Whether anybody came, left or was unfrozen since this was last asked."""
+        """Whether anybody came, left or was unfrozen since the last look."""
         members = self._members_now()
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        if same and [p.requires_grad for p in self._parameters] == self._trained:
-            return False
-        self._look()
-        return True
+        return not same or [p.requires_grad for p in self._parameters] != self._trained
 
     def _members_now(self) -> list[Any]:
         found = [member for slots in self._slots for member in slots.values()]
@@ -37,7 +34,7 @@ class Roster:
                 found += group["params"]
         return found
 
-    def _look(self) -> None:
+    def look(self) -> None:
         modules = list(self._model.modules())
         self._slots: list[dict[str, Any]] = [slots for m in modules for slots in (m._modules, m._parameters)]
         self._members = self._members_now()

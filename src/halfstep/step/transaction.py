@@ -13,7 +13,7 @@ from torch import nn
 from halfstep.errors import TornUpdate, WrongUse, same_keys
 from halfstep.finding import Finding
 from halfstep.observe.watch import Observation, Watch
-from halfstep.precision.island import settle
+from halfstep.precision.island import islands, settle
 from halfstep.precision.ladder import choose_precision
 from halfstep.precision.precision import Precision
 from halfstep.step import preflight
@@ -92,7 +92,7 @@ class Stepper:
         self._open: list[Lane] = []
         self._turns = Turns()
         self._begun = 0
-        self._unseen = set(optimizers)
+        self._unseen, self._idle = set(optimizers), set(islands(model))
         self._torn = False
 
     # -- the function form --------------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ class Stepper:
     @contextmanager
     def forward(self, *, last: bool = True, only: str | None = None) -> Iterator[None]:
         """Round your own forward pass and loss. `last`: is this the last micro-batch before `apply()`?"""
-        self._turns.forward(last=last, names=[lane.name for lane in self._chosen(only)])
         if not self._open:
             self._begin(None, (), only)
+        self._turns.forward(last=last, names=[lane.name for lane in self._chosen(only)])
         try:
             with self._synchroniser.forward(last), self._scope, self._autocast:
                 yield
@@ -176,12 +176,13 @@ class Stepper:
 
     def _follow(self) -> None:
         """Modules or parameters came, left or were unfrozen since the last step."""
-        preflight.check(self.model, {lane.name: lane.optimizer for lane in self._lanes})
+        self._tell(preflight.check(self.model, {lane.name: lane.optimizer for lane in self._lanes}))
         settle(self.model)
         self._buffers.follow(self.model.named_modules())
         for lane in self._lanes:
             lane.follow()
         self._synchroniser.follow()
+        self._roster.look()
 
     def _conclude(self, lanes: list[Lane]) -> StepReport:
         try:
@@ -261,12 +262,11 @@ class Stepper:
     def _watched(self, inner: AbstractContextManager[object], observation: Observation) -> None:
         """The precision that really ran is known. Once every optimizer was seen, nothing of the watching stays."""
         self.observed = observation
+        self._idle &= set(observation.idle_islands)
         self._unseen -= {lane.name for lane in self._open}
-        if self._unseen:
-            return
-        self._scope = inner
-        idle = [preflight.idle_island(path) for path in observation.idle_islands]
-        self._tell(idle)
+        if not self._unseen:
+            self._scope = inner
+            self._tell([preflight.idle_island(path) for path in sorted(self._idle)])
 
     # -- state --------------------------------------------------------------------------------------------------
 
