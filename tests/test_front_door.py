@@ -98,7 +98,7 @@ def test_the_example_trains_and_skips_one_batch(precision: str) -> None:
 
 
 def test_links_in_the_front_pages_lead_somewhere() -> None:
-    for page in ("README.md", "CONTRIBUTING.md", "zoo/README.md"):
+    for page in ("README.md", "CONTRIBUTING.md", "zoo/README.md", "docs/step.md"):
         text = (ROOT / page).read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
