@@ -1,0 +1,1 @@
+"""What really ran: one recorder of operations, and those who listen to it."""

@@ -1,0 +1,1 @@
+"""What runs in which format: names, hardware, the ladder, precisions as values, islands."""

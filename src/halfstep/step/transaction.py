@@ -238,7 +238,7 @@ class Stepper:
         self._open = []
         self._turns.end()
 
-    # -- helpers ------------------------------------------------------------------------------------------------
+    # -- on the way ---------------------------------------------------------------------------------------------
 
     def _check_ready(self, microbatches: Sequence[Any] | None) -> None:
         preflight.check_surroundings(self.device)
