@@ -131,7 +131,7 @@ def test_errors_are_three_lines_and_a_code(words: list[str], code: int, line: st
     [
         (Contradiction("a against b"), 78),
         (PrecisionRefused("no"), 78),
-        (WrongUse("no"), 70),
+        (WrongUse("no"), 78),
         (MissingExtra("no"), 70),
     ],
 )

@@ -63,7 +63,7 @@ class MissingExtra(HalfstepError, ImportError): ...
 def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownName:
     """The error for a word that is not known, with the nearest one that is."""
     known = sorted(set(allowed))
-    near = difflib.get_close_matches(str(given), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(given), known, n=1, cutoff=0.6)
     return UnknownName(
         f"{kind} {given!r} is not known",
         allowed=", ".join(known),

@@ -81,6 +81,28 @@ class OnlyMethods(nn.Module):
         return self.encoder(x)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_context_form_is_watched_as_well(dropout: float) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=dropout, batch_first=True)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), layer)
+    island(model, "1")
+    shares = []
+    for form in ("function", "context"):
+        stepper = make(model)
+        if form == "function":
+            stepper.step(mse, torch.randn(2, 32, 16))
+        else:
+            for last in (False, True):
+                with stepper.forward(last=last):
+                    loss = mse(model, torch.randn(2, 32, 16))
+                stepper.backward(loss)
+            assert stepper.apply().applied
+        assert stepper.observed is not None
+        shares.append((stepper.observed.share, stepper.observed.island_flops))
+    assert shares[0] == shares[1]
+    assert shares[0][0] == 1.0
+
+
 def test_an_island_entered_by_another_method_is_set_aside_too() -> None:
     model = nn.ModuleDict({"vae": island(OnlyMethods()), "head": nn.Linear(8, 4)})
     stepper = make(model)

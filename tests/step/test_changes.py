@@ -79,6 +79,16 @@ def test_weights_unfrozen_in_16_bits_are_refused_when_it_happens() -> None:
             stepper.step(mse, torch.randn(6, 8))
 
 
+def test_a_model_cast_to_16_bits_in_mid_training_is_refused() -> None:
+    model = plain_model()
+    stepper = make(model, "bf16")
+    stepper.step(mse, torch.randn(6, 8))
+    model.bfloat16()
+    for _ in range(2):
+        with pytest.raises(WrongUse, match="stored in 16 bits"):
+            stepper.step(mse, torch.randn(6, 8))
+
+
 def test_a_module_that_comes_later_is_rolled_back_too() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 4))
     stepper = make(model)
@@ -136,7 +146,8 @@ def set_sparse(m: Any) -> None:
 
 BUFFERS = {
     "behind the version counter's back": (torch.zeros(3, dtype=torch.int64), lambda m: m.kept.data.add_(1)),
-    "large": (torch.zeros(2**17), lambda m: m.kept.add_(1)),
+    "a codebook, behind its back": (torch.zeros(2048, 64), lambda m: m.kept.data.add_(1)),
+    "large": (torch.zeros(2**22), lambda m: m.kept.add_(1)),
     "resized": (torch.zeros(3), resize),
     "expanded with NaN": (torch.full((1,), float("nan")).expand(4), lambda m: None),
     "not contiguous": (torch.zeros(4, 6).t(), lambda m: m.kept.add_(1)),
@@ -193,7 +204,9 @@ def test_an_average_of_the_generator_alone() -> None:
         optimizers = {n: torch.optim.SGD(pair[n].parameters(), 0.1) for n in ("g", "d")}
         stepper = Stepper(pair, optimizers, precision="fp32", ema=Ema(pair["g"], 0.5))
         loss = lambda m, x: m["d"](m["g"](x)).square().mean()  # noqa: E731
+        assert stepper.step(loss, torch.randn(3, 4), only="g").applied
         before = {k: v.clone() for k, v in stepper.ema.averages().items()}
+        assert not torch.equal(before["weight"], pair["g"].weight)
         for _ in range(2):
             assert stepper.step(loss, torch.randn(3, 4), only="d").applied
         assert all(torch.equal(v, before[k]) for k, v in stepper.ema.averages().items())
@@ -201,6 +214,34 @@ def test_an_average_of_the_generator_alone() -> None:
         for each in (stepper, twin):
             assert each.step(loss, torch.randn(3, 4), only="g").applied
             assert not torch.equal(each.ema.averages()["weight"], before["weight"])
+
+
+def test_the_average_follows_a_new_head_and_an_unfrozen_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stepper = Stepper(model, optimizer, precision="fp32", ema=Ema(model, 0.9))
+    for _ in range(3):
+        stepper.step(mse, torch.randn(6, 8))
+    assert stepper.ema.state_dict()["buffers"]["1.num_batches_tracked"].item() == 3
+    assert torch.equal(stepper.ema.state_dict()["buffers"]["1.running_mean"], model[1].running_mean)
+    old = stepper.ema.averages()["1.weight"].clone()
+    model[0].requires_grad_(True)
+    model[2] = nn.Linear(8, 2)
+    optimizer.param_groups[0]["params"][-2:] = list(model[2].parameters())
+    stepper.step(mse, torch.randn(6, 8))
+    averages = stepper.ema.averages()
+    assert set(averages) == set(dict(model.named_parameters()))
+    assert averages["2.weight"].shape == (2, 8)
+    assert torch.allclose(averages["1.weight"], 0.9 * old + 0.1 * model[1].weight, atol=1e-6)
+    assert not torch.equal(averages["2.weight"], model[2].weight)
+
+
+def test_buffers_of_another_model_are_refused() -> None:
+    ema = Ema(nn.BatchNorm1d(3))
+    state = ema.state_dict()
+    with pytest.raises(StateMismatch, match="buffers of another model: zz"):
+        ema.load_state_dict({**state, "buffers": {"zz": torch.ones(1)}})
 
 
 def test_averages_of_wide_and_complex_weights() -> None:

@@ -369,3 +369,105 @@ def foreign_parameters(rank: int) -> str:
 
 def test_parameters_that_nobody_synchronises_are_refused(on_ranks: Ranks) -> None:
     assert all("a part of the model" in words for words in on_ranks(foreign_parameters))
+
+
+def synchronised_on_the_last(rank: int) -> list[int]:
+    stepper = Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision=precision_named("fp32"))
+    calls: list[int] = []
+
+    def counted(_state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations of a hook
+        calls[-1] += 1
+        flat = bucket.buffer().div_(2)
+        return dist.all_reduce(flat, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    stepper._synchroniser._job.register_comm_hook(None, counted)  # type: ignore[attr-defined]
+    for microbatches in (1, 4, 2):
+        calls.append(0)
+        stepper.step(mse, Window(torch.randn(3, 8) for _ in range(microbatches)))
+    return calls
+
+
+def test_gradients_meet_once_a_window(on_ranks: Ranks) -> None:
+    assert on_ranks(synchronised_on_the_last) == [[1, 1, 1], [1, 1, 1]]
+
+
+def expanded_buffer_and_new_head(rank: int) -> tuple[str, str]:
+    torch.manual_seed(rank)
+    model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1), "norm": nn.BatchNorm1d(4, affine=False)})
+    model.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
+    model.register_buffer("turned", torch.full((4, 3), float(rank)).t())
+    optimizers = {n: torch.optim.SGD(model[n].parameters(), 0.1) for n in ("g", "d")}
+    stepper = Stepper(model, optimizers, precision=precision_named("fp32"))
+
+    def losses(m: Any, x: Tensor) -> dict[str, Tensor]:
+        out = m["d"](m["norm"](m["g"](x)))
+        return {"g": out.mean(), "d": out.square().mean()}
+
+    digests = []
+    for _ in range(2):
+        for _ in range(3):
+            assert stepper.step(losses, torch.randn(5, 4)).applied
+        digests.append(digest_of(model.state_dict()))
+        torch.manual_seed(10 + rank)
+        model["d"] = nn.Linear(4, 1)
+        optimizers["d"].param_groups[0]["params"][:] = list(model["d"].parameters())
+    return digests[0], digests[1]
+
+
+def test_several_losses_with_buffers_and_a_new_head(on_ranks: Ranks) -> None:
+    zero, one = on_ranks(expanded_buffer_and_new_head)
+    assert zero == one
+
+
+def other_only(rank: int, how: str) -> list[str]:
+    model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 4)})
+    optimizers = {n: torch.optim.SGD(model[n].parameters(), 0.1) for n in ("g", "d")}
+
+    class OnRankOne:
+        name = "local"
+
+        def passes(self, report: Any) -> bool:
+            return not (how == "guard" and rank == 1)
+
+    stepper = Stepper(model, optimizers, precision=precision_named("fp32"), guards=[OnRankOne()])
+    seen = []
+    for _ in range(3):
+        only = "d" if how == "only" and rank == 1 else "g"
+        try:
+            seen.append(
+                str(stepper.step(lambda m, x, n=only: m[n](x).square().mean(), torch.ones(3, 4), only=only).reason)
+            )
+        except HalfstepError as error:
+            return [*seen, type(error).__name__]
+    return seen
+
+
+def test_ranks_that_do_different_things_are_told(on_ranks: Ranks) -> None:
+    assert on_ranks(other_only, "only") == [["RanksDisagree"], ["RanksDisagree"]]
+    assert on_ranks(other_only, "guard") == [["None", "RanksDisagree"], ["guard:local", "RanksDisagree"]]
+
+
+def badly_sharded(rank: int, how: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = plain_model()
+    mesh = init_device_mesh("cpu", (2,))
+    if how == "a part":
+        fully_shard(model[0], mesh=mesh)
+    else:
+        fully_shard(model, mesh=mesh, ignored_params=set(model[2].parameters()) if how == "ignored" else None)
+    optimizers: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if how == "several":
+        optimizers = {str(i): torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2)}
+    try:
+        Stepper(model, optimizers, precision=precision_named("fp32"))
+    except HalfstepError as error:
+        return error.given
+    return ""
+
+
+def test_sharding_that_cannot_be_synchronised_is_refused(on_ranks: Ranks) -> None:
+    assert "only parts are sharded" in on_ranks(badly_sharded, "a part")[0]
+    assert "does not hold: 2.weight, 2.bias" in on_ranks(badly_sharded, "ignored")[0]
+    assert "several optimizers with a sharded model" in on_ranks(badly_sharded, "several")[0]

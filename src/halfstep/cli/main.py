@@ -17,12 +17,12 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from halfstep import __version__, cli
-from halfstep.errors import Contradiction, HalfstepError, PrecisionRefused, UnknownName
+from halfstep.errors import Contradiction, HalfstepError, PrecisionRefused, UnknownName, WrongUse
 
 GROUPS = ("Run", "Choose", "Trouble", "Files")
 CONFIGURATION, SOFTWARE = 78, 70
 """Exit codes of sysexits.h: change what you asked for, or something failed."""
-_ASKED_WRONGLY = (Contradiction, UnknownName, PrecisionRefused)
+_ASKED_WRONGLY = (Contradiction, UnknownName, PrecisionRefused, WrongUse)
 
 
 class Commands(TyperGroup):

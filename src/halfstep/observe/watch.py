@@ -108,17 +108,20 @@ class Watch:
     ) -> None:
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
         self._tally: Tally | None = None
+        self._recorder: Recorder | None = None
         self._active = ExitStack()
 
     def __enter__(self) -> None:
-        if self._tally is None:
+        if self._tally is None or self._recorder is None:
+            # One recorder for a whole step: in backward it must know what it saw in forward.
             self._tally = Tally(self._model, self._precision.computes.name)
+            self._recorder = Recorder(self._model, self._tally)
         with ExitStack() as entering:
             entering.enter_context(self._inner)
             # Nothing can be compiled before Dynamo is loaded, and loading it takes a second.
             if "torch._dynamo" in sys.modules:
                 entering.enter_context(torch.compiler.set_stance("force_eager"))
-            entering.enter_context(Recorder(self._model, self._tally))
+            entering.enter_context(self._recorder)
             self._active = entering.pop_all()
 
     def __exit__(self, *error: Any) -> None:
@@ -126,7 +129,7 @@ class Watch:
         tally = self._tally
         if tally is None or (error[0] is None and not tally.backward_seen):
             return
-        self._tally = None
+        self._tally = self._recorder = None
         if error[0] is not None:
             return
         observation = tally.observation()

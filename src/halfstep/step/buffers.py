@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-SMALL = 2**16
-"""Elements. Statistics and counters have far fewer; copying this many costs a few microseconds."""
+SMALL = 2**21
+"""Elements: statistics, counters and codebooks have fewer, large tables that never change have more."""
 
 Slots = dict[str, Tensor | None]
 
@@ -74,6 +74,10 @@ class Buffers:
         return {
             path + name: buffer for path, slots in self._slots for name, buffer in slots.items() if buffer is not None
         }
+
+    def names(self) -> set[str]:
+        """Those registered without a tensor, too."""
+        return {path + name for path, slots in self._slots for name in slots}
 
     @torch.no_grad()
     def remember(self) -> None:

@@ -1,4 +1,4 @@
-"""The lanes of a step together: made, differentiated, agreed on and reported."""
+"""The lanes of a step together: made, differentiated and reported."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 
 from halfstep import world
-from halfstep.errors import RanksDisagree, WrongUse
+from halfstep.errors import WrongUse
 from halfstep.precision.precision import Precision
 from halfstep.step.lane import Lane
 from halfstep.step.loss_scale import DynamicScale, LossScale, NoScale
@@ -70,47 +69,6 @@ def differentiate(lanes: Sequence[Lane], losses: Any, divide: int) -> None:
             loss.backward()
         else:
             loss.backward(inputs=lane.gradients.trainable, retain_graph=lane is not lanes[-1])
-
-
-def agree(lanes: Sequence[Lane], window: int) -> None:
-    """One small collective, and one read by the host: the only ones of a step.
-
-    `window` counts what this process has begun: processes that are not at the same one must not go on together.
-    """
-    numbers = [lane.numbers() for lane in lanes]
-    flat = [n for some in numbers for n in some]
-    together = world.size() > 1
-    if together:
-        flat += _fingerprints([some[1] for some in numbers], window)
-    agreed = world.agree(torch.stack(flat)).tolist()  # host read
-    if together:
-        _check_fingerprints(agreed, replicated=not any(lane.gradients.sharded for lane in lanes))
-    rest = iter(agreed)
-    for lane, some in zip(lanes, numbers, strict=True):
-        lane.read(*(next(rest) for _ in some))
-
-
-def _fingerprints(squared_shares: list[Tensor], window: int) -> list[Tensor]:
-    """First and second moments over processes: alike on all of them, if the first one's square is the second one."""
-    norm = torch.stack(squared_shares).sum()
-    size, here = world.size(), torch.tensor(float(window), dtype=torch.float64, device=norm.device)
-    return [norm, norm.square() * size, here / size, here.square() / size]
-
-
-def _check_fingerprints(agreed: list[float], *, replicated: bool) -> None:
-    norm, norm_squared, window, window_squared = agreed[-4:]
-    if not math.isclose(window**2, window_squared, rel_tol=1e-12):
-        raise RanksDisagree(
-            "processes are at different steps: one of them caught an error, or got more batches than another",
-            allowed="every process calls step() equally often",
-            do="let an error end the process, and give every rank the same number of batches",
-        )
-    if replicated and math.isfinite(norm_squared) and not math.isclose(norm**2, norm_squared, rel_tol=1e-9):
-        raise RanksDisagree(
-            "gradients differ between processes that hold the same model",
-            allowed="a loss that reaches every trainable parameter, on every process, in every window",
-            do="Stepper(..., ddp={'find_unused_parameters': True}), or freeze what is not used",
-        )
 
 
 def report_of(lanes: Sequence[Lane], counts: Counts, reason: str | None) -> StepReport:

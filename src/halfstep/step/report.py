@@ -52,8 +52,8 @@ class StepReport(NamedTuple):
 class Guard(Protocol):
     """Looks at a step that would be applied, and may refuse it.
 
-    It sees numbers that all processes agree on, so that all of them decide alike; the report says what applying
-    would report.
+    It sees numbers that all processes agree on and must decide from them alone, so that all of them decide alike; the
+    report is the one that applying would give.
     """
 
     name: str

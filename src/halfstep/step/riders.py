@@ -49,12 +49,19 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0.0 < decay < 1.0:
             raise WrongUse(f"an average with decay={decay}", allowed="a number between 0 and 1", do="Ema(model, 0.999)")
-        self.decay = decay
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._parameters: list[Tensor] = list(named.values())
-        self._names = list(named)
-        self._averages = [widen(p.detach()).clone() for p in self._parameters]
+        self.decay, self._model = decay, model
+        self._parameters: list[Tensor] = []
+        self._averages: list[Tensor] = []
         self._buffers = Buffers(model)
+        self.follow()
+
+    def follow(self) -> None:
+        """Parameters came, left or were unfrozen: old averages go on, new ones begin with the weights as they are."""
+        known = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._names, self._parameters = list(named), list(named.values())
+        self._averages = [known.get(id(p), widen(p.detach()).clone()) for p in self._parameters]
+        self._buffers.follow(self._model.named_modules())
         self._copies = _clones(self._buffers.named())
 
     @torch.no_grad()
@@ -107,6 +114,13 @@ class Ema:
                 allowed=f"the {len(self._names)} trainable parameters of this model",
                 do="build the model that was saved",
             )
+        unknown = sorted(set(state["buffers"]) - self._buffers.names())
+        if unknown:
+            raise StateMismatch(
+                f"buffers of another model: {', '.join(unknown[:5])}",
+                allowed="buffers that this model registers",
+                do="build the model that was saved",
+            )
         self.decay = float(state["decay"])
         with torch.no_grad():
             for name, average in self.averages().items():
@@ -129,6 +143,12 @@ def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _same_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name].shape == theirs[name].shape for name in ours)
+
+
+def checked_average(ema: Ema | None, model: nn.Module) -> Ema | None:
+    if ema is not None and not ema.averages_some_of(model):
+        raise WrongUse("an Ema of another model", allowed="an Ema of the model that is trained", do="ema=Ema(model)")
+    return ema
 
 
 def checked_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:

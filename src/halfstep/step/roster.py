@@ -22,10 +22,10 @@ class Roster:
         self.look()
 
     def changed(self) -> bool:
-        """Whether anybody came, left or was unfrozen since the last look."""
+        """Whether anybody came, left, was unfrozen or cast since the last look."""
         members = self._members_now()
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        return not same or [p.requires_grad for p in self._parameters] != self._trained
+        return not same or [(p.requires_grad, p.dtype) for p in self._parameters] != self._kinds
 
     def _members_now(self) -> list[Any]:
         found = [member for slots in self._slots for member in slots.values()]
@@ -40,7 +40,7 @@ class Roster:
         self._members = self._members_now()
         unique = {id(member): member for member in self._members if isinstance(member, Tensor)}
         self._parameters = list(unique.values())
-        self._trained = [p.requires_grad for p in self._parameters]
+        self._kinds = [(p.requires_grad, p.dtype) for p in self._parameters]
         owned = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         self.strays = [p for p in self._parameters if p.requires_grad and id(p) not in owned]
         """Parameters that backward reaches and no optimizer owns: their gradients must not pile up."""

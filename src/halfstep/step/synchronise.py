@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import world
@@ -26,6 +27,9 @@ LossFunction = Callable[[Any, Any], Any]
 
 class Synchroniser(ABC):
     """Runs a loss function so that, after the last micro-batch, gradients are averaged over processes."""
+
+    cure: str = ""
+    """What to do where gradients turn out to differ between processes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -71,6 +75,8 @@ class _Job(nn.Module):
 class Replicated(Synchroniser):
     """A plain model, the same on every process."""
 
+    cure = "Stepper(..., ddp={'find_unused_parameters': True}), or freeze what the loss does not use"
+
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         super().__init__(model)
         self._options = dict(options)
@@ -95,6 +101,9 @@ class Wrapped(Synchroniser):
     """A model that came in DistributedDataParallel: its own forward synchronises, and nothing else of it does."""
 
     model: DistributedDataParallel
+    cure = (
+        "call the wrapper, not its .module; wrap anew after unfreezing; find_unused_parameters=True where some are not"
+    )
 
     def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
         raise WrongUse(
@@ -112,6 +121,19 @@ class Sharded(Synchroniser):
 
     model: Any
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.follow()
+
+    def follow(self) -> None:
+        outside = [n for n, p in self.model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        if outside:
+            raise WrongUse(
+                f"trainable parameters that FSDP2 does not hold: {', '.join(outside[:5])}",
+                allowed="every trainable parameter in fully_shard, which synchronises what it holds",
+                do="fully_shard(model) without ignored_params, or freeze them",
+            )
+
     def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
         with self.forward(last):
             return loss_fn(self.model, batch)
@@ -124,10 +146,14 @@ class Sharded(Synchroniser):
 class Averaged(Synchroniser):
     """Several losses, each with a backward of its own: gradients are averaged after the last one."""
 
+    cure = "let every process compute every loss, from the same modules"
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+        self.follow()
+
+    def follow(self) -> None:
+        _copy_from_rank_zero_([*self.model.parameters(), *self.model.buffers()])
 
     def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
         return loss_fn(self.model, batch)
@@ -138,8 +164,17 @@ class Averaged(Synchroniser):
     def finish(self, gradients: Sequence[Gradients]) -> None:
         for some in gradients:
             _average_(some.trainable)
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
+        _copy_from_rank_zero_(list(self.model.buffers()))
+
+
+@torch.no_grad()
+def _copy_from_rank_zero_(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        # Backends write where a tensor's elements would be if it were contiguous.
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, src=0)
+        if whole.data_ptr() != tensor.data_ptr() and not torch._debug_has_internal_overlap(tensor):
+            tensor.detach().copy_(whole)
 
 
 @torch.no_grad()
@@ -161,8 +196,19 @@ def synchroniser(model: nn.Module, *, losses: int, ddp: Mapping[str, Any]) -> Sy
     """The one that fits this model in this world."""
     if world.size() == 1:
         return Alone(model)
-    if isinstance(model, FSDPModule):
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        _check_sharding(model, losses)
         return Sharded(model)
     if isinstance(model, DistributedDataParallel):
         return Wrapped(model)
     return Replicated(model, ddp) if losses == 1 else Averaged(model)
+
+
+def _check_sharding(model: nn.Module, losses: int) -> None:
+    if not isinstance(model, FSDPModule) or losses > 1:
+        several = "several optimizers with a sharded model"
+        raise WrongUse(
+            several if losses > 1 else "a model of which only parts are sharded",
+            allowed="fully_shard on the model itself, and one optimizer",
+            do="join the parameters in one optimizer" if losses > 1 else "fully_shard(model) after its parts",
+        )

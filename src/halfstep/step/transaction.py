@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,13 +17,14 @@ from halfstep.precision.island import islands, settle
 from halfstep.precision.ladder import choose_precision
 from halfstep.precision.precision import Precision
 from halfstep.step import preflight
+from halfstep.step.agreement import agree, token
 from halfstep.step.attempt import Attempt, generator_states
 from halfstep.step.buffers import Buffers
 from halfstep.step.lane import Lane
-from halfstep.step.lanes import ByName, agree, differentiate, lane_named, make_lanes, report_of
+from halfstep.step.lanes import ByName, differentiate, lane_named, make_lanes, report_of
 from halfstep.step.loss_scale import LossScale
 from halfstep.step.report import GUARD, Guard, StepReport
-from halfstep.step.riders import Counts, Ema
+from halfstep.step.riders import Counts, Ema, checked_average
 from halfstep.step.roster import Roster
 from halfstep.step.synchronise import LossFunction, synchroniser
 from halfstep.step.turns import Turns
@@ -32,6 +33,19 @@ from halfstep.step.window import Window
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 ONLY = "loss"
 """The name of the loss and of its optimizer where there is one of each."""
+
+
+class _OrNothing:
+    """An error inside, whatever it is, ends the window as if it had never begun, and passes on."""
+
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self._abandon = abandon
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self._abandon()
 
 
 class Stepper:
@@ -67,11 +81,8 @@ class Stepper:
         """
         optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {ONLY: optimizer}
         stale = preflight.check(model, optimizers)
-        self.model, self.ema, self.guards, self.counts = model, ema, list(guards), Counts()
-        if ema is not None and not ema.averages_some_of(model):
-            raise WrongUse(
-                "an Ema of another model", allowed="Ema(model) of the model that is trained", do="Ema(model)"
-            )
+        self.model, self.guards, self.counts = model, list(guards), Counts()
+        self.ema = checked_average(ema, model)
         self.device = next(model.parameters()).device
         self.choice = choose_precision(precision, device=self.device, strict=strict)
         self.precision = self.choice.precision
@@ -90,7 +101,7 @@ class Stepper:
         if observe:
             self._scope = Watch(self._scope, model, self.precision, done=self._watched)
         self._open: list[Lane] = []
-        self._turns = Turns()
+        self._or_nothing, self._turns = _OrNothing(self._abandon), Turns()
         self._begun = 0
         self._unseen, self._idle = set(optimizers), set(islands(model))
         self._torn = False
@@ -104,16 +115,12 @@ class Stepper:
         """
         microbatches = batch if type(batch) is Window else (batch,)
         lanes = self._begin(loss_fn, microbatches, only)
-        try:
-            with self._scope:
-                for left, microbatch in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
-                    with self._autocast:
-                        losses = self._synchroniser.run(loss_fn, microbatch, left == 0)
-                    differentiate(lanes, losses, divide=len(microbatches))
-                    del losses  # or this micro-batch's graph would live through the next one's forward
-        except BaseException:
-            self._abandon()
-            raise
+        with self._or_nothing, self._scope:
+            for left, microbatch in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
+                with self._autocast:
+                    losses = self._synchroniser.run(loss_fn, microbatch, left == 0)
+                differentiate(lanes, losses, divide=len(microbatches))
+                del losses  # or this micro-batch's graph would live through the next one's forward
         return self._conclude(lanes)
 
     # -- the form for loops that cannot be turned inside out ----------------------------------------------------
@@ -124,22 +131,17 @@ class Stepper:
         if not self._open:
             self._begin(None, (), only)
         self._turns.forward(last=last, names=[lane.name for lane in self._chosen(only)])
-        try:
-            with self._synchroniser.forward(last), self._scope, self._autocast:
-                yield
-        except BaseException:
-            self._abandon()
-            raise
+        with self._or_nothing, self._synchroniser.forward(last), self._scope, self._autocast:
+            yield
 
     def backward(self, loss: Any) -> None:
-        """In place of `loss.backward()`. Give the plain mean of the micro-batch, not divided by their number."""
+        """In place of `loss.backward()`. Give the plain mean of the micro-batch, not divided by their number.
+
+        How many will come is not known here, so gradients are divided at the end; fp16 overflows a little sooner.
+        """
         self._turns.backward()
-        try:
-            with self._scope:
-                differentiate(self._open, loss, divide=1)
-        except BaseException:
-            self._abandon()
-            raise
+        with self._or_nothing, self._scope:
+            differentiate(self._open, loss, divide=1)
 
     def apply(self) -> StepReport:
         """Conclude the window: unscale, check, clip, update, report."""
@@ -181,17 +183,17 @@ class Stepper:
         self._buffers.follow(self.model.named_modules())
         for lane in self._lanes:
             lane.follow()
+        if self.ema is not None:
+            self.ema.follow()
         self._synchroniser.follow()
         self._roster.look()
 
     def _conclude(self, lanes: list[Lane]) -> StepReport:
-        try:
+        which = 0 if len(lanes) == len(self._lanes) else 1 + self._lanes.index(lanes[0])
+        with self._or_nothing:
             self._synchroniser.finish([lane.gradients for lane in lanes])
-            agree(lanes, self._begun)
+            agree(lanes, token(self._begun, which, self.counts.applied), cure=self._synchroniser.cure)
             report = self._judge(lanes)
-        except BaseException:
-            self._abandon()
-            raise
         if report.applied:
             self._apply(lanes)
         else:
@@ -214,13 +216,16 @@ class Stepper:
         return report if refused is None else report_of(lanes, self.counts, GUARD + refused)
 
     def _apply(self, lanes: list[Lane]) -> None:
-        self._torn = True
-        for lane in lanes:
-            lane.apply()
-        if self.ema is not None:
-            everything = len(lanes) == len(self._lanes)
-            self.ema.update(None if everything else [p for lane in lanes for p in lane.gradients.parameters])
-        self._torn = False
+        try:
+            for lane in lanes:
+                lane.apply()
+            if self.ema is not None:
+                everything = len(lanes) == len(self._lanes)
+                self.ema.update(None if everything else [p for lane in lanes for p in lane.gradients.parameters])
+        except BaseException:
+            self._torn = True
+            self._close()
+            raise
 
     def _abandon(self) -> None:
         """An error in the middle of a window: as if the window had never begun."""
