@@ -243,8 +243,6 @@ class Stepper:
         self._open = []
         self._turns.end()
 
-    # -- on the way ---------------------------------------------------------------------------------------------
-
     def _check_ready(self, microbatches: Sequence[Any] | None) -> None:
         preflight.check_surroundings(self.device)
         if self._torn:
