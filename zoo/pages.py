@@ -22,6 +22,7 @@ or accelerate where the fault is accelerate's.
 python -m zoo            # all of them; exit code 1 unless every plain one breaks and every halfstep one holds
 python -m zoo -v         # with what was seen
 python -m zoo --table    # five of them side by side: torch, accelerate, halfstep
+python -m zoo --json     # for machines
 python -m zoo --readme   # this page
 ```
 
