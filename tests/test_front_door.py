@@ -32,6 +32,13 @@ def test_importing_halfstep_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_step_loads_nothing_slow_that_it_may_not_need() -> None:
+    code = (
+        "import sys; from halfstep import Stepper; assert not {'torch.distributed.tensor', 'sympy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_core_needs_no_extra() -> None:
     """Every module is imported with the packages of the extras made absent."""
     code = """

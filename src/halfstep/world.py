@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +31,23 @@ def agree(numbers: Tensor) -> Tensor:
     total = numbers.to(torch.float64)
     dist.all_reduce(total)
     return total
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor holds only a part, the rest of which is with other processes."""
+    # Nobody can have made one before the module was loaded, and loading it takes most of a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def holders(tensor: Tensor) -> float:
+    """How many processes hold each element of a tensor."""
+    if not is_shard(tensor):
+        return size()
+    placed: Any = tensor
+    mesh, placements = placed.device_mesh, placed.placements
+    pieces: list[int] = [mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard()]
+    return size() / math.prod(pieces)
 
 
 def from_rank_zero(text: str) -> str:

@@ -237,12 +237,13 @@ def test_several_losses_on_two_ranks(on_ranks: Ranks) -> None:
     assert zero[2] == 3
 
 
-def sharded(rank: int, processes: int) -> tuple[list[float], list[float], list[str | None]]:
+def sharded(rank: int, shape: tuple[int, ...]) -> tuple[list[float], list[float], list[str | None]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = plain_model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (processes,)))
+    names = ("replicate", "shard")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"), clip_norm=0.2)
     x, y = data()
     mine = x[rank * 6 : rank * 6 + 6], y[rank * 6 : rank * 6 + 6]
@@ -253,11 +254,12 @@ def sharded(rank: int, processes: int) -> tuple[list[float], list[float], list[s
     return [r.loss for r in reports], [r.grad_norm for r in reports], [r.reason for r in reports]
 
 
-def test_a_sharded_model_equals_one_process(on_ranks: Ranks) -> None:
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2)], ids=["sharded", "replicated", "both"])
+def test_a_sharded_model_equals_one_process(on_ranks: Ranks, shape: tuple[int, ...]) -> None:
     model = plain_model()
     single = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32", clip_norm=0.2)
     expected = [single.step(lambda m, b: F.cross_entropy(m(b[0]), b[1]), data()) for _ in range(3)]
-    zero, one = on_ranks(sharded, 2)
+    zero, one = on_ranks(sharded, shape)
     assert zero[2] == one[2] == [None, None, "loss_not_finite", None]
     for found in (zero, one):
         losses, norms = [found[0][i] for i in (0, 1, 3)], [found[1][i] for i in (0, 1, 3)]

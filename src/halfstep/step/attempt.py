@@ -23,6 +23,8 @@ class Attempt(NamedTuple):
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
-    if device.type == "cuda":
-        return [torch.get_rng_state(), torch.cuda.get_rng_state(device)]
+    if device.type in ("cuda", "xpu"):
+        return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)]
+    if device.type == "mps":
+        return [torch.get_rng_state(), torch.mps.get_rng_state()]
     return [torch.get_rng_state()]

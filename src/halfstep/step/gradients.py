@@ -6,12 +6,11 @@ in one pass. A norm beyond fp32's range counts as not finite: nothing could be c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 from halfstep import world
@@ -24,7 +23,7 @@ class Gradients:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.trainable = [p for p in self.parameters if p.requires_grad]
-        self.sharded = any(isinstance(p, DTensor) for p in self.parameters)
+        self.sharded = any(map(world.is_shard, self.parameters))
         self._norm: Callable[[list[Tensor]], Tensor] = _norm if _same_kind(self.parameters) else get_total_norm
         self.local: list[Tensor] = []
         """What backward left on this process; parameters that it did not reach have none."""
@@ -46,8 +45,8 @@ class Gradients:
         if not self.sharded:
             return self.norm().double().square() / world.size()
         shares = [
-            _norm([local]).double().square() / _holders(p.grad)
-            for local, p in zip(self.local, (p for p in self.parameters if p.grad is not None), strict=True)
+            _norm([local]).double().square() / world.holders(whole)
+            for local, whole in zip(self.local, (p.grad for p in self.parameters if p.grad is not None), strict=True)
         ]
         return torch.stack(shares).sum()
 
@@ -86,16 +85,9 @@ def _plain(parameter: Tensor) -> Tensor:
     if gradient.is_sparse:
         parameter.grad = gradient.coalesce()
         return parameter.grad._values()
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _holders(gradient: Tensor | None) -> float:
-    """How many processes hold each element of this gradient."""
-    if not isinstance(gradient, DTensor):
-        return world.size()
-    mesh = gradient.device_mesh
-    pieces = math.prod(mesh.size(i) for i, placed in enumerate(gradient.placements) if isinstance(placed, Shard))
-    return world.size() / pieces
+    part: Any = gradient
+    local: Tensor = part.to_local() if world.is_shard(gradient) else gradient
+    return local
 
 
 _EPSILON = as_fp32(1e-6)

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import world
@@ -126,7 +124,7 @@ class Sharded(Synchroniser):
         self.follow()
 
     def follow(self) -> None:
-        outside = [n for n, p in self.model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        outside = [n for n, p in self.model.named_parameters() if p.requires_grad and not world.is_shard(p)]
         if outside:
             raise WrongUse(
                 f"trainable parameters that FSDP2 does not hold: {', '.join(outside[:5])}",
@@ -196,7 +194,7 @@ def synchroniser(model: nn.Module, *, losses: int, ddp: Mapping[str, Any]) -> Sy
     """The one that fits this model in this world."""
     if world.size() == 1:
         return Alone(model)
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    if any(map(world.is_shard, model.parameters())):
         _check_sharding(model, losses)
         return Sharded(model)
     if isinstance(model, DistributedDataParallel):
@@ -205,6 +203,8 @@ def synchroniser(model: nn.Module, *, losses: int, ddp: Mapping[str, Any]) -> Sy
 
 
 def _check_sharding(model: nn.Module, losses: int) -> None:
+    from torch.distributed.fsdp import FSDPModule  # slow to load, and loaded already where it is needed
+
     if not isinstance(model, FSDPModule) or losses > 1:
         several = "several optimizers with a sharded model"
         raise WrongUse(
