@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfstep.cli._flag import flag
+
 if TYPE_CHECKING:
     from halfstep.precision.hardware import Device
     from halfstep.precision.ladder import Choice
@@ -19,9 +21,9 @@ def run(
         str | None, typer.Option(help="A device as torch names it; the best one present if left out.")
     ] = None,
     precision: Annotated[str, typer.Option(help="The precision to ask for, in any spelling.")] = "auto",
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse rather than fall to another precision.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of reading the cache.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    strict: Annotated[bool, flag("--strict", "Refuse rather than fall to another precision.")] = False,
+    fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
+    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """What this device can do, how fast, and what it should run in."""
     report = examine(device, precision, strict=strict, fresh=fresh)

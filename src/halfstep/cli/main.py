@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from halfstep import __version__, cli
+from halfstep.cli._flag import flag
 from halfstep.errors import Contradiction, HalfstepError, PrecisionRefused, UnknownName, WrongUse
 
 GROUPS = ("Run", "Choose", "Trouble", "Files")
@@ -45,10 +46,8 @@ def _print_version(wanted: bool) -> None:
 
 
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", envvar="HALFSTEP_DEBUG", help="Show tracebacks of errors.")] = False,
+    version: Annotated[bool, flag("--version", "Print the version.", is_eager=True, callback=_print_version)] = False,
+    debug: Annotated[bool, flag("--debug", "Show tracebacks of errors.", envvar="HALFSTEP_DEBUG")] = False,
 ) -> None:
     """Mixed precision training for PyTorch that you can trust."""
 
