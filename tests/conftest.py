@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from halfstep.precision.flags import read_flags
+from tests.support.ranks import Ranks
 
 # Several workers with several threads each would fight over the cores.
 torch.set_num_threads(1)
@@ -30,3 +31,11 @@ def nothing_leaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     before = settings()
     yield
     assert settings() == before
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[Ranks]:
+    """Runs a function on two processes, which all tests of a worker share."""
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()

@@ -17,7 +17,7 @@ Every message has the same three parts: what was given, what is allowed, what to
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 
 class HalfstepError(Exception):
@@ -71,8 +71,8 @@ def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownNam
     )
 
 
-def same_keys(what: str, ours: Mapping[str, object], saved: Mapping[str, object]) -> None:
-    """Refuse a saved mapping that lacks something of ours, or has something that we have not."""
+def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
+    """Refuse saved names that lack one of ours, or have one that we have not."""
     missing, extra = sorted(set(ours) - set(saved)), sorted(set(saved) - set(ours))
     if missing or extra:
         words = [f"without {', '.join(missing)}"] if missing else []
@@ -82,3 +82,8 @@ def same_keys(what: str, ours: Mapping[str, object], saved: Mapping[str, object]
             allowed=", ".join(sorted(ours)) or "none",
             do="build the Stepper as it was when it was saved",
         )
+
+
+def same_presence(what: str, key: str, ours: Mapping[str, object], saved: Mapping[str, object]) -> None:
+    """Refuse where one of the two has None for `key` and the other has something."""
+    same_keys(what, [key] if ours[key] is not None else [], [key] if saved[key] is not None else [])

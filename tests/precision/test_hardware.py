@@ -3,12 +3,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from described_devices import ROWS, TPU, Row, named
 
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.precision import hardware
-from halfstep.precision.abilities import facts
-from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, describe
+from halfstep.precision.abilities import FORMAT_NAMES, Device, ability, facts
+from halfstep.precision.hardware import describe
+from tests.support.devices import ROWS, TPU, Row, named
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.device.name)

@@ -2,7 +2,6 @@ import logging
 from pathlib import Path
 
 import pytest
-from described_devices import ASKED, ROWS, TPU, Row, named
 
 from halfstep.errors import PrecisionRefused, UnknownName
 from halfstep.precision import ladder
@@ -10,6 +9,7 @@ from halfstep.precision.abilities import Device
 from halfstep.precision.ladder import choose_precision
 from halfstep.precision.measurements import Measurements
 from halfstep.precision.registry import precision_named
+from tests.support.devices import ASKED, ROWS, TPU, Row, named
 
 
 @pytest.fixture(autouse=True)

@@ -1,70 +1,67 @@
 """Rank 0 decides for all, refusals included; real processes over gloo."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
-CODE = """
-import json, os, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from described_devices import named
 from halfstep.errors import HalfstepError
 from halfstep.precision import ladder
 from halfstep.precision.measurements import Measurements
+from tests.support.devices import named
+from tests.support.ranks import Ranks
 
-rank = int(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-mine = named(["A100", "Tesla T4"][rank])
-theirs = Measurements({"bf16": {"GEMM": 3.0}}, {}, 0.0) if rank == 0 else Measurements({"fp16": {"GEMM": 9.0}}, {}, 0.0)
-choice = ladder.choose_precision(device=mine, measured=theirs)
-said = [choice.precision.name, len(choice.rungs), [f.id for f in choice.findings]]
-try:
-    ladder.choose_precision("fp8", device=mine, strict=True)
-    said.append("went on")
-except HalfstepError as error:
-    said.append(type(error).__name__ + ": " + error.given)
-
-measured_here = []
-
-def broken(*_args, **_named):
-    measured_here.append(rank)
-    raise ValueError("the probe broke")
-
-ladder.measure = broken
-try:
-    ladder.choose_precision("auto", device="cpu")
-    said.append("went on")
-except HalfstepError as error:
-    said.append(error.given)
-said.append(len(measured_here))
-print(json.dumps(said))
-dist.destroy_process_group()
-"""
+pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.ranks
-def test_rank_zero_decides_and_its_refusal_travels(tmp_path: Path) -> None:
-    folder = str(Path(__file__).parent)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", CODE, folder, str(tmp_path / "meet"), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outs = [process.communicate(timeout=90) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outs
-    zero, one = (json.loads(out) for out, _ in outs)
-    assert zero[0] == one[0] == "bf16"
-    assert zero[1] == one[1] == 3
-    assert (zero[2], one[2]) == ([], ["precision.uneven"])
-    assert zero[3] == one[3]
-    assert "fp8 on A100 is refused" in zero[3]
-    assert zero[4] == one[4] == "rank 0 could not choose: ValueError('the probe broke')"
-    assert (zero[5], one[5]) == (1, 0)
+def chosen(rank: int) -> tuple[str, int, list[str]]:
+    """Each rank has a device and measurements of its own, and would choose differently alone."""
+    measured = {"bf16": {"GEMM": 3.0}} if rank == 0 else {"fp16": {"GEMM": 9.0}}
+    choice = ladder.choose_precision(device=named(["A100", "Tesla T4"][rank]), measured=Measurements(measured, {}, 0.0))
+    return choice.precision.name, len(choice.rungs), [finding.id for finding in choice.findings]
+
+
+def test_rank_zero_decides(on_ranks: Ranks) -> None:
+    zero, one = on_ranks(chosen)
+    assert zero == ("bf16", 3, [])
+    assert one == ("bf16", 3, ["precision.uneven"])
+
+
+def refused(rank: int) -> str:
+    try:
+        ladder.choose_precision("fp8", device=named(["A100", "Tesla T4"][rank]), strict=True)
+    except HalfstepError as error:
+        return f"{type(error).__name__}: {error.given}"
+    return "went on"
+
+
+def test_its_refusal_travels(on_ranks: Ranks) -> None:
+    zero, one = on_ranks(refused)
+    assert zero == one
+    assert "fp8 on A100 is refused" in zero
+
+
+def with_a_broken_probe(rank: int) -> tuple[str, int]:
+    measured_here = []
+    right = ladder.measure
+
+    def broken(*_args: Any, **_named: Any) -> Any:
+        measured_here.append(rank)
+        raise ValueError("the probe broke")
+
+    ladder.measure = broken
+    try:
+        ladder.choose_precision("auto", device="cpu")
+        said = "went on"
+    except HalfstepError as error:
+        said = error.given
+    finally:
+        ladder.measure = right
+    return said, len(measured_here)
+
+
+def test_a_probe_that_breaks_on_rank_zero_is_told_to_all(on_ranks: Ranks) -> None:
+    zero, one = on_ranks(with_a_broken_probe)
+    assert zero[0] == one[0] == "rank 0 could not choose: ValueError('the probe broke')"
+    assert (zero[1], one[1]) == (1, 0)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from described_devices import named
 from torch import Tensor
 
 from halfstep.errors import WrongUse
@@ -15,6 +14,7 @@ from halfstep.precision import flags, probe
 from halfstep.precision.hardware import describe
 from halfstep.precision.measurements import Measurements, cache_file, keep, kept, key_of
 from halfstep.precision.probe import measure
+from tests.support.devices import named
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import Ema, Stepper, Window
+from halfstep import Ema, Stepper, Window, island
 from halfstep.errors import StateMismatch, WrongUse
 from tests.support.digest import digest_of_run
 from tests.support.models import plain_model
@@ -97,6 +97,17 @@ def test_a_module_that_comes_later_is_rolled_back_too() -> None:
     assert not stepper.step(bad, torch.randn(6, 8) * float("nan")).applied
     assert torch.equal(model[1].running_mean, torch.zeros(8))
     assert model[1].num_batches_tracked.item() == 0
+
+
+def test_an_island_that_comes_later_settles_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 4))
+    stepper = make(model, "bf16")
+    stepper.step(mse, torch.randn(6, 8))
+    model[1] = island(nn.LayerNorm(8, elementwise_affine=False))
+    seen: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    stepper.step(mse, torch.randn(6, 8))
+    assert seen == [torch.bfloat16]
 
 
 def test_a_frozen_parameter_in_one_of_several_optimizers() -> None:

@@ -69,6 +69,11 @@ def test_fifty_steps_are_bitwise_equal(optimizer: str, clip: float | None, micro
     assert with_stepper(make, clip, microbatches) == plain_loop(make, clip, microbatches)
 
 
+def fresh() -> Stepper:
+    model = plain_model()
+    return Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
+
+
 def gradients_of(stepper: Stepper, loss: Any, batch: Any) -> Tensor:
     """The gradients that the optimizer was given, as one vector."""
     found: list[Tensor] = []
@@ -92,13 +97,12 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [1, 2, 3, 6], [9, 1, 1, 1]])
 def test_micro_batches_with_unequal_counts_equal_one_batch(sizes: list[int]) -> None:
     (x, y) = data(1)[0]
-    make = lambda: Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision="fp32")  # noqa: E731
-    whole = gradients_of(make(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y))
+    whole = gradients_of(fresh(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y))
     window = Window(zip(x.split(sizes), y.split(sizes), strict=True))
-    assert relative(gradients_of(make(), counted, window), whole) < 1e-6
+    assert relative(gradients_of(fresh(), counted, window), whole) < 1e-6
 
     # Later windows are divided by the first one's count and set right afterwards.
-    stepper = make()
+    stepper = fresh()
     stepper.step(counted, (x.repeat(50, 1), y.repeat(50)))
     stepper.model.load_state_dict(plain_model().state_dict())
     assert relative(gradients_of(stepper, counted, window), whole) < 1e-6
@@ -108,10 +112,9 @@ def test_micro_batches_with_unequal_counts_equal_one_batch(sizes: list[int]) -> 
 def test_means_of_unequal_micro_batches_do_not_equal_one_batch() -> None:
     """What the (sum, count) form is for; if this ever fails, the test above proves nothing."""
     (x, y) = data(1)[0]
-    stepper = lambda: Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision="fp32")  # noqa: E731
-    whole = gradients_of(stepper(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y))
+    whole = gradients_of(fresh(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y))
     window = Window(zip(x.split([9, 1, 1, 1]), y.split([9, 1, 1, 1]), strict=True))
-    assert relative(gradients_of(stepper(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), window), whole) > 0.05
+    assert relative(gradients_of(fresh(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), window), whole) > 0.05
 
 
 def test_the_reported_loss_is_the_mean_over_what_was_counted() -> None:
@@ -150,9 +153,8 @@ def test_nothing_counted_is_no_loss() -> None:
 
 def test_counts_may_be_tensors() -> None:
     (x, y) = data(1)[0]
-    make = lambda: Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision="fp32")  # noqa: E731
     as_tensor = lambda m, b: (counted(m, b)[0], torch.tensor(len(b[1])))  # noqa: E731
-    assert torch.equal(gradients_of(make(), as_tensor, (x, y)), gradients_of(make(), counted, (x, y)))
+    assert torch.equal(gradients_of(fresh(), as_tensor, (x, y)), gradients_of(fresh(), counted, (x, y)))
 
 
 def test_mixing_the_two_forms_of_a_loss_in_a_window_is_refused() -> None:
@@ -199,6 +201,5 @@ def test_windows() -> None:
 def test_a_short_last_window_is_divided_by_its_own_length() -> None:
     (x, y) = data(1)[0]
     halves = Window(zip(x.split([6, 6]), y.split([6, 6]), strict=True))
-    make = lambda: Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision="fp32")  # noqa: E731
     mean = lambda m, b: F.cross_entropy(m(b[0]), b[1])  # noqa: E731
-    assert relative(gradients_of(make(), mean, halves), gradients_of(make(), mean, (x, y))) < 1e-6
+    assert relative(gradients_of(fresh(), mean, halves), gradients_of(fresh(), mean, (x, y))) < 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,7 @@ from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import Coder, buffered_model, plain_model
 from tests.support.ranks import Ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
-
-
-@pytest.fixture(scope="module")
-def on_ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
+pytestmark = pytest.mark.ranks
 
 
 class Counted:

@@ -51,6 +51,7 @@ def test_stop_save_load_go_on(precision: str) -> None:
         second.model(torch.randn(4, 8))  # the buffer that starts as None exists in the saved state
     second.model.load_state_dict(model)
     second.load_state_dict(saved)
+    assert second.state_dict()["lanes"]["loss"]["base_count"] == 4.0
     again = [second.step(counted, x) for x in batches(20)[9:]]
 
     assert again == reports[9:]
@@ -142,6 +143,20 @@ def test_wearing_the_average_and_taking_it_off() -> None:
         assert torch.equal(stepper.model[0].weight, average)
         _ = 1 / 0
     assert digest_of(stepper.model.state_dict()) == own
+
+
+def test_wearing_the_average_inside_an_open_autocast() -> None:
+    """autocast keeps what it cast; weights that change under it must be cast again."""
+    model = nn.Linear(4, 4)
+    ema = Ema(model)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    x = torch.ones(1, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = model(x)
+        with ema.in_place():
+            assert not torch.equal(model(x), own)
+        assert torch.equal(model(x), own)
 
 
 def test_averages_of_another_model_are_refused() -> None:

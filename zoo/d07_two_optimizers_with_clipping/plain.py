@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.outcome import Outcome
+from zoo.real_accelerate import accelerator_with_fp16
 
 BATCH = torch.ones(2, 4)
 APART = 0.1 * 0.5
@@ -23,12 +24,7 @@ def make_twins() -> tuple[nn.Linear, nn.Linear]:
 
 
 def run() -> Outcome:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accelerator = accelerator_with_fp16(1024.0)
     twins = make_twins()
     sgds = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins]
     first, second, first_optimizer, second_optimizer = accelerator.prepare(*twins, *sgds)

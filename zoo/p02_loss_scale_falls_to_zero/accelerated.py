@@ -7,15 +7,11 @@ from torch import nn
 
 from zoo.outcome import Outcome
 from zoo.p02_loss_scale_falls_to_zero.plain import BATCHES
+from zoo.real_accelerate import accelerator_with_fp16
 
 
 def run() -> Outcome:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+    accelerator = accelerator_with_fp16()
     torch.manual_seed(0)
     linear = nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))

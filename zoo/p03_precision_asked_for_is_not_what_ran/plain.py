@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from zoo.outcome import Outcome
+from zoo.real_accelerate import fresh_accelerator
 
 
 def make_model() -> nn.Sequential:
@@ -14,11 +15,7 @@ def make_model() -> nn.Sequential:
 
 
 def run() -> Outcome:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator = fresh_accelerator("fp16")
     model = make_model()
     ran: set[torch.dtype] = set()
     model[0].register_forward_hook(lambda _module, _inputs, out: ran.add(out.dtype))
@@ -26,7 +23,6 @@ def run() -> Outcome:
     accelerator.backward(model(torch.randn(8, 16)).square().mean())
     optimizer.step()
     says = accelerator.mixed_precision
-    AcceleratorState._reset_state(True)
     return Outcome(
         good=ran == {torch.float16},
         seen=f"asked for fp16, accelerate says {says}, the layer computed in {', '.join(map(str, ran))}",

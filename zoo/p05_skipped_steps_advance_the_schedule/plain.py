@@ -6,17 +6,13 @@ import torch
 from torch import nn
 
 from zoo.outcome import Outcome
+from zoo.real_accelerate import accelerator_with_fp16
 
 TOO_LARGE = torch.full((8, 4), 100.0)
 
 
 def run() -> Outcome:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+    accelerator = accelerator_with_fp16()
     torch.manual_seed(0)
     linear = nn.Linear(4, 1)
     adamw = torch.optim.AdamW(linear.parameters(), lr=1.0, fused=True)

@@ -6,15 +6,11 @@ import torch
 
 from zoo.outcome import Outcome
 from zoo.p09_batchnorm_keeps_what_was_skipped.plain import judge, make_batches, make_model
+from zoo.real_accelerate import accelerator_with_fp16
 
 
 def run() -> Outcome:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=128.0)
+    accelerator = accelerator_with_fp16(128.0)
     net = make_model()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3))
     for x in make_batches():

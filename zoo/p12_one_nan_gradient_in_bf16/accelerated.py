@@ -6,14 +6,11 @@ import torch
 
 from zoo.outcome import Outcome
 from zoo.p12_one_nan_gradient_in_bf16.plain import Recommender, judge, loss_of
+from zoo.real_accelerate import fresh_accelerator
 
 
 def run() -> Outcome:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = fresh_accelerator("bf16")
     torch.manual_seed(0)
     recommender = Recommender()
     model, optimizer = accelerator.prepare(recommender, torch.optim.AdamW(recommender.parameters(), lr=1e-2))

@@ -9,7 +9,7 @@ import typer
 from halfstep.cli._flag import flag
 
 if TYPE_CHECKING:
-    from halfstep.precision.hardware import Device
+    from halfstep.precision.abilities import Device
     from halfstep.precision.ladder import Choice
     from halfstep.precision.measurements import Measurements
 

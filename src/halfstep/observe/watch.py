@@ -107,30 +107,31 @@ class Watch:
         done: Callable[[AbstractContextManager[object], Observation], None],
     ) -> None:
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
-        self._tally: Tally | None = None
-        self._recorder: Recorder | None = None
+        self._recording: tuple[Tally, Recorder] | None = None
         self._active = ExitStack()
 
     def __enter__(self) -> None:
-        if self._tally is None or self._recorder is None:
+        if self._recording is None:
             # One recorder for a whole step: in backward it must know what it saw in forward.
-            self._tally = Tally(self._model, self._precision.computes.name)
-            self._recorder = Recorder(self._model, self._tally)
+            tally = Tally(self._model, self._precision.computes.name)
+            self._recording = tally, Recorder(self._model, tally)
         with ExitStack() as entering:
             entering.enter_context(self._inner)
             # Nothing can be compiled before Dynamo is loaded, and loading it takes a second.
             if "torch._dynamo" in sys.modules:
                 entering.enter_context(torch.compiler.set_stance("force_eager"))
-            entering.enter_context(self._recorder)
+            entering.enter_context(self._recording[1])
             self._active = entering.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._active.close()
-        tally = self._tally
-        if tally is None or (error[0] is None and not tally.backward_seen):
+        assert self._recording is not None, "left before it was entered"
+        tally, _ = self._recording
+        failed = error[0] is not None
+        if not failed and not tally.backward_seen:
             return
-        self._tally = self._recorder = None
-        if error[0] is not None:
+        self._recording = None
+        if failed:
             return
         observation = tally.observation()
         if not observation.as_asked:

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import WrongUse, unknown_name
-from halfstep.precision.abilities import FORMAT_NAMES, Ability, Device, ability
-
-__all__ = ["FORMAT_NAMES", "Ability", "Device", "ability", "describe", "present"]
+from halfstep.precision.abilities import Device
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/sys/module/amdgpu/version")

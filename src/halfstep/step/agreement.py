@@ -13,7 +13,7 @@ from halfstep.errors import RanksDisagree
 from halfstep.step.lane import Lane
 
 
-def token(window: int, which: int, applied: int) -> int:
+def token_of(window: int, which: int, applied: int) -> int:
     """The same on all processes, if they are at the same step, for the same optimizers, with the same past."""
     return (window % 256 * 8 + which) * 256 + applied % 256
 

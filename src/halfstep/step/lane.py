@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from halfstep import world
-from halfstep.errors import StateMismatch, WrongUse, same_keys
+from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
 from halfstep.formats import FP32
 from halfstep.precision.precision import widen
 from halfstep.step.gradients import Gradients, clip_factor
 from halfstep.step.loss_scale import LossScale
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, Part
+from halfstep.step.roster import owned_by
 
 Count = float | Tensor
 
@@ -39,14 +40,14 @@ class Lane:
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.alone = alone
         """No other optimizer shares the model, so backward may go wherever it leads."""
-        self.gradients = Gradients(self._parameters())
+        self.gradients = Gradients(owned_by(self.optimizer))
         self.base_count: float | None = None
         """N0: what sums are divided by before backward, so that they fit the format; agreed once, then kept."""
         self.begin()
 
     def follow(self) -> None:
         """Parameters came, left or were unfrozen."""
-        self.gradients = Gradients(self._parameters())
+        self.gradients = Gradients(owned_by(self.optimizer))
 
     def begin(self) -> None:
         """Before a window's first micro-batch: what an earlier backward left behind is not part of it."""
@@ -165,9 +166,7 @@ class Lane:
         """Refuse a state that does not fit, and change nothing."""
         ours = self.state_dict()
         same_keys(f"optimizer {self.name!r}", ours, state)
-        same_keys(
-            "a schedule", {"schedule": 0} if ours["schedule"] else {}, {"schedule": 0} if state["schedule"] else {}
-        )
+        same_presence("a schedule", "schedule", ours, state)
         saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
         held = [len(group["params"]) for group in self.optimizer.param_groups]
         if saved != held:
@@ -180,7 +179,7 @@ class Lane:
         copy.copy(self.scale).load_state_dict(state["loss_scale"])
 
     def _check_shapes(self, state: Mapping[str, Any]) -> None:
-        for index, parameter in enumerate(self._parameters()):
+        for index, parameter in enumerate(owned_by(self.optimizer)):
             for name, value in state["state"].get(index, {}).items():
                 # Factored or scalar state has other shapes; a full moment has as many dimensions and must fit.
                 full = isinstance(value, Tensor) and value.ndim == parameter.ndim > 0 and value.numel() > 1
@@ -197,9 +196,6 @@ class Lane:
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         self.base_count = state["base_count"]
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def _wide(count: Count, device: torch.device) -> Tensor:

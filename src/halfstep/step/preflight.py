@@ -12,6 +12,7 @@ from halfstep import world
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow
+from halfstep.step.roster import owned_by
 
 
 def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Finding]:
@@ -19,7 +20,7 @@ def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> 
     names = {id(p): name for name, p in model.named_parameters()}
     for lane, optimizer in optimizers.items():
         _check_closure(lane, optimizer)
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for p in owned_by(optimizer) if p.requires_grad]
         _check_belongs(lane, trained, names)
         _check_there(trained, names)
         _check_wide(trained, names)
@@ -98,7 +99,7 @@ def _check_wide(trained: list[torch.Tensor], names: Mapping[int, str]) -> None:
 
 def _stale(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Finding]:
     """Parameters of another model in an optimizer, while some of this one's are in none: a part was replaced."""
-    held = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for optimizer in optimizers.values() for p in owned_by(optimizer)}
     own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     left_out = [name for key, name in own.items() if key not in held]
     foreign = len(held - {id(p) for p in model.parameters()})
@@ -111,7 +112,7 @@ def _stale(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) ->
 def _check_distinct(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> None:
     owner: dict[int, str] = {}
     for lane, optimizer in optimizers.items():
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for p in owned_by(optimizer):
             if owner.setdefault(id(p), lane) != lane:
                 raise WrongUse(
                     f"{names.get(id(p), 'a parameter')} belongs to optimizers {owner[id(p)]!r} and {lane!r}",

@@ -52,7 +52,6 @@ class Ema:
         self.decay, self._model = decay, model
         self._parameters: list[Tensor] = []
         self._averages: list[Tensor] = []
-        self._buffers = Buffers(model)
         self.follow()
 
     def follow(self) -> None:
@@ -61,7 +60,7 @@ class Ema:
         named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         self._averages = [known.get(id(p), widen(p.detach()).clone()) for p in self._parameters]
-        self._buffers.follow(self._model.named_modules())
+        self._buffers = Buffers(self._model)
         self._copies = _clones(self._buffers.named())
 
     @torch.no_grad()

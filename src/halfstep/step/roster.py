@@ -14,6 +14,11 @@ import torch
 from torch import Tensor, nn
 
 
+def owned_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """An optimizer's parameters, over all of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class Roster:
     """The members as they were when last looked at."""
 
@@ -30,8 +35,7 @@ class Roster:
     def _members_now(self) -> list[Any]:
         found = [member for slots in self._slots for member in slots.values()]
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                found += group["params"]
+            found += owned_by(optimizer)
         return found
 
     def look(self) -> None:
@@ -41,6 +45,6 @@ class Roster:
         unique = {id(member): member for member in self._members if isinstance(member, Tensor)}
         self._parameters = list(unique.values())
         self._kinds = [(p.requires_grad, p.dtype) for p in self._parameters]
-        owned = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for optimizer in self._optimizers for p in owned_by(optimizer)}
         self.strays = [p for p in self._parameters if p.requires_grad and id(p) not in owned]
         """Parameters that backward reaches and no optimizer owns: their gradients must not pile up."""

@@ -205,10 +205,10 @@ def synchroniser(model: nn.Module, *, losses: int, ddp: Mapping[str, Any]) -> Sy
 def _check_sharding(model: nn.Module, losses: int) -> None:
     from torch.distributed.fsdp import FSDPModule  # slow to load, and loaded already where it is needed
 
-    if not isinstance(model, FSDPModule) or losses > 1:
-        several = "several optimizers with a sharded model"
-        raise WrongUse(
-            several if losses > 1 else "a model of which only parts are sharded",
-            allowed="fully_shard on the model itself, and one optimizer",
-            do="join the parameters in one optimizer" if losses > 1 else "fully_shard(model) after its parts",
-        )
+    allowed = "fully_shard on the model itself, and one optimizer"
+    if losses > 1:
+        given, do = "several optimizers with a sharded model", "join the parameters in one optimizer"
+        raise WrongUse(given, allowed=allowed, do=do)
+    if not isinstance(model, FSDPModule):
+        given, do = "a model of which only parts are sharded", "fully_shard(model) after its parts"
+        raise WrongUse(given, allowed=allowed, do=do)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.errors import TornUpdate, WrongUse, same_keys
+from halfstep.errors import TornUpdate, WrongUse, same_keys, same_presence
 from halfstep.finding import Finding
 from halfstep.observe.watch import Observation, Watch
 from halfstep.precision.island import islands, settle
 from halfstep.precision.ladder import choose_precision
 from halfstep.precision.precision import Precision
 from halfstep.step import preflight
-from halfstep.step.agreement import agree, token
+from halfstep.step.agreement import agree, token_of
 from halfstep.step.attempt import Attempt, generator_states
 from halfstep.step.buffers import Buffers
 from halfstep.step.lane import Lane
@@ -192,7 +192,7 @@ class Stepper:
         which = 0 if len(lanes) == len(self._lanes) else 1 + self._lanes.index(lanes[0])
         with self._or_nothing:
             self._synchroniser.finish([lane.gradients for lane in lanes])
-            agree(lanes, token(self._begun, which, self.counts.applied), cure=self._synchroniser.cure)
+            agree(lanes, token_of(self._begun, which, self.counts.applied), cure=self._synchroniser.cure)
             report = self._judge(lanes)
         if report.applied:
             self._apply(lanes)
@@ -287,8 +287,8 @@ class Stepper:
         ours = self.state_dict()
         same_keys("a Stepper's state", ours, state)
         same_keys("optimizers", ours["lanes"], state["lanes"])
-        same_keys("precision", {self.precision.name: None}, {state["precision"]: None})
-        same_keys("riders", {"ema": 0} if self.ema else {}, {"ema": 0} if state["ema"] is not None else {})
+        same_keys("precision", [self.precision.name], [state["precision"]])
+        same_presence("riders", "ema", ours, state)
         same_keys("counters", ours["counts"], state["counts"])
         for lane in self._lanes:
             lane.check_state(state["lanes"][lane.name])
