@@ -9,6 +9,10 @@ HalfstepError
 ├── RanksDisagree          processes that train one model had different gradients, or different steps
 ├── StateMismatch          a saved state that does not belong to this object
 ├── TornUpdate             an optimizer failed half-way through an update
+├── BadRecipe              a recipe that cannot be read, or that says something impossible
+├── BadData                samples that are missing, unreadable or not what the task can use
+├── FolderTaken            a run's folder that cannot be used
+├── Unsafe                 a file that would run code, or reach outside its folder
 └── MissingExtra           an optional package that is not installed
 
 Every message has the same three parts: what was given, what is allowed, what to type next.
@@ -19,9 +23,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
+DATA, SOFTWARE, CANNOT_CREATE, REFUSED, CONFIGURATION = 65, 70, 73, 77, 78
+"""Exit codes, as sysexits.h has them."""
+
 
 class HalfstepError(Exception):
-    """Base of all errors; carries the three parts of its message."""
+    """Base of all errors; carries the three parts of its message, and the exit code of a command that ends in it."""
+
+    exit_code = SOFTWARE
 
     def __init__(self, given: str, *, allowed: str = "", do: str = "") -> None:
         self.given, self.allowed, self.do = given, allowed, do
@@ -33,16 +42,20 @@ class HalfstepError(Exception):
         super().__init__("\n".join(lines))
 
 
-class WrongUse(HalfstepError, RuntimeError): ...
+class WrongUse(HalfstepError, RuntimeError):
+    exit_code = CONFIGURATION
 
 
-class UnknownName(HalfstepError, ValueError): ...
+class UnknownName(HalfstepError, ValueError):
+    exit_code = CONFIGURATION
 
 
-class Contradiction(HalfstepError, ValueError): ...
+class Contradiction(HalfstepError, ValueError):
+    exit_code = CONFIGURATION
 
 
-class PrecisionRefused(HalfstepError, RuntimeError): ...
+class PrecisionRefused(HalfstepError, RuntimeError):
+    exit_code = CONFIGURATION
 
 
 class PrecisionNotObserved(HalfstepError, RuntimeError): ...
@@ -55,6 +68,22 @@ class StateMismatch(HalfstepError, ValueError): ...
 
 
 class TornUpdate(HalfstepError, RuntimeError): ...
+
+
+class BadRecipe(HalfstepError, ValueError):
+    exit_code = CONFIGURATION
+
+
+class BadData(HalfstepError, ValueError):
+    exit_code = DATA
+
+
+class FolderTaken(HalfstepError, RuntimeError):
+    exit_code = CANNOT_CREATE
+
+
+class Unsafe(HalfstepError, RuntimeError):
+    exit_code = REFUSED
 
 
 class MissingExtra(HalfstepError, ImportError): ...

@@ -18,12 +18,9 @@ from typer.core import TyperGroup
 
 from halfstep import __version__, cli
 from halfstep.cli._flag import flag
-from halfstep.errors import Contradiction, HalfstepError, PrecisionRefused, UnknownName, WrongUse
+from halfstep.errors import HalfstepError
 
 GROUPS = ("Run", "Choose", "Trouble", "Files")
-CONFIGURATION, SOFTWARE = 78, 70
-"""Exit codes of sysexits.h: change what you asked for, or something failed."""
-_ASKED_WRONGLY = (Contradiction, UnknownName, PrecisionRefused, WrongUse)
 
 
 class Commands(TyperGroup):
@@ -36,7 +33,7 @@ class Commands(TyperGroup):
             if ctx.params["debug"]:
                 raise
             Console(stderr=True, soft_wrap=True).print(Text(str(error), style="red"))
-            raise typer.Exit(CONFIGURATION if isinstance(error, _ASKED_WRONGLY) else SOFTWARE) from None
+            raise typer.Exit(error.exit_code) from None
 
 
 def _print_version(wanted: bool) -> None:

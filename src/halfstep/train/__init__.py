@@ -1,0 +1,1 @@
+"""Many steps: recipes, data, the loop, and what it writes."""

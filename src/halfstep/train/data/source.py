@@ -1,0 +1,58 @@
+"""Where samples come from: by number, as they are on disk, decoded and not yet transformed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+Sample = dict[str, Tensor]
+"""Tensors by name: `image` and, as the task wants it, `mask` or `label`."""
+Transform = Callable[[Sample], Sample]
+"""Draws from torch's own generator, which is seeded for each sample of each epoch."""
+Collate = Callable[[list[Sample]], Sample]
+"""Samples to a batch; draws from torch's own generator, which is seeded for each batch."""
+
+
+class Source(Protocol):
+    """Samples by number. Safe to use from several processes at once."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Sample:
+        """The sample, or BadSample where it cannot be read."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What a person would look for: a path, or a member of a shard."""
+        ...
+
+
+class BadSample(Exception):
+    """A sample that cannot be read: skipped, replaced and counted."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class Replaced(NamedTuple):
+    """A bad sample, and the one that stands in for it."""
+
+    number: int
+    name: str
+    reason: str
+    by: int
+
+
+class Batch(NamedTuple):
+    """What a loader yields: tensors for the task, and what the loop wants to know of them."""
+
+    tensors: Sample
+    ids: list[int]
+    """The number of each sample in its source."""
+    replaced: list[Replaced]

@@ -1,0 +1,1 @@
+"""A recipe: one complete run as data."""

@@ -1,0 +1,169 @@
+"""The schema of a recipe, the only place where a setting is declared.
+
+The docstring under a field is its documentation: the command line, the docs and the JSON schema read it from here. The
+sections `model`, `data` and `loss` are the task's own; the others are the same for every task.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
+class Also:
+    """Other people's names for a field, such as `num_epochs`: read, translated and reported."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelOptions(Section):
+    """What every task's model has; a task adds its own fields."""
+
+    weights: str = "none"
+    """Where the weights begin: `none` (random), `pretrained`, or a path to a .safetensors or .pt file."""
+    freeze: list[str] = []
+    """Parts that are not trained: names of modules, such as `encoder` or `layer1`."""
+
+
+class DataOptions(Section):
+    """What every task's data has; a task adds its own fields."""
+
+    bad_samples: NonNegativeInt = 10
+    """Unreadable samples that are replaced by others before the run ends with an error."""
+
+
+class LossOptions(Section):
+    """A task adds its own fields."""
+
+
+class OptimizerOptions(Section):
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """The optimizer."""
+    lr: Annotated[PositiveFloat, Also("learning_rate")] = 1e-3
+    """The learning rate, at its highest where a schedule moves it."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decay of weights towards zero; biases and normalisation layers are left out."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Momentum of sgd, and the first beta of adam and adamw."""
+    fused: bool = True
+    """Update all weights in one kernel where the device has one."""
+
+
+class ScheduleOptions(Section):
+    name: Literal["constant", "cosine", "step", "plateau", "one-cycle"] = "cosine"
+    """How the learning rate moves after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Applied steps in which the learning rate rises from nothing."""
+    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """cosine: the share of the learning rate that is left at the end."""
+    every_epochs: PositiveInt = 30
+    """step: epochs between two cuts."""
+    factor: Fraction = 0.1
+    """step and plateau: what a cut multiplies the learning rate by."""
+    patience: NonNegativeInt = 5
+    """plateau: evaluations without progress before a cut."""
+
+
+class LossScaleOptions(Section):
+    """The loss scale of fp16. Other precisions need none."""
+
+    init_scale: PositiveFloat = 65536.0
+    """The first scale."""
+    growth_factor: Annotated[float, Field(gt=1.0)] = 2.0
+    """What growth multiplies the scale by."""
+    backoff_factor: Fraction = 0.5
+    """What an overflow multiplies the scale by."""
+    growth_interval: PositiveInt = 2000
+    """Steps without overflow before the scale grows."""
+    floor: PositiveFloat = 1.0
+    """The scale never falls below this."""
+    cap: PositiveFloat = 2.0**24
+    """The scale never grows above this."""
+
+
+class TrainOptions(Section):
+    epochs: Annotated[PositiveInt | None, Also("num_epochs")] = None
+    """Passes over the training data. Give epochs or steps."""
+    steps: PositiveInt | None = None
+    """Attempted updates in all. Give epochs or steps."""
+    batch_size: PositiveInt = 16
+    """Samples per device and micro-batch."""
+    microbatches: Annotated[PositiveInt, Also("accumulation_steps", "gradient_accumulation_steps")] = 1
+    """Micro-batches whose gradients are added up for one update."""
+    seed: NonNegativeInt | None = None
+    """Decides weights, order and augmentation; one is drawn and recorded if it is left out."""
+    clip_norm: Annotated[PositiveFloat | None, Also("grad_clip")] = None
+    """Gradients are scaled down to this norm."""
+    clip_value: PositiveFloat | None = None
+    """Each element of a gradient is kept within this of zero."""
+    ema: Fraction | None = None
+    """Decay of an average of the weights, which is then evaluated and saved too."""
+    channels_last: bool = True
+    """Lay images out with channels last, as fast convolutions in 16 bits want them."""
+    compile: Annotated[bool, Also("compile_model")] = False
+    """Compile the model with torch.compile."""
+    checkpoint_activations: bool = False
+    """Compute activations again in backward instead of keeping them: less memory, about a third slower."""
+    num_workers: NonNegativeInt | Literal["auto"] = "auto"
+    """Processes that read samples, per device; `auto` measures it once."""
+    strict: bool = False
+    """Refuse to run where the device cannot compute in the precision asked for, instead of falling to another."""
+    device: str = "auto"
+    """A device as torch names it; `auto` is the best one present."""
+
+
+class EvaluateOptions(Section):
+    every_epochs: PositiveInt = 1
+    """Epochs between two evaluations."""
+    patience: Annotated[PositiveInt | None, Also("early_stopping_patience")] = None
+    """Evaluations without a better metric after which the run stops early."""
+    min_delta: NonNegativeFloat = 0.0
+    """A metric must be better by more than this to count as better."""
+
+
+class RunOptions(Section):
+    dir: str | None = None
+    """The run's folder; `runs/RECIPE` if it is left out."""
+    log_every: PositiveInt = 10
+    """Steps between two lines of the log."""
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    """A tracker that is fed from the journal."""
+    pictures: NonNegativeInt = 4
+    """Samples that are drawn after each evaluation, by tasks that draw."""
+
+
+ModelT = TypeVar("ModelT", bound=ModelOptions)
+DataT = TypeVar("DataT", bound=DataOptions)
+LossT = TypeVar("LossT", bound=LossOptions)
+
+
+class Recipe(Section, Generic[ModelT, DataT, LossT]):
+    """One complete run."""
+
+    task: str
+    """The task: segmentation, classification, or one of your own."""
+    about: str = ""
+    """A sentence on what this recipe is for."""
+    precision: str = "auto"
+    """fp32, tf32, bf16, fp16, or auto: the fastest that is safe here. Other projects' words are understood."""
+    model: ModelT
+    data: DataT
+    loss: LossT
+    optimizer: OptimizerOptions = OptimizerOptions()
+    schedule: ScheduleOptions = ScheduleOptions()
+    loss_scale: LossScaleOptions = LossScaleOptions()
+    train: TrainOptions = TrainOptions()
+    evaluate: EvaluateOptions = EvaluateOptions()
+    run: RunOptions = RunOptions()

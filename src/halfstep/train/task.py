@@ -1,0 +1,80 @@
+"""The protocol between a job and the loop: model, data, loss, metrics, and what to show."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from halfstep.train.data.source import Sample, Source
+from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+Split = Literal["train", "val"]
+Picture = np.ndarray[Any, Any]
+"""Height × width × 3, uint8."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about one input: values for a table, and pictures where there are any."""
+
+    values: Mapping[str, object] = field(default_factory=dict)
+    mask: np.ndarray[Any, Any] | None = None
+    """Height × width, a class number for each pixel."""
+    overlay: Picture | None = None
+
+
+class Task(ABC):
+    """A job. Knows no dtype and no device: what must stay in fp32 is an `island`, wide sums are `widen`ed."""
+
+    schema: ClassVar[Any] = Recipe[ModelOptions, DataOptions, LossOptions]
+    """The recipe of this task: `Recipe[MyModel, MyData, MyLoss]`."""
+    metric: ClassVar[str]
+    """The metric that decides which weights are best; `loss` is allowed."""
+    higher_is_better: ClassVar[bool] = True
+
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The model, with random or `pretrained` weights as `recipe.model.weights` says; paths are read by the loop."""
+
+    @abstractmethod
+    def source(self, split: Split) -> Source:
+        """Where the samples of a split come from."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Sample, metrics: MetricCollection | None = None) -> Any:
+        """The loss, or `(sum, count)`; tells `metrics`, where given, what the model said. Training and evaluation."""
+
+    def transform(self, split: Split, sample: Sample) -> Sample:
+        """From the disk to the model: crops, flips, numbers between 0 and 1. Runs in the workers."""
+        return sample
+
+    def collate(self, split: Split, samples: list[Sample]) -> Sample:
+        """Samples to one batch. Runs in the workers."""
+        batch: Sample = default_collate(samples)
+        return batch
+
+    def metrics(self) -> MetricCollection:
+        """New metrics, which add up in fp32 or wider."""
+        from torchmetrics import MetricCollection
+
+        return MetricCollection({})
+
+    def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
+        """What the model makes of a validation batch, for people to look at."""
+        return []
+
+    def predict(self, model: nn.Module, image: Tensor) -> Prediction:
+        """What the model says about one image, channels × height × width, as it was read."""
+        raise NotImplementedError(f"{type(self).__name__} predicts nothing")
