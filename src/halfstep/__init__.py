@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from halfstep.step.transaction import Stepper as Stepper
     from halfstep.step.window import Window as Window
     from halfstep.step.window import windows as windows
+    from halfstep.tasks._fit import fit as fit
+    from halfstep.train.run import Run as Run
+    from halfstep.train.task import Task as Task
 
 __version__ = "0.1.0"
 
@@ -38,10 +41,13 @@ _HOMES = {
     "Observation": "observe.watch",
     "Precision": "precision.precision",
     "StaticScale": "step.loss_scale",
+    "Run": "train.run",
     "StepReport": "step.report",
     "Stepper": "step.transaction",
+    "Task": "train.task",
     "Window": "step.window",
     "choose_precision": "precision.ladder",
+    "fit": "tasks._fit",
     "island": "precision.island",
     "widen": "precision.precision",
     "windows": "step.window",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,42 @@ LARGEST_JSON = 16 * 2**20
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace `path` by `content`; a reader sees the old file or the new one, never a half."""
+    """Replace `path` by `content` as JSON."""
+    write_text(path, json.dumps(content, indent=1, sort_keys=True))
+
+
+def write_text(path: Path, content: str) -> None:
+    """Replace `path` by `content`."""
+    with replacing(path) as draft:
+        draft.write_text(content, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A draft beside `path`, to be written inside; afterwards it is `path`, and a reader sees the old or the new one.
+
+    An error inside leaves the old one. What was replaced is on the disk, and not only in its cache.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        yield draft
+        _flush(draft)
+        os.replace(draft, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_json(path: Path) -> Any | None:

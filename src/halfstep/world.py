@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,6 +64,27 @@ def from_rank_zero(text: str) -> str:
     content = content.to(length.device)
     dist.broadcast(content, src=0)
     return bytes(content.tolist()).decode()
+
+
+def from_all(text: str) -> list[str]:
+    """Every rank's text, on every rank. Costs two collectives: for news, not for the hot path."""
+    if not _together():
+        return [text]
+    encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(_talks_on())
+    lengths = torch.zeros(size(), dtype=torch.int64, device=encoded.device)
+    lengths[rank()] = len(encoded)
+    dist.all_reduce(lengths)
+    padded = torch.zeros(size(), int(lengths.max()), dtype=torch.uint8, device=encoded.device)
+    padded[rank(), : len(encoded)] = encoded
+    dist.all_reduce(padded)
+    return [bytes(row[:length].tolist()).decode().strip() for row, length in zip(padded, lengths.tolist(), strict=True)]
+
+
+def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
+    """Every rank's tensors become rank 0's, in place."""
+    if _together():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
 
 
 def _talks_on() -> torch.device:

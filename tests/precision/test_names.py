@@ -88,6 +88,7 @@ def test_none_is_not_a_precision() -> None:
         ({"amp": True, "fp16": True}, "fp16"),
         ({"amp": True, "bf16": True, "fp16": False}, "bf16"),
         ({"amp": True, "bf16": False}, "fp16"),
+        ({"amp": True, "fp16": False}, "bf16"),
         ({"amp": False}, "fp32"),
         ({"fp16": False, "bf16": False}, "fp32"),
         ({"bf16": True}, "bf16"),

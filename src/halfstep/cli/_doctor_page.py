@@ -17,19 +17,19 @@ _STYLE = {"note": "cyan", "warning": "yellow", "error": "red"}
 def show(report: dict[str, Any]) -> None:
     """Print the whole report."""
     console = Console(highlight=False)
-    _heading(console, "Device")
-    console.print(_pairs({"name": report["device"]["name"], **report["device"]["facts"]}))
-    _heading(console, "Formats", _how_measured(report))
+    heading(console, "Device")
+    console.print(pairs({"name": report["device"]["name"], **report["device"]["facts"]}))
+    heading(console, "Formats", _how_measured(report))
     console.print(_formats(report["formats"], console))
-    _heading(console, "torch's fp32 switches", "a run sets its own and puts these back")
-    console.print(_pairs(report["flags"]))
-    _heading(console, "Choice")
+    heading(console, "torch's fp32 switches", "a run sets its own and puts these back")
+    console.print(pairs(report["flags"]))
+    heading(console, "Choice")
     _print_choice(console, report["choice"])
     for finding in report["findings"]:
-        _print_finding(console, finding)
+        print_finding(console, finding)
 
 
-def _heading(console: Console, title: str, aside: str = "") -> None:
+def heading(console: Console, title: str, aside: str = "") -> None:
     console.print()
     console.print(Text(title, style="bold").append(f"  {aside}" if aside else "", style="not bold dim"))
 
@@ -43,9 +43,9 @@ def _how_measured(report: dict[str, Any]) -> str:
     return f"times strict fp32, with backward{how}; {source}"
 
 
-def _pairs(pairs: dict[str, str]) -> Padding:
+def pairs(rows: dict[str, str]) -> Padding:
     table = Table.grid(padding=(0, 2))
-    for key, value in pairs.items():
+    for key, value in rows.items():
         table.add_row(Text(key, style="dim"), Text(value))
     return Padding(table, (0, 0, 0, 2), expand=False)
 
@@ -80,7 +80,7 @@ def _print_choice(console: Console, choice: dict[str, Any]) -> None:
     console.print(Padding(ladder, (1, 0, 0, 2), expand=False))
 
 
-def _print_finding(console: Console, finding: dict[str, str]) -> None:
+def print_finding(console: Console, finding: dict[str, str]) -> None:
     words = Text(f"{finding['severity']} {finding['id']}", style=_STYLE[finding["severity"]])
     console.print()
     console.print(words)

@@ -1,7 +1,8 @@
 """The `halfstep` command: lists the folder, adds each command, and turns errors into three lines and an exit code.
 
-A command is a file here with `GROUP` (a heading of `--help`) and `run` (its docstring is the help). What it needs from
-torch is imported inside `run`, so that `--help` stays quick. Files that begin with an underscore are not commands.
+A command is a file here with `GROUP` (a heading of `--help`) and `run` (its docstring is the help), and `COMMAND` where
+typer is to be told more. What it needs from torch is imported inside `run`, so that `--help` stays quick. Files that
+begin with an underscore are not commands.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def build() -> typer.Typer:
     app.callback()(_options)
     commands = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in command_names()}
     for name, command in sorted(commands.items(), key=lambda item: GROUPS.index(item[1].GROUP)):
-        app.command(name, rich_help_panel=command.GROUP)(command.run)
+        app.command(name, rich_help_panel=command.GROUP, **getattr(command, "COMMAND", {}))(command.run)
     return app
 
 

@@ -80,7 +80,7 @@ def choose_precision(
 def _chosen(decision: Decision, named: Named, here: Device, precision: Precision) -> Choice:
     findings = decision.findings
     can = ability(here, precision.computes.name)
-    if world.rank() > 0 and not can.native:
+    if world.rank() > 0 and not can.native and not _runs_anyway(precision.name, named.name, here):
         evidence = f"rank 0 chose {precision}, and rank {world.rank()} has {here.name}: {can.reason}"
         findings += (Finding("precision.uneven", "warning", evidence, "train on devices of one kind"),)
     for finding in findings if world.rank() == 0 else findings[len(decision.findings) :]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def _refusal(value: object, sentences: tuple[str, str, str], use: str) -> Precis
 
 
 @dataclass(frozen=True)
-class _Claim:
+class Claim:
     """What one key of a configuration says: a precision, or only what it must not be."""
 
     key: str
@@ -111,7 +111,7 @@ class _Claim:
         return f"{self.key}={self.value!r}"
 
 
-_Reader = Callable[[str, object], _Claim | None]
+_Reader = Callable[[str, object], Claim | None]
 
 _ON = frozenset({"true", "yes", "on", "1"})
 _OFF = frozenset({"false", "no", "off", "0"})
@@ -119,29 +119,29 @@ _NARROW = frozenset({"bf16", "fp16", FP8, AUTO})
 _FULL = frozenset({"fp32", "tf32"})
 
 
-def _word(key: str, value: object) -> _Claim | None:
-    return _Claim(key, value, says=read_precision(value))
+def _word(key: str, value: object) -> Claim | None:
+    return Claim(key, value, says=read_precision(value))
 
 
-def _switch(key: str, value: object) -> _Claim | None:
+def _switch(key: str, value: object) -> Claim | None:
     """Mixed precision on or off. On alone means fp16, torch's own default on a GPU."""
     if _state(value) in _OFF:
-        return _Claim(key, value, denies=_NARROW, otherwise="fp32")
+        return Claim(key, value, denies=_NARROW, otherwise="fp32")
     if _state(value) in _ON:
-        return _Claim(key, value, denies=_FULL, otherwise="fp16")
+        return Claim(key, value, denies=_FULL, otherwise="fp16")
     return None
 
 
-def _switch_or_word(key: str, value: object) -> _Claim | None:
+def _switch_or_word(key: str, value: object) -> Claim | None:
     return _switch(key, value) or _word(key, value)
 
 
-def _flag(key: str, value: object) -> _Claim | None:
+def _flag(key: str, value: object) -> Claim | None:
     """`fp16: true`, or DeepSpeed's `fp16: {enabled: true}`. Off rules out only its own precision."""
     if _state(value) in _OFF:
-        return _Claim(key, value, denies=frozenset({key}), otherwise="fp32")
+        return Claim(key, value, denies=frozenset({key}), otherwise="fp32")
     if _state(value) in _ON:
-        return _Claim(key, value, says=Named(key))
+        return Claim(key, value, says=Named(key))
     return None
 
 
@@ -160,24 +160,48 @@ _KEYS: dict[str, _Reader] = {
     "fp16": _flag,
     "bf16": _flag,
 }
+PRECISION_KEYS = frozenset(_KEYS)
 _MEANT_ONLY_IF_ON = {"amp_dtype": "use_amp", "precision_type": "mixed_precision"}
 
 
 def read_settings(settings: Mapping[str, Any]) -> Named | None:
     """What a configuration asks for, whichever project's keys it uses; None where it is silent."""
-    claims = _claims(settings)
+    claims = read_claims(settings)
     if not claims:
         return None
+    settled = settle(claims)
+    if settled.against:
+        raise _contradiction(settled, settled.against[0])
+    return Named(settled.name, _took(settled, claims))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What claims come to together: a precision, the claim that decides, and the claims that speak against it."""
+
+    name: str
+    by: Claim
+    against: list[Claim]
+
+
+def settle(claims: Sequence[Claim]) -> Settled:
+    """What one or more claims come to. A key that names a precision decides over one that only switches."""
     named = [claim for claim in claims if claim.says]
-    chosen = next(iter(named or [c for c in claims if c.otherwise != "fp32"] or claims))
-    for other in claims:
-        differs = other.says is not None and other.meaning != chosen.meaning
-        if differs or chosen.meaning in other.denies:
-            raise _contradiction(chosen, other)
-    return Named(chosen.meaning, _took(chosen, claims))
+    by = next(iter(named or [c for c in claims if c.otherwise != "fp32"] or claims))
+    name = by.meaning if by.says else _left_open(by, claims)
+    against = [c for c in claims if (c.says is not None and c.meaning != name) or name in c.denies]
+    return Settled(name, by, against)
 
 
-def _claims(settings: Mapping[str, Any]) -> list[_Claim]:
+def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
+    """`amp: true` beside `fp16: false` leaves bf16; with nothing ruled out it means what torch would do."""
+    if switch.meaning == "fp32":
+        return "fp32"
+    return next((name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)), switch.meaning)
+
+
+def read_claims(settings: Mapping[str, Any]) -> list[Claim]:
+    """What each key that speaks of precision says; a format whose switch is off says nothing."""
     values = {key: value for key in _KEYS if (value := _at(settings, key)) is not None}
     idle = {word for word, switch in _MEANT_ONLY_IF_ON.items() if _state(values.get(switch)) in _OFF}
     read = (_KEYS[key](key, value) for key, value in values.items() if key not in idle)
@@ -193,17 +217,20 @@ def _at(settings: Mapping[str, Any], key: str) -> Any:
     return folder.get(inner) if isinstance(folder, Mapping) else None
 
 
-def _took(chosen: _Claim, claims: Iterable[_Claim]) -> str:
-    if chosen.key == "precision" and chosen.says and chosen.meaning == chosen.value:
+def _took(settled: Settled, claims: Iterable[Claim]) -> str:
+    by = settled.by
+    if by.key == "precision" and by.says and by.meaning == by.value:
         return ""
-    together = [str(c) for c in claims if c.says or c is chosen or c.otherwise != "fp32"]
-    return f"{' with '.join(together)} is taken for {chosen.meaning}"
+    ruled_out = {"fp16"} if not by.says and settled.name == "bf16" else set()
+    together = [str(c) for c in claims if c.says or c is by or c.otherwise != "fp32" or ruled_out & c.denies]
+    return f"{' with '.join(together)} is taken for {settled.name}"
 
 
-def _contradiction(one: _Claim, other: _Claim) -> Contradiction:
-    against = f"asks for {other.meaning}" if other.meaning != one.meaning else f"rules {one.meaning} out"
+def _contradiction(settled: Settled, other: Claim) -> Contradiction:
+    one, name = settled.by, settled.name
+    against = f"asks for {other.meaning}" if other.meaning != name else f"rules {name} out"
     return Contradiction(
-        f"{one} asks for {one.meaning}, but {other} {against}",
+        f"{one} asks for {name}, but {other} {against}",
         allowed="settings that ask for one precision",
-        do=f"delete {other.key} to run in {one.meaning}, or delete {one.key} and keep {other}",
+        do=f"delete {other.key} to run in {name}, or delete {one.key} and keep {other}",
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,12 @@ class Precision:
         """
         fp32 = flags.fp32_scope("tf32" if self.computes is TF32 else "ieee", device)
         return flags.MkldnnKept(fp32) if self._spares_convolutions(device) else fp32
+
+    @contextmanager
+    def inference(self, device: torch.device) -> Iterator[None]:
+        """Round forward passes that nothing is learnt from: evaluation and prediction."""
+        with torch.no_grad(), self.scope(device), self.autocast(device):
+            yield
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Once, before the first step."""

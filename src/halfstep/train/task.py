@@ -40,9 +40,18 @@ class Task(ABC):
     metric: ClassVar[str]
     """The metric that decides which weights are best; `loss` is allowed."""
     higher_is_better: ClassVar[bool] = True
+    tiny: ClassVar[Mapping[str, Any]] = {}
+    """Sections of a recipe for a small model on drawn data: what the contract tests run."""
 
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
+
+    def facts(self) -> dict[str, Any]:
+        """What must be known to predict without the data, such as the names of classes: plain data, kept with a run."""
+        return {}
+
+    def remember(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most tasks have nothing to remember
+        """Take what `facts` gave when the model was trained; called before anything else."""
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -9,12 +10,13 @@ from typing import Any, Protocol
 Event = dict[str, Any]
 """`event` (one of the names below), `time` (seconds since the run began), and fields of plain data."""
 
-START, OBSERVED, STEP, SPEED, REPLACED, EPOCH, SAVED, NOTE, END = (
+START, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, NOTE, END = (
     "start",
     "observed",
     "step",
     "speed",
     "replaced",
+    "evaluating",
     "epoch",
     "saved",
     "note",
@@ -31,7 +33,7 @@ class Listener(Protocol):
 
 
 class Journal:
-    """Tells its listeners. Only rank 0 has any."""
+    """Tells its listeners. Only rank 0 has any. One that fails is left out, and the others are told why."""
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners = list(listeners)
@@ -39,9 +41,23 @@ class Journal:
 
     def tell(self, event: str, **fields: Any) -> None:
         told = {"event": event, "time": round(time.monotonic() - self._began, 3), **fields}
-        for listener in self.listeners:
-            listener.hear(told)
+        for listener in tuple(self.listeners):
+            try:
+                listener.hear(told)
+            except Exception as failure:
+                # A full disk or a tracker without a network is no reason to lose what was trained.
+                self._leave_out(listener, failure)
 
     def close(self) -> None:
-        for listener in self.listeners:
+        for listener in tuple(self.listeners):
+            try:
+                listener.close()
+            except Exception as failure:
+                self._leave_out(listener, failure)
+        self.listeners.clear()
+
+    def _leave_out(self, listener: Listener, failure: Exception) -> None:
+        self.listeners.remove(listener)
+        with contextlib.suppress(Exception):
             listener.close()
+        self.tell(NOTE, text=f"{type(listener).__name__} stopped: {failure or type(failure).__name__}", level="warning")

@@ -6,9 +6,12 @@ sections `model`, `data` and `loss` are the task's own; the others are the same 
 
 from __future__ import annotations
 
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+ALSO = "x-also"
+"""Where the JSON schema keeps other people's names; editors pass over it."""
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
@@ -18,6 +21,9 @@ class Also:
 
     def __init__(self, *names: str) -> None:
         self.names = names
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(core), ALSO: list(self.names)}
 
 
 class Section(BaseModel):

@@ -1,0 +1,167 @@
+"""What the trainer costs beside a bare loop with the same settings and data.
+
+    python benchmarks/train_overhead.py [--pairs 60] [--size 224] [--json]
+
+ResNet-50, batch 16, 224², bf16, channels_last, fused AdamW, clipping by norm, a schedule. The samples lie in memory,
+so that reading them hides nothing, and both arms collate them with torch's DataLoader in the training process. The
+trainer's step is all of it: loader, transaction, journal, train.log, console lines, telemetry and curves. The bare
+loop guards, measures and writes nothing. Ratios are medians over interleaved pairs; `aa` is the bare loop against
+itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from halfstep import clock
+from halfstep.precision.flags import fp32_scope, read_flags
+from halfstep.train.journal.journal import Journal
+from halfstep.train.journal.listeners import listeners
+from halfstep.train.recipe.resolve import resolve
+from halfstep.train.run import make_loop
+from halfstep.train.task import Task
+
+BATCH, SAMPLES, CLASSES, CLIP, LR = 16, 64, 100, 1.0, 1e-4
+
+
+class Memory:
+    """Samples that were made before, the same in every arm."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(SAMPLES, 3, size, size, generator=generator)
+        self.labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        return {"image": self.images[number], "label": self.labels[number]}
+
+    __getitem__ = read
+
+    def name(self, number: int) -> str:
+        return f"sample {number}"
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("resnet50", num_classes=CLASSES)
+
+
+class InMemory(Task):
+    metric = "loss"
+    higher_is_better = False
+    memory: Memory
+
+    def model(self) -> nn.Module:
+        return model()
+
+    def source(self, split: str) -> Memory:
+        return self.memory
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any = None) -> Tensor:
+        return F.cross_entropy(model(batch["image"]), batch["label"])
+
+
+def bare(memory: Memory) -> Callable[[], object]:
+    net = model().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(net.parameters(), LR, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    parameters = list(net.parameters())
+    loader = DataLoader(memory, batch_size=BATCH, shuffle=True)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+
+    def step() -> None:
+        batch = next(batches)
+        images = batch["image"].contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(net(images), batch["label"])
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def trainer(memory: Memory, folder: Path) -> Callable[[], object]:
+    InMemory.memory = memory
+    raw = {
+        "task": "in memory",
+        "precision": "bf16",
+        "optimizer": {"lr": LR},
+        "schedule": {"name": "constant"},
+        "train": {"steps": 10**6, "batch_size": BATCH, "clip_norm": CLIP, "num_workers": 0, "seed": 0, "device": "cpu"},
+    }
+    recipe = resolve(raw, InMemory.schema, (), "overhead").recipe
+    console = Console(file=io.StringIO())
+    loop = make_loop(InMemory(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=console)))
+    loop.model.train()
+    return steps(loop).__next__
+
+
+def steps(loop: Any) -> Iterator[object]:
+    """The trainer's own steps, epoch after epoch."""
+    while True:
+        yield from loop.steps()
+        loop.progress.epoch, loop.progress.in_epoch = loop.progress.epoch + 1, 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    memory = Memory(given.size)
+    with tempfile.TemporaryDirectory() as folder, fp32_scope("ieee", torch.device("cpu")):
+        arms = {"bare": bare(memory), "aa": bare(memory), "halfstep": trainer(memory, Path(folder))}
+        for step in arms.values():
+            for _ in range(3):
+                step()
+        found = clock.ratios(arms, baseline="bare", pairs=given.pairs, progress=show)
+    conditions = (
+        f"ResNet-50, batch {BATCH}, {given.size}x{given.size}, bf16, channels_last; "
+        f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"flags {read_flags()}"
+    )
+    if given.json:
+        print(
+            json.dumps({"conditions": conditions, **{name: asdict(ratio) for name, ratio in found.items()}}, indent=1)
+        )
+        return
+    print(conditions)
+    for name, ratio in found.items():
+        print(
+            f"{name:>9}: {ratio.median:.4f} (10th to 90th percentile {ratio.low:.4f} to {ratio.high:.4f}, "
+            f"{ratio.pairs} pairs, {ratio.added_seconds * 1e3:+.2f} ms a step)"
+        )
+    print(f"halfstep={found['halfstep'].median:.4f} aa={found['aa'].median:.4f}")
+
+
+def show(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{of} rounds", end="" if done < of else "\n", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

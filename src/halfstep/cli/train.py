@@ -1,0 +1,53 @@
+"""`halfstep train`: a recipe, changed by what follows it, becomes a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfstep.cli._flag import flag
+from halfstep.cli._settings import TakesSettings
+
+GROUP = "Run"
+COMMAND = {
+    "cls": TakesSettings,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+"""How typer is to make the command, where that is not as usual."""
+
+
+def run(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="The name of a recipe (see `halfstep recipes`), or a path to one.")],
+    new: Annotated[bool, flag("--new", "Number another folder where the run's own is taken.")] = False,
+    task: Annotated[Path | None, typer.Option(help="A Python file with a task of your own.", metavar="FILE")] = None,
+    show: Annotated[bool, flag("--show", "Print the resolved recipe, and train nothing.")] = False,
+    json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,
+) -> None:
+    """Train a recipe. What follows it changes it: train.batch_size=4, or --batch_size 4, or --bf16."""
+    from halfstep.tasks._fit import fit, resolved_recipe, task_of
+    from halfstep.tasks._folder import task_from_file
+    from halfstep.train.recipe.sources import read_recipe
+
+    own, digest = task_from_file(task) if task else (None, "")
+    if show:
+        from halfstep.train.recipe.written import to_yaml
+
+        found = read_recipe(recipe)
+        typer.echo(to_yaml(resolved_recipe(found, task_of(own, found), None, context.args).recipe), nl=False)
+        return
+    notes = [f"task {own.__name__} from {task} (sha256 {digest})"] if own else []
+    result = fit(recipe, task=own, settings=context.args, new=new, command=_command(), quiet=json, notes=notes)
+    if json:
+        from dataclasses import asdict
+        from json import dumps
+
+        typer.echo(dumps({**asdict(result), "dir": str(result.dir)}, indent=1))
+
+
+def _command() -> str:
+    """What was typed, to be typed again."""
+    return " ".join(["halfstep", *sys.argv[1:]])

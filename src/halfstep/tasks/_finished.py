@@ -1,0 +1,75 @@
+"""A finished run, opened again: its task, its recipe, and the weights that it left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import BadData
+from halfstep.files import read_json
+from halfstep.precision.ladder import Choice, choose_precision
+from halfstep.tasks._fit import task_of
+from halfstep.train.keeping import BEST, FACTS, LAST
+from halfstep.train.recipe.sources import read_recipe
+from halfstep.train.run_folder import RECIPE
+from halfstep.train.setup import placed
+from halfstep.train.start import device_of
+from halfstep.train.task import Task
+from halfstep.train.weights import load_weights
+
+WHICH = {"best": BEST, "last": LAST}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run left, ready to be used."""
+
+    folder: Path
+    recipe: Any
+    task: Task
+    model: nn.Module
+    choice: Choice
+    device: torch.device
+    weights: Path
+
+
+def open_finished(folder: Path, *, weights: str, precision: str | None, own: type[Task] | None) -> Finished:
+    """The task of a run with its weights, `best`, `last` or a file, on a device; in the run's precision or another."""
+    found = read_recipe(str(_recipe_in(folder)))
+    kind = task_of(own, found)
+    recipe = kind.schema.model_validate(found.raw)
+    task = kind(recipe)
+    task.remember(read_json(folder / FACTS) or {})
+    device = device_of(recipe.train.device)
+    path = folder / WHICH[weights] if weights in WHICH else Path(weights)
+    model = placed(_model(task, path), device, recipe.train.channels_last)
+    choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
+    return Finished(folder, recipe, task, model.eval(), choice, device, path)
+
+
+def _recipe_in(folder: Path) -> Path:
+    if not (folder / RECIPE).is_file():
+        raise BadData(
+            f"{folder} holds no run",
+            allowed=f"the folder of a run, with its {RECIPE}",
+            do="give the folder that `halfstep train` named, such as runs/segmentation_tiny",
+        )
+    return folder / RECIPE
+
+
+def _model(task: Task, weights: Path) -> nn.Module:
+    if not weights.is_file():
+        raise BadData(
+            f"no weights at {weights}",
+            allowed=f"{', '.join(WHICH)}, or a .safetensors file",
+            do="train the run to its first evaluation, or give --weights PATH",
+        )
+    # The weights come from the file, so nothing is downloaded to begin with.
+    task.recipe = task.recipe.model_copy(update={"model": task.recipe.model.model_copy(update={"weights": "none"})})
+    model = task.model()
+    load_weights(model, weights)
+    return model

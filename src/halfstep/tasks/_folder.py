@@ -1,0 +1,148 @@
+"""The tasks there are: files of this folder, entry points of packages, and a file named on the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pkgutil
+import sys
+import types
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from halfstep import tasks
+from halfstep.errors import Contradiction, HalfstepError, MissingExtra, WrongUse, unknown_name
+from halfstep.train.task import Task
+
+GROUP = "halfstep.tasks"
+LARGEST_FILE = 2**20
+"""A task is a page of code; a file beyond this is something else."""
+
+
+def task_names() -> list[str]:
+    """Every task that a recipe may name."""
+    return sorted({*_own(), *_installed()})
+
+
+def task_class(name: str) -> type[Task]:
+    """The task of this name."""
+    own, installed = _own(), _installed()
+    if name in own and name in installed:
+        raise Contradiction(
+            f"task {name!r} comes with halfstep, and with {_owner(installed[name])}",
+            allowed="one task of a name",
+            do=f"rename the entry point in {_owner(installed[name])}, or uninstall it",
+        )
+    if name in own:
+        return _imported(name)
+    if name in installed:
+        return _checked(installed[name].load(), f"the entry point {installed[name].value!r}")
+    raise unknown_name("task", name, [*own, *installed])
+
+
+def task_from_file(path: str | Path) -> tuple[type[Task], str]:
+    """The task in a person's own file, and the SHA-256 of exactly the text that was run."""
+    path = Path(path)
+    text = _read(path)
+    digest = hashlib.sha256(text).hexdigest()
+    module = _executed(path, text, digest)
+    return _task_in(module, str(path)), digest
+
+
+def _task_in(module: types.ModuleType, where: str) -> type[Task]:
+    """The one task that a module defines; what it imports does not count."""
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        names = ", ".join(value.__name__ for value in found) or "none"
+        raise WrongUse(
+            f"{where} holds {len(found)} tasks ({names})",
+            allowed="a file with exactly one class that derives from Task",
+            do="write `class MyTask(Task)` in it, or leave one and move the others",
+        )
+    return _checked(found[0], where)
+
+
+def _own() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(tasks.__path__) if not m.ispkg and not m.name.startswith("_")]
+
+
+def _installed() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in found and found[point.name].value != point.value:
+            raise Contradiction(
+                f"task {point.name!r} comes with {_owner(found[point.name])}, and with {_owner(point)}",
+                allowed="one task of a name",
+                do="uninstall one of the two packages",
+            )
+        found[point.name] = point
+    return found
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.value
+
+
+def _imported(name: str) -> type[Task]:
+    try:
+        module = importlib.import_module(f"{tasks.__name__}.{name}")
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] == "halfstep":
+            raise
+        raise MissingExtra(
+            f"task {name!r} needs the package {error.name.partition('.')[0]!r}, which is not installed",
+            allowed="halfstep with the extras train and vision",
+            do="pip install halfstep[train,vision]",
+        ) from error
+    return _task_in(module, module.__name__)
+
+
+def _checked(found: object, where: str) -> type[Task]:
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise WrongUse(
+            f"{where} gives {type(found).__name__}, not a task", allowed="a class that derives from Task", do="fix it"
+        )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if not missing and not hasattr(found, "metric"):
+        missing = ["metric"]
+    if missing:
+        raise WrongUse(
+            f"{found.__name__} in {where} lacks {', '.join(missing)}",
+            allowed="a task with model, source, loss and metric",
+            do="write what is missing; docs/add-a-task.md shows a whole one",
+        )
+    return found
+
+
+def _read(path: Path) -> bytes:
+    allowed = "a Python file of at most 1 MiB"
+    if not path.is_file():
+        raise WrongUse(f"no file at {path}", allowed=allowed, do="check the path given to --task")
+    with path.open("rb") as file:
+        text = file.read(LARGEST_FILE + 1)
+    if path.suffix != ".py" or len(text) > LARGEST_FILE:
+        raise WrongUse(f"{path} is not a task", allowed=allowed, do="give the .py file that holds your Task class")
+    return text
+
+
+def _executed(path: Path, text: bytes, digest: str) -> types.ModuleType:
+    # Known to sys.modules, because dataclasses and pickled workers look classes up there; the digest keeps two apart.
+    module = types.ModuleType(f"halfstep_task_{path.stem}_{digest[:12]}")
+    module.__file__ = str(path.resolve())
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(text, module.__file__, "exec"), vars(module))
+    except HalfstepError:
+        raise
+    except Exception as error:
+        del sys.modules[module.__name__]
+        raise WrongUse(
+            f"{path} stopped with {type(error).__name__}: {error}",
+            allowed="a Python file that runs to its end when it is imported",
+            do=f"python {path}  shows where",
+        ) from error
+    return module

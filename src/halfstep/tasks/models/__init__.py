@@ -1,0 +1,1 @@
+"""Models that no kept library has."""

@@ -1,0 +1,19 @@
+"""Names of models, of which libraries have too many to list."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+from halfstep.errors import UnknownName
+
+
+def unknown_among_many(field: str, given: str, known: Collection[str], whose: str) -> UnknownName:
+    """The error for a name that a library has not, with the few that are nearest to it."""
+    near = difflib.get_close_matches(given, sorted(known), n=3, cutoff=0.5)
+    usual = [name for name in ("resnet34", "resnet50") if name in known]
+    return UnknownName(
+        f"{field} {given!r} is not known",
+        allowed=f"the {len(known)} names of {whose}, such as {', '.join(near or usual)}",
+        do=f"did you mean {near[0]!r}?" if near else f"look the name up in the documentation of {whose}",
+    )

@@ -1,0 +1,80 @@
+"""Models that say something about each pixel, by name: ours, and those of segmentation-models-pytorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from halfstep.errors import BadRecipe, MissingExtra, unknown_name
+from halfstep.tasks._pretrained import fetched
+from halfstep.tasks.models.names import unknown_among_many
+from halfstep.tasks.models.unet import UNet
+
+OWN = "unet"
+PREFIX = "smp-"
+"""Their `unet` is not ours; their names may be written with this before them, and that one must."""
+TIMM = "tu-"
+"""Encoders that they take from timm; too many to list."""
+STRIDES = {OWN: 1, "smp": 32}
+"""What the height and the width of an image must be a multiple of."""
+
+
+def pixelwise_model(options: Any, channels: int, outputs: int) -> nn.Module:
+    """The model that a recipe's section names, for images of `channels`, with `outputs` numbers a pixel."""
+    if options.name != OWN:
+        return _theirs(options, channels, outputs)
+    if options.weights == "pretrained":
+        raise BadRecipe(
+            "model.weights=pretrained with model.name=unet",
+            allowed="none or a path; others' models have pretrained encoders",
+            do=f"write model.name={PREFIX}unet, or model.weights=none",
+        )
+    return UNet(channels, outputs, options.width, options.depth)
+
+
+def _theirs(options: Any, channels: int, outputs: int) -> nn.Module:
+    smp = _package()
+    kind = options.name.removeprefix(PREFIX)
+    if kind not in smp.MODEL_ARCHITECTURES_MAPPING:
+        names = [PREFIX + name if name == OWN else name for name in smp.MODEL_ARCHITECTURES_MAPPING]
+        raise unknown_name("model.name", options.name, [OWN, *names])
+    known = smp.encoders.encoders
+    timms = options.encoder.startswith(TIMM)
+    if options.encoder not in known and not timms:
+        raise unknown_among_many("model.encoder", options.encoder, known, "segmentation-models-pytorch")
+
+    def build(weights: str | bool | None) -> nn.Module:
+        model: nn.Module = smp.create_model(kind, options.encoder, weights, in_channels=channels, classes=outputs)
+        return model
+
+    if options.weights != "pretrained":
+        return build(None)
+    settings = known.get(options.encoder, {}).get("pretrained_settings") or {}
+    if "imagenet" not in settings and not timms:
+        raise BadRecipe(
+            f"model.weights=pretrained with model.encoder={options.encoder}",
+            allowed="encoders that were trained on imagenet, such as resnet34",
+            do="write model.weights=none, or choose another encoder",
+        )
+    repository = _timm_repository(options.encoder) if timms else settings["imagenet"]["repo_id"]
+    return fetched(lambda: build(True if timms else "imagenet"), options.encoder, repository)
+
+
+def _timm_repository(encoder: str) -> str:
+    import timm
+
+    settings = timm.get_pretrained_cfg(encoder.removeprefix(TIMM), allow_unregistered=True)
+    return (settings.hf_hub_id or "") if settings else ""
+
+
+def _package() -> Any:
+    try:
+        import segmentation_models_pytorch  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingExtra(
+            "a model of segmentation-models-pytorch, which is not installed",
+            allowed="model.name=unet, or halfstep with the extra vision",
+            do="pip install halfstep[vision]",
+        ) from error
+    return segmentation_models_pytorch

@@ -1,0 +1,241 @@
+"""A class for each pixel: the classic U-Net or any of smp's models, trained on crops and judged on whole images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from halfstep.errors import BadRecipe
+from halfstep.tasks import _colours, _pixels
+from halfstep.tasks._overlap_loss import overlap_loss
+from halfstep.tasks._sources import drawn_masks, masked
+from halfstep.tasks._tiles import each_in_its_size, tiled
+from halfstep.tasks.models.pixelwise import STRIDES, pixelwise_model
+from halfstep.train.data.reading import scaled
+from halfstep.train.data.source import Sample, Source
+from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.train.task import Picture, Prediction, Split, Task
+
+if TYPE_CHECKING:
+    # A recipe is checked against the options below before anything heavy is loaded.
+    from torchmetrics import MetricCollection
+    from torchvision.transforms import v2  # type: ignore[import-untyped]
+
+Colour = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]
+
+
+class Model(ModelOptions):
+    name: str = "unet"
+    """`unet` (the classic one), or an architecture of segmentation-models-pytorch: `smp-unet`, `fpn`, `manet`."""
+    width: PositiveInt = 64
+    """unet: channels at the first level; each level below it has twice as many."""
+    depth: Annotated[int, Field(ge=1, le=8)] = 4
+    """unet: how many times the image is halved."""
+    encoder: str = "resnet34"
+    """Other models: the encoder, by its name in segmentation-models-pytorch."""
+
+
+class Data(DataOptions):
+    name: Literal["pairs", "shards", "shapes"] = "pairs"
+    """`pairs` (a folder of images and one of masks), `shards` (WebDataset), or `shapes` (drawn here, no download)."""
+    path: Annotated[str, Also("data_dir")] = "data"
+    """The folder that holds `images` and `masks`, or the shards; `cache:NAME` is a set that scripts/data got."""
+    masks: str | None = None
+    """pairs: the folder of masks, where it is not beside the images; `path` is then the folder of images."""
+    val: Fraction | str = 0.2
+    """For validation: a share of the samples, or a folder of the same layout, in `path` or anywhere."""
+    classes: Annotated[int, Field(ge=2, le=255)] = 2
+    """How many classes a mask has, with the background. Two classes are background and foreground."""
+    names: list[str] = Field(default=[])
+    """Names of the classes, for tables; their numbers if they are left out."""
+    channels: Annotated[int, Field(ge=1, le=64)] = 3
+    """Channels of an image."""
+    ignore_index: Annotated[int, Field(ge=0, le=255)] | None = None
+    """The value of mask pixels that belong to no class, and that nothing is learnt from."""
+    palette: list[Colour] | None = None
+    """The colours that stand for the classes, where masks are in colour: red, green and blue for each class."""
+    crop: PositiveInt = 256
+    """The size of the random crops that training sees; smaller images are padded."""
+    tile: PositiveInt = 512
+    """Larger images are evaluated and predicted in tiles of this size."""
+    overlap: NonNegativeInt = 64
+    """Pixels that neighbouring tiles share."""
+    augment: bool = True
+    """Flip crops, and change their brightness, contrast and saturation a little where they are in colour."""
+    size: PositiveInt = 64
+    """shapes: the size of an image."""
+    samples: Annotated[int, Field(ge=2)] = 256
+    """shapes: how many images there are, with those for validation."""
+
+
+class Loss(LossOptions):
+    dice: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """The share of the Dice loss; the rest is cross-entropy."""
+
+
+class Segmentation(Task):
+    schema: ClassVar[Any] = Recipe[Model, Data, Loss]
+    metric: ClassVar[str] = "iou"
+    tiny: ClassVar[Mapping[str, Any]] = {
+        "model": {"width": 8, "depth": 2},
+        "data": {"name": "shapes", "size": 48, "samples": 20, "classes": 3, "crop": 32, "tile": 32, "overlap": 8},
+        "loss": {},
+    }
+
+    def __init__(self, recipe: Any) -> None:
+        super().__init__(recipe)
+        _check(recipe)
+        self.classes = _names(recipe.data)
+        self.pixels = _pixels.usual(recipe.data.channels)
+        # Padding belongs to no class either. With at most 255 classes this number is never one of them.
+        self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
+        self._sources: dict[Split, Source] = {}
+        self._augmented = _augmentation(recipe.data, self.ignored)
+
+    def facts(self) -> dict[str, Any]:
+        return {"classes": self.classes}
+
+    def remember(self, facts: Mapping[str, Any]) -> None:
+        self.classes = list(facts.get("classes", self.classes))
+
+    def model(self) -> nn.Module:
+        # Two classes need one number a pixel: foreground or not.
+        outputs = 1 if self.recipe.data.classes == 2 else self.recipe.data.classes
+        return pixelwise_model(self.recipe.model, self.recipe.data.channels, outputs)
+
+    def source(self, split: Split) -> Source:
+        if not self._sources:
+            self._sources = masked(self.recipe.data)
+        return self._sources[split]
+
+    def transform(self, split: Split, sample: Sample) -> Sample:
+        image, mask = sample["image"], sample["mask"]
+        if split == "train":
+            from torchvision import tv_tensors  # type: ignore[import-untyped]
+
+            # Few operations know 16-bit integers; 8-bit ones are cropped first, which is cheaper.
+            image = image if image.dtype == torch.uint8 else scaled(image)
+            image, mask = self._augmented(tv_tensors.Image(image), tv_tensors.Mask(mask))
+            image, mask = image.as_subclass(Tensor), mask.as_subclass(Tensor)
+        return {"image": self.pixels.normalised(image), "mask": mask}
+
+    def collate(self, split: Split, samples: list[Sample]) -> Sample:
+        if split == "train":
+            batch: Sample = default_collate(samples)
+            return batch
+        sizes = torch.tensor([sample["mask"].shape for sample in samples])
+        high, wide = sizes.amax(0).tolist()
+        return {
+            "image": torch.stack([_padded(sample["image"], high, wide, 0.0) for sample in samples]),
+            "mask": torch.stack([_padded(sample["mask"], high, wide, self.ignored) for sample in samples]),
+            "size": sizes,
+        }
+
+    def loss(self, model: nn.Module, batch: Sample, metrics: MetricCollection | None = None) -> Tensor:
+        logits = model(batch["image"]) if model.training else self._whole(model, batch)
+        if metrics is not None:
+            metrics.update(_chosen(logits), batch["mask"].long())
+        return overlap_loss(logits, batch["mask"], self.ignored, self.recipe.loss.dice)
+
+    def metrics(self) -> MetricCollection:
+        from torchmetrics import MetricCollection
+
+        from halfstep.tasks._overlap import Overlap
+
+        return MetricCollection({"overlap": Overlap(self.classes, self.ignored)})
+
+    def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
+        """Image, truth and prediction side by side."""
+        said = _chosen(self._whole(model, batch))
+        return [
+            self._row(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide])
+            for image, truth, answer, (high, wide) in zip(
+                batch["image"], batch["mask"], said, batch["size"].tolist(), strict=True
+            )
+        ]
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, image: Tensor) -> Prediction:
+        device = next(model.parameters()).device
+        batch = self.collate("val", [self.transform("val", {"image": image, "mask": torch.zeros(image.shape[-2:])})])
+        classes = len(self.classes)
+        mask = _chosen(self._whole(model, {"image": batch["image"].to(device), "size": batch["size"]}))[0].cpu()
+        shares = torch.bincount(mask.flatten(), minlength=classes).double() / mask.numel()
+        drawn = mask.to(torch.uint8).numpy()
+        return Prediction(
+            values={f"pixels_{name}": share for name, share in zip(self.classes, shares.tolist(), strict=True)},
+            mask=drawn * 255 if classes == 2 else drawn,
+            overlay=_colours.laid_over(_pixels.as_picture(image), drawn, classes),
+        )
+
+    def _whole(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Logits of whole images, each in its own size, in tiles where it is large."""
+        data, stride = self.recipe.data, STRIDES.get(self.recipe.model.name, STRIDES["smp"])
+        sizes = [(high, wide) for high, wide in batch["size"].tolist()]
+        return each_in_its_size(lambda x: tiled(model, x, data.tile, data.overlap, stride), batch["image"], sizes)
+
+    def _row(self, image: Tensor, truth: Tensor, answer: Tensor) -> Picture:
+        painted = [
+            _colours.painted(torch.where(truth == self.ignored, -1, mask.long()).cpu().numpy(), len(self.classes))
+            for mask in (truth, answer)
+        ]
+        return _pixels.side_by_side([self.pixels.shown(image), *painted])
+
+
+def _names(data: Data) -> list[str]:
+    if data.names or data.name != "shapes":
+        return data.names or [str(number) for number in range(data.classes)]
+    return drawn_masks(data).classes
+
+
+def _chosen(logits: Tensor) -> Tensor:
+    """The class of each pixel."""
+    return (logits.squeeze(1) > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
+
+
+def _padded(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
+    return F.pad(tensor, (0, wide - tensor.shape[-1], 0, high - tensor.shape[-2]), value=value)
+
+
+def _augmentation(data: Data, ignored: int) -> v2.Transform:
+    """Image and mask together: where one is cut and flipped, so is the other."""
+    from torchvision import tv_tensors
+    from torchvision.transforms import v2
+
+    fill = {tv_tensors.Image: 0, tv_tensors.Mask: ignored}
+    steps: list[nn.Module] = [v2.RandomCrop(data.crop, pad_if_needed=True, fill=fill)]
+    if data.augment:
+        steps += [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]
+    if data.augment and data.channels == 3:
+        steps.append(v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2))
+    return v2.Compose(steps)
+
+
+def _check(recipe: Any) -> None:
+    data, stride = recipe.data, STRIDES.get(recipe.model.name, STRIDES["smp"])
+    if data.overlap >= data.tile:
+        raise BadRecipe(
+            f"data.overlap={data.overlap} with data.tile={data.tile}",
+            allowed="tiles that share less than all of their pixels",
+            do=f"write data.overlap={data.tile // 8}",
+        )
+    if data.names and len(data.names) != data.classes:
+        raise BadRecipe(
+            f"{len(data.names)} data.names for data.classes={data.classes}",
+            allowed="a name for each class, or none at all",
+            do="write as many names as classes, the background first",
+        )
+    for field in ("crop", "tile"):
+        size = getattr(data, field)
+        if size % stride:
+            raise BadRecipe(
+                f"data.{field}={size} with model.name={recipe.model.name}",
+                allowed=f"multiples of {stride} for this model",
+                do=f"write data.{field}={-(-size // stride) * stride}",
+            )

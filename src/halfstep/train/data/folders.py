@@ -1,0 +1,60 @@
+"""The layout of ImageNet: a folder per class, images in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from halfstep.errors import BadData
+from halfstep.train.data.listing import existing, folders, image_files
+from halfstep.train.data.reading import read_image
+from halfstep.train.data.source import Sample
+
+_LAYOUT = "ROOT/CLASS/IMAGE, with at least one image in each class"
+
+
+class ImageFolder:
+    """`image` as it was read, and `label`: the position of its folder's name among the sorted names.
+
+    Give `classes` the names of the training set to read a validation folder, so that both number them alike.
+    """
+
+    def __init__(self, root: str | Path, channels: int = 3, classes: list[str] | None = None) -> None:
+        self.root, self.channels = existing(root, "the image folder"), channels
+        present = folders(self.root)
+        if not present:
+            raise BadData(f"{self.root} holds no folder per class", allowed=_LAYOUT, do="check data.path")
+        self.classes = list(present if classes is None else classes)
+        unknown = sorted(set(present) - set(self.classes))
+        if unknown:
+            raise BadData(
+                f"{self.root} holds the class {unknown[0]!r}, which the training set has not",
+                allowed=", ".join(self.classes[:20]),
+                do="remove the folder, or add it to the training set",
+            )
+        self._files, self._labels = self._find(present)
+
+    def _find(self, present: list[str]) -> tuple[list[str], list[int]]:
+        files: list[str] = []
+        labels: list[int] = []
+        for name in present:
+            found = image_files(self.root, name)
+            if not found:
+                raise BadData(f"{self.root / name} holds no image", allowed=_LAYOUT, do="fill or remove this folder")
+            files += found
+            labels += [self.classes.index(name)] * len(found)
+        return files, labels
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int) -> Sample:
+        image = read_image(self.root / self._files[index], self.channels)
+        return {"image": image, "label": torch.tensor(self._labels[index])}
+
+    def name(self, index: int) -> str:
+        return str(self.root / self._files[index])
+
+    def key(self, index: int) -> str:
+        return Path(self._files[index]).as_posix()

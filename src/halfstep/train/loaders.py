@@ -1,0 +1,87 @@
+"""Both loaders of a run, as its recipe says."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field
+
+import torch
+
+from halfstep import world
+from halfstep.errors import BadData
+from halfstep.train.data.loader import TrainLoader, ValLoader
+from halfstep.train.data.order import Order
+from halfstep.train.data.samples import Samples, ValSamples
+from halfstep.train.data.source import Collate, Source
+from halfstep.train.data.workers import choose_workers
+from halfstep.train.setup import AnyRecipe
+from halfstep.train.start import cores_each, decided_once
+from halfstep.train.task import Split, Task
+
+
+@dataclass(frozen=True)
+class Loaders:
+    train: TrainLoader
+    val: ValLoader
+    notes: list[str] = field(default_factory=list)
+
+
+def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device) -> Loaders:
+    """The loaders of this process."""
+    train, seed = recipe.train, recipe.train.seed or 0
+    source = _filled(task, "train")
+    samples = Samples(source, functools.partial(task.transform, "train"), seed)
+    order = Order(len(source), seed)
+    collate = functools.partial(task.collate, "train")
+    workers, reason = _workers(samples, order, collate, recipe, device)
+    loader = TrainLoader(
+        samples,
+        order,
+        batch_size=train.batch_size,
+        microbatches=train.microbatches,
+        collate=collate,
+        workers=workers,
+        device=device,
+        channels_last=train.channels_last,
+        rank=world.rank(),
+        size=world.size(),
+    )
+    return Loaders(loader, make_val_loader(task, recipe, device, workers), [reason] if reason else [])
+
+
+def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:
+    train, seed = recipe.train, recipe.train.seed or 0
+    return ValLoader(
+        ValSamples(_filled(task, "val"), functools.partial(task.transform, "val"), seed),
+        batch_size=train.batch_size,
+        collate=functools.partial(task.collate, "val"),
+        workers=workers,
+        device=device,
+        channels_last=train.channels_last,
+        rank=world.rank(),
+        size=world.size(),
+    )
+
+
+def _filled(task: Task, split: Split) -> Source:
+    source = task.source(split)
+    if not len(source):
+        raise BadData(f"the {split} split holds no samples", allowed="one sample or more", do="look at data.path")
+    return source
+
+
+def _workers(
+    samples: Samples, order: Order, collate: Collate, recipe: AnyRecipe, device: torch.device
+) -> tuple[int, str]:
+    """As many as the recipe says; `auto` is measured on rank 0, for all."""
+    if recipe.train.num_workers != "auto":
+        return recipe.train.num_workers, ""
+    here = torch.empty(0, device=device).is_cpu
+
+    def measure() -> str:
+        size = recipe.train.batch_size
+        return json.dumps(choose_workers(samples, order, collate, size, cores=cores_each(), computes_on_cores=here))
+
+    number, reason = json.loads(decided_once(measure))
+    return number, f"num_workers {number}: {reason}"

@@ -1,0 +1,249 @@
+"""Many steps: windows in, reports out; evaluation after every epoch; the best and the last weights on disk."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from halfstep import world
+from halfstep.errors import BadData
+from halfstep.step.report import GUARD, StepReport
+from halfstep.step.window import Window
+from halfstep.train.data.loader import TrainLoader, ValLoader
+from halfstep.train.data.source import Batch, Sample
+from halfstep.train.evaluation import evaluate, values
+from halfstep.train.journal import journal as events
+from halfstep.train.journal.journal import Journal
+from halfstep.train.keeping import Keeper
+from halfstep.train.meter import Meter
+from halfstep.train.news import News
+from halfstep.train.progress import Progress
+from halfstep.train.setup import AnyRecipe, Parts
+from halfstep.train.task import Task
+
+FINISHED, EARLY = "finished", "early_stopping"
+
+
+class Loop:
+    """One run. `run()` trains it to its end."""
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: AnyRecipe,
+        parts: Parts,
+        train: TrainLoader,
+        val: ValLoader,
+        *,
+        journal: Journal,
+        keeper: Keeper,
+        telemetry: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.task, self.recipe, self.parts = task, recipe, parts
+        self.train, self.val = train, val
+        self.journal, self.keeper, self.telemetry = journal, keeper, telemetry
+        self.stepper, self.model = parts.stepper, parts.model
+        self.progress, self.meter = Progress(), Meter()
+        self.news = News(journal, recipe.data.bad_samples)
+        self.planned = planned_steps(recipe, train.steps_per_epoch)
+        self.epochs = -(-self.planned // train.steps_per_epoch)
+        self.metrics = task.metrics().to(parts.stepper.device)
+        self.latest: dict[str, float] = {}
+        self._measured = functools.partial(_loss, task, self.metrics)
+        self._plain = functools.partial(_loss, task, None)
+        self._observed, self._evaluated = False, 0.0
+
+    def run(self) -> str:
+        """Train to the end; the reason why it ended."""
+        self.model.train()
+        while self.progress.attempts < self.planned:
+            self._epoch()
+            if self._enough():
+                return EARLY
+        return FINISHED
+
+    def _enough(self) -> bool:
+        patience = self.recipe.evaluate.patience
+        return patience is not None and self.progress.stale >= patience
+
+    # -- one epoch ------------------------------------------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        epoch, began = self.progress.epoch + 1, time.perf_counter()
+        skipped = self.stepper.counts.skipped.copy()
+        losses = _Mean()
+        self.metrics.reset()
+        for report in self.steps():
+            losses.add(report)
+        self.news.share()
+        self.progress.epoch, self.progress.in_epoch = epoch, 0
+        train = {"loss": losses.value, **values(self.metrics)}
+        seconds = time.perf_counter() - began
+        val = self._evaluate(epoch) if self._due(epoch) else None
+        is_best = val is not None and self._judge(epoch, val)
+        self.keeper.last(self.model, self.stepper.ema)
+        self.journal.tell(
+            events.EPOCH,
+            epoch=epoch,
+            epochs=self.epochs,
+            train=train,
+            val=val,
+            best=self.best,
+            is_best=is_best,
+            seconds=seconds,
+            lr=self.parts.lr,
+            skipped=dict(self.stepper.counts.skipped - skipped),
+            samples_per_second=losses.count * self.train.share.window / seconds,
+        )
+
+    def _due(self, epoch: int) -> bool:
+        return epoch % self.recipe.evaluate.every_epochs == 0 or self.progress.attempts == self.planned
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[StepReport]:
+        """The steps that are left of this epoch, each attempted when it is asked for."""
+        self._began = time.perf_counter(), self.progress.attempts
+        for window in self.meter.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
+            yield self._step(self.progress.epoch + 1, window)
+            if self.progress.attempts == self.planned:
+                return
+
+    def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
+        lr, due = self.parts.lr, self.progress.in_epoch % self.recipe.run.log_every == 0
+        report = self.stepper.step(self._measured if due else self._plain, Window(batch.tensors for batch in window))
+        self.progress.attempts += 1
+        self.progress.in_epoch += 1
+        self.meter.count(self.train.share.window)
+        self.news.hear(window)
+        more = {} if report.applied else self._skipped(report, window)
+        self.journal.tell(
+            events.STEP,
+            epoch=epoch,
+            in_epoch=self.progress.in_epoch,
+            attempt=report.attempt,
+            step=report.step,
+            loss=report.loss,
+            lr=lr,
+            loss_scale=report.loss_scale,
+            grad_norm=report.grad_norm,
+            applied=report.applied,
+            reason=report.reason,
+            **more,
+        )
+        if not self._observed and self.stepper.observed is not None:
+            self._tell_observed()
+        if due:
+            self._tell_speed()
+        return report
+
+    def _skipped(self, report: StepReport, window: Sequence[Batch]) -> dict[str, Any]:
+        """The samples of a skipped step; those that are not finite themselves are not used again."""
+        ids, guilty = self.news.suspects(window)
+        if guilty and not (report.reason or "").startswith(GUARD):
+            self.progress.quarantined = sorted({*self.progress.quarantined, *guilty})
+            self.train.samples.quarantined = set(self.progress.quarantined)
+        return {"ids": ids, "quarantined": guilty}
+
+    def _tell_observed(self) -> None:
+        self._observed = True
+        seen = self.stepper.observed
+        if seen is not None:
+            self.journal.tell(events.OBSERVED, expected=seen.expected, share=seen.share, text=str(seen))
+
+    def _tell_speed(self) -> None:
+        self.news.share()
+        rate, waiting = self.meter.read()
+        began, at = self._began
+        done = self.progress.attempts - at
+        per_step = (time.perf_counter() - began) / done
+        self.journal.tell(
+            events.SPEED,
+            samples_per_second=rate,
+            wait_share=waiting,
+            seconds_left=per_step * (self.planned - self.progress.attempts),
+            train_metrics=self._measured_so_far(),
+            **self.telemetry(),
+        )
+
+    def _measured_so_far(self) -> dict[str, float]:
+        """Metrics of this epoch's training; read by rank 0 alone, so several processes do without."""
+        return values(self.metrics) if world.size() == 1 else {}
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    def _evaluate(self, epoch: int) -> dict[str, float]:
+        """With the averaged weights where there are any, and with rank 0's buffers, which are the saved ones."""
+        world.take_from_rank_zero(self.model.buffers())
+        ema = self.stepper.ema
+        worn: AbstractContextManager[None] = ema.in_place() if ema is not None else nullcontext()
+        with worn:
+            self.latest = evaluate(
+                self.task,
+                self.model,
+                self.val,
+                precision=self.parts.choice.precision,
+                device=self.stepper.device,
+                progress=functools.partial(self._tell_evaluating, epoch),
+            )
+            self.keeper.pictures(self.task, self.model, self.val, self.parts.choice.precision, epoch)
+        return self.latest
+
+    def _tell_evaluating(self, epoch: int, done: int, of: int) -> None:
+        """A few times a second: for the eye, not for the record."""
+        now = time.perf_counter()
+        if now - self._evaluated > 0.25:
+            self._evaluated = now
+            self.journal.tell(events.EVALUATING, epoch=epoch, done=done, of=of)
+
+    def _judge(self, epoch: int, val: dict[str, float]) -> bool:
+        if self.task.metric not in val:
+            raise BadData(
+                f"the metric {self.task.metric!r} is not among what was measured",
+                allowed=", ".join(sorted(val)),
+                do=f"set metric of {type(self.task).__name__} to one of these",
+            )
+        better = self.progress.judge(
+            val[self.task.metric],
+            epoch,
+            higher=self.task.higher_is_better,
+            margin=self.recipe.evaluate.min_delta,
+        )
+        self.parts.shape.progress(val[self.task.metric] if better else None)
+        if better:
+            self.keeper.best(self.model, self.stepper.ema, epoch, val)
+        return better
+
+    @property
+    def best(self) -> dict[str, Any]:
+        return {"metric": self.task.metric, "value": self.progress.best, "epoch": self.progress.best_epoch}
+
+
+def planned_steps(recipe: AnyRecipe, per_epoch: int) -> int:
+    """Attempted updates of a whole run."""
+    return recipe.train.steps or (recipe.train.epochs or 1) * per_epoch
+
+
+def _loss(task: Task, metrics: Any, model: nn.Module, batch: Sample) -> Any:
+    return task.loss(model, batch, metrics)
+
+
+class _Mean:
+    """The mean loss of the steps that were applied."""
+
+    def __init__(self) -> None:
+        self.total, self.applied, self.count = 0.0, 0, 0
+
+    def add(self, report: StepReport) -> None:
+        self.count += 1
+        if report.applied:
+            self.total, self.applied = self.total + report.loss, self.applied + 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.applied if self.applied else float("nan")

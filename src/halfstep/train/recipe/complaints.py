@@ -1,0 +1,96 @@
+"""What is wrong with a recipe, all of it at once, in words that name the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from halfstep.errors import BadRecipe
+from halfstep.train.recipe.fields import places, sections_of, settings_of
+from halfstep.train.recipe.overrides import nearest_key
+from halfstep.train.recipe.spelling import nearest
+from halfstep.train.recipe.words import FOREIGN_SECTIONS, PRECISION_WORDS
+
+MOST = 10
+"""Lines; the rest is counted."""
+
+
+class Complaint(NamedTuple):
+    given: str
+    allowed: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.given}; {self.do}" if self.do else f"{self.given}; allowed: {self.allowed}"
+
+
+def bad_recipe(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
+    explain = "halfstep recipes explain lists every setting"
+    if len(complaints) == 1:
+        one = complaints[0]
+        return BadRecipe(f"recipe {label}: {one.given}", allowed=one.allowed, do=one.do or explain)
+    lines = [f"  - {complaint}" for complaint in complaints[:MOST]]
+    if len(complaints) > MOST:
+        lines.append(f"  - and {len(complaints) - MOST} more")
+    return BadRecipe(f"recipe {label} has {len(complaints)} mistakes:\n" + "\n".join(lines), do=explain)
+
+
+def complaints_from(error: ValidationError, schema: Any) -> list[Complaint]:
+    """One for each key; a value that fits none of several types is one mistake, not several."""
+    found: dict[str, Complaint] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        key, value = _key(detail["loc"], detail["type"], schema), detail["input"]
+        if key in FOREIGN_SECTIONS and isinstance(value, dict):
+            found |= {(inner := f"{key}.{name}"): _unknown(inner, schema) for name in value}
+        else:
+            found.setdefault(key, _complaint(key, detail["type"], value, schema))
+    return list(found.values())
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _key(location: tuple[str | int, ...], kind: str, schema: Any) -> str:
+    """The dotted key, without the names that pydantic gives to the branches of a union."""
+    parts = [str(part) for part in location]
+    if kind == "extra_forbidden":
+        return ".".join(parts)
+    known = {*settings_of(schema), *sections_of(schema)}
+    ends = (end for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in known)
+    return ".".join(parts[: next(ends, len(parts))])
+
+
+def _complaint(key: str, kind: str, value: Any, schema: Any) -> Complaint:
+    if kind == "extra_forbidden":
+        return _unknown(key, schema)
+    if kind == "missing":
+        return Complaint(f"{key} is missing", _allowed(key, schema), f"add {key}")
+    word = nearest(value, _choices(key, schema)) if isinstance(value, str) else None
+    return Complaint(f"{key} is {shown(value)}", _allowed(key, schema), f"did you mean {word}?" if word else "")
+
+
+def _allowed(key: str, schema: Any) -> str:
+    setting = settings_of(schema).get(key)
+    return setting.allowed if setting else "keys with values"
+
+
+def _choices(key: str, schema: Any) -> list[str]:
+    allowed = _allowed(key, schema).replace(" or ", ", ").split(", ")
+    return [word for word in allowed if " " not in word]
+
+
+def _unknown(key: str, schema: Any) -> Complaint:
+    section, _, name = key[:200].rpartition(".")
+    meant = places(schema).get(name, [])
+    if meant:
+        return Complaint(f"{key[:80]} is not known", "", f"did you mean {' or '.join(meant)}?")
+    beside = nearest(name, [*schema.model_fields, *PRECISION_WORDS]) if not section else None
+    near = beside or nearest_key(key, schema)
+    allowed = ", ".join(k.rpartition(".")[2] for k in settings_of(schema) if k.rpartition(".")[0] == section)
+    if not section:
+        allowed = ", ".join(schema.model_fields)
+    return Complaint(f"{key[:80]} is not known", allowed, f"did you mean {near}?" if near else "delete it")

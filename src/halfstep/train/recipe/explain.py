@@ -1,0 +1,167 @@
+"""What there is to set: one list from the schema, for the command line, the docs and editors. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from halfstep.train.recipe.fields import Json, Setting, places_in, settings_in
+
+OWN_SECTIONS = ("model", "data", "loss")
+"""Sections that each task declares for itself."""
+
+
+class Row(NamedTuple):
+    """A setting as it is shown."""
+
+    key: str
+    allowed: str
+    default: str
+    doc: str
+    flags: list[str]
+    """What else it may be called: its flag, and other people's words."""
+
+
+class Shipped(NamedTuple):
+    """A recipe that ships with halfstep."""
+
+    name: str
+    task: str
+    about: str
+
+
+def rows(schema: Json) -> list[Row]:
+    """Every setting of a task, from its JSON schema."""
+    settings = settings_in(schema)
+    words = places_in(settings)
+    return [_row(setting, words) for setting in settings.values()]
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    """The JSON schema of a task's recipe; sections that may be left out are not required."""
+    found: dict[str, Any] = schema.model_json_schema()
+    required = [name for name in found.get("required", ()) if not _may_be_left_out(found, name)]
+    return {**found, "required": required}
+
+
+def editor_schema(schemas: Mapping[str, Json]) -> dict[str, Any]:
+    """One JSON schema for all tasks: `task` decides which applies; tasks of one's own are left alone."""
+    shared: dict[str, Any] = {}
+    branches = []
+    for task, schema in schemas.items():
+        branch, definitions = _renamed(schema, task, shared)
+        shared |= {**definitions, task: branch}
+        branches.append(
+            {
+                "if": {"properties": {"task": {"const": task}}, "required": ["task"]},
+                "then": {"$ref": f"#/$defs/{task}"},
+            }
+        )
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "halfstep recipe",
+        "type": "object",
+        "required": ["task"],
+        "properties": {"task": {"type": "string", "examples": list(schemas)}},
+        "allOf": branches,
+        "$defs": shared,
+    }
+
+
+def pages(schemas: Mapping[str, Json], shipped: Sequence[Shipped]) -> dict[str, str]:
+    """The files of the docs that come from the schema, by name."""
+    return {
+        "recipes.md": markdown(schemas, shipped),
+        "recipe.schema.json": json.dumps(editor_schema(schemas), indent=1) + "\n",
+    }
+
+
+def markdown(schemas: Mapping[str, Json], shipped: Sequence[Shipped]) -> str:
+    """The reference page."""
+    tables = {task: rows(schema) for task, schema in schemas.items()}
+    common = [row for row in next(iter(tables.values()), []) if row.key.partition(".")[0] not in OWN_SECTIONS]
+    parts = [_INTRODUCTION, "## Recipes that ship with halfstep", _recipes_table(shipped), "## Settings of every task"]
+    parts.append(_table(common))
+    for task, found in tables.items():
+        own = [row for row in found if row.key.partition(".")[0] in OWN_SECTIONS]
+        parts += [f"## Settings of {task}", _table(own)]
+    return "\n\n".join(parts) + "\n"
+
+
+def default_in_words(setting: Setting) -> str:
+    if setting.required:
+        return "needed"
+    return value_in_words(setting.default)
+
+
+def value_in_words(value: Any) -> str:
+    return f"{value:.10g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
+
+
+def _row(setting: Setting, words: Mapping[str, list[str]]) -> Row:
+    short = [setting.name] if len(words[setting.name]) == 1 else []
+    section = setting.key.rpartition(".")[0]
+    if setting.name == "name" and len(words[section]) == 1:
+        short = [section]
+    # `--task FILE` names a file of one's own, which a recipe cannot.
+    flags = [f"--{word}" for word in (*short, *setting.also) if word != "task"]
+    return Row(setting.key, setting.allowed, default_in_words(setting), setting.doc, flags)
+
+
+def _may_be_left_out(schema: Json, name: str) -> bool:
+    target = str(schema["properties"][name].get("$ref", "")).rpartition("/")[2]
+    return bool(target) and not schema["$defs"][target].get("required")
+
+
+def _renamed(schema: Json, task: str, shared: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The definitions of a task beside those of the others; two that differ under one name are told apart."""
+    content = {key: value for key, value in schema.items() if key != "$defs"}
+    definitions = dict(schema.get("$defs", {}))
+    for name in [name for name in definitions if name in shared and shared[name] != definitions[name]]:
+        text = json.dumps([content, definitions]).replace(f'"#/$defs/{name}"', f'"#/$defs/{task}.{name}"')
+        content, definitions = json.loads(text)
+        definitions[f"{task}.{name}"] = definitions.pop(name)
+    return content, definitions
+
+
+def _table(found: Sequence[Row]) -> str:
+    lines = ["| setting | may be | default | what it is | also |", "|---|---|---|---|---|"]
+    for row in found:
+        also = " ".join(f"`{flag}`" for flag in row.flags)
+        lines.append(f"| `{row.key}` | {_cell(row.allowed)} | {_cell(row.default)} | {_cell(row.doc)} | {also} |")
+    return "\n".join(lines)
+
+
+def _recipes_table(shipped: Sequence[Shipped]) -> str:
+    lines = ["| recipe | task | what it is for |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{one.name}` | {one.task} | {_cell(one.about)} |" for one in shipped)])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+_INTRODUCTION = """\
+# Recipes
+
+A recipe is a YAML file: one complete run, as data. `scripts/docs` writes this page from the schema; edit the schema
+(`src/halfstep/train/recipe/schema.py`, or a task's own file), not the page.
+
+```
+halfstep recipes                      # what there is
+halfstep recipes explain unet         # a recipe, and every setting that it can have
+halfstep recipes copy unet            # your own copy: unet.yaml
+halfstep train unet.yaml --bf16 train.batch_size=4 --lr 0.1
+```
+
+After RECIPE, every setting can be given as `train.batch_size=4` or as a flag, `--batch_size 4`, where its last name is
+its own; the column *also* lists the flags. The command line wins over the recipe, and says so.
+
+Precision can be written as other projects write it, in the recipe or on the command line: `precision: bf16-mixed`,
+`use_amp` with `amp_dtype`, `amp`, `fp16`, `bf16`, `mixed_precision` with `precision_type`, also inside `trainer:`. It
+is translated and reported; settings that contradict each other end with exit code 78.
+
+The file is read strictly: a key that is not known, given twice or of the wrong type is an error that names the nearest
+right one; anchors, tags and `${...}` are refused; `1e-4` is a number; `no` is text. For help in an editor, begin the
+file with `# yaml-language-server: $schema=PATH`, where PATH is what `halfstep recipes schema > PATH` wrote."""

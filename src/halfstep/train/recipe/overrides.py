@@ -1,0 +1,150 @@
+"""What the command line says about a recipe: `train.batch_size=4`, `--batch-size 4`, `--compile`. Imports no torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from halfstep.errors import BadRecipe
+from halfstep.train.recipe.fields import places, settings_of
+from halfstep.train.recipe.spelling import allowed_edits, edits, nearest
+from halfstep.train.recipe.strict_yaml import read_value
+from halfstep.train.recipe.words import PRECISION_SWITCHES, PRECISION_WORDS
+
+_ON_OFF = {"true": True, "false": False}
+
+
+class Override(NamedTuple):
+    """A key, dotted or one of the words for precision, and its value."""
+
+    key: str
+    value: Any
+
+
+def read_flags(words: Sequence[str], schema: Any) -> list[Override]:
+    """Read what follows RECIPE: assignments and flags, mixed, in the order given."""
+    found, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        if word.startswith("-"):
+            found.append(_flag(word, left, schema))
+        elif "=" in word:
+            found.append(read_assignment(word, schema))
+        else:
+            raise BadRecipe(
+                f"{word[:80]!r} is no setting",
+                allowed="KEY=VALUE, such as train.batch_size=4, or a flag, such as --batch_size 4",
+                do="name the setting that the value is for",
+            )
+    return found
+
+
+def read_assignment(text: str, schema: Any) -> Override:
+    """`train.batch_size=4`, or the short `batch_size=4`."""
+    word, _, value = text.partition("=")
+    key = key_for(word.strip(), schema)
+    return Override(key, _value(key, value, schema))
+
+
+def key_for(word: str, schema: Any) -> str:
+    """The dotted key that a word means; a word for precision stands for itself."""
+    if word in settings_of(schema) or word in PRECISION_WORDS:
+        return word
+    meant = places(schema).get(word, [])
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        raise BadRecipe(f"{word} can mean several settings", allowed=", ".join(meant), do=f"write {meant[0]}=...")
+    near = nearest_key(word, schema)
+    raise BadRecipe(
+        f"there is no setting {word[:80]!r}",
+        allowed=f"the {len(settings_of(schema))} settings that `halfstep recipes explain` lists",
+        do=f"did you mean {near}?" if near else "look for it with halfstep recipes explain NAME",
+    )
+
+
+def nearest_key(word: str, schema: Any) -> str | None:
+    """The key that was probably meant: first in the same section, then by its last name anywhere."""
+    keys = list(settings_of(schema))
+    section, _, name = word.rpartition(".")
+    same = [key for key in keys if section and key.rpartition(".")[0] == section]
+    near = nearest(word, same) if same else None
+    if near and edits(name, near.rpartition(".")[2]) <= allowed_edits(name):
+        return near
+    by_word = {word: word for word in PRECISION_WORDS} | {word: meant[0] for word, meant in places(schema).items()}
+    short = nearest(name, by_word)
+    return by_word[short] if short else nearest(word, keys)
+
+
+def apply(raw: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """The recipe with the overrides in their places; the one given is left as it is."""
+    result = copy.deepcopy(dict(raw))
+    for key, value in overrides:
+        *sections, name = key.split(".")
+        place = _section(result, sections)
+        if place is not None:
+            place[name] = value
+    return result
+
+
+def precision_from_flags(
+    *,
+    precision: str | None = None,
+    bf16: bool = False,
+    fp16: bool = False,
+    fp32: bool = False,
+    mixed_precision: str | bool | None = None,
+    precision_type: str | None = None,
+) -> list[Override]:
+    """What a command's own flags say about precision; two that differ are told apart when the recipe is resolved."""
+    switches = {"bf16": bf16 or None, "fp16": fp16 or None, "fp32": fp32 or None, "mixed_precision": mixed_precision}
+    given = {**switches, "precision": precision, "precision_type": precision_type}
+    return [Override(key, value) for key, value in given.items() if value is not None]
+
+
+def _section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
+    """The inner mapping, made where there is none; None where something else is there, which validation then names."""
+    place = recipe
+    for name in names:
+        if place.get(name) is None:
+            place[name] = {}
+        if not isinstance(place[name], dict):
+            return None
+        place = place[name]
+    return place
+
+
+def _flag(word: str, left: list[str], schema: Any) -> Override:
+    name, equals, value = word.lstrip("-").partition("=")
+    if not word.startswith("--") or not name:
+        raise BadRecipe(f"{word[:80]!r} is no flag", allowed="flags such as --batch_size 4", do="write two dashes")
+    key = key_for(name if "." in name else name.replace("-", "_"), schema)
+    if equals:
+        return Override(key, _value(key, value, schema))
+    if key in PRECISION_SWITCHES or (key in settings_of(schema) and settings_of(schema)[key].is_switch):
+        return Override(key, _switch(key, left))
+    if not left:
+        raise BadRecipe(f"{word} has no value", allowed=_allowed(key, schema), do=f"write {word} VALUE")
+    return Override(key, _value(key, left.pop(0), schema))
+
+
+def _switch(key: str, left: list[str]) -> Any:
+    """On, unless the next word says otherwise; `--mixed_precision bf16` names the format at once."""
+    if left and left[0].lower() in _ON_OFF:
+        return _ON_OFF[left.pop(0).lower()]
+    if left and key == "mixed_precision" and not left[0].startswith("-") and "=" not in left[0]:
+        return left.pop(0)
+    return True
+
+
+def _value(key: str, text: str, schema: Any) -> Any:
+    setting = settings_of(schema).get(key)
+    if setting and setting.is_text and text[:1] not in ("'", '"'):
+        return text
+    return read_value(text, key)
+
+
+def _allowed(key: str, schema: Any) -> str:
+    setting = settings_of(schema).get(key)
+    return setting.allowed if setting else "a precision, such as bf16"

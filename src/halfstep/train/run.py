@@ -1,0 +1,161 @@
+"""A run from its first line to its last: everything is built, trained, judged and written down."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep import __version__, world
+from halfstep.errors import RanksDisagree
+from halfstep.precision import flags
+from halfstep.train.journal import journal as events
+from halfstep.train.journal.journal import Journal
+from halfstep.train.journal.telemetry import Telemetry
+from halfstep.train.keeping import Keeper
+from halfstep.train.loaders import make_loaders
+from halfstep.train.loop import Loop, planned_steps
+from halfstep.train.setup import AnyRecipe, Parts, prepare
+from halfstep.train.start import device_of
+from halfstep.train.task import Task
+from halfstep.train.weights import digest
+
+INTERRUPTED, FAILED = "interrupted", "failed"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that came to its end."""
+
+    dir: Path
+    metrics: dict[str, float]
+    """Of the last evaluation."""
+    best: dict[str, Any]
+    """The task's metric, its best value, and the epoch of it."""
+    reason: str
+    precision: str
+    seconds: float
+    steps: int
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+def train(
+    task: Task, recipe: AnyRecipe, folder: Path, journal: Journal, *, label: str, command: str, notes: list[str]
+) -> Run:
+    """Train `task` as `recipe` says, and leave everything in `folder`. Called by every process."""
+    began = time.perf_counter()
+    loop = make_loop(task, recipe, folder, journal)
+    loop.keeper.facts(task)
+    facts = _facts(loop)
+    facts["notes"] = [*notes, *facts["notes"]]
+    journal.tell(events.START, label=label, dir=str(folder), command=command, **facts)
+    reason = FAILED
+    try:
+        reason = loop.run()
+        _same_weights(loop.parts, journal)
+    except KeyboardInterrupt:
+        reason = INTERRUPTED
+        raise
+    finally:
+        run = _ended(loop, folder, reason, time.perf_counter() - began)
+        told = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
+        journal.tell(events.END, reason=reason, **told)
+    loop.keeper.result(_result(run, loop.parts))
+    return run
+
+
+def make_loop(task: Task, recipe: AnyRecipe, folder: Path, journal: Journal) -> Loop:
+    """Everything built, and no step taken yet."""
+    device = device_of(recipe.train.device)
+    loaders = make_loaders(task, recipe, device)
+    per_epoch = loaders.train.steps_per_epoch
+    parts = prepare(task, recipe, device, total=planned_steps(recipe, per_epoch), per_epoch=per_epoch)
+    parts.notes += loaders.notes
+    keeper = Keeper(folder, journal, recipe.run.pictures)
+    telemetry = Telemetry(device).read
+    return Loop(task, recipe, parts, loaders.train, loaders.val, journal=journal, keeper=keeper, telemetry=telemetry)
+
+
+def _facts(loop: Loop) -> dict[str, Any]:
+    """What a person wants to see before the first step."""
+    task, train, choice, device = loop.task, loop.recipe.train, loop.parts.choice, loop.stepper.device
+    parameters, samples = list(loop.model.parameters()), len(loop.train.samples)
+    return {
+        "recipe": loop.recipe.model_dump(mode="json"),
+        "notes": loop.parts.notes,
+        "steps": loop.planned,
+        "epochs": loop.epochs,
+        "precision": {
+            "asked": choice.asked,
+            "took": choice.took,
+            "chosen": choice.precision.name,
+            "summary": choice.precision.summary,
+            "reasons": list(choice.reasons),
+        },
+        "device": {"name": choice.device.name, "place": str(device)},
+        "batch": {
+            "per_device": train.batch_size,
+            "devices": world.size(),
+            "microbatches": train.microbatches,
+            "total": loop.train.share.window,
+        },
+        "steps_per_epoch": loop.train.steps_per_epoch,
+        "samples": {"train": samples, "val": len(loop.val.samples)},
+        "repeats": loop.train.share.repeats(samples),
+        "parameters": {
+            "total": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        },
+        "flags": flags.read_flags(),
+        "versions": {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "metric": {"name": task.metric, "higher_is_better": task.higher_is_better},
+        "findings": [finding.as_dict() for finding in loop.stepper.findings],
+    }
+
+
+def _ended(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
+    counts = loop.stepper.counts
+    return Run(
+        dir=folder,
+        metrics=loop.latest,
+        best=loop.best,
+        reason=reason,
+        precision=loop.parts.choice.precision.name,
+        seconds=seconds,
+        steps=counts.applied,
+        skipped=dict(counts.skipped),
+    )
+
+
+def _result(run: Run, parts: Parts) -> dict[str, Any]:
+    observed = parts.stepper.observed
+    return {
+        "reason": run.reason,
+        "metrics": run.metrics,
+        "best": run.best,
+        "precision": run.precision,
+        "observed": None if observed is None else {"expected": observed.expected, "share": observed.share},
+        "seconds": run.seconds,
+        "steps": run.steps,
+        "skipped": run.skipped,
+        "weights": digest(parts.model),
+    }
+
+
+def _same_weights(parts: Parts, journal: Journal) -> None:
+    """Processes that trained one model must have the same weights, to the bit."""
+    if world.size() == 1:
+        return
+    digests = world.from_all(digest(parts.model))
+    if len(set(digests)) > 1:
+        raise RanksDisagree(
+            f"the weights differ between processes at the end: {', '.join(d[:12] for d in digests)}",
+            allowed="the same weights on every process",
+            do="report this with the recipe: every step was checked, so this should not happen",
+        )
+    text = f"weights are bitwise equal on {len(digests)} processes (sha256 {digests[0][:16]})"
+    journal.tell(events.NOTE, text=text, level="info")

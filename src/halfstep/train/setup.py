@@ -1,0 +1,96 @@
+"""From a recipe and a task to a Stepper that is ready to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from halfstep import world
+from halfstep.precision.ladder import Choice, choose_precision
+from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.riders import Ema
+from halfstep.step.transaction import Stepper
+from halfstep.train.checkpointing import checkpoint_activations
+from halfstep.train.data.order import derive
+from halfstep.train.freeze import freeze
+from halfstep.train.optimizers import make_optimizer
+from halfstep.train.recipe.schema import DataOptions, LossOptions, LossScaleOptions, ModelOptions, Recipe
+from halfstep.train.schedules import Shape, make_schedule
+from halfstep.train.task import Task
+from halfstep.train.weights import load_weights
+
+AnyRecipe = Recipe[ModelOptions, DataOptions, LossOptions]
+NOT_PATHS = ("none", "pretrained")
+"""Values of `model.weights` that the task itself understands."""
+
+
+@dataclass
+class Parts:
+    """What a run trains with."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    shape: Shape
+    stepper: Stepper
+    choice: Choice
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def lr(self) -> float:
+        rate: float = self.optimizer.param_groups[0]["lr"]
+        return rate
+
+
+def prepare(task: Task, recipe: AnyRecipe, device: torch.device, *, total: int, per_epoch: int) -> Parts:
+    """Build everything for `total` updates, `per_epoch` of them in an epoch."""
+    train = recipe.train
+    seed = train.seed or 0
+    torch.manual_seed(seed)  # the same weights on every process ...
+    model, notes = make_model(task, recipe, device)
+    torch.manual_seed(derive(seed, world.rank()))  # ... and other dropout on each
+    optimizer = make_optimizer(recipe.optimizer, model)
+    schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
+    choice = choose_precision(recipe.precision, device=device, strict=train.strict)
+    stepper = Stepper(
+        model,
+        optimizer,
+        precision=choice.precision,
+        clip_norm=train.clip_norm,
+        clip_value=train.clip_value,
+        schedule=schedule,
+        ema=Ema(model, train.ema) if train.ema is not None else None,
+        loss_scale=_loss_scale(recipe.loss_scale) if choice.precision.scaled else None,
+    )
+    return Parts(model, optimizer, shape, stepper, choice, notes)
+
+
+def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.Module, list[str]]:
+    """The task's model with the weights that the recipe begins with, where and how it will run."""
+    model, notes = task.model(), []
+    if recipe.model.weights not in NOT_PATHS:
+        notes.append(str(load_weights(model, Path(recipe.model.weights).expanduser(), partial=True)))
+    notes += freeze(model, recipe.model.freeze)
+    model = placed(model, device, recipe.train.channels_last)
+    if recipe.train.checkpoint_activations:
+        notes.append(f"activations of {checkpoint_activations(model)} blocks are computed again in backward")
+    if recipe.train.compile:
+        model.compile()
+    return model, notes
+
+
+def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+    """The model on its device, with the weights of two-dimensional convolutions in the layout of its images."""
+    model = model.to(device)
+    for parameter in model.parameters() if channels_last else ():
+        if parameter.dim() == 4:
+            # A copy, because `contiguous` leaves the strides of 1×1 kernels, and their gradients come with others.
+            laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
+            parameter.data = laid_out.copy_(parameter.data)
+    return model
+
+
+def _loss_scale(options: LossScaleOptions) -> DynamicScale:
+    return DynamicScale(**options.model_dump())

@@ -1,0 +1,69 @@
+"""The beginning of a run: which processes, which device, which random numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from halfstep import world
+from halfstep.errors import HalfstepError
+from halfstep.precision.hardware import describe
+
+AUTO = "auto"
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Join the processes that torchrun started with this one, where it did; leave them at the end."""
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not launched or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def device_of(name: str) -> torch.device:
+    """The device of this process; with `auto` each process of a machine has its own."""
+    if name != AUTO:
+        return torch.device(describe(name).place)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(local % torch.accelerator.device_count())
+    return torch.device(describe().place)
+
+
+def cores_each() -> int:
+    """Cores of this machine for each process that trains on it."""
+    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, present // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def decided_once(decide: Callable[[], str]) -> str:
+    """Rank 0's decision, on every rank; where it fails there, every rank ends with the same words."""
+    if world.rank() > 0:
+        return _told(world.from_rank_zero(""))
+    try:
+        decision = json.dumps({"decided": decide()})
+    except HalfstepError as error:
+        world.from_rank_zero(json.dumps({"refused": [error.given, error.allowed, error.do], "code": error.exit_code}))
+        raise
+    return _told(world.from_rank_zero(decision))
+
+
+def _told(text: str) -> str:
+    message = json.loads(text)
+    if "refused" in message:
+        given, allowed, do = message["refused"]
+        error = HalfstepError(f"rank 0: {given}", allowed=allowed, do=do)
+        error.exit_code = message["code"]
+        raise error
+    return str(message["decided"])

@@ -1,0 +1,131 @@
+"""What every task in the folder keeps, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep import Stepper
+from halfstep.precision.registry import precision_named
+from halfstep.tasks._folder import task_names
+from halfstep.train.task import Task
+from tests.support.digest import digest_of_run
+from tests.tasks.made import batch_of, made
+
+TASKS = task_names()
+
+
+def test_the_folder_is_not_empty() -> None:
+    assert len(TASKS) >= 2
+    assert {"segmentation", "classification"} <= set(TASKS)
+
+
+@pytest.fixture(params=TASKS)
+def task(request: pytest.FixtureRequest) -> Task:
+    return made(request.param)
+
+
+def stepper_of(task: Task, precision: str = "fp32") -> Stepper:
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    return Stepper(model, optimizer, precision=precision_named(precision))
+
+
+def test_loss_is_finite_and_reaches_every_parameter(task: Task) -> None:
+    model = task.model()
+    loss = task.loss(model, batch_of(task, "train"))
+    assert torch.isfinite(loss)
+    loss.backward()
+    unmoved = [name for name, p in model.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()]
+    assert unmoved == []
+
+
+def test_steps_lower_the_loss(task: Task) -> None:
+    stepper, batch = stepper_of(task), batch_of(task, "train")
+    losses = [float(stepper.step(task.loss, batch).loss) for _ in range(12)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_in_16_bits_are_wide_and_close(task: Task, precision: str) -> None:
+    model, batch = task.model(), batch_of(task, "train")
+    reference = task.loss(model, batch)
+    with precision_named(precision).autocast(torch.device("cpu")):
+        narrow = task.loss(model, batch)
+    assert narrow.dtype is torch.float32
+    assert narrow.item() == pytest.approx(reference.item(), rel=0.05)
+
+
+def test_a_skipped_step_did_not_happen(task: Task) -> None:
+    stepper, batch = stepper_of(task, "bf16"), batch_of(task, "train")
+    assert stepper.step(task.loss, batch).applied
+    before = digest_of_run(stepper)
+    spoiled = {name: t * math.nan if t.is_floating_point() else t for name, t in batch.items()}
+    assert not stepper.step(task.loss, spoiled).applied
+    assert digest_of_run(stepper) == before
+    assert stepper.step(task.loss, batch).applied
+
+
+@torch.no_grad()
+def test_metrics_hold_the_one_that_decides(task: Task) -> None:
+    model = task.model().eval()
+    metrics = task.metrics()
+    for size in (4, 1):
+        task.loss(model, batch_of(task, "val", size), metrics)
+    values = metrics.compute()
+    assert task.metric == "loss" or task.metric in values
+    assert all(value.dtype in (torch.float32, torch.float64) and torch.isfinite(value) for value in values.values())
+
+
+def test_facts_are_enough_to_predict_without_data(task: Task) -> None:
+    model = task.model().eval()
+    image = task.source("val").read(0)["image"]
+    expected = task.predict(model, image)
+    kept = json.loads(json.dumps(task.facts()))
+
+    again = type(task)(task.recipe)
+    again.remember(kept)
+    again.source = None  # type: ignore[assignment, method-assign]
+    copy = again.model()
+    copy.load_state_dict(model.state_dict())
+    got = again.predict(copy.eval(), image)
+    assert got.values == expected.values
+    assert got.values
+    assert (got.mask is None) == (expected.mask is None)
+    assert got.mask is None or np.array_equal(got.mask, expected.mask)
+
+
+def test_nothing_to_remember_is_no_error(task: Task) -> None:
+    task.remember({})
+    assert task.facts() == made(task.recipe.task).facts()
+
+
+@torch.no_grad()
+def test_pictures_are_8_bit_colour(task: Task) -> None:
+    pictures = task.pictures(task.model().eval(), batch_of(task, "val", 2))
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert picture.dtype == np.uint8
+        assert picture.ndim == 3
+        assert picture.shape[2] == 3
+        assert picture.std() > 0
+
+
+def test_augmentation_is_decided_by_torchs_generator(task: Task) -> None:
+    def drawn(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return list(batch_of(task, "train").values())
+
+    assert all(torch.equal(a, b) for a, b in zip(drawn(1), drawn(1), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(drawn(1), drawn(2), strict=True))
+
+
+def test_every_field_has_a_sentence(task: Task) -> None:
+    for section in ("model", "data", "loss"):
+        for name, field in type(getattr(task.recipe, section)).model_fields.items():
+            assert field.description, f"{section}.{name}"
+            assert field.description.endswith("."), f"{section}.{name}"

@@ -1,0 +1,57 @@
+"""The fault matrix in its small form: every row holds, and the runner can say when one does not."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+
+from faults import __main__ as runner
+from faults.outcome import Outcome
+
+ROWS = runner.rows()
+
+
+def test_there_are_rows() -> None:
+    assert {"F01", "F02", "F03"} <= set(ROWS)
+    assert all(row.WHAT for row in ROWS.values())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_holds(name: str) -> None:
+    outcome = ROWS[name].run(False)
+    assert runner.held(outcome), outcome
+    assert outcome.n >= {"F01": 100, "F02": 40, "F03": 25}.get(name, 1)
+
+
+def _row(name: str, outcome: Outcome | Exception) -> types.ModuleType:
+    row = types.ModuleType(name)
+    row.ID, row.WHAT = name, "a row of the test"  # type: ignore[attr-defined]
+
+    def run(full: bool) -> Outcome:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    row.run = run  # type: ignore[attr-defined]
+    return row
+
+
+def test_the_runner_prints_a_line_for_each_row_and_fails_where_one_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = _row("F91", Outcome(3, 3, "5ms")), _row("F92", Outcome(2, 3, "9ms"))
+    none, broken = _row("F93", Outcome(0, 0, "none")), _row("F94", ValueError("x"))
+    rows = {row.ID: row for row in (good, bad, none, broken)}  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner, "rows", lambda: rows)
+    assert runner.main(["F91"]) == 0
+    assert capsys.readouterr().out == "F91 pass=3 n=3 worst=5ms\n"
+    for name in ("F92", "F93", "F94"):
+        assert runner.main([name]) == 1
+    assert "F94 pass=0 n=1 worst=stopped with ValueError" in capsys.readouterr().out
+    assert runner.main(["--json"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["id"] for line in lines] == list(rows)
+    with pytest.raises(SystemExit):
+        runner.main(["F99"])

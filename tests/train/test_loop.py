@@ -1,0 +1,258 @@
+"""Many steps: what a run does, writes and leaves, with a task that takes milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import halfstep
+from halfstep.errors import BadData, FolderTaken
+from halfstep.train.journal.jsonl import read_events
+from halfstep.train.run import Run
+from tests.support.tiny_task import Tiny
+
+RECIPE = """
+task: tiny
+precision: fp32
+optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 0.0, fused: false}
+schedule: {name: constant}
+train: {epochs: 4, batch_size: 16, num_workers: 0, seed: 5}
+run: {log_every: 2, pictures: 0}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def fit(recipe: Path, task: Any = Tiny, **settings: Any) -> Run:
+    changed = {key.replace("__", "."): value for key, value in settings.items()}
+    changed.setdefault("run.dir", str(recipe.parent / "run"))
+    return halfstep.fit(recipe, task=task, settings=changed, quiet=True)
+
+
+def events(run: Run | Path, name: str) -> list[dict[str, Any]]:
+    folder = run.dir if isinstance(run, Run) else run
+    return [event for event in read_events(folder / "journal.jsonl") if event["event"] == name]
+
+
+def test_a_run_learns_and_leaves_everything_in_its_folder(recipe: Path) -> None:
+    run = fit(recipe, train__epochs=12)
+    losses = [event["val"]["loss"] for event in events(run, "epoch")]
+    assert losses[-1] < losses[0] / 2
+    assert run.reason == "finished"
+    assert run.metrics["loss"] == losses[-1]
+    assert run.steps == 48 == len(events(run, "step"))
+    left = {path.name for path in run.dir.iterdir()}
+    assert {"recipe.yaml", "journal.jsonl", "train.log", "best.safetensors", "last.safetensors", "result.json"} <= left
+    result = json.loads((run.dir / "result.json").read_text())
+    assert result["observed"] == {"expected": "fp32", "share": 1.0}
+    assert result["best"]["value"] == min(losses)
+
+
+def test_fp32_is_bitwise_the_loop_that_a_person_writes(recipe: Path) -> None:
+    run = fit(recipe)
+    ids = []
+    from halfstep.train.data.order import Order
+
+    for epoch in range(4):
+        ids += Order(64, 5).numbers(epoch).split(16)
+    points = Tiny(_resolved(run)).source("train")
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    for batch in ids:
+        optimizer.zero_grad()
+        F.mse_loss(model(points.x[batch]), points.y[batch]).backward()
+        optimizer.step()
+    saved = load_file(run.dir / "last.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(saved[name], tensor), name
+
+
+def _resolved(run: Run) -> Any:
+    from halfstep.train.recipe.sources import read_recipe
+
+    return Tiny.schema.model_validate(read_recipe(str(run.dir / "recipe.yaml")).raw)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(recipe: Path) -> None:
+    weights = [
+        load_file(fit(recipe, run__dir=str(recipe.parent / f"{i}"), train__seed=seed).dir / "last.safetensors")
+        for i, seed in enumerate((5, 5, 6))
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not any(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def test_best_is_the_best_and_last_is_the_last(recipe: Path) -> None:
+    run = fit(recipe, optimizer__lr=0.2, train__epochs=8)
+    losses = [event["val"]["loss"] for event in events(run, "epoch")]
+    best = losses.index(min(losses))
+    assert best != len(losses) - 1, "the learning rate was meant to be too high for a steady fall"
+    assert run.best == {"metric": "loss", "value": losses[best], "epoch": best + 1}
+    for name, expected in (("best", losses[best]), ("last", losses[-1])):
+        task = Tiny(_resolved(run))
+        model = task.model()
+        model.load_state_dict(load_file(run.dir / f"{name}.safetensors"))
+        points = task.source("val")
+        assert F.mse_loss(model(points.x), points.y).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_patience_ends_a_run_that_gets_no_better(recipe: Path) -> None:
+    run = fit(recipe, optimizer__lr=1e-9, train__epochs=50, evaluate__patience=2, evaluate__min_delta=0.01)
+    assert run.reason == "early_stopping"
+    assert [event["is_best"] for event in events(run, "epoch")] == [True, False, False]
+
+
+def test_steps_are_attempts_and_end_a_run_inside_an_epoch(recipe: Path) -> None:
+    run = fit(recipe, train__steps=7, data__nan=[3])
+    steps = events(run, "step")
+    assert len(steps) == 7
+    assert run.steps + sum(run.skipped.values()) == 7
+    assert len(events(run, "epoch")) == 2
+
+
+def test_a_sample_that_is_no_number_skips_one_step_and_is_not_used_again(recipe: Path) -> None:
+    run = fit(recipe, data__nan=[3, 40])
+    skipped = [event for event in events(run, "step") if not event["applied"]]
+    assert {number for event in skipped for number in event["quarantined"]} == {3, 40}
+    assert {event["epoch"] for event in skipped} == {1}
+    assert all(event["reason"] == "loss_not_finite" for event in skipped)
+    assert all(number in event["ids"] for event in skipped for number in event["quarantined"])
+    assert all(math.isfinite(event["loss"]) for event in events(run, "step") if event["epoch"] > 1)
+    assert all(tensor.isfinite().all() for tensor in load_file(run.dir / "last.safetensors").values())
+    assert {event["number"] for event in events(run, "replaced")} == {3, 40}
+
+
+def test_unreadable_samples_are_replaced_until_the_budget_is_spent(recipe: Path) -> None:
+    run = fit(recipe, data__unreadable=[1, 2], data__bad_samples=2)
+    assert {event["name"] for event in events(run, "replaced")} == {"point 1", "point 2"}
+    assert run.steps == 16
+    with pytest.raises(BadData, match="point"):
+        fit(recipe, data__unreadable=[1, 2, 7], data__bad_samples=2, run__dir=str(recipe.parent / "other"))
+    assert events(recipe.parent / "other", "end")[0]["reason"] == "failed"
+    assert not (recipe.parent / "other" / "result.json").exists()
+
+
+def test_microbatches_make_the_same_update_as_one_large_batch(recipe: Path) -> None:
+    large = fit(recipe, run__dir=str(recipe.parent / "large"))
+    small = fit(recipe, run__dir=str(recipe.parent / "small"), train__batch_size=4, train__microbatches=4)
+    assert large.steps == small.steps
+    one, other = (load_file(run.dir / "last.safetensors") for run in (large, small))
+    for name in one:
+        assert torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6), name
+    assert events(small, "start")[0]["batch"] == {"per_device": 4, "devices": 1, "microbatches": 4, "total": 16}
+
+
+def test_an_average_is_what_is_evaluated_and_saved_as_best(recipe: Path) -> None:
+    run = fit(recipe, train__ema=0.9, train__epochs=3)
+    best, last, average = (load_file(run.dir / f"{name}.safetensors") for name in ("best", "last", "last-ema"))
+    assert run.best["epoch"] == 3
+    assert all(torch.equal(best[name], average[name]) for name in best)
+    assert not any(torch.equal(last[name], average[name]) for name in best)
+
+
+def test_the_learning_rate_follows_its_schedule(recipe: Path) -> None:
+    run = fit(recipe, **{"schedule.name": "cosine", "schedule.warmup_steps": 4})
+    rates = [event["lr"] for event in events(run, "step")]
+    assert rates[:5] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_learn_too_and_are_observed(recipe: Path, precision: str) -> None:
+    run = fit(recipe, precision=precision, train__epochs=12)
+    losses = [event["val"]["loss"] for event in events(run, "epoch")]
+    assert losses[-1] < losses[0] / 2
+    observed = events(run, "observed")[0]
+    assert (observed["expected"], observed["share"]) == (precision, 1.0)
+    scales = {event["loss_scale"] for event in events(run, "step")}
+    assert (scales == {1.0}) == (precision == "bf16")
+
+
+def test_the_loss_scale_is_the_recipes(recipe: Path) -> None:
+    run = fit(recipe, precision="fp16", loss_scale__init_scale=256.0, loss_scale__growth_interval=5)
+    assert [event["loss_scale"] for event in events(run, "step")][:7] == [256.0] * 5 + [512.0] * 2
+
+
+def test_an_interrupted_run_says_so_and_is_not_finished(recipe: Path) -> None:
+    class Interrupted(Tiny):
+        calls = 0
+
+        def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+            type(self).calls += 1
+            if type(self).calls == 6:
+                raise KeyboardInterrupt
+            return super().loss(model, batch, metrics)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe, Interrupted)
+    folder = recipe.parent / "run"
+    assert events(folder, "end")[0]["reason"] == "interrupted"
+    assert not (folder / "result.json").exists()
+    with pytest.raises(FolderTaken, match="interrupted"):
+        fit(recipe)
+
+
+def test_a_finished_folder_is_refused_and_new_numbers_another(recipe: Path) -> None:
+    first = fit(recipe)
+    before = (first.dir / "last.safetensors").read_bytes()
+    with pytest.raises(FolderTaken, match="finished"):
+        fit(recipe)
+    with pytest.raises(FolderTaken, match=r"train\.epochs: 4 -> 5"):
+        fit(recipe, train__epochs=5)
+    second = halfstep.fit(recipe, task=Tiny, settings={"run.dir": str(first.dir)}, new=True, quiet=True)
+    assert second.dir.name == "run-2"
+    assert (first.dir / "last.safetensors").read_bytes() == before
+
+
+def test_a_task_may_be_given_as_an_object(recipe: Path) -> None:
+    recipe_free = Tiny(None)
+    assert fit(recipe, recipe_free).reason == "finished"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_no_bit(recipe: Path, workers: int) -> None:
+    alone = fit(recipe, train__epochs=2)
+    helped = fit(recipe, train__epochs=2, train__num_workers=workers, run__dir=str(recipe.parent / "helped"))
+    one, other = (load_file(run.dir / "last.safetensors") for run in (alone, helped))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_is_compiled_and_learns_the_same(recipe: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    class Curve(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = torch.nn.Linear(2, 16), torch.nn.Linear(16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.outer(self.inner(x).tanh())
+            return out
+
+    class Compiled(Tiny):
+        def model(self) -> torch.nn.Module:
+            return Curve()
+
+    plain = fit(recipe, Compiled, train__epochs=2)
+    counters.clear()
+    compiled = fit(recipe, Compiled, train__epochs=2, train__compile=True, run__dir=str(recipe.parent / "compiled"))
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert compiled.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-4)
+    one, other = (load_file(run.dir / "last.safetensors") for run in (plain, compiled))
+    assert one.keys() == other.keys()

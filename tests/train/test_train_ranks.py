@@ -1,0 +1,75 @@
+"""A run on two processes: the same weights on both, the same samples as on one, one decision about bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import halfstep
+from halfstep import world
+from halfstep.errors import HalfstepError
+from tests.support.ranks import Ranks
+from tests.support.tiny_task import Tiny
+from tests.train.test_loop import RECIPE, events
+
+pytestmark = pytest.mark.ranks
+
+
+def run_on(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    recipe = Path(folder) / f"tiny-{rank}.yaml"
+    recipe.write_text(RECIPE)
+    try:
+        run = halfstep.fit(recipe, task=Tiny, settings={"run.dir": f"{folder}/run", **settings}, quiet=True)
+    except HalfstepError as error:
+        return {"error": str(error), "code": error.exit_code}
+    return {"steps": run.steps, "skipped": run.skipped, "metrics": run.metrics, "dir": str(run.dir)}
+
+
+def test_two_processes_train_what_one_trains(on_ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    both = on_ranks(run_on, str(tmp_path), {"train.batch_size": 8})
+    assert both[0] == both[1]
+    alone = run_on(0, str(tmp_path / "alone"), {"train.batch_size": 16})
+    assert both[0]["steps"] == alone["steps"]
+    assert both[0]["metrics"]["loss"] == pytest.approx(alone["metrics"]["loss"], rel=1e-5)
+    one, other = (load_file(Path(found["dir"]) / "last.safetensors") for found in (both[0], alone))
+    for name in one:
+        assert torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6), name
+    notes = [event["text"] for event in events(tmp_path / "run", "note")]
+    assert any("bitwise equal on 2 processes" in note for note in notes)
+    assert events(tmp_path / "run", "start")[0]["batch"]["devices"] == 2
+
+
+def test_a_sample_that_is_no_number_is_quarantined_for_all(on_ranks: Ranks, tmp_path: Path) -> None:
+    found = on_ranks(run_on, str(tmp_path), {"train.batch_size": 8, "data.nan": [3, 40]})
+    assert found[0] == found[1]
+    skipped = [event for event in events(tmp_path / "run", "step") if not event["applied"]]
+    assert {number for event in skipped for number in event["quarantined"]} == {3, 40}
+    assert {event["epoch"] for event in skipped} == {1}
+
+
+def test_both_processes_stop_where_the_budget_is_spent(on_ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"train.batch_size": 8, "data.unreadable": [1, 2, 3, 4], "data.bad_samples": 3}
+    found = on_ranks(run_on, str(tmp_path), settings)
+    assert [one["code"] for one in found] == [65, 65]
+    assert len({event["name"] for event in events(tmp_path / "run", "replaced")}) == 4
+
+
+def test_a_refused_folder_ends_both_with_the_same_words(on_ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").write_text("")
+    found = on_ranks(run_on, str(tmp_path), {})
+    assert [one["code"] for one in found] == [73, 73]
+    assert found[0]["error"] in found[1]["error"]
+
+
+def texts(rank: int) -> list[str]:
+    return world.from_all("" if rank else "from zero: ü")
+
+
+def test_every_rank_hears_every_text(on_ranks: Ranks) -> None:
+    assert on_ranks(texts) == [["from zero: ü", ""]] * 2
