@@ -2,9 +2,10 @@
 
     python benchmarks/real_data.py [--recipes aerial_buildings cifar10] [--seeds 3] [--set train.epochs=4] [--write]
 
-Needs `scripts/data aerial_buildings` and `scripts/data cifar10` once. Every run is a process of its own, started as a
-person would start it; fp32 and bf16 of a seed run one after the other, the first of the pair alternating. An epoch's
-time is the median over all epochs but each run's first, which is observed. `--write` keeps the table beside this file.
+Needs `scripts/data aerial_buildings` and `scripts/data cifar10` once. The two runs of a seed are the trainer's own,
+with everything it does, in one process and step by step in turns, so that whatever else the machine does falls on
+both. The speed-up is the median over the pairs of steps; the first step of each epoch, in which the
+epoch before is evaluated, is left out. Time per epoch is the median step times the steps of an epoch. `--write` keeps the table beside this file.
 """
 
 from __future__ import annotations
@@ -13,88 +14,138 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfstep.cli._memory import keep_freed_memory
+from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
+from halfstep.tasks._folder import task_class
+from halfstep.train.journal.journal import Journal
 from halfstep.train.journal.jsonl import read_events
+from halfstep.train.journal.listeners import JOURNAL, listeners
+from halfstep.train.loop import Loop
+from halfstep.train.recipe.overrides import read_flags as read_settings
+from halfstep.train.recipe.resolve import resolve
+from halfstep.train.recipe.sources import read_recipe
+from halfstep.train.run import make_loop
 
 PRECISIONS = ("fp32", "bf16")
 HERE = Path(__file__).parent
 
 
-def train(recipe: str, precision: str, seed: int, folder: Path, settings: list[str]) -> dict[str, Any]:
-    """One run: the seconds of its epochs, and its last metric."""
-    command = [sys.executable, "-m", "halfstep", "train", recipe, f"precision={precision}", f"train.seed={seed}"]
-    subprocess.run([*command, f"run.dir={folder}", *settings, "--json"], check=True, stdout=subprocess.DEVNULL)
-    events = read_events(folder / "journal.jsonl")
-    start = next(event for event in events if event["event"] == "start")
-    epochs = [event for event in events if event["event"] == "epoch"]
-    observed = next(event for event in events if event["event"] == "observed")
+def prepared(name: str, precision: str, seed: int, folder: Path, settings: list[str]) -> Loop:
+    """A run that is ready for its first step."""
+    found = read_recipe(name)
+    kind = task_class(found.raw["task"])
+    changes = [f"precision={precision}", f"train.seed={seed}", f"run.dir={folder}", *settings]
+    recipe = resolve(found.raw, kind.schema, read_settings(changes, kind.schema), found.label).recipe
+    folder.mkdir()
+    return make_loop(kind(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=None)))
+
+
+def in_turns(loops: dict[str, Loop]) -> Iterator[dict[str, float]]:
+    """The seconds of each step, pair by pair; which of the two goes first alternates."""
+    running = {name: loop.attempts() for name, loop in loops.items()}
+    turn = 0
+    while True:
+        seconds = {}
+        for name in PRECISIONS if turn % 2 == 0 else reversed(PRECISIONS):
+            began = time.perf_counter()
+            if next(running[name], None) is not None:
+                seconds[name] = time.perf_counter() - began
+        if len(seconds) < len(PRECISIONS):
+            return
+        yield seconds
+        turn += 1
+
+
+def train_both(name: str, seed: int, root: Path, settings: list[str], progress: Progress) -> dict[str, Any]:
+    loops = {p: prepared(name, p, seed, root / f"{name}-{p}-{seed}", settings) for p in PRECISIONS}
+    per_epoch, planned = loops["fp32"].train.steps_per_epoch, loops["fp32"].planned
+    pairs = []
+    for number, seconds in enumerate(in_turns(loops)):
+        if number % per_epoch:
+            pairs.append(seconds)
+        progress.show(f"{name} seed {seed}: step {number + 1} of {planned} twice", (number + 1) / planned)
+    return {"pairs": pairs, "per_epoch": per_epoch, "runs": {p: facts(loop) for p, loop in loops.items()}}
+
+
+def facts(loop: Loop) -> dict[str, Any]:
+    """What a run came to."""
+    loop.journal.close()
+    events = read_events(Path(loop.recipe.run.dir) / JOURNAL)
+    waits = [event["wait_share"] for event in events if event["event"] == "speed"]
+    observed = loop.stepper.observed
     return {
-        "seconds": [epoch["seconds"] for epoch in epochs[1:]] or [epochs[0]["seconds"]],
-        "waiting": statistics.mean(e["wait_share"] for e in events if e["event"] == "speed"),
-        "metric": epochs[-1]["val"][start["metric"]["name"]],
-        "name": start["metric"]["name"],
-        "observed": observed["share"],
-        "flags": start["flags"],
-        "epochs": len(epochs),
-        "samples": start["samples"],
-        "skipped": sum(sum(epoch["skipped"].values()) for epoch in epochs),
+        "metric": loop.latest[loop.task.metric],
+        "name": loop.task.metric,
+        "observed": observed.share if observed else None,
+        "waiting": statistics.median(waits),
+        "skipped": sum(loop.stepper.counts.skipped.values()),
+        "epochs": loop.progress.epoch,
+        "samples": {"train": len(loop.train.samples), "val": len(loop.val.samples)},
     }
 
 
-def compare(recipe: str, seeds: int, settings: list[str], progress: Progress) -> dict[str, Any]:
-    runs: dict[str, list[dict[str, Any]]] = {precision: [] for precision in PRECISIONS}
+def compare(name: str, seeds: int, settings: list[str], progress: Progress) -> dict[str, Any]:
+    found = []
     with tempfile.TemporaryDirectory() as root:
         for seed in range(seeds):
-            for precision in PRECISIONS if seed % 2 == 0 else reversed(PRECISIONS):
-                progress.show(f"{recipe} {precision} seed {seed}")
-                runs[precision].append(train(recipe, precision, seed, Path(root) / f"{precision}-{seed}", settings))
-                progress.done()
-    seconds = {p: statistics.median(s for run in runs[p] for s in run["seconds"]) for p in PRECISIONS}
-    first = runs[PRECISIONS[0]][0]
+            found.append(train_both(name, seed, Path(root), settings, progress))
+            progress.done()
+    pairs = [pair for one in found for pair in one["pairs"]]
+    ratios = sorted(pair["fp32"] / pair["bf16"] for pair in pairs)
+    tail, first = len(ratios) // 10, found[0]["runs"]["fp32"]
     return {
-        "recipe": recipe,
+        "recipe": name,
         "metric": first["name"],
         "epochs": first["epochs"],
         "samples": first["samples"],
-        "flags": first["flags"],
-        "speedup": seconds["fp32"] / seconds["bf16"],
-        "rows": [row(precision, seconds[precision], runs[precision]) for precision in PRECISIONS],
+        "steps_per_epoch": found[0]["per_epoch"],
+        "speedup": {"median": statistics.median(ratios), "low": ratios[tail], "high": ratios[-1 - tail]},
+        "pairs": len(ratios),
+        "rows": [row(p, [pair[p] for pair in pairs], [one["runs"][p] for one in found], found) for p in PRECISIONS],
     }
 
 
-def row(precision: str, seconds: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def row(
+    precision: str, seconds: list[float], runs: list[dict[str, Any]], found: list[dict[str, Any]]
+) -> dict[str, Any]:
     metrics = [run["metric"] for run in runs]
     return {
         "precision": precision,
-        "seconds_per_epoch": seconds,
+        "seconds_per_epoch": statistics.median(seconds) * found[0]["per_epoch"],
         "metric_mean": statistics.mean(metrics),
         "metric_sd": statistics.stdev(metrics) if len(metrics) > 1 else None,
         "metrics": metrics,
         "observed": min(run["observed"] for run in runs),
-        "waiting": statistics.mean(run["waiting"] for run in runs),
+        "waiting": statistics.median(run["waiting"] for run in runs),
         "skipped": sum(run["skipped"] for run in runs),
     }
 
 
 class Progress:
-    """Which run is running, and how long the rest will take if it is like what was."""
+    """What is running, and how long the rest will take if it is like what was."""
 
-    def __init__(self, runs: int) -> None:
-        self._runs, self._done, self._began = runs, 0, time.monotonic()
+    def __init__(self, jobs: int) -> None:
+        self._jobs, self._done, self._began, self._told = jobs, 0, time.monotonic(), 0.0
 
-    def show(self, what: str) -> None:
-        spent = time.monotonic() - self._began
-        left = f", about {spent / self._done * (self._runs - self._done) / 60:.0f} min left" if self._done else ""
-        print(f"{self._done + 1}/{self._runs} {what}{left}", file=sys.stderr, flush=True)
+    def show(self, what: str, share: float) -> None:
+        now = time.monotonic()
+        if now - self._told < (1 if sys.stderr.isatty() else 30):
+            return
+        self._told = now
+        done = (self._done + share) / self._jobs
+        left = (now - self._began) * (1 / done - 1) / 60
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(f"{what}, {left:.0f} min left   ", end=end, file=sys.stderr, flush=True)
 
     def done(self) -> None:
         self._done += 1
@@ -105,7 +156,7 @@ def table(results: list[dict[str, Any]]) -> str:
     lines += ["|---|---|---:|---:|---|---:|---:|---:|"]
     for result in results:
         for one in result["rows"]:
-            gain = result["rows"][0]["seconds_per_epoch"] / one["seconds_per_epoch"]
+            gain = result["speedup"]["median"] if one["precision"] == "bf16" else 1.0
             spread = f" ± {one['metric_sd']:.4f}" if one["metric_sd"] is not None else ""
             lines.append(
                 f"| {result['recipe']} | {one['precision']} | {one['seconds_per_epoch']:.1f} | {gain:.2f}x "
@@ -122,7 +173,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings for every run")
     parser.add_argument("--write", action="store_true", help="keep the table as real_data.json and real_data.md")
     given = parser.parse_args()
-    progress = Progress(len(given.recipes) * given.seeds * len(PRECISIONS))
+    keep_freed_memory()
+    progress = Progress(len(given.recipes) * given.seeds)
     results = [compare(recipe, given.seeds, given.set, progress) for recipe in given.recipes]
     conditions = {
         "command": " ".join(["python benchmarks/real_data.py", *sys.argv[1:]]),
@@ -130,12 +182,14 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "flags outside of steps": read_flags(),
     }
-    print(", ".join(f"{key}: {value}" for key, value in conditions.items()))
+    told = ", ".join(f"{key}: {value}" for key, value in conditions.items())
+    print(told)
     print(table(results))
     if given.write:
         (HERE / "real_data.json").write_text(json.dumps({**conditions, "results": results}, indent=1) + "\n")
-        (HERE / "real_data.md").write_text(f"`{conditions['command']}` printed:\n\n{table(results)}\n")
+        (HERE / "real_data.md").write_text(f"{told}\n\n{table(results)}\n")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def _spent(file: str, empty: Path, full: bool) -> tuple[Ending, float]:
         before = _peak()
         return in_process(file, empty), _peak() - before
     usual, ending = through_the_command("segmentation_tiny", empty), through_the_command(file, empty)
-    return ending._replace(seconds=max(0.0, ending.seconds - usual.seconds)), ending.peak - usual.peak
+    return ending, ending.peak - usual.peak
 
 
 def _peak() -> float:

@@ -59,7 +59,12 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"halfstep.{_HOMES[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"halfstep.{_HOMES[name]}"), name)
+    except ImportError as error:
+        from halfstep.errors import missing_extra
+
+        raise missing_extra(error) or error from error
 
 
 def __dir__() -> list[str]:

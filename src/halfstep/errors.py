@@ -100,6 +100,24 @@ def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownNam
     )
 
 
+_EXTRAS = {
+    "train": {"matplotlib", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
+    "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchmetrics", "torchvision", "webdataset"},
+}
+
+
+def missing_extra(error: ImportError) -> MissingExtra | None:
+    """What to install, where an import failed because an extra of halfstep is not there; None for other failures."""
+    package = (error.name or "").partition(".")[0]
+    if isinstance(error, MissingExtra) or not any(package in packages for packages in _EXTRAS.values()):
+        return None
+    return MissingExtra(
+        f"the package {package!r} is not installed",
+        allowed=f"halfstep with its extras {' and '.join(_EXTRAS)}",
+        do=f"pip install 'halfstep[{','.join(_EXTRAS)}]'",
+    )
+
+
 def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
     """Refuse saved names that lack one of ours, or have one that we have not."""
     missing, extra = sorted(set(ours) - set(saved)), sorted(set(saved) - set(ours))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.draw.grid import grid
+from halfstep.draw.grid import enlarged, grid
 from halfstep.draw.png import write_png
 from halfstep.errors import WrongUse
 
@@ -22,6 +22,12 @@ def test_a_grid_gives_every_picture_its_place() -> None:
     assert (out[5, :5] == 3).all()
     covered = 2 * 3 + 4 * 2 + 5
     assert (out[..., 0] == 9).sum() == out.shape[0] * out.shape[1] - covered
+
+
+def test_small_pictures_are_enlarged_and_large_ones_left() -> None:
+    small = np.arange(4, dtype=np.uint8).reshape(2, 2)
+    assert enlarged(small, 4).tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
+    assert enlarged(np.zeros((200, 5, 3), np.uint8)).shape == (200, 5, 3)
 
 
 def test_a_grid_of_nothing_is_refused() -> None:

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 import halfstep
-from halfstep.tasks._fit import resolved_recipe
-from halfstep.tasks._folder import task_class
+from halfstep.tasks._resolving import resolved_recipe
 from halfstep.train.recipe.sources import read_recipe
 
 COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,7 +86,7 @@ def value(recipe: Any, key: str) -> Any:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_line_means_what_the_guide_says(name: str) -> None:
     line, expected = COMMANDS[name]
-    found = resolved_recipe(read_recipe("imagenet100"), task_class("classification"), None, line.split())
+    found = resolved_recipe(read_recipe("imagenet100"), line.split())
     assert {key: value(found.recipe, key) for key in expected} == expected
 
 

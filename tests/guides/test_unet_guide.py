@@ -14,8 +14,7 @@ import yaml
 from PIL import Image
 
 import halfstep
-from halfstep.tasks._fit import resolved_recipe
-from halfstep.tasks._folder import task_class
+from halfstep.tasks._resolving import resolved_recipe
 from halfstep.train.recipe.sources import read_recipe
 
 SMALL = ["model.width=4", "model.depth=2", "data.crop=16", "data.tile=16", "data.overlap=4", "run.pictures=0"]
@@ -39,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolve(settings: dict[str, Any] | list[str], recipe: str = "unet") -> Any:
-    return resolved_recipe(read_recipe(recipe), task_class("segmentation"), None, settings).recipe
+    return resolved_recipe(read_recipe(recipe), settings).recipe
 
 
 def train(data: Path, folder: Path, settings: dict[str, Any], recipe: str = "unet") -> halfstep.Run:

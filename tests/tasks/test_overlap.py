@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import BadData
-from halfstep.tasks._overlap import Overlap
-from halfstep.tasks._overlap_loss import overlap_loss
+from halfstep.tasks._overlap import Overlap, overlap_loss
 
 IGNORED = 255
 

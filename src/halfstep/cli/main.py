@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import pkgutil
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from typer.core import TyperGroup
 
 from halfstep import __version__, cli
 from halfstep.cli._flag import flag
-from halfstep.errors import HalfstepError
+from halfstep.errors import CONFIGURATION, HalfstepError, missing_extra
 
 GROUPS = ("Run", "Choose", "Trouble", "Files")
 
@@ -30,11 +31,21 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except HalfstepError as error:
-            if ctx.params["debug"]:
+        except (HalfstepError, ImportError) as error:
+            told = error if isinstance(error, HalfstepError) else missing_extra(error)
+            if told is None or ctx.params["debug"]:
                 raise
-            Console(stderr=True, soft_wrap=True).print(Text(str(error), style="red"))
-            raise typer.Exit(error.exit_code) from None
+            _print(told)
+            raise typer.Exit(told.exit_code) from None
+
+
+def _print(error: HalfstepError) -> None:
+    """Of the processes that torchrun started, one tells of a wrong setting, which all have; the rest is each one's own."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and error.exit_code == CONFIGURATION:
+        return
+    whose = "" if rank == "0" else f"rank {rank}: "
+    Console(stderr=True, soft_wrap=True).print(Text(f"{whose}{error}", style="red"))
 
 
 def _print_version(wanted: bool) -> None:

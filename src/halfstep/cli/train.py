@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from halfstep.cli._flag import flag
+from halfstep.cli._memory import keep_freed_memory
 from halfstep.cli._settings import TakesSettings
 
 GROUP = "Run"
@@ -28,24 +29,35 @@ def run(
     json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,
 ) -> None:
     """Train a recipe. What follows it changes it: train.batch_size=4, or --batch_size 4, or --bf16."""
-    from halfstep.tasks._fit import fit, resolved_recipe, task_of
     from halfstep.tasks._folder import task_from_file
+    from halfstep.tasks._resolving import resolved_recipe
     from halfstep.train.recipe.sources import read_recipe
 
     own, digest = task_from_file(task) if task else (None, "")
+    # Everything that can be wrong in words is found here, before torch is loaded.
+    resolved = resolved_recipe(read_recipe(recipe), context.args, schema=own.schema if own else None)
     if show:
         from halfstep.train.recipe.written import to_yaml
 
-        found = read_recipe(recipe)
-        typer.echo(to_yaml(resolved_recipe(found, task_of(own, found), None, context.args).recipe), nl=False)
+        typer.echo(to_yaml(resolved.recipe), nl=False)
         return
+    from halfstep.tasks._fit import launch
+
+    if not _has_accelerator():
+        keep_freed_memory()
     notes = [f"task {own.__name__} from {task} (sha256 {digest})"] if own else []
-    result = fit(recipe, task=own, settings=context.args, new=new, command=_command(), quiet=json, notes=notes)
+    result = launch(resolved, task=own, new=new, quiet=json, command=_command(), notes=notes)
     if json:
         from dataclasses import asdict
         from json import dumps
 
         typer.echo(dumps({**asdict(result), "dir": str(result.dir)}, indent=1))
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 def _command() -> str:

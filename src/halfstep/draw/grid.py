@@ -40,3 +40,9 @@ def _coloured(picture: Array) -> Array:
             do="scale it to 0 .. 255 and move its channels last",
         )
     return np.repeat(picture[..., None], 3, axis=2) if picture.ndim == 2 else picture
+
+
+def enlarged(picture: Array, least: int = 128) -> Array:
+    """The picture with every pixel as a square, so that its height is at least `least`: for small ones to be seen."""
+    times = max(1, -(-least // picture.shape[0]))
+    return picture.repeat(times, axis=0).repeat(times, axis=1)

@@ -12,7 +12,7 @@ from torch import nn
 from halfstep.errors import BadData
 from halfstep.files import read_json
 from halfstep.precision.ladder import Choice, choose_precision
-from halfstep.tasks._fit import task_of
+from halfstep.tasks._folder import task_class
 from halfstep.train.keeping import BEST, FACTS, LAST
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run_folder import RECIPE
@@ -40,7 +40,7 @@ class Finished:
 def open_finished(folder: Path, *, weights: str, precision: str | None, own: type[Task] | None) -> Finished:
     """The task of a run with its weights, `best`, `last` or a file, on a device; in the run's precision or another."""
     found = read_recipe(str(_recipe_in(folder)))
-    kind = task_of(own, found)
+    kind = own or task_class(str(found.raw.get("task")))
     recipe = kind.schema.model_validate(found.raw)
     task = kind(recipe)
     task.remember(read_json(folder / FACTS) or {})

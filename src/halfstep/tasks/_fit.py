@@ -1,30 +1,26 @@
-"""`halfstep.fit`: a run from Python, and what `halfstep train` calls."""
+"""`halfstep.fit`: a run from Python; and `launch`, which `halfstep train` calls with a recipe that it has checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from halfstep import world
-from halfstep.errors import WrongUse
 from halfstep.tasks._folder import task_class
+from halfstep.tasks._resolving import Settings, resolved_recipe
 from halfstep.train.journal.journal import Journal, Listener
 from halfstep.train.journal.listeners import listeners
-from halfstep.train.recipe.overrides import Override, key_for, read_flags
-from halfstep.train.recipe.resolve import Resolved, resolve
-from halfstep.train.recipe.sources import Found, read_recipe
+from halfstep.train.recipe.resolve import Resolved
+from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.recipe.strict_yaml import read_yaml
 from halfstep.train.recipe.written import to_yaml
 from halfstep.train.run import Run, train
 from halfstep.train.run_folder import RunFolder, open_run
 from halfstep.train.start import decided_once, together
 from halfstep.train.task import Task
-
-Settings = Mapping[str, Any] | Iterable[str]
-"""`{"train.batch_size": 4}`, or as on the command line: `["train.batch_size=4", "--bf16"]`."""
 
 
 def fit(
@@ -35,49 +31,54 @@ def fit(
     settings: Settings = (),
     new: bool = False,
     quiet: bool = False,
-    command: str = "halfstep.fit",
-    notes: Sequence[str] = (),
 ) -> Run:
     """Train a recipe, by name or path, and return the finished run.
 
     `task` is a task of your own, `settings` changes the recipe, `new` numbers another folder where one is taken,
     `quiet` writes to the run's folder only.
     """
-    found = read_recipe(str(recipe))
-    kind = task_of(task, found)
-    resolved = resolved_recipe(found, kind, precision, settings)
+    resolved = resolved_recipe(read_recipe(str(recipe)), _with_precision(settings, precision), schema=_schema(task))
+    return launch(resolved, task=task, new=new, quiet=quiet, command="halfstep.fit")
+
+
+def launch(
+    resolved: Resolved,
+    *,
+    task: Task | type[Task] | None,
+    new: bool,
+    quiet: bool,
+    command: str,
+    notes: Sequence[str] = (),
+) -> Run:
+    """Train a recipe that is complete, on every process that torchrun started."""
+    kind = task_class(resolved.recipe.task) if task is None else _class(task)
     with together():
         text = decided_once(lambda: to_yaml(_opened(resolved, new).recipe))
-        chosen = kind.schema.model_validate(read_yaml(text, found.label))
-        folder = Path(chosen.run.dir)
-        journal = Journal(_listeners(folder, chosen, quiet))
+        recipe = kind.schema.model_validate(read_yaml(text, resolved.label))
+        folder = Path(recipe.run.dir)
+        journal = Journal(_listeners(folder, recipe, quiet))
         try:
-            job = _ready(task, kind, chosen)
             told = [*notes, *resolved.notes]
-            return train(job, chosen, folder, journal, label=found.label, command=command, notes=told)
+            job = _ready(task, kind, recipe)
+            return train(job, recipe, folder, journal, label=resolved.label, command=command, notes=told)
         finally:
             journal.close()
 
 
-def task_of(task: Task | type[Task] | None, found: Found) -> type[Task]:
-    """The class of the task: the one given, or the one that the recipe names."""
-    if task is None:
-        named = found.raw.get("task")
-        if not isinstance(named, str):
-            raise WrongUse(f"{found.label} names no task", allowed="task: segmentation", do="add a line `task: NAME`")
-        return task_class(named)
+def _class(task: Task | type[Task]) -> type[Task]:
     return task if isinstance(task, type) else type(task)
 
 
-def resolved_recipe(found: Found, kind: type[Task], precision: str | None, settings: Settings) -> Resolved:
-    """The recipe with every setting in its place."""
+def _schema(task: Task | type[Task] | None) -> Any:
+    return None if task is None else _class(task).schema
+
+
+def _with_precision(settings: Settings, precision: str | None) -> Settings:
+    if precision is None:
+        return settings
     if isinstance(settings, Mapping):
-        overrides = [Override(key_for(key, kind.schema), value) for key, value in settings.items()]
-    else:
-        overrides = read_flags(list(settings), kind.schema)
-    if precision is not None:
-        overrides.append(Override("precision", precision))
-    return resolve(found.raw, kind.schema, overrides, found.label)
+        return {**settings, "precision": precision}
+    return [*settings, f"precision={precision}"]
 
 
 def _ready(task: Task | type[Task] | None, kind: type[Task], recipe: Any) -> Task:

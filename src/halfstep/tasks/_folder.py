@@ -9,10 +9,14 @@ import sys
 import types
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from halfstep import tasks
 from halfstep.errors import Contradiction, HalfstepError, MissingExtra, WrongUse, unknown_name
-from halfstep.train.task import Task
+from halfstep.tasks import options
+
+if TYPE_CHECKING:
+    from halfstep.train.task import Task
 
 GROUP = "halfstep.tasks"
 LARGEST_FILE = 2**20
@@ -40,6 +44,13 @@ def task_class(name: str) -> type[Task]:
     raise unknown_name("task", name, [*own, *installed])
 
 
+def task_schema(name: str) -> Any:
+    """The schema of a task's recipe; of ours without loading torch, where its options have a file of their own."""
+    if name in _own() and name not in _installed() and name in _with_options():
+        return importlib.import_module(f"{options.__name__}.{name}").SCHEMA
+    return task_class(name).schema
+
+
 def task_from_file(path: str | Path) -> tuple[type[Task], str]:
     """The task in a person's own file, and the SHA-256 of exactly the text that was run."""
     path = Path(path)
@@ -51,6 +62,8 @@ def task_from_file(path: str | Path) -> tuple[type[Task], str]:
 
 def _task_in(module: types.ModuleType, where: str) -> type[Task]:
     """The one task that a module defines; what it imports does not count."""
+    from halfstep.train.task import Task
+
     found = [
         value
         for value in vars(module).values()
@@ -68,6 +81,10 @@ def _task_in(module: types.ModuleType, where: str) -> type[Task]:
 
 def _own() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(tasks.__path__) if not m.ispkg and not m.name.startswith("_")]
+
+
+def _with_options() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(options.__path__)]
 
 
 def _installed() -> dict[str, EntryPoint]:
@@ -102,6 +119,8 @@ def _imported(name: str) -> type[Task]:
 
 
 def _checked(found: object, where: str) -> type[Task]:
+    from halfstep.train.task import Task
+
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise WrongUse(
             f"{where} gives {type(found).__name__}, not a task", allowed="a class that derives from Task", do="fix it"

@@ -3,73 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.errors import BadRecipe
 from halfstep.precision.island import island
 from halfstep.tasks import _pixels
 from halfstep.tasks._sources import labelled
 from halfstep.tasks.models.imagewise import expected_pixels, imagewise_model
+from halfstep.tasks.options.classification import SCHEMA, Data
 from halfstep.train.data.reading import scaled
 from halfstep.train.data.source import Sample, Source
-from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 from halfstep.train.task import Picture, Prediction, Split, Task
-
-if TYPE_CHECKING:
-    # A recipe is checked against the options below before anything heavy is loaded.
-    from torchmetrics import MetricCollection
-    from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 RIGHT, WRONG = (0, 158, 115), (213, 94, 0)
 
 
-class Model(ModelOptions):
-    name: str = "resnet50"
-    """A model of timm, such as resnet50, convnext_tiny or vit_small_patch16_224."""
-    drop_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout before the last layer."""
-    small_stem: bool = False
-    """ResNets: a first layer for images of about 32 pixels, which does not shrink them. It begins random."""
-
-
-class Data(DataOptions):
-    name: Literal["folder", "shards", "shapes"] = "folder"
-    """`folder` (a folder for each class), `shards` (WebDataset), or `shapes` (drawn here, no download)."""
-    path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a set that scripts/data got."""
-    val: Fraction | str = "val"
-    """For validation: a folder beside `train`, or anywhere; or a share of the samples in `path`."""
-    classes: Annotated[int, Field(ge=2)] | None = None
-    """How many classes there are; counted in the data if it is left out."""
-    channels: Annotated[int, Field(ge=1, le=64)] = 3
-    """Channels of an image."""
-    size: Annotated[PositiveInt, Also("image_size", "img_size")] = 224
-    """The size of the images that the model sees."""
-    crop: Literal["resize", "shift"] = "resize"
-    """Training crops: `resize` a random part of an image, or `shift` a small image by up to an eighth of its size."""
-    augment: Literal["none", "flip", "randaugment"] = "flip"
-    """`none` shows whole images, `flip` crops and flips them, `randaugment` also changes their colour and shape."""
-    mixup: NonNegativeFloat = 0.0
-    """Alpha of mixup, which blends two images and their labels; 0 is off. With cutmix too, each batch draws one."""
-    cutmix: NonNegativeFloat = 0.0
-    """Alpha of cutmix, which pastes a part of one image into another; 0 is off."""
-    samples: Annotated[int, Field(ge=2)] = 512
-    """shapes: how many images there are, with those for validation."""
-
-
-class Loss(LossOptions):
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """The share of certainty that is taken from the right class and spread over all."""
-
-
 class Classification(Task):
-    schema: ClassVar[Any] = Recipe[Model, Data, Loss]
+    schema: ClassVar[Any] = SCHEMA
     metric: ClassVar[str] = "top1"
     tiny: ClassVar[Mapping[str, Any]] = {
         "model": {"name": "resnet10t"},
@@ -125,8 +83,6 @@ class Classification(Task):
         mixes = self._mixes() if split == "train" else []
         if not mixes:
             return batch
-        from torchvision.transforms import v2
-
         image, label = v2.RandomChoice(mixes)(batch["image"], batch["label"])
         return {"image": image, "label": label}
 
@@ -137,9 +93,6 @@ class Classification(Task):
         return _cross_entropy(logits, batch["label"], self.recipe.loss.label_smoothing)
 
     def metrics(self) -> MetricCollection:
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy
-
         classes = len(self.classes)
         # With five classes or fewer, one of the first five is always right.
         return MetricCollection(
@@ -178,8 +131,6 @@ class Classification(Task):
         self._classes = self._classes or names
 
     def _mixes(self) -> list[v2.Transform]:
-        from torchvision.transforms import v2
-
         kinds = ((v2.MixUp, self.recipe.data.mixup), (v2.CutMix, self.recipe.data.cutmix))
         return [kind(alpha=alpha, num_classes=len(self.classes)) for kind, alpha in kinds if alpha > 0]
 
@@ -201,8 +152,6 @@ def _numbers(label: Tensor) -> Tensor:
 
 def _varied(data: Data) -> v2.Transform:
     """What training sees."""
-    from torchvision.transforms import v2
-
     if data.augment == "none":
         return _plain(data)
     steps: list[nn.Module] = []
@@ -218,8 +167,6 @@ def _varied(data: Data) -> v2.Transform:
 
 def _plain(data: Data) -> v2.Transform:
     """What evaluation sees: the middle of an image. Photographs have a border of an eighth that is left out."""
-    from torchvision.transforms import v2
-
     side = round(data.size / 0.875) if data.crop == "resize" else data.size
     return v2.Compose([v2.Resize(side, antialias=True), v2.CenterCrop(data.size)])
 

@@ -3,84 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+from torchmetrics import MetricCollection
+from torchvision import tv_tensors  # type: ignore[import-untyped]
+from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.errors import BadRecipe
 from halfstep.tasks import _colours, _pixels
-from halfstep.tasks._overlap_loss import overlap_loss
+from halfstep.tasks._overlap import Overlap, overlap_loss
 from halfstep.tasks._sources import drawn_masks, masked
 from halfstep.tasks._tiles import each_in_its_size, tiled
 from halfstep.tasks.models.pixelwise import STRIDES, pixelwise_model
+from halfstep.tasks.options.segmentation import SCHEMA, Data
 from halfstep.train.data.reading import scaled
 from halfstep.train.data.source import Sample, Source
-from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 from halfstep.train.task import Picture, Prediction, Split, Task
-
-if TYPE_CHECKING:
-    # A recipe is checked against the options below before anything heavy is loaded.
-    from torchmetrics import MetricCollection
-    from torchvision.transforms import v2  # type: ignore[import-untyped]
-
-Colour = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]
-
-
-class Model(ModelOptions):
-    name: str = "unet"
-    """`unet` (the classic one), or an architecture of segmentation-models-pytorch: `smp-unet`, `fpn`, `manet`."""
-    width: PositiveInt = 64
-    """unet: channels at the first level; each level below it has twice as many."""
-    depth: Annotated[int, Field(ge=1, le=8)] = 4
-    """unet: how many times the image is halved."""
-    encoder: str = "resnet34"
-    """Other models: the encoder, by its name in segmentation-models-pytorch."""
-
-
-class Data(DataOptions):
-    name: Literal["pairs", "shards", "shapes"] = "pairs"
-    """`pairs` (a folder of images and one of masks), `shards` (WebDataset), or `shapes` (drawn here, no download)."""
-    path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `images` and `masks`, or the shards; `cache:NAME` is a set that scripts/data got."""
-    masks: str | None = None
-    """pairs: the folder of masks, where it is not beside the images; `path` is then the folder of images."""
-    val: Fraction | str = 0.2
-    """For validation: a share of the samples, or a folder of the same layout, in `path` or anywhere."""
-    classes: Annotated[int, Field(ge=2, le=255)] = 2
-    """How many classes a mask has, with the background. Two classes are background and foreground."""
-    names: list[str] = Field(default=[])
-    """Names of the classes, for tables; their numbers if they are left out."""
-    channels: Annotated[int, Field(ge=1, le=64)] = 3
-    """Channels of an image."""
-    ignore_index: Annotated[int, Field(ge=0, le=255)] | None = None
-    """The value of mask pixels that belong to no class, and that nothing is learnt from."""
-    palette: list[Colour] | None = None
-    """The colours that stand for the classes, where masks are in colour: red, green and blue for each class."""
-    crop: PositiveInt = 256
-    """The size of the random crops that training sees; smaller images are padded."""
-    tile: PositiveInt = 512
-    """Larger images are evaluated and predicted in tiles of this size."""
-    overlap: NonNegativeInt = 64
-    """Pixels that neighbouring tiles share."""
-    augment: bool = True
-    """Flip crops, and change their brightness, contrast and saturation a little where they are in colour."""
-    size: PositiveInt = 64
-    """shapes: the size of an image."""
-    samples: Annotated[int, Field(ge=2)] = 256
-    """shapes: how many images there are, with those for validation."""
-
-
-class Loss(LossOptions):
-    dice: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """The share of the Dice loss; the rest is cross-entropy."""
 
 
 class Segmentation(Task):
-    schema: ClassVar[Any] = Recipe[Model, Data, Loss]
+    schema: ClassVar[Any] = SCHEMA
     metric: ClassVar[str] = "iou"
     tiny: ClassVar[Mapping[str, Any]] = {
         "model": {"width": 8, "depth": 2},
@@ -117,8 +63,6 @@ class Segmentation(Task):
     def transform(self, split: Split, sample: Sample) -> Sample:
         image, mask = sample["image"], sample["mask"]
         if split == "train":
-            from torchvision import tv_tensors  # type: ignore[import-untyped]
-
             # Few operations know 16-bit integers; 8-bit ones are cropped first, which is cheaper.
             image = image if image.dtype == torch.uint8 else scaled(image)
             image, mask = self._augmented(tv_tensors.Image(image), tv_tensors.Mask(mask))
@@ -144,10 +88,6 @@ class Segmentation(Task):
         return overlap_loss(logits, batch["mask"], self.ignored, self.recipe.loss.dice)
 
     def metrics(self) -> MetricCollection:
-        from torchmetrics import MetricCollection
-
-        from halfstep.tasks._overlap import Overlap
-
         return MetricCollection({"overlap": Overlap(self.classes, self.ignored)})
 
     def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
@@ -205,9 +145,6 @@ def _padded(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
 
 def _augmentation(data: Data, ignored: int) -> v2.Transform:
     """Image and mask together: where one is cut and flipped, so is the other."""
-    from torchvision import tv_tensors
-    from torchvision.transforms import v2
-
     fill = {tv_tensors.Image: 0, tv_tensors.Mask: ignored}
     steps: list[nn.Module] = [v2.RandomCrop(data.crop, pad_if_needed=True, fill=fill)]
     if data.augment:

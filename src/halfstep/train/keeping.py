@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from halfstep import world
-from halfstep.draw.grid import grid
+from halfstep.draw.grid import enlarged, grid
 from halfstep.draw.png import write_png
 from halfstep.files import write_json
 from halfstep.precision.precision import Precision
@@ -68,7 +68,7 @@ class Keeper:
         model.train()
         if drawn:
             name = f"pictures/epoch-{epoch:04d}.png"
-            write_png(self._folder / name, grid([[picture] for picture in drawn]))
+            write_png(self._folder / name, grid([[enlarged(picture)] for picture in drawn]))
             self._journal.tell(events.SAVED, file=name, what="picture")
 
     def facts(self, task: Task) -> None:

@@ -30,7 +30,7 @@ FINISHED, EARLY = "finished", "early_stopping"
 
 
 class Loop:
-    """One run. `run()` trains it to its end."""
+    """One run. `run()` trains it to its end; `attempts()` does the same, a step at a time."""
 
     def __init__(
         self,
@@ -60,12 +60,15 @@ class Loop:
 
     def run(self) -> str:
         """Train to the end; the reason why it ended."""
+        for _ in self.attempts():
+            pass
+        return EARLY if self._enough() else FINISHED
+
+    def attempts(self) -> Iterator[StepReport]:
+        """Every step of the run when it is asked for; evaluation comes before an epoch's end is told."""
         self.model.train()
-        while self.progress.attempts < self.planned:
-            self._epoch()
-            if self._enough():
-                return EARLY
-        return FINISHED
+        while self.progress.attempts < self.planned and not self._enough():
+            yield from self._epoch()
 
     def _enough(self) -> bool:
         patience = self.recipe.evaluate.patience
@@ -73,13 +76,14 @@ class Loop:
 
     # -- one epoch ------------------------------------------------------------------------------------------------
 
-    def _epoch(self) -> None:
+    def _epoch(self) -> Iterator[StepReport]:
         epoch, began = self.progress.epoch + 1, time.perf_counter()
         skipped = self.stepper.counts.skipped.copy()
         losses = _Mean()
         self.metrics.reset()
         for report in self.steps():
             losses.add(report)
+            yield report
         self.news.share()
         self.progress.epoch, self.progress.in_epoch = epoch, 0
         train = {"loss": losses.value, **values(self.metrics)}

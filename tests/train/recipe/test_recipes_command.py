@@ -133,28 +133,14 @@ def test_the_schema_is_json_for_editors() -> None:
 
 
 def test_the_docs_are_as_new_as_the_schema() -> None:
-    for name, text in pages(_schemas.read_task_schemas(), shipped()).items():
+    for name, text in pages(_schemas.task_schemas(), shipped()).items():
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name} is old: run scripts/docs"
 
 
-def test_schemas_are_kept_until_the_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = _schemas.task_schemas()
-    assert len(list((tmp_path / "halfstep").iterdir())) == 1
-    monkeypatch.setattr(_schemas, "read_task_schemas", lambda: {"new": {}})
-    assert _schemas.task_schemas() == first
-    assert list(_schemas.task_schemas()["segmentation"]["properties"])[:3] == ["task", "about", "precision"]
-    monkeypatch.setattr(_schemas, "_digest", lambda: "other")
-    assert _schemas.task_schemas() == {"new": {}}
-    assert len(list((tmp_path / "halfstep").iterdir())) == 1
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert _schemas.task_schemas() == {"new": {}}
-
-
-def test_explaining_is_quick_and_needs_no_torch_once_schemas_are_kept(tmp_path: Path) -> None:
-    _schemas.task_schemas()
+@pytest.mark.parametrize("words", [["recipes", "explain", "unet"], ["train", "--help"], ["train", "unet", "--show"]])
+def test_words_are_quick_and_need_no_torch(words: list[str]) -> None:
     code = (
-        "import sys, time; sys.argv = ['halfstep', 'recipes', 'explain', 'unet']\n"
+        f"import sys, time; sys.argv = ['halfstep', *{words}]\n"
         "from halfstep.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"

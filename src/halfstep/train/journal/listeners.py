@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 
 from halfstep.train.journal.console import LiveConsole
-from halfstep.train.journal.curves import Curves
 from halfstep.train.journal.journal import Listener
 from halfstep.train.journal.jsonl import JsonLines
 from halfstep.train.journal.plain import LogFile, Plain
@@ -18,6 +17,8 @@ JOURNAL, LOG = "journal.jsonl", "train.log"
 
 def listeners(dir: Path, *, tracker: str, console: Console | None) -> list[Listener]:
     """Listeners of a run in a folder; the curves come last, so that a person does not wait for them."""
+    from halfstep.train.journal.curves import Curves  # loads matplotlib, which a wrong recipe must not wait for
+
     kept: list[Listener] = [JsonLines(dir / JOURNAL), LogFile(dir / LOG)]
     seen = [] if console is None else [console_listener(console)]
     return [*kept, *seen, *tracker_listeners(tracker, dir), Curves(dir)]

@@ -217,7 +217,9 @@ def _in_line(content: Any) -> str:
         return f"[{', '.join(_in_line(value) for value in content)}]"
     if isinstance(content, float):
         return f"{content:g}"
-    return {None: "null", True: "true", False: "false"}.get(content, str(content))
+    if isinstance(content, bool):
+        return str(content).lower()
+    return "null" if content is None else str(content)
 
 
 def _is_part(key: str, keys: Collection[str]) -> bool:
