@@ -5,7 +5,8 @@
 Needs `scripts/data aerial_buildings` and `scripts/data cifar10` once. The two runs of a seed are the trainer's own,
 with everything it does, in one process and step by step in turns, so that whatever else the machine does falls on
 both. The speed-up is the median over the pairs of steps; the first step of each epoch, in which the
-epoch before is evaluated, is left out. Time per epoch is the median step times the steps of an epoch. `--write` keeps the table beside this file.
+epoch before is evaluated, is left out. Time per epoch is the median step times the steps of an epoch. `--write` keeps
+the table beside this file.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
 from halfstep.tasks._folder import task_class
 from halfstep.train.journal.journal import Journal
-from halfstep.train.journal.jsonl import read_events
-from halfstep.train.journal.listeners import JOURNAL, listeners
+from halfstep.train.journal.listeners import listeners
 from halfstep.train.loop import Loop
 from halfstep.train.recipe.overrides import read_flags as read_settings
 from halfstep.train.recipe.resolve import resolve
@@ -80,14 +80,11 @@ def train_both(name: str, seed: int, root: Path, settings: list[str], progress: 
 def facts(loop: Loop) -> dict[str, Any]:
     """What a run came to."""
     loop.journal.close()
-    events = read_events(Path(loop.recipe.run.dir) / JOURNAL)
-    waits = [event["wait_share"] for event in events if event["event"] == "speed"]
     observed = loop.stepper.observed
     return {
         "metric": loop.latest[loop.task.metric],
         "name": loop.task.metric,
         "observed": observed.share if observed else None,
-        "waiting": statistics.median(waits),
         "skipped": sum(loop.stepper.counts.skipped.values()),
         "epochs": loop.progress.epoch,
         "samples": {"train": len(loop.train.samples), "val": len(loop.val.samples)},
@@ -126,7 +123,6 @@ def row(
         "metric_sd": statistics.stdev(metrics) if len(metrics) > 1 else None,
         "metrics": metrics,
         "observed": min(run["observed"] for run in runs),
-        "waiting": statistics.median(run["waiting"] for run in runs),
         "skipped": sum(run["skipped"] for run in runs),
     }
 
@@ -152,16 +148,15 @@ class Progress:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| recipe | precision | s/epoch | speed-up | metric | mean ± sd | observed | waiting for data |"]
-    lines += ["|---|---|---:|---:|---|---:|---:|---:|"]
+    lines = ["| recipe | precision | s/epoch | speed-up | metric | mean ± sd | observed |"]
+    lines += ["|---|---|---:|---:|---|---:|---:|"]
     for result in results:
         for one in result["rows"]:
             gain = result["speedup"]["median"] if one["precision"] == "bf16" else 1.0
             spread = f" ± {one['metric_sd']:.4f}" if one["metric_sd"] is not None else ""
             lines.append(
                 f"| {result['recipe']} | {one['precision']} | {one['seconds_per_epoch']:.1f} | {gain:.2f}x "
-                f"| {result['metric']} | {one['metric_mean']:.4f}{spread} | {one['observed']:.1%} "
-                f"| {one['waiting']:.1%} |"
+                f"| {result['metric']} | {one['metric_mean']:.4f}{spread} | {one['observed']:.1%} |"
             )
     return "\n".join(lines)
 

@@ -140,7 +140,8 @@ def test_json_is_the_only_thing_printed(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_torchrun_ends_with_the_same_weights_on_both_ranks(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "halfstep"]
-    words = ["train", "segmentation_tiny", "--bf16", "train.steps=3", "data.samples=24", f"run.dir={tmp_path / 'run'}"]
+    folder = tmp_path / "run"
+    words = ["train", "segmentation_tiny", "--bf16", "train.steps=3", "--batch_size", "8", f"run.dir={folder}"]
     done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert "8 × 2 devices = 16 a step" in done.stdout

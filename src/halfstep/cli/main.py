@@ -40,7 +40,7 @@ class Commands(TyperGroup):
 
 
 def _print(error: HalfstepError) -> None:
-    """Of the processes that torchrun started, one tells of a wrong setting, which all have; the rest is each one's own."""
+    """Of several processes one tells of a wrong setting, which all of them have; other troubles are each one's own."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and error.exit_code == CONFIGURATION:
         return
