@@ -42,7 +42,8 @@ def loaders(given: argparse.Namespace) -> tuple[DataLoader, DataLoader, int]:
     plain = v2.Compose([v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size), NORMAL])
     train = ImageFolder(f"{given.data_dir}/train", augmented)
     val = ImageFolder(f"{given.data_dir}/val", plain)
-    options = {"batch_size": given.batch_size, "num_workers": given.num_workers}
+    pins = torch.accelerator.is_available()  # what is pinned can be sent while the device computes
+    options = {"batch_size": given.batch_size, "num_workers": given.num_workers, "pin_memory": pins}
     return DataLoader(train, shuffle=True, drop_last=True, **options), DataLoader(val, **options), len(train.classes)
 
 

@@ -32,7 +32,7 @@ config = {
 def main() -> None:
     data = {"data.path": sys.argv[1]} if len(sys.argv) > 1 else {}
     run = halfstep.fit("unet", settings={**config, **data}, new=True)
-    print(f"{run.best['metric']} {run.best['value']:.4f} in epoch {run.best['epoch']}, weights in {run.dir}")
+    print(f"best {run.best['metric']}: {run.best['value']} in epoch {run.best['epoch']}, weights in {run.dir}")
     print(f"predict with: halfstep predict {run.dir} FOLDER")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import secrets
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from faults.memory import highest, in_a_new_process
 from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process, through_the_command
 
@@ -58,54 +57,61 @@ def attacks(canary: Path) -> dict[str, str | Callable[[Path], None]]:
         "depth of 10,000, in blocks": BASE + "".join(f"{' ' * depth}x:\n" for depth in range(400)),
         "300,000 values": f"{BASE}x: [{'1,' * 300_000}]\n",
         "a number of a million digits": f"{BASE}x: {'9' * 1_000_000}\n",
-        "50 MB": lambda path: path.write_bytes(b"x: " + b"a" * 50_000_000) and None,
+        "50 MB": _long,
         "not text": lambda path: path.write_bytes(b"\xff\xfe\x00" + os.urandom(5000)) and None,
         "a pipe": lambda path: os.mkfifo(path),
         "a device": lambda path: path.symlink_to("/dev/zero"),
     }
 
 
+def _long(path: Path) -> None:
+    """In pieces: what making the file takes must not look like what reading it does."""
+    with path.open("wb") as file:
+        file.write(b"x: ")
+        file.writelines(b"a" * 1_000_000 for _ in range(50))
+
+
 def run(full: bool) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder:
-        canary = Path(folder) / "canary"
-        found = attacks(canary)
-        token = secrets.token_hex(16)
-        os.environ[TOKEN] = token
-        try:
-            results = {name: _attack(make, canary, token, full) for name, make in found.items()}
-        finally:
-            del os.environ[TOKEN]
+    results = in_a_new_process(attacked, full)
     slowest = max(seconds for _, seconds in results.values())
     failed = [name for name, (held, _) in results.items() if not held]
     worst = f"{slowest * 1e3:.0f}ms" + (f",{failed[0].replace(' ', '-')}" if failed else "")
-    return Outcome(len(found) - len(failed), len(found), worst)
+    return Outcome(len(results) - len(failed), len(results), worst)
 
 
-def _attack(make: str | Callable[[Path], None], canary: Path, token: str, full: bool) -> tuple[bool, float]:
+def attacked(full: bool) -> dict[str, tuple[bool, float]]:
+    """For each attack whether it was held, and its seconds. Shows its memory in a new process only."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
+        canary = Path(folder) / "canary"
+        token = secrets.token_hex(16)
+        os.environ[TOKEN] = token
+        try:
+            _, usual = _spent("segmentation_tiny", Path(empty), full)
+            return {name: _attack(make, canary, token, usual, full) for name, make in attacks(canary).items()}
+        finally:
+            del os.environ[TOKEN]
+
+
+def _attack(make: str | Callable[[Path], None], canary: Path, token: str, usual: int, full: bool) -> tuple[bool, float]:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
         file = Path(folder) / "attack.yaml"
         if callable(make):
             make(file)
         else:
             file.write_text(make)
-        ending, bytes_more = _spent(str(file), Path(empty), full)
+        ending, peak = _spent(str(file), Path(empty), full)
         harmless = not canary.exists() and token not in ending.said and not any(Path(empty).iterdir())
         canary.unlink(missing_ok=True)
-        bounded = ending.seconds <= MOST_SECONDS and bytes_more <= MOST_BYTES
+        bounded = ending.seconds <= MOST_SECONDS and peak - usual <= MOST_BYTES
         return harmless and bounded and ending.code in REFUSED, ending.seconds
 
 
-def _spent(file: str, empty: Path, full: bool) -> tuple[Ending, float]:
-    """How it ended, and the memory that it took beyond a good recipe."""
-    if not full:
-        before = _peak()
-        return in_process(file, empty), _peak() - before
-    usual, ending = through_the_command("segmentation_tiny", empty), through_the_command(file, empty)
-    return ending, ending.peak - usual.peak
-
-
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _spent(recipe: str, empty: Path, full: bool) -> tuple[Ending, int]:
+    """How it ended, and the most memory: of the command, or of this process up to now."""
+    if full:
+        ending = through_the_command(recipe, empty)
+        return ending, ending.peak
+    return in_process(recipe, empty), highest()
 
 
 def _bomb() -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 from faults.bad_images import BOMBS, encoded, picture
+from faults.memory import highest, in_a_new_process
 from faults.outcome import Outcome
 from halfstep.train.data.folders import ImageFolder
 from halfstep.train.data.loader import TrainLoader
@@ -32,9 +30,7 @@ def run(full: bool) -> Outcome:
         things.mkdir()
         for name, make in BOMBS.items():
             (things / name).write_bytes(make())
-        # A new process: this one may have used more memory before, and would not show its growth.
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
-            rejected, slowest, growth = child.submit(_offered, [str(things / name) for name in BOMBS]).result()
+        rejected, slowest, growth = in_a_new_process(_offered, [str(things / name) for name in BOMBS])
         for number in range(GOOD[full]):
             (things / f"good_{number}.png").write_bytes(encoded(picture(number)))
         lives = _worker_lives(Path(folder), len(BOMBS) + GOOD[full])
@@ -45,7 +41,7 @@ def run(full: bool) -> Outcome:
 def _offered(paths: list[str]) -> tuple[int, float, float]:
     """How many were rejected, the slowest time, and the growth of the memory at its highest, in megabytes."""
     read_image(encoded(picture()))
-    before, slowest, rejected = _highest(), 0.0, 0
+    before, slowest, rejected = highest(), 0.0, 0
     for path in paths:
         begin = time.perf_counter()
         try:
@@ -53,16 +49,7 @@ def _offered(paths: list[str]) -> tuple[int, float, float]:
         except BadSample:
             rejected += 1
         slowest = max(slowest, time.perf_counter() - begin)
-    return rejected, slowest, _highest() - before
-
-
-def _highest() -> float:
-    """The most memory that this process ever held, in megabytes. Linux's own counter begins anew with a program."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) / 1024.0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return rejected, slowest, (highest() - before) / 2**20
 
 
 def _worker_lives(root: Path, files: int) -> bool:

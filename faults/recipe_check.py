@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ class Ending(NamedTuple):
 
 
 def in_process(recipe: str, folder: Path, words: Sequence[str] = ()) -> Ending:
+    """The same check, with `folder` as the place where it would make files."""
     from halfstep.tasks._folder import task_class
     from halfstep.train.recipe.overrides import read_flags
     from halfstep.train.recipe.resolve import resolve
@@ -33,12 +35,23 @@ def in_process(recipe: str, folder: Path, words: Sequence[str] = ()) -> Ending:
     # Processor time: other work on the machine is not the check's.
     began = time.process_time()
     try:
-        found = read_recipe(recipe)
-        schema = task_class(str(found.raw.get("task"))).schema
-        resolved = resolve(found.raw, schema, read_flags(words, schema), found.label)
+        with _inside(folder):
+            found = read_recipe(recipe)
+            schema = task_class(str(found.raw.get("task"))).schema
+            resolved = resolve(found.raw, schema, read_flags(words, schema), found.label)
     except HalfstepError as error:
         return Ending(error.exit_code, str(error), time.process_time() - began)
     return Ending(0, "\n".join(resolved.notes), time.process_time() - began, resolved.recipe)
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def through_the_command(recipe: str, folder: Path, words: Sequence[str] = ()) -> Ending:

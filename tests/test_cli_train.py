@@ -81,7 +81,7 @@ def test_predict_writes_masks_or_a_table(trained: tuple[str, Path], images: Path
         mask = np.asarray(Image.open(tmp_path / rows["colour.png"]["mask"]))
         assert mask.shape == (70, 50)
         assert set(np.unique(mask)) <= {0, 255}
-        assert np.asarray(Image.open(tmp_path / "overlays" / "below" / "grey.png")).shape == (40, 40, 3)
+        assert np.asarray(Image.open(tmp_path / "overlays" / "below" / "grey.jpg.png")).shape == (40, 40, 3)
     else:
         assert 0 < float(rows["alpha.png"]["score"]) <= 1
         assert not (tmp_path / "masks").exists()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faults import __main__ as runner
+from faults import f03_malice
 from faults.outcome import Outcome
+from faults.recipe_check import Ending, in_process
+from halfstep.train.recipe import overrides
 
 ROWS = runner.rows()
 
 
 def test_there_are_rows() -> None:
-    assert {"F01", "F02", "F03"} <= set(ROWS)
+    assert {"F01", "F02", "F03", "F06", "F07", "F08"} <= set(ROWS)
     assert all(row.WHAT for row in ROWS.values())
 
 
@@ -23,6 +28,43 @@ def test_a_row_holds(name: str) -> None:
     outcome = ROWS[name].run(False)
     assert runner.held(outcome), outcome
     assert outcome.n >= {"F01": 100, "F02": 40, "F03": 25}.get(name, 1)
+
+
+def _wasteful(full: bool) -> dict[str, tuple[bool, float]]:
+    """The attacks, each with more memory taken than is allowed."""
+
+    def with_waste(*given: Any) -> Ending:
+        ending = in_process(*given)
+        if given[0] != "segmentation_tiny":
+            assert len(b"1" * int(1.5 * f03_malice.MOST_BYTES)) > 0
+        return ending
+
+    f03_malice.in_process = with_waste
+    return f03_malice.attacked(full)
+
+
+def test_attacks_that_take_memory_are_seen_whatever_this_process_took_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(b"1" * int(3 * f03_malice.MOST_BYTES)) > 0
+    monkeypatch.setattr(f03_malice, "attacked", _wasteful)
+    outcome = f03_malice.run(False)
+    assert outcome.n >= 25
+    assert outcome.passed == 0
+
+
+@pytest.mark.parametrize("name", ["F01", "F02"])
+def test_a_check_that_makes_a_file_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = overrides.read_flags
+
+    def making(*given: Any) -> Any:
+        Path("runs").touch()
+        return real(*given)
+
+    monkeypatch.setattr(overrides, "read_flags", making)
+    outcome = ROWS[name].run(False)
+    assert outcome.passed < outcome.n
+    assert Path.cwd() == tmp_path
+    assert not list(tmp_path.iterdir())
 
 
 def _row(name: str, outcome: Outcome | Exception) -> types.ModuleType:

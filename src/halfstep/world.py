@@ -88,8 +88,10 @@ def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
 
 
 def _talks_on() -> torch.device:
-    """Where a tensor must be to be sent: NCCL takes the GPU's only."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    """Where a tensor must be to be sent: the main memory, unless the group serves nothing but the GPUs."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _together() -> bool:

@@ -70,6 +70,9 @@ def test_its_solution(tmp_path: Path) -> None:
         ("lr: 1\n", "mixed_precision: bf16\n", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
         ("use_amp: false\namp_dtype: bfloat16\n", "mixed_precision: 'no'\n", {}),
         ("amp: true\nfp16: false\n", None, {}),
+        ("fp32: true\namp: false\n", "mixed_precision: 'no'\n", {}),
+        ("amp: {enabled: true}\n", "mixed_precision: bf16\n", {}),
+        ("amp: false\namp_dtype: bfloat16\n", "mixed_precision: 'no'\n", {}),
         ("lr: 1\n", None, {}),
     ],
 )
@@ -88,6 +91,10 @@ CONTRADICTIONS: list[tuple[str | None, str | None, object, dict[str, str]]] = [
     ("trainer: {precision: 16-mixed}\n", "mixed_precision: bf16\n", None, {}),
     ("trainer: {precision: 32-true}\n", "mixed_precision: bf16\n", None, {}),
     ("bf16: true\n", "mixed_precision: 'no'\n", None, {}),
+    ("fp32: true\n", "mixed_precision: bf16\n", None, {}),
+    ("fp32: false\n", "mixed_precision: 'no'\n", None, {}),
+    ("amp: {enabled: false}\n", "mixed_precision: bf16\n", None, {}),
+    ("fp16: true\n", None, {"bfloat16": {"enabled": True}}, {}),
     ("bf16: true\n", "mixed_precision: fp16\n", None, {}),
     ("use_amp: true\namp_dtype: float16\n", "mixed_precision: bf16\n", None, {}),
     ("mixed_precision: true\n", "mixed_precision: 'no'\n", None, {}),
@@ -152,7 +159,7 @@ def obey(
 def typed(text: str, write: str) -> str:
     for line in write.split(" and "):
         key = line.split(":")[0]
-        pattern = rf"(?<![\w]){key}: [^,}}\n]*"
+        pattern = rf"(?<![\w]){key}: (\{{[^}}\n]*\}}|[^,}}\n]*)"
         text = re.sub(pattern, line, text) if re.search(pattern, text) else text + line + "\n"
     return text
 

@@ -12,7 +12,7 @@ from halfstep.doctor.accelerate_file import NOT_GIVEN, default_place, from_accel
 from halfstep.doctor.environment import from_environment
 from halfstep.doctor.settings import Setting
 from halfstep.doctor.sources import from_deepspeed, from_recipe
-from halfstep.errors import BadRecipe, MissingExtra, PrecisionRefused, UnknownName, Unsafe
+from halfstep.errors import BadRecipe, HalfstepError, MissingExtra, PrecisionRefused, UnknownName, Unsafe
 
 GUIDE = """\
 model:
@@ -188,10 +188,27 @@ def test_a_variable_with_a_wrong_word() -> None:
 
 
 def test_values_cannot_play_with_the_terminal(tmp_path: Path) -> None:
-    setting = from_recipe(written(tmp_path, 'trainer: {amp: "\\e[2J\\e[31m", "fp16": false}\n')).precision[0]
+    with pytest.raises(HalfstepError) as caught:
+        from_recipe(written(tmp_path, '"tr\\e[2Jain": {amp: "\\e[2J\\e[31m", "fp16": false}\n'))
+    assert "\x1b" not in str(caught.value)
+    setting = from_recipe(written(tmp_path, 'amp: {enabled: false, "\\e[2J": "\\e[31m"}\n')).precision[0]
     assert "\x1b" not in str(setting)
     section = from_recipe(written(tmp_path, '"tr\\e[2Jain": {amp: true}\n')).precision[0]
     assert "\x1b" not in str(section)
+
+
+def test_a_switch_is_no_section_and_other_mappings_are(tmp_path: Path) -> None:
+    [off] = from_recipe(written(tmp_path, "amp: {enabled: false}\nfp16: {init_scale: 4}\n")).precision
+    assert (off.key, off.means) == ("amp", "mixed precision off: fp32")
+    assert not from_recipe(written(tmp_path, "trainer: {fp16: {init_scale: 4}, precision: {a: 1}}\n")).precision
+    [inner] = from_recipe(written(tmp_path, "amp: {precision: bf16}\n")).precision
+    assert (inner.key, inner.means) == ("amp.precision", "compute in bf16")
+
+
+def test_a_word_that_cannot_be_read_is_an_error_with_its_file(tmp_path: Path) -> None:
+    with pytest.raises(HalfstepError, match="fp16 is 'O2'") as caught:
+        from_recipe(written(tmp_path, "trainer: {fp16: O2}\n"))
+    assert str(tmp_path) in caught.value.given
 
 
 def test_without_yaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

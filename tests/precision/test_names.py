@@ -103,6 +103,17 @@ def test_none_is_not_a_precision() -> None:
         ({"fp16": {"enabled": True}}, "fp16"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16"),
         ({"precision": "bf16", "mixed_precision": "bf16", "lr": 1e-3}, "bf16"),
+        ({"use_amp": "bf16"}, "bf16"),
+        ({"amp": "float16"}, "fp16"),
+        ({"amp": {"enabled": True}, "fp16": False}, "bf16"),
+        ({"amp": False, "amp_dtype": "bfloat16"}, "fp32"),
+        ({"use_amp": False, "precision_type": "bf16"}, "fp32"),
+        ({"fp32": "on"}, "fp32"),
+        ({"fp32": True, "precision": 32}, "fp32"),
+        ({"fp32": True, "amp": False, "fp16": False}, "fp32"),
+        ({"fp32": False}, "auto"),
+        ({"fp32": False, "fp16": False}, "bf16"),
+        ({"fp32": False, "amp": True}, "fp16"),
     ],
 )
 def test_settings_of_other_projects(settings: dict[str, object], name: str) -> None:
@@ -135,6 +146,10 @@ def test_settings_that_do_not_speak_of_precision(silent: dict[str, object]) -> N
         ({"use_amp": True, "amp_dtype": "float32"}, "use_amp=True", "amp_dtype='float32'"),
         ({"use_amp": True, "amp": False}, "use_amp=True", "amp=False"),
         ({"amp": True, "fp16": False, "bf16": False}, "amp=True", "fp16=False"),
+        ({"fp32": True, "bf16": True}, "bf16=True", "fp32=True"),
+        ({"fp32": True, "amp": True}, "fp32=True", "amp=True"),
+        ({"fp32": False, "amp": False}, "fp32=False", "amp=False"),
+        ({"fp32": False, "fp16": False, "bf16": False}, "fp32=False", "fp16=False"),
         ({"mixed_precision": "bf16", "bf16": False}, "mixed_precision='bf16'", "bf16=False"),
         ({"mixed_precision": "no", "bf16": {"enabled": True}}, "mixed_precision='no'", "bf16={'enabled': True}"),
         (
@@ -156,6 +171,16 @@ def test_a_contradiction_names_both_and_says_what_to_delete(settings: dict[str, 
 def test_a_wrong_word_inside_settings_is_an_error_not_silence() -> None:
     with pytest.raises(UnknownName, match="bfoat16"):
         read_settings({"mixed_precision": "bfoat16"})
+
+
+@pytest.mark.parametrize("key", ["use_amp", "amp", "mixed_precision", "fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("value", ["O1", "enabled", "", [], {"enabled": "O1"}, {"level": "O1"}, 2.5])
+def test_a_switch_that_cannot_be_read_is_an_error_that_names_it(key: str, value: object) -> None:
+    with pytest.raises((UnknownName, PrecisionRefused)) as caught:
+        read_settings({key: value})
+    assert caught.value.given.startswith(key)
+    assert "true" in caught.value.allowed
+    assert caught.value.do
 
 
 def test_reading_names_needs_no_torch() -> None:

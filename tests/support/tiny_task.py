@@ -31,6 +31,8 @@ class Data(DataOptions):
     """In which of their two numbers."""
     unreadable: list[int] = Field(default=[])
     """Training points that cannot be read."""
+    unreadable_val: list[int] = Field(default=[])
+    """Validation points that cannot be read."""
 
 
 class Points:
@@ -66,7 +68,7 @@ class Tiny(Task):
     def source(self, split: Split) -> Points:
         data = self.recipe.data
         if split == "val":
-            return Points(data.samples // 4, 2, [])
+            return Points(data.samples // 4, 2, data.unreadable_val)
         points = Points(data.samples, 1, data.unreadable)
         points.x[data.nan, data.where] = float(data.poison)
         return points

@@ -43,6 +43,19 @@ def test_classes_are_found_in_the_folders(tmp_path: Path, val: str | float) -> N
         assert source.read(n)["image"].float().mean() == 60 * source.read(n)["label"]
 
 
+def test_a_share_of_the_folder_for_training_and_splits_are_no_classes(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train")
+    write_classes(tmp_path / "val")
+    task = made("classification", data=folder(tmp_path, val=0.4))
+    assert task.classes == ["bird", "cat", "dog"]
+    assert len(task.source("train")) + len(task.source("val")) == 9
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    write_classes(tmp_path, ("cat", "train"))
+    assert made("classification", data=folder(tmp_path, val=0.4)).classes == ["cat", "train"]
+
+
 def test_a_wrong_number_of_classes_is_said(tmp_path: Path) -> None:
     write_classes(tmp_path)
     with pytest.raises(BadRecipe, match=r"data.classes=5, where .* has 3 classes"):
@@ -162,6 +175,28 @@ def test_a_small_image_is_seen_whole_where_training_only_shifts_it() -> None:
     torch.testing.assert_close(task.transform("val", {"image": image})["image"], task.pixels.normalised(image))
 
 
+def test_randaugment_leaves_floating_images_their_numbers() -> None:
+    image = 40 * torch.randn(3, 32, 32)
+    task, calm = (made("classification", data={"augment": kind}) for kind in ("randaugment", "flip"))
+    for seed in range(8):
+        torch.manual_seed(seed)
+        seen = task.transform("train", {"image": image})["image"]
+        torch.manual_seed(seed)
+        assert torch.equal(seen, calm.transform("train", {"image": image})["image"])
+
+
+def test_randaugment_changes_integers() -> None:
+    image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
+    task, calm = (made("classification", data={"augment": kind}) for kind in ("randaugment", "flip"))
+    changed = 0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        seen = task.transform("train", {"image": image})["image"]
+        torch.manual_seed(seed)
+        changed += not torch.equal(seen, calm.transform("train", {"image": image})["image"])
+    assert changed
+
+
 def test_randaugment_of_many_channels_is_refused() -> None:
     with pytest.raises(BadRecipe, match=r"data\.channels=5"):
         made("classification", data={"augment": "randaugment", "channels": 5})
@@ -187,6 +222,13 @@ def test_a_small_stem_keeps_the_size() -> None:
 def test_only_names_of_models_are_names(name: str) -> None:
     with pytest.raises(UnknownName, match="is not known"):
         made("classification", model={"name": name}).model()
+
+
+@pytest.mark.parametrize("weights", ["none", "pretrained"])
+def test_weights_that_timm_has_not_for_a_model(weights: str) -> None:
+    with pytest.raises(UnknownName, match=r"'resnet18\.a9_in1k' is not known") as caught:
+        made("classification", model={"name": "resnet18.a9_in1k", "weights": weights}).model()
+    assert "did you mean 'resnet18.a" in caught.value.do
 
 
 def test_the_likeliest_class_comes_first() -> None:

@@ -77,6 +77,12 @@ def test_pretrained_numbers_are_remembered_without_the_weights() -> None:
     assert later.pixels == task.pixels
 
 
+@pytest.mark.parametrize(("weights", "mean"), [("none", 0.485), ("pretrained", 0.5), ("/placed/vit.safetensors", 0.5)])
+def test_weights_in_a_file_want_the_numbers_of_pretrained_ones(weights: str, mean: float) -> None:
+    task = made("classification", model={"name": "vit_tiny_patch16_224", "weights": weights})
+    assert task.pixels.mean[0] == mean
+
+
 def test_a_hub_that_answers_no_is_reachable() -> None:
     import http.server
     import threading

@@ -53,6 +53,33 @@ def test_small_images_are_padded_with_pixels_of_no_class(tmp_path: Path, depth: 
     assert ((batch["image"][:, 0] > 0) == (batch["mask"] == 1))[~ignored].all()
 
 
+def test_floating_images_keep_their_numbers_in_training() -> None:
+    task = made("segmentation")
+    image = 40 * torch.randn(3, 32, 32)
+    sample = {"image": image, "mask": torch.zeros(32, 32, dtype=torch.uint8)}
+    wanted = task.pixels.normalised(image).flatten().sort().values
+    for _ in range(4):
+        assert torch.equal(task.transform("train", sample)["image"].flatten().sort().values, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_colours_of_integers_are_changed_a_little(dtype: torch.dtype) -> None:
+    task = made("segmentation")
+    image = torch.randint(60, 200, (3, 32, 32)).to(dtype)
+    seen = task.transform("train", {"image": image, "mask": torch.zeros(32, 32, dtype=torch.uint8)})["image"]
+    whole = task.pixels.normalised(image)
+    assert not torch.equal(seen.flatten().sort().values, whole.flatten().sort().values)
+
+
+def test_a_share_of_the_folder_for_training(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "train", 5)
+    write_pairs(tmp_path / "val", 2)
+    task = made("segmentation", data=pairs(tmp_path, val=0.4))
+    names = [s.name(n) for s in (task.source("train"), task.source("val")) for n in range(len(s))]
+    assert len(names) == 5
+    assert all(str(tmp_path / "train") in name for name in names)
+
+
 def test_flips_can_be_left_out(tmp_path: Path) -> None:
     write_pairs(tmp_path, 2, size=(32, 32))
     task = made("segmentation", data=pairs(tmp_path, val=0.5, augment=False))
@@ -143,6 +170,27 @@ def test_impossible_recipes(sections: dict[str, dict[str, object]], words: str) 
 def test_names_that_are_not_known(model: dict[str, object]) -> None:
     with pytest.raises(UnknownName, match=r"did you mean '(unet|resnet34)'"):
         made("segmentation", model=model).model()
+
+
+@pytest.mark.parametrize(
+    ("encoder", "near"),
+    [
+        ("tu-resnet119", "did you mean 'tu-resnet1"),
+        ("tu-resnet18.a9_in1k", "did you mean 'tu-resnet18.a"),
+        ("tu-hf-hub:a/b", ""),
+        ("tu-", ""),
+    ],
+)
+def test_encoders_that_timm_has_not(encoder: str, near: str) -> None:
+    with pytest.raises(UnknownName, match=r"model\.encoder 'tu-.*is not known") as caught:
+        made("segmentation", model={"name": "fpn", "encoder": encoder}).model()
+    assert near in caught.value.do
+    assert "tu-" in caught.value.allowed
+
+
+def test_an_encoder_of_one_size_is_refused() -> None:
+    with pytest.raises(BadRecipe, match=r"cannot be built with model\.encoder=tu-vit_tiny"):
+        made("segmentation", model={"name": "fpn", "encoder": "tu-vit_tiny_patch16_224"}).model()
 
 
 @pytest.mark.parametrize("name", ["smp-unet", "fpn", "deeplabv3plus", "segformer"])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import halfstep
-from halfstep.errors import BadData, FolderTaken
+from halfstep.errors import BadData, BadRecipe, FolderTaken
 from halfstep.train.journal.jsonl import read_events
 from halfstep.train.run import Run
 from tests.support.tiny_task import Tiny
@@ -147,6 +147,17 @@ def test_unreadable_samples_are_replaced_until_the_budget_is_spent(recipe: Path)
     assert not (recipe.parent / "other" / "result.json").exists()
 
 
+def test_unreadable_validation_samples_are_left_out_reported_and_counted(recipe: Path) -> None:
+    whole = fit(recipe, train__epochs=1)
+    run = fit(recipe, train__epochs=1, data__unreadable_val=[4], run__dir=str(recipe.parent / "less"))
+    (told,) = events(run, "replaced")
+    assert (told["name"], told["by"]) == ("point 4", -1)
+    assert run.metrics["loss"] != whole.metrics["loss"]
+    assert "left out of the evaluation" in (run.dir / "train.log").read_text()
+    with pytest.raises(BadData, match="point 4"):
+        fit(recipe, data__unreadable_val=[4], data__bad_samples=0, run__dir=str(recipe.parent / "none"))
+
+
 def test_microbatches_make_the_same_update_as_one_large_batch(recipe: Path) -> None:
     large = fit(recipe, run__dir=str(recipe.parent / "large"))
     small = fit(recipe, run__dir=str(recipe.parent / "small"), train__batch_size=4, train__microbatches=4)
@@ -256,3 +267,75 @@ def test_a_compiled_model_is_compiled_and_learns_the_same(recipe: Path) -> None:
     assert compiled.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-4)
     one, other = (load_file(run.dir / "last.safetensors") for run in (plain, compiled))
     assert one.keys() == other.keys()
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(recipe: Path) -> None:
+    class Empty(Tiny):
+        def source(self, split: Any) -> Any:
+            raise BadData("no samples here", allowed="samples", do="look")
+
+    with pytest.raises(BadData, match="no samples here"):
+        fit(recipe, Empty)
+    assert not (recipe.parent / "run").exists()
+    assert fit(recipe).reason == "finished"
+
+
+def test_the_callers_random_numbers_go_on_as_if_nothing_had_run(recipe: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    first = torch.rand(1)
+    fit(recipe)
+    assert torch.equal(torch.cat([first, torch.rand(1)]), expected)
+
+
+def test_an_object_keeps_what_it_was_made_with(recipe: Path) -> None:
+    class Wide(Tiny):
+        def __init__(self, width: int) -> None:
+            self.width = width
+            super().__init__(None)
+
+        def model(self) -> torch.nn.Module:
+            return torch.nn.Sequential(torch.nn.Linear(2, self.width), torch.nn.Tanh(), torch.nn.Linear(self.width, 1))
+
+    task = Wide(width=5)
+    run = fit(recipe, task)
+    assert load_file(run.dir / "last.safetensors")["0.weight"].shape == (5, 2)
+    assert task.recipe is None
+
+
+def test_compiling_and_checkpointing_together_are_refused(recipe: Path) -> None:
+    with pytest.raises(BadRecipe, match=r"train\.compile"):
+        fit(recipe, train__compile=True, train__checkpoint_activations=True)
+
+
+def test_a_metric_that_is_a_table_is_told_number_by_number(recipe: Path) -> None:
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import BinaryConfusionMatrix
+
+    class Counting(Tiny):
+        def metrics(self) -> Any:
+            return MetricCollection({"table": BinaryConfusionMatrix()})
+
+        def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+            if metrics is not None:
+                metrics.update(model(batch["x"]).detach().sigmoid(), (batch["y"] > 0).long())
+            return super().loss(model, batch)
+
+    run = fit(recipe, Counting)
+    assert {f"table_{i}_{j}" for i in (0, 1) for j in (0, 1)} <= run.metrics.keys()
+    assert sum(value for name, value in run.metrics.items() if name != "loss") == 16
+
+
+def test_a_metric_that_is_never_finite_leaves_a_result_in_strict_json(recipe: Path) -> None:
+    class Lost(Tiny):
+        def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+            loss = super().loss(model, batch)
+            return loss if model.training else loss * float("nan")
+
+    run = fit(recipe, Lost)
+    assert run.best["value"] is None
+    text = (run.dir / "result.json").read_text()
+    assert json.loads(text, parse_constant=lambda word: pytest.fail(word))["metrics"]["loss"] == "NaN"
+    assert (run.dir / "last.safetensors").exists()
+    assert not (run.dir / "best.safetensors").exists()

@@ -73,3 +73,41 @@ def texts(rank: int) -> list[str]:
 
 def test_every_rank_hears_every_text(on_ranks: Ranks) -> None:
     assert on_ranks(texts) == [["from zero: ü", ""]] * 2
+
+
+class Uneven(Tiny):
+    """A file is missing on one machine."""
+
+    def source(self, split: Any) -> Any:
+        points = super().source(split)
+        if world.rank() == 1 and split == "train":
+            points.x = points.x[:-3]
+        return points
+
+
+def run_unevenly(rank: int, folder: str) -> str:
+    recipe = Path(folder) / f"tiny-{rank}.yaml"
+    recipe.write_text(RECIPE)
+    try:
+        halfstep.fit(recipe, task=Uneven, settings={"run.dir": f"{folder}/run"}, quiet=True)
+    except HalfstepError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_processes_with_different_data_are_told_so(on_ranks: Ranks, tmp_path: Path) -> None:
+    assert all("rank 1 has 61 samples" in said for said in on_ranks(run_unevenly, str(tmp_path)))
+
+
+def test_an_average_is_evaluated_with_the_same_statistics_on_both(on_ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"train.batch_size": 8, "train.ema": 0.9, "model.batchnorm": True}
+    found = on_ranks(run_on, str(tmp_path), settings)
+    assert found[0] == found[1]
+    best = load_file(tmp_path / "run" / "best.safetensors")
+    points = Tiny(Tiny.schema.model_validate({"task": "tiny", "model": {}, "data": {}, "loss": {}})).source("val")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    ).eval()
+    model.load_state_dict(best)
+    told = [event for event in events(tmp_path / "run", "epoch") if event["is_best"]][-1]["val"]["loss"]
+    assert torch.nn.functional.mse_loss(model(points.x), points.y).item() == pytest.approx(told, rel=1e-5)

@@ -18,7 +18,7 @@ from torch import nn
 
 from halfstep.errors import BadData, BadRecipe, StateMismatch, UnknownName, Unsafe
 from halfstep.train.freeze import freeze
-from halfstep.train.weights import MOST_LINES, digest, load_weights, save_weights
+from halfstep.train.weights import MOST_LINES, digest, finite, load_weights, save_weights
 
 
 def network(classes: int = 4, seed: int = 0) -> nn.Sequential:
@@ -104,6 +104,69 @@ def test_a_model_whose_part_is_named_like_a_wrapper(tmp_path: Path) -> None:
     save_weights(model, tmp_path / "a.safetensors")
     assert load_weights(other, tmp_path / "a.safetensors").complete
     assert same(model, other)
+
+
+class Around(nn.Module):
+    """All of it is one part, of a name that wrappers use."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.module = network(seed=seed)
+
+
+class PartlyCompiled(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Module(), nn.Linear(2, 2)
+        self.body._orig_mod = network(seed=seed)  # as torch.compile wraps it
+
+
+@pytest.mark.parametrize("kind", [Around, PartlyCompiled])
+def test_a_model_with_the_names_of_wrappers_loads_what_it_saved(tmp_path: Path, kind: type[nn.Module]) -> None:
+    model, other = kind(0), kind(1)
+    save_weights(model, tmp_path / "a.safetensors")
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    for name in ("a.safetensors", "a.pt"):
+        other = kind(1)
+        assert load_weights(other, tmp_path / name).complete
+        assert same(model, other)
+
+
+class Causal(nn.Module):
+    """With a mask of infinities, and with words in its state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.part = network(seed=seed)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(seed))
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"version": "3"}
+
+    def set_extra_state(self, state: dict[str, str]) -> None: ...
+
+
+def test_infinite_buffers_and_words_in_the_state(tmp_path: Path) -> None:
+    model, other = Causal(0), Causal(1)
+    assert finite(model)
+    save_weights(model, tmp_path / "a.safetensors")
+    report = load_weights(other, tmp_path / "a.safetensors")
+    assert report.complete
+    assert report.fitted == len(model.state_dict()) - 1
+    assert digest(model) == digest(other)
+    assert torch.equal(model.mask, other.mask)
+
+
+@pytest.mark.parametrize(("place", "bad"), [("mask", "nan"), ("weight", "nan"), ("weight", "inf")])
+def test_what_is_not_sound_is_known_before_it_is_saved(tmp_path: Path, place: str, bad: str) -> None:
+    model = Causal()
+    spoiled = model.mask if place == "mask" else model.part[0].weight
+    with torch.no_grad():
+        spoiled[0, 0] = float(bad)
+    assert not finite(model)
+    save_weights(model, tmp_path / "a.safetensors")
+    with pytest.raises(BadData, match=place):
+        load_weights(Causal(), tmp_path / "a.safetensors")
 
 
 def test_narrow_weights_are_widened(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def measure(finished: Finished) -> dict[str, Any]:
     from halfstep.train.loaders import make_val_loader
 
     loader = make_val_loader(finished.task, finished.recipe, finished.device)
+    left_out: list[Any] = []
     with progress("evaluating", "batches") as told:
         metrics = evaluate(
             finished.task,
@@ -56,13 +57,15 @@ def measure(finished: Finished) -> dict[str, Any]:
             precision=finished.choice.precision,
             device=finished.device,
             progress=told,
+            left_out=left_out.extend,
         )
     return {
         "run": str(finished.folder),
         "weights": str(finished.weights),
         "precision": finished.choice.precision.name,
         "device": finished.choice.device.name,
-        "samples": len(loader.samples),
+        "samples": len(loader.samples) - len(left_out),
+        "left_out": [{"file": one.name, "reason": one.reason} for one in left_out],
         "metrics": metrics,
         "findings": [finding.as_dict() for finding in finished.choice.findings],
     }
@@ -78,5 +81,7 @@ def _print(report: dict[str, Any], finished: Finished) -> None:
         mark = "  [dim]the metric that decides[/]" if name == finished.task.metric else ""
         console.print(f"  {name:<{width}}  {value:.4f}{mark}")
     console.print(f"  [dim]over {report['samples']} validation samples[/]")
+    for one in report["left_out"]:
+        console.print(f"[yellow]left out[/] {one['file']}: {one['reason']}", soft_wrap=True)
     for finding in report["findings"]:
         console.print(f"[yellow]{finding['severity']} {finding['id']}[/]: {finding['evidence']}", soft_wrap=True)

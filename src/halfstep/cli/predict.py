@@ -95,7 +95,8 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
     row = dict(prediction.values)
     for kind, picture in (("mask", prediction.mask), ("overlay", prediction.overlay)):
         if picture is not None:
-            file = out / f"{kind}s" / name.with_suffix(".png")
+            # The whole name, because a.jpg and a.tif may lie side by side.
+            file = out / f"{kind}s" / (name if name.suffix == ".png" else name.with_name(f"{name.name}.png"))
             write_png(file, picture)
             row[kind] = str(file.relative_to(out))
     return row

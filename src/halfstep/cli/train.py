@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,7 @@ import typer
 from halfstep.cli._flag import flag
 from halfstep.cli._memory import keep_freed_memory
 from halfstep.cli._settings import TakesSettings
+from halfstep.errors import WrongUse
 
 GROUP = "Run"
 COMMAND = {
@@ -29,6 +32,8 @@ def run(
     json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,
 ) -> None:
     """Train a recipe. What follows it changes it: train.batch_size=4, or --batch_size 4, or --bf16."""
+    if recipe.startswith("-"):
+        raise WrongUse(f"{recipe} where RECIPE should be", allowed="RECIPE first", do=f"halfstep train RECIPE {recipe}")
     from halfstep.tasks._folder import task_from_file
     from halfstep.tasks._resolving import resolved_recipe
     from halfstep.train.recipe.sources import read_recipe
@@ -47,7 +52,7 @@ def run(
         keep_freed_memory()
     notes = [f"task {own.__name__} from {task} (sha256 {digest})"] if own else []
     result = launch(resolved, task=own, new=new, quiet=json, command=_command(), notes=notes)
-    if json:
+    if json and os.environ.get("RANK", "0") == "0":
         from dataclasses import asdict
         from json import dumps
 
@@ -62,4 +67,4 @@ def _has_accelerator() -> bool:
 
 def _command() -> str:
     """What was typed, to be typed again."""
-    return " ".join(["halfstep", *sys.argv[1:]])
+    return shlex.join(["halfstep", *sys.argv[1:]])

@@ -55,7 +55,7 @@ def judge(settings: Sequence[Setting]) -> Verdict:
     speaking = [s for s in settings if s.claim]
     if not speaking:
         return Verdict(None, [])
-    firm = [s for s in speaking if s.claim and s.claim.meaning != AUTO]
+    firm = [s for s in speaking if s.claim and (s.claim.meaning != AUTO or s.claim.denies)]
     groups = [firm, *(_same_file(speaking, s) for s in speaking if s not in firm)]
     for group in groups:
         settled = _settled(group)
@@ -95,7 +95,7 @@ def _wish(other: Setting, one: Setting, settings: Sequence[Setting], refused: st
     """What the file of the other setting wants as a whole: `amp: true` beside `fp16: false` wants bf16."""
     own = _settled([s for s in _same_file(settings, other) if s is not one])
     wish = own.name if own else refused
-    if wish != refused:
+    if wish not in (refused, AUTO):
         return wish
     return "fp32" if refused != "fp32" else "bf16"
 

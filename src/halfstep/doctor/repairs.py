@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from halfstep.doctor.settings import Setting
+from halfstep.precision.names import FLAGS
 
 _ACCELERATE = {"fp32": "'no'", "tf32": "'no'"}
 _LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -15,10 +16,16 @@ def line_for(setting: Setting, precision: str) -> str:
     if setting.kind == "environment":
         return _variable(setting, precision)
     if setting.kind == "deepspeed":
-        return ", ".join(f'"{name}": {{"enabled": {str(name == precision).lower()}}}' for name in ("fp16", "bf16"))
+        return _deepspeed(setting, precision)
     if setting.kind == "accelerate":
         return f"mixed_precision: {_ACCELERATE.get(precision, precision)}"
     return _recipe_line(setting, precision)
+
+
+def _deepspeed(setting: Setting, precision: str) -> str:
+    old = setting.key.partition(".")[0] == "bfloat16"
+    names = {"fp16": "fp16", "bf16": "bfloat16" if old else "bf16"}
+    return ", ".join(f'"{name}": {{"enabled": {str(one == precision).lower()}}}' for one, name in names.items())
 
 
 def _variable(setting: Setting, precision: str) -> str:
@@ -32,7 +39,7 @@ def _recipe_line(setting: Setting, precision: str) -> str:
     key = setting.leaf
     if key in ("amp", "use_amp") or (isinstance(setting.value, bool) and key == "mixed_precision"):
         return f"{key}: {precision not in _FULL}"
-    if key in ("fp16", "bf16"):
+    if key in FLAGS:
         return _flags(key, precision)
     if key == "mixed_precision":
         return f"{key}: {_ACCELERATE.get(precision, precision)}"
@@ -45,5 +52,5 @@ def _recipe_line(setting: Setting, precision: str) -> str:
 
 def _flags(key: str, precision: str) -> str:
     own = f"{key}: {key == precision}"
-    other = "bf16" if key == "fp16" else "fp16"
-    return f"{own} and {other}: True" if precision == other else own
+    needs_another = precision in FLAGS if key == "fp32" else precision in ("fp16", "bf16")
+    return f"{own} and {precision}: True" if precision != key and needs_another else own

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from halfstep.doctor.settings import Document, Kind, Setting, Source
+from halfstep.doctor.settings import Document, Kind, Setting, Source, printable
 from halfstep.errors import BadRecipe, HalfstepError, MissingExtra
-from halfstep.precision.names import PRECISION_KEYS, Claim, read_claims
+from halfstep.precision.names import FLAGS, PRECISION_KEYS, SWITCHES, Claim, read_claims
 
 LEARNING_RATE = frozenset({"lr", "learning_rate", "base_lr", "max_lr"})
 CLIPPING = frozenset(
@@ -35,6 +35,10 @@ _SPEAK_OF_TRAINING = frozenset(
     {"trainer", "train", "training", "train_args", "training_args", "trainer_args", "train_config", "fit", "run", "amp"}
 )
 """Sections in which `precision` is a number format; in others, such as `metrics`, it may be anything."""
+
+
+_OLD_BF16 = "bfloat16"
+"""DeepSpeed's spelling before it was bf16, still read by it."""
 
 
 def read_document(kind: Kind, path: str) -> Document:
@@ -67,15 +71,21 @@ def from_recipe(name_or_path: str) -> Source:
 
 
 def _sections(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    flat = {key: value for key, value in content.items() if key in ("fp16", "bf16") or not isinstance(value, Mapping)}
+    flat = {key: value for key, value in content.items() if not _is_section(key, value)}
     yield "", flat
     for name, value in content.items():
         if name not in flat:
             yield f"{name}.", dict(value)
 
 
+def _is_section(key: str, value: object) -> bool:
+    """`amp: {enabled: false}` is a switch; other mappings hold settings of their own."""
+    return isinstance(value, Mapping) and not (key in (*SWITCHES, *FLAGS) and "enabled" in value)
+
+
 def _precision_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[Setting]:
-    keys = [key for key in section if key in PRECISION_KEYS and section[key] is not None]
+    spoken = [key for key, value in section.items() if value is not None and not _is_section(key, value)]
+    keys = [key for key in spoken if key in PRECISION_KEYS]
     if prefix and prefix[:-1].lower() not in _SPEAK_OF_TRAINING:
         keys = [key for key in keys if key != "precision"]
     chosen = {key: section[key] for key in keys}
@@ -87,7 +97,7 @@ def _claims(document: Document, prefix: str, settings: Mapping[str, Any]) -> lis
     try:
         return read_claims(settings)
     except HalfstepError as error:
-        section = f" ({prefix[:-1]})" if prefix else ""
+        section = f" ({printable(prefix[:-1])})" if prefix else ""
         raise type(error)(f"{document.place}{section}: {error.given}", allowed=error.allowed, do=error.do) from None
 
 
@@ -114,7 +124,7 @@ def from_deepspeed(path: str) -> Source:
             do="mend the line, and try it with python -m json.tool " + document.place,
         ) from None
     sections = {key: value for key, value in document.content.items() if isinstance(value, Mapping)}
-    formats = {key: value for key, value in sections.items() if key in ("fp16", "bf16")}
+    formats = {key: value for key, value in sections.items() if key in ("fp16", "bf16", _OLD_BF16)}
     found = [_switch_of(document, key, value) for key, value in formats.items() if "enabled" in value]
     stage = sections.get("zero_optimization", {}).get("stage")
     if stage is not None:
@@ -123,7 +133,7 @@ def from_deepspeed(path: str) -> Source:
 
 
 def _switch_of(document: Document, key: str, value: Mapping[str, Any]) -> Setting:
-    claim = next(iter(read_claims({key: value})), None)
+    claim = next(iter(_claims(document, key + ".", {"bf16" if key == _OLD_BF16 else key: value})), None)
     means = meaning(claim) if claim else "left to the launcher"
     return document.setting(f"{key}.enabled", value["enabled"], means, claim)
 
@@ -131,7 +141,7 @@ def _switch_of(document: Document, key: str, value: Mapping[str, Any]) -> Settin
 def meaning(claim: Claim | None) -> str:
     """What a claim comes to, in words."""
     if claim is None:
-        return "no effect: its switch is off, or its value is no word for a precision"
+        return "no effect: its switch is off, or the launcher decides"
     if claim.says:
         return "the device decides" if claim.meaning == "auto" else f"compute in {claim.meaning}"
     if len(claim.denies) == 1:

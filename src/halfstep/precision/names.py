@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.errors import Contradiction, PrecisionRefused, unknown_name
+from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknown_name
 from halfstep.precision import kinds
 
 AUTO = "auto"
@@ -124,44 +124,68 @@ def _word(key: str, value: object) -> Claim | None:
 
 
 def _switch(key: str, value: object) -> Claim | None:
-    """Mixed precision on or off. On alone means fp16, torch's own default on a GPU."""
-    if _state(value) in _OFF:
+    """Mixed precision on or off, or at once its format. On alone means fp16, torch's own default on a GPU."""
+    if is_off(value):
         return Claim(key, value, denies=_NARROW, otherwise="fp32")
-    if _state(value) in _ON:
+    if is_on(value):
         return Claim(key, value, denies=_FULL, otherwise="fp16")
-    return None
-
-
-def _switch_or_word(key: str, value: object) -> Claim | None:
-    return _switch(key, value) or _word(key, value)
+    if isinstance(value, Mapping):
+        return _left_to_launcher(key, value)
+    try:
+        return _word(key, value)
+    except UnknownName as error:
+        raise UnknownName(f"{key}: {error.given}", allowed=f"true, false, {error.allowed}", do=error.do) from None
 
 
 def _flag(key: str, value: object) -> Claim | None:
     """`fp16: true`, or DeepSpeed's `fp16: {enabled: true}`. Off rules out only its own precision."""
-    if _state(value) in _OFF:
-        return Claim(key, value, denies=frozenset({key}), otherwise="fp32")
-    if _state(value) in _ON:
+    if is_off(value):
+        return Claim(key, value, denies=frozenset({key}), otherwise=AUTO if key == "fp32" else "fp32")
+    if is_on(value):
         return Claim(key, value, says=Named(key))
-    return None
+    return _left_to_launcher(key, value)
+
+
+def _left_to_launcher(key: str, value: object) -> Claim | None:
+    """DeepSpeed's `auto` says nothing; anything else was meant to say something."""
+    if _state(value) == AUTO:
+        return None
+    raise PrecisionRefused(
+        f"{key} is {repr(value)[:60]}, which is neither on nor off",
+        allowed="true or false, also as {enabled: true}",
+        do=f"write {key}: true or {key}: false, or name the format with precision: bf16",
+    )
+
+
+def is_on(value: object) -> bool:
+    return _state(value) in _ON
+
+
+def is_off(value: object) -> bool:
+    return _state(value) in _OFF
 
 
 def _state(value: object) -> str:
-    return str(value.get("enabled") if isinstance(value, Mapping) else value).lower()
+    return str(value.get("enabled") if isinstance(value, Mapping) else value).strip().lower()
 
 
 _KEYS: dict[str, _Reader] = {
     "use_amp": _switch,
     "amp": _switch,
-    "mixed_precision": _switch_or_word,
+    "mixed_precision": _switch,
     "amp_dtype": _word,
     "precision_type": _word,
     "precision": _word,
     "trainer.precision": _word,
     "fp16": _flag,
     "bf16": _flag,
+    "fp32": _flag,
 }
 PRECISION_KEYS = frozenset(_KEYS)
-_MEANT_ONLY_IF_ON = {"amp_dtype": "use_amp", "precision_type": "mixed_precision"}
+SWITCHES = tuple(key for key, reader in _KEYS.items() if reader is _switch)
+FLAGS = tuple(key for key, reader in _KEYS.items() if reader is _flag)
+FORMATS = ("amp_dtype", "precision_type")
+"""Formats that mixed precision has if it is on."""
 
 
 def read_settings(settings: Mapping[str, Any]) -> Named | None:
@@ -184,10 +208,12 @@ class Settled:
     against: list[Claim]
 
 
+_DECIDES = {"fp16": 1, AUTO: 2}
+
+
 def settle(claims: Sequence[Claim]) -> Settled:
     """What one or more claims come to. A key that names a precision decides over one that only switches."""
-    named = [claim for claim in claims if claim.says]
-    by = next(iter(named or [c for c in claims if c.otherwise != "fp32"] or claims))
+    by = min(claims, key=lambda claim: 0 if claim.says else _DECIDES.get(claim.otherwise, 3))
     name = by.meaning if by.says else _left_open(by, claims)
     against = [c for c in claims if (c.says is not None and c.meaning != name) or name in c.denies]
     return Settled(name, by, against)
@@ -197,13 +223,16 @@ def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
     """`amp: true` beside `fp16: false` leaves bf16; with nothing ruled out it means what torch would do."""
     if switch.meaning == "fp32":
         return "fp32"
-    return next((name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)), switch.meaning)
+    left = [name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)]
+    if switch.meaning == AUTO and len(left) == 2:
+        return AUTO
+    return next(iter(left), "fp16")
 
 
 def read_claims(settings: Mapping[str, Any]) -> list[Claim]:
     """What each key that speaks of precision says; a format whose switch is off says nothing."""
     values = {key: value for key in _KEYS if (value := _at(settings, key)) is not None}
-    idle = {word for word, switch in _MEANT_ONLY_IF_ON.items() if _state(values.get(switch)) in _OFF}
+    idle = FORMATS if any(is_off(values.get(switch)) for switch in SWITCHES) else ()
     read = (_KEYS[key](key, value) for key, value in values.items() if key not in idle)
     return [claim for claim in read if claim is not None]
 

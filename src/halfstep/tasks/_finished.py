@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from halfstep.errors import BadData
@@ -14,6 +15,7 @@ from halfstep.files import read_json
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.tasks._folder import task_class
 from halfstep.train.keeping import BEST, FACTS, LAST
+from halfstep.train.recipe.complaints import bad_recipe, complaints_from
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run_folder import RECIPE
 from halfstep.train.setup import placed
@@ -41,7 +43,7 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
     """The task of a run with its weights, `best`, `last` or a file, on a device; in the run's precision or another."""
     found = read_recipe(str(_recipe_in(folder)))
     kind = own or task_class(str(found.raw.get("task")))
-    recipe = kind.schema.model_validate(found.raw)
+    recipe = _checked(found.raw, kind.schema, folder / RECIPE)
     task = kind(recipe)
     task.remember(read_json(folder / FACTS) or {})
     device = device_of(recipe.train.device)
@@ -61,7 +63,21 @@ def _recipe_in(folder: Path) -> Path:
     return folder / RECIPE
 
 
+def _checked(raw: Any, schema: Any, path: Path) -> Any:
+    """A run's recipe may have been edited since, or come from another version."""
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        raise bad_recipe(str(path), complaints_from(error, schema)) from None
+
+
 def _model(task: Task, weights: Path) -> nn.Module:
+    if weights.name == BEST and not weights.is_file() and weights.with_name(LAST).is_file():
+        raise BadData(
+            f"no weights at {weights}: no evaluation of the run was finite",
+            allowed=f"{', '.join(WHICH)}, or a .safetensors file",
+            do="write --weights last",
+        )
     if not weights.is_file():
         raise BadData(
             f"no weights at {weights}",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,9 @@ from halfstep.train.recipe.resolve import Resolved
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.recipe.strict_yaml import read_yaml
 from halfstep.train.recipe.written import to_yaml
-from halfstep.train.run import Run, train
+from halfstep.train.run import Run, make_loop, train
 from halfstep.train.run_folder import RunFolder, open_run
-from halfstep.train.start import decided_once, together
+from halfstep.train.start import decided_once, generators_kept, together
 from halfstep.train.task import Task
 
 
@@ -52,17 +55,29 @@ def launch(
 ) -> Run:
     """Train a recipe that is complete, on every process that torchrun started."""
     kind = task_class(resolved.recipe.task) if task is None else _class(task)
-    with together():
+    with together(), generators_kept():
         text = decided_once(lambda: to_yaml(_opened(resolved, new).recipe))
         recipe = kind.schema.model_validate(read_yaml(text, resolved.label))
         folder = Path(recipe.run.dir)
         journal = Journal(_listeners(folder, recipe, quiet))
         try:
+            with _gone_if_it_cannot_begin(folder):
+                loop = make_loop(_ready(task, kind, recipe), recipe, folder, journal)
             told = [*notes, *resolved.notes]
-            job = _ready(task, kind, recipe)
-            return train(job, recipe, folder, journal, label=resolved.label, command=command, notes=told)
+            return train(loop, folder, label=resolved.label, command=command, notes=told)
         finally:
             journal.close()
+
+
+@contextmanager
+def _gone_if_it_cannot_begin(folder: Path) -> Iterator[None]:
+    """A run that never took a step leaves no folder, so that the command can be mended and typed again."""
+    try:
+        yield
+    except BaseException:
+        if world.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _class(task: Task | type[Task]) -> type[Task]:
@@ -84,9 +99,9 @@ def _with_precision(settings: Settings, precision: str | None) -> Settings:
 def _ready(task: Task | type[Task] | None, kind: type[Task], recipe: Any) -> Task:
     if not isinstance(task, Task):
         return kind(recipe)
-    # An object that was made by hand keeps what else it holds, and begins again with this recipe.
-    task.__init__(recipe)  # type: ignore[misc]
-    return task
+    given = copy.copy(task)
+    given.begin(recipe)
+    return given
 
 
 def _listeners(folder: Path, recipe: Any, quiet: bool) -> list[Listener]:

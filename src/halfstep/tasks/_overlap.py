@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from halfstep.errors import BadData
 from halfstep.precision.island import island
 
 
@@ -51,7 +50,8 @@ class Overlap(MulticlassConfusionMatrix):
     """IoU and Dice, from counts in 64-bit integers.
 
     `iou` and `dice` are means over the classes that are there, in the truth or in the prediction; beside them stands
-    one of each for every such class. With two classes they are those of the foreground alone.
+    one of each for every such class. With two classes they are those of the foreground alone. Where every pixel is
+    ignored there is nothing to judge, and both are NaN.
     """
 
     def __init__(self, names: list[str], ignored: int) -> None:
@@ -59,13 +59,9 @@ class Overlap(MulticlassConfusionMatrix):
         self.names = names
 
     def compute(self) -> Any:
-        counts = self.confmat.to(torch.float64)
+        counts = self.confmat.cpu().to(torch.float64)  # in the main memory: not every device has float64
         if not counts.sum():
-            raise BadData(
-                "no pixel of the validation masks belongs to a class",
-                allowed="masks with at least one pixel that is not data.ignore_index",
-                do="check data.ignore_index and the masks of the validation samples",
-            )
+            return {name: counts.new_tensor(float("nan")) for name in ("iou", "dice")}
         both, truth, said = counts.diagonal(), counts.sum(1), counts.sum(0)
         return _scores(self.names, both, truth, said)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from halfstep.errors import BadData, BadRecipe
 from halfstep.train.data.folders import ImageFolder
+from halfstep.train.data.listing import folders
 from halfstep.train.data.pairs import ImageMaskPairs, folders_under
 from halfstep.train.data.place import data_place
 from halfstep.train.data.procedural import ShapeLabels, ShapeMasks
@@ -66,7 +67,7 @@ def labelled(data: Any) -> tuple[dict[Split, Source], list[str]]:
 def _both(data: Any, make: Make) -> dict[Split, Source]:
     root = data_place(data.path)
     if not isinstance(data.val, str):
-        return _shared(make(root), data.val)
+        return _shared(make(_to_share(root, data)), data.val)
     inside = (root / data.val).is_dir()
     if inside and not (root / "train").is_dir():
         raise BadData(
@@ -76,6 +77,15 @@ def _both(data: Any, make: Make) -> dict[Split, Source]:
         )
     train = make(root / "train" if inside or (root / "train").is_dir() else root)
     return {"train": train, "val": make(root / data.val if inside else data_place(data.val))}
+
+
+def _to_share(root: Path, data: Any) -> Path:
+    """Where splits are there already, those for training: the names of splits are not classes."""
+    inside = root / "train"
+    if getattr(data, "masks", None) is not None or not inside.is_dir():
+        return root
+    # A class may be called train too; its images lie in it, and not in folders of classes.
+    return root if data.name == "folder" and not folders(inside) else inside
 
 
 def _shared(source: Source, val: float | str) -> dict[Split, Source]:

@@ -35,8 +35,8 @@ class Classification(Task):
         "loss": {"label_smoothing": 0.1},
     }
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
+    def begin(self, recipe: Any) -> None:
+        super().begin(recipe)
         data = recipe.data
         if data.augment == "randaugment" and data.channels not in (1, 3):
             raise BadRecipe(
@@ -48,6 +48,7 @@ class Classification(Task):
         self._classes: list[str] = []
         self._sources: dict[Split, Source] = {}
         self._views: dict[Split, v2.Transform] = {"train": _varied(data), "val": _plain(data)}
+        self._strong = v2.RandAugment() if data.augment == "randaugment" else nn.Identity()
 
     @property
     def classes(self) -> list[str]:
@@ -76,7 +77,11 @@ class Classification(Task):
     def transform(self, split: Split, sample: Sample) -> Sample:
         # Few operations know 16-bit integers.
         image = sample["image"] if sample["image"].dtype == torch.uint8 else scaled(sample["image"])
-        return {**sample, "image": self.pixels.normalised(self._views[split](image))}
+        image = self._views[split](image)
+        # Colours are kept between 0 and 1, which floating numbers in a file need not be.
+        if split == "train" and not sample["image"].is_floating_point():
+            image = self._strong(image)
+        return {**sample, "image": self.pixels.normalised(image)}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
         batch: Sample = default_collate(samples)
@@ -160,8 +165,6 @@ def _varied(data: Data) -> v2.Transform:
     else:
         steps += [_plain(data), v2.RandomCrop(data.size, padding=data.size // 8)]
     steps.append(v2.RandomHorizontalFlip())
-    if data.augment == "randaugment":
-        steps.append(v2.RandAugment())
     return v2.Compose(steps)
 
 

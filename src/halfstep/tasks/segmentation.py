@@ -34,8 +34,8 @@ class Segmentation(Task):
         "loss": {},
     }
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
+    def begin(self, recipe: Any) -> None:
+        super().begin(recipe)
         _check(recipe)
         self.classes = _names(recipe.data)
         self.pixels = _pixels.usual(recipe.data.channels)
@@ -43,6 +43,7 @@ class Segmentation(Task):
         self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
         self._sources: dict[Split, Source] = {}
         self._augmented = _augmentation(recipe.data, self.ignored)
+        self._coloured = _jitter(recipe.data)
 
     def facts(self) -> dict[str, Any]:
         return {"classes": self.classes}
@@ -66,6 +67,8 @@ class Segmentation(Task):
             # Few operations know 16-bit integers; 8-bit ones are cropped first, which is cheaper.
             image = image if image.dtype == torch.uint8 else scaled(image)
             image, mask = self._augmented(tv_tensors.Image(image), tv_tensors.Mask(mask))
+            # Colours are kept between 0 and 1, which floating numbers in a file need not be.
+            image = image if sample["image"].is_floating_point() else self._coloured(image)
             image, mask = image.as_subclass(Tensor), mask.as_subclass(Tensor)
         return {"image": self.pixels.normalised(image), "mask": mask}
 
@@ -149,9 +152,14 @@ def _augmentation(data: Data, ignored: int) -> v2.Transform:
     steps: list[nn.Module] = [v2.RandomCrop(data.crop, pad_if_needed=True, fill=fill)]
     if data.augment:
         steps += [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]
-    if data.augment and data.channels == 3:
-        steps.append(v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2))
     return v2.Compose(steps)
+
+
+def _jitter(data: Data) -> nn.Module:
+    if not data.augment or data.channels != 3:
+        return nn.Identity()
+    jitter: nn.Module = v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)
+    return jitter
 
 
 def _check(recipe: Any) -> None:

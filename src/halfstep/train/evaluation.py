@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep import world
-from halfstep.precision.precision import Precision
-from halfstep.train.data.source import Batch
+from halfstep.precision.precision import Precision, widen
+from halfstep.train.data.source import Batch, Replaced
 from halfstep.train.task import Task
 
 if TYPE_CHECKING:
@@ -29,21 +29,23 @@ def evaluate(
     precision: Precision,
     device: torch.device,
     progress: Progress = lambda done, of: None,
+    left_out: Callable[[Sequence[Replaced]], None] = lambda samples: None,
 ) -> dict[str, float]:
-    """The loss and the task's metrics over all batches and all processes."""
+    """The loss and the task's metrics over all batches and all processes; `left_out` hears of unreadable samples."""
     metrics = task.metrics().to(device)
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    sums: list[Tensor] = []
     of = len(batches) if isinstance(batches, Sized) else 0
     training = model.training
     model.eval()
     try:
         with precision.inference(device):
             for done, batch in enumerate(batches, 1):
-                total += _summed(task.loss(model, batch.tensors, metrics), len(batch.ids), total)
+                sums.append(_summed(task.loss(model, batch.tensors, metrics), len(batch.ids)))
+                left_out(batch.replaced)
                 progress(done, of)
     finally:
         model.train(training)
-    loss, count = world.agree(total).tolist()
+    loss, count = world.agree(_total(sums)).tolist()
     return {"loss": loss / max(count, 1.0), **values(metrics)}
 
 
@@ -55,16 +57,25 @@ def values(metrics: MetricCollection) -> dict[str, float]:
         computed = metrics.compute()
     found: dict[str, float] = {}
     for name, value in computed.items():
-        numbers = value.tolist()
-        if isinstance(numbers, list):
-            found |= {f"{name}_{i}": number for i, number in enumerate(numbers)}
-        else:
-            found[name] = numbers
+        _add(found, name, value.tolist())
     return found
 
 
-def _summed(loss: Any, samples: int, like: Tensor) -> Tensor:
-    """A loss as sum and count."""
-    if isinstance(loss, tuple):
-        return torch.stack([torch.as_tensor(part, device=like.device).to(like.dtype) for part in loss])
-    return torch.stack([loss.to(like.dtype) * samples, torch.full_like(like[0], samples)])
+def _add(found: dict[str, float], name: str, numbers: Any) -> None:
+    if isinstance(numbers, list):
+        for place, number in enumerate(numbers):
+            _add(found, f"{name}_{place}", number)
+    else:
+        found[name] = float(numbers)
+
+
+def _summed(loss: Any, samples: int) -> Tensor:
+    """A loss as sum and count, where it is: nothing waits for the device here."""
+    total, count = loss if isinstance(loss, tuple) else (loss * samples, samples)
+    total = widen(torch.as_tensor(total))
+    return torch.stack([total, torch.as_tensor(count).to(total)])
+
+
+def _total(sums: list[Tensor]) -> Tensor:
+    """Added up in float64, in the main memory: not every device has it."""
+    return torch.stack(sums).cpu().to(torch.float64).sum(0) if sums else torch.zeros(2, dtype=torch.float64)

@@ -12,15 +12,16 @@ from torch import nn
 from halfstep import world
 from halfstep.draw.grid import enlarged, grid
 from halfstep.draw.png import write_png
-from halfstep.files import write_json
+from halfstep.files import write_json, write_text
 from halfstep.precision.precision import Precision
 from halfstep.step.riders import Ema
 from halfstep.train.data.source import Batch, Sample
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.journal import Journal
+from halfstep.train.journal.jsonl import as_line
 from halfstep.train.run_folder import RESULT
 from halfstep.train.task import Task
-from halfstep.train.weights import save_weights
+from halfstep.train.weights import finite, save_weights
 
 BEST, LAST, LAST_AVERAGE = "best.safetensors", "last.safetensors", "last-ema.safetensors"
 FACTS = "task.json"
@@ -49,7 +50,7 @@ class Keeper:
     def _save(self, model: nn.Module, name: str, what: str, metadata: dict[str, str]) -> None:
         if not self._first:
             return
-        if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+        if not finite(model):
             text = f"{name} is kept as it was: the weights now hold numbers that are not finite"
             self._journal.tell(events.NOTE, text=text, level="warning")
             return
@@ -78,7 +79,7 @@ class Keeper:
     def result(self, content: dict[str, Any]) -> None:
         """The mark of a run that came to its end."""
         if self._first:
-            write_json(self._folder / RESULT, content)
+            write_text(self._folder / RESULT, as_line(content))
 
 
 def _worn(ema: Ema | None) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from halfstep import world
-from halfstep.errors import BadData
+from halfstep.errors import BadData, RanksDisagree
 from halfstep.train.data.loader import TrainLoader, ValLoader
 from halfstep.train.data.order import Order
 from halfstep.train.data.samples import Samples, ValSamples
@@ -31,6 +31,7 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device) -> Loaders
     """The loaders of this process."""
     train, seed = recipe.train, recipe.train.seed or 0
     source = _filled(task, "train")
+    _same_everywhere(source, _filled(task, "val"))
     samples = Samples(source, functools.partial(task.transform, "train"), seed)
     order = Order(len(source), seed)
     collate = functools.partial(task.collate, "train")
@@ -69,6 +70,19 @@ def _filled(task: Task, split: Split) -> Source:
     if not len(source):
         raise BadData(f"the {split} split holds no samples", allowed="one sample or more", do="look at data.path")
     return source
+
+
+def _same_everywhere(*sources: Source) -> None:
+    """Processes must divide the same samples: one that sees others would train on its own, or wait for ever."""
+    seen = " and ".join(f"{len(source)} samples from {source.name(0)}" for source in sources)
+    told = world.from_all(seen)
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if other is not None:
+        raise RanksDisagree(
+            f"rank {other} has {told[other]}, rank 0 {told[0]}",
+            allowed="the same data on every process",
+            do="copy the data to every machine, at the same path",
+        )
 
 
 def _workers(

@@ -113,6 +113,7 @@ class Loop:
     def steps(self) -> Iterator[StepReport]:
         """The steps that are left of this epoch, each attempted when it is asked for."""
         self._began = time.perf_counter(), self.progress.attempts
+        self.meter.read()
         for window in self.meter.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
             yield self._step(self.progress.epoch + 1, window)
             if self.progress.attempts == self.planned:
@@ -124,7 +125,7 @@ class Loop:
         self.progress.attempts += 1
         self.progress.in_epoch += 1
         self.meter.count(self.train.share.window)
-        self.news.hear(window)
+        self.news.hear([replaced for batch in window for replaced in batch.replaced])
         more = {} if report.applied else self._skipped(report, window)
         self.journal.tell(
             events.STEP,
@@ -183,10 +184,10 @@ class Loop:
 
     def _evaluate(self, epoch: int) -> dict[str, float]:
         """With the averaged weights where there are any, and with rank 0's buffers, which are the saved ones."""
-        world.take_from_rank_zero(self.model.buffers())
         ema = self.stepper.ema
         worn: AbstractContextManager[None] = ema.in_place() if ema is not None else nullcontext()
         with worn:
+            world.take_from_rank_zero(self.model.buffers())
             self.latest = evaluate(
                 self.task,
                 self.model,
@@ -194,7 +195,9 @@ class Loop:
                 precision=self.parts.choice.precision,
                 device=self.stepper.device,
                 progress=functools.partial(self._tell_evaluating, epoch),
+                left_out=self.news.hear,
             )
+            self.news.share()
             self.keeper.pictures(self.task, self.model, self.val, self.parts.choice.precision, epoch)
         return self.latest
 
@@ -212,13 +215,15 @@ class Loop:
                 allowed=", ".join(sorted(val)),
                 do=f"set metric of {type(self.task).__name__} to one of these",
             )
+        # A task's metric may differ between processes; whether to go on must not.
+        value = float(world.from_rank_zero(repr(val[self.task.metric])))
         better = self.progress.judge(
-            val[self.task.metric],
+            value,
             epoch,
             higher=self.task.higher_is_better,
             margin=self.recipe.evaluate.min_delta,
         )
-        self.parts.shape.progress(val[self.task.metric] if better else None)
+        self.parts.shape.progress(value if better else None)
         if better:
             self.keeper.best(self.model, self.stepper.ema, epoch, val)
         return better

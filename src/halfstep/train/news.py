@@ -20,9 +20,8 @@ class News:
         self._journal, self._budget = journal, Budget(limit)
         self._fresh: list[Replaced] = []
 
-    def hear(self, window: Sequence[Batch]) -> None:
-        for batch in window:
-            self._fresh += batch.replaced
+    def hear(self, replaced: Sequence[Replaced]) -> None:
+        self._fresh += replaced
         if self._fresh and world.size() == 1:
             self.share()
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -32,6 +31,3 @@ class Progress:
         else:
             self.stale += 1
         return better
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -43,13 +43,10 @@ class Run:
     skipped: dict[str, int] = field(default_factory=dict)
 
 
-def train(
-    task: Task, recipe: AnyRecipe, folder: Path, journal: Journal, *, label: str, command: str, notes: list[str]
-) -> Run:
-    """Train `task` as `recipe` says, and leave everything in `folder`. Called by every process."""
-    began = time.perf_counter()
-    loop = make_loop(task, recipe, folder, journal)
-    loop.keeper.facts(task)
+def train(loop: Loop, folder: Path, *, label: str, command: str, notes: list[str]) -> Run:
+    """Train what `make_loop` built, and leave everything in `folder`. Called by every process."""
+    began, journal = time.perf_counter(), loop.journal
+    loop.keeper.facts(loop.task)
     facts = _facts(loop)
     facts["notes"] = [*notes, *facts["notes"]]
     journal.tell(events.START, label=label, dir=str(folder), command=command, **facts)

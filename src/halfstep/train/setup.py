@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from halfstep import world
+from halfstep.errors import BadRecipe
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.step.loss_scale import DynamicScale
 from halfstep.step.riders import Ema
@@ -74,6 +75,12 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
         notes.append(str(load_weights(model, Path(recipe.model.weights).expanduser(), partial=True)))
     notes += freeze(model, recipe.model.freeze)
     model = placed(model, device, recipe.train.channels_last)
+    if recipe.train.checkpoint_activations and recipe.train.compile:
+        raise BadRecipe(
+            "train.compile together with train.checkpoint_activations",
+            allowed="one of them; torch cannot compile what keeps batch statistics still while it computes them again",
+            do="write train.compile=false",
+        )
     if recipe.train.checkpoint_activations:
         notes.append(f"activations of {checkpoint_activations(model)} blocks are computed again in backward")
     if recipe.train.compile:

@@ -24,21 +24,41 @@ def together() -> Iterator[None]:
     if not launched or dist.is_initialized():
         yield
         return
-    dist.init_process_group()
+    _take_own_device()
+    dist.init_process_group(backends())
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """A run seeds torch's generators for itself; whoever called it finds them as they were."""
+    own = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    with torch.random.fork_rng(own):
+        yield
+
+
 def device_of(name: str) -> torch.device:
-    """The device of this process; with `auto` each process of a machine has its own."""
-    if name != AUTO:
-        return torch.device(describe(name).place)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    """The device of this process; an accelerator named without a number is each process's own."""
+    _take_own_device()
+    return torch.device(describe(None if name == AUTO else name).place)
+
+
+def backends() -> str | None:
+    """Texts and decisions travel through the main memory, gradients between accelerators where there are any."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return f"{torch.empty(0).device}:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+
+
+def _take_own_device() -> None:
     if torch.accelerator.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
         torch.accelerator.set_device_index(local % torch.accelerator.device_count())
-    return torch.device(describe().place)
 
 
 def cores_each() -> int:

@@ -44,6 +44,10 @@ class Task(ABC):
     """Sections of a recipe for a small model on drawn data: what the contract tests run."""
 
     def __init__(self, recipe: Any) -> None:
+        self.begin(recipe)
+
+    def begin(self, recipe: Any) -> None:
+        """Take the recipe of a run; what is derived from it belongs here, for tasks given to `fit` as objects."""
         self.recipe = recipe
 
     def facts(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> Loaded:
     All of it must fit, unless `partial`: then what fits is taken, as long as it is half of the smaller side. The model
     is changed only when everything that goes into it was found good.
     """
-    own = model.state_dict()
+    own = _without_prefixes(_tensors(model), {})  # named as save_weights would name them
     found = _named_alike(_without_prefixes(_read(path), own), own)
     fitting = {name: found[name] for name in own if name in found and found[name].shape == own[name].shape}
     report = _compared(path, own, found, fitting)
@@ -96,11 +96,16 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> Loaded:
             allowed=f"weights of this model: {len(own)} tensors",
             do="check model.name and its options against those that the file was made with",
         )
-    _all_finite(path, fitting)
+    _all_sound(path, fitting, own)
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
     return report
+
+
+def finite(model: nn.Module) -> bool:
+    """Whether `load_weights` would take back what `model` holds now."""
+    return all(_sound(tensor, tensor) for tensor in _tensors(model).values())
 
 
 def digest(model: nn.Module) -> str:
@@ -114,13 +119,17 @@ def digest(model: nn.Module) -> str:
 
 def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in plain order of memory, one for each name: files know neither sharing nor layouts."""
-    state = model.state_dict() if isinstance(model, nn.Module) else model
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor)
+        for name, tensor in _tensors(model).items()
     }
     return _without_prefixes(copies, {})
+
+
+def _tensors(model: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Parameters as such and buffers; what a module keeps beside them in its state has no place in a file."""
+    state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 def _without_prefixes(tensors: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -158,8 +167,14 @@ def _size(tensor: Tensor) -> str:
     return "×".join(str(side) for side in tensor.shape) or "one number"
 
 
-def _all_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+def _sound(tensor: Tensor, role: Tensor) -> bool:
+    """Parameters are finite; buffers may hold infinities, as a causal mask does, and no NaN."""
+    good = torch.isfinite(tensor) if isinstance(role, nn.Parameter) else ~torch.isnan(tensor)
+    return bool(good.all())
+
+
+def _all_sound(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    bad = [name for name, tensor in tensors.items() if not _sound(tensor, own[name])]
     if bad:
         raise BadData(
             f"{path} has numbers that are not finite, in {len(bad)} tensors, first in {bad[0]}",

@@ -15,7 +15,6 @@ from halfstep.errors import BadData
 from halfstep.train.data.budget import Budget
 from halfstep.train.data.loader import TrainLoader, ValLoader
 from halfstep.train.data.order import Order
-from halfstep.train.data.quarantine import nonfinite_ids
 from halfstep.train.data.samples import LEFT_OUT, QUARANTINED, Samples, ValSamples
 from halfstep.train.data.source import BadSample, Batch, Replaced, Sample
 
@@ -203,11 +202,12 @@ def test_workers_ignore_ctrl_c_and_use_one_thread() -> None:
 
 
 def test_an_epoch_that_is_left_leaves_no_process_behind() -> None:
+    before = set(multiprocessing.active_children())  # other tests' helpers may live as long as the session
     windows = loader(Numbers(400), 2).windows(0)
     next(windows)
-    assert len(multiprocessing.active_children()) == 2
+    assert len(set(multiprocessing.active_children()) - before) == 2
     windows.close()  # type: ignore[attr-defined]
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -266,22 +266,6 @@ def test_the_budget_ends_at_the_first_sample_beyond_it(limit: int) -> None:
         budget.spend([Replaced(77, "last", "cut", 50)])
     assert caught.value.exit_code == 65
     assert f"data.bad_samples={limit}" in caught.value.allowed
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_samples_with_numbers_that_are_not_finite_are_found(value: float) -> None:
-    x, y = torch.zeros(4, 2, 3), torch.zeros(4)
-    x[1, 1, 2], y[3] = value, value
-    tensors = {
-        "x": x,
-        "y": y,
-        "label": torch.arange(4),
-        "scalar": torch.tensor(value),
-        "other": torch.full((2,), value),
-    }
-    assert nonfinite_ids(Batch(tensors, [10, 11, 12, 13], [])) == [11, 13]
-    assert nonfinite_ids(Batch({"x": torch.ones(2, 0)}, [1, 2], [])) == []
-    assert nonfinite_ids(Batch({}, [], [])) == []
 
 
 def test_tasks_may_be_sent_to_workers_that_are_started_anew() -> None:

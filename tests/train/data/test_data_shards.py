@@ -18,6 +18,7 @@ import webdataset
 from PIL import Image
 
 from faults.bad_images import DAMAGED, encoded, picture
+from halfstep import files
 from halfstep.errors import BadData, Unsafe
 from halfstep.files import cache_folder
 from halfstep.train.data import shard_index
@@ -90,6 +91,21 @@ def test_folders_files_and_patterns_are_the_same(shards: Path) -> None:
         shard_paths("x-{9..1}.tar")
 
 
+@pytest.mark.parametrize(
+    "pattern", ["{0..99999}{0..99999}.tar", "{0..9}" * 6, "{0..1}" * 2000, "{0..1}{9..1}.tar", f"{{0..{'9' * 5000}}}"]
+)
+def test_a_pattern_that_stands_for_too_much_is_refused_before_it_is_written_out(pattern: str) -> None:
+    with pytest.raises(BadData, match="at most 100,000 shards in all"):
+        shard_paths(pattern)
+
+
+def test_several_ranges_count_like_a_clock(tmp_path: Path) -> None:
+    for name in ("a-0-08.tar", "a-0-09.tar", "a-1-08.tar", "a-1-09.tar"):
+        (tmp_path / name).touch()
+    paths = shard_paths(f"{tmp_path}/a-{{0..1}}-{{08..09}}.tar")
+    assert [path.name for path in paths] == ["a-0-08.tar", "a-0-09.tar", "a-1-08.tar", "a-1-09.tar"]
+
+
 def test_masks_come_along(tmp_path: Path) -> None:
     mask = encoded(Image.fromarray(np.eye(16, dtype=np.uint8) * 255))
     write(tmp_path / "a.tar", [{"__key__": "x/1", "jpg": encoded(picture(), "JPEG"), "mask.png": mask}])
@@ -124,6 +140,27 @@ def test_a_changed_shard_is_scanned_again(shards: Path) -> None:
     write(shards / "train-000.tar", [labelled(n) for n in range(9)])
     assert len(Shards(shards)) == 19
     assert Shards(shards).read(8)["label"] == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_no_run(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shards.parent / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shards.parent / "file"))
+    assert len(Shards(shards)) == 15
+
+
+def test_an_index_beyond_the_small_files_is_kept(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST_JSON", 10)
+    assert len(Shards(shards)) == 15
+    monkeypatch.setattr(shard_index.tarfile, "open", _never)
+    assert len(Shards(shards)) == 15
+
+
+def test_an_index_that_is_too_large_to_keep_is_said(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_index, "LARGEST_INDEX", 10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shards.parent / "cache"))
+    with pytest.warns(UserWarning, match=r"train-001\.tar has .* it is not kept"):
+        assert len(Shards(shards / "train-001.tar")) == 5
+    assert not list((cache_folder() / "shards").glob("*"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"key": 3}', b'{"key": "a", "image": "x"}'])
@@ -162,6 +199,8 @@ def test_nothing_is_unpacked_and_odd_members_are_passed_over(tmp_path: Path) -> 
         ({"1.png": b"x", "1.cls": b"cat"}, "no class number"),
         ({"1.png": b"x", "1.cls": b"-1"}, "no class number"),
         ({"1.png": b"x", "1.cls": b"9" * 5000}, "no class number"),
+        ({"1.png": b"x", "1.cls": b"20240115"}, r"1\.cls holds the class number 20240115, more than 1,000,000"),
+        ({"1.png": b"x", "1.cls": b"1000001"}, r"1\.cls holds the class number"),
         ({"1.png": b"x", "1.cls": b"1", "2.png": b"x"}, "differ in having a label"),
     ],
 )
@@ -181,6 +220,22 @@ def test_a_cut_or_packed_shard_is_refused(shards: Path) -> None:
         Shards(shards)
     (shards / "train-000.tar").write_bytes(os.urandom(5000))
     with pytest.raises(BadData, match="train-000"):
+        Shards(shards)
+
+
+@pytest.mark.parametrize("headers", [{"GNU.sparse.map": "a,b"}, {"GNU.sparse.map": "0,1", "GNU.sparse.size": "x"}])
+def test_a_header_that_tarfile_trips_over_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
+    with tarfile.open(tmp_path / "odd.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("1.png")
+        member.pax_headers = headers
+        archive.addfile(member)
+    with pytest.raises(BadData, match=r"odd\.tar cannot be used"):
+        Shards(tmp_path / "odd.tar")
+
+
+def test_names_of_classes_that_are_not_utf8_are_refused(shards: Path) -> None:
+    (shards / "classes.txt").write_bytes("Käse\n".encode("latin-1"))
+    with pytest.raises(BadData, match=r"classes\.txt is not UTF-8"):
         Shards(shards)
 
 

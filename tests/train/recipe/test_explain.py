@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
+import pytest
 from pydantic import Field, create_model
 from rich.console import Console
 
+import halfstep
 from halfstep.cli._explained import settings_help
+from halfstep.cli._schemas import task_schemas
 from halfstep.train.recipe.explain import Shipped, editor_schema, json_schema, markdown, rows
 from halfstep.train.recipe.overrides import read_flags
 from halfstep.train.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe, TrainOptions
+from halfstep.train.recipe.strict_yaml import read_yaml
+from halfstep.train.recipe.words import FOREIGN_SECTIONS, PRECISION_WORDS
 
 SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
 
@@ -89,6 +95,28 @@ def test_one_schema_for_all_tasks_keeps_sections_of_one_name_apart() -> None:
     assert [branch["if"]["properties"]["task"]["const"] for branch in whole["allOf"]] == ["first", "second"]
     references = {part.split('"')[0] for part in json.dumps(whole).split('"#/$defs/')[1:]}
     assert references <= set(definitions)
+
+
+@pytest.mark.parametrize("path", sorted(Path(halfstep.__file__).parent.glob("recipes/*.yaml")), ids=lambda p: p.stem)
+def test_editors_know_every_key_of_every_shipped_recipe(path: Path) -> None:
+    content = read_yaml(path.read_bytes(), str(path))
+    definitions = editor_schema(task_schemas())["$defs"]
+    properties = definitions[content["task"]]["properties"]
+    assert set(content) <= set(properties)
+    for key, inner in content.items():
+        if isinstance(inner, dict) and key not in FOREIGN_SECTIONS:
+            target = properties[key].get("$ref") or properties[key]["anyOf"][0]["$ref"]
+            assert set(inner) <= set(definitions[target.removeprefix("#/$defs/")]["properties"])
+
+
+def test_editors_know_the_words_that_are_translated() -> None:
+    definitions = editor_schema({"t": json_schema(SCHEMA)})["$defs"]
+    known = definitions["t"]["properties"]
+    assert {*PRECISION_WORDS, *FOREIGN_SECTIONS, "lr", "learning_rate", "num_epochs"} <= set(known)
+    assert "patience" not in known
+    assert "learning_rate" in definitions["OptimizerOptions"]["properties"]
+    assert {"type": "string"} in known["optimizer"]["anyOf"]
+    assert "type" not in known["precision"]
 
 
 def test_the_page_lists_recipes_and_fits_in_a_table() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 
 from halfstep.errors import BadRecipe
-from halfstep.train.recipe.overrides import apply, precision_from_flags, read_flags
+from halfstep.train.recipe.overrides import apply, read_flags
 from halfstep.train.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe
 
 
@@ -44,7 +44,16 @@ SCHEMA: Any = Recipe[ModelOptions, Data, LossOptions]
         ("--optimizer sgd", [("optimizer.name", "sgd")]),
         ("--early_stopping_patience 20", [("evaluate.patience", 20)]),
         ("evaluate.patience=null", [("evaluate.patience", None)]),
+        ("--dir 2024", [("run.dir", "2024")]),
+        ("run.dir='2024'", [("run.dir", "2024")]),
+        ("--dir null", [("run.dir", None)]),
+        ("--freeze encoder", [("model.freeze", ["encoder"])]),
+        ("--freeze 1", [("model.freeze", ["1"])]),
+        ("--freeze [a,b]", [("model.freeze", ["a", "b"])]),
         ("--bf16", [("bf16", True)]),
+        ("--bf16 yes --fp16 off", [("bf16", True), ("fp16", False)]),
+        ("--use_amp 1", [("use_amp", True)]),
+        ("--amp bf16", [("amp", "bf16")]),
         ("--fp32 --lr 1", [("fp32", True), ("optimizer.lr", 1)]),
         ("--precision 16-mixed", [("precision", "16-mixed")]),
         ("--precision 16", [("precision", "16")]),
@@ -88,12 +97,3 @@ def test_overrides_leave_what_they_were_given_alone() -> None:
     assert changed == {"train": {"epochs": 2}, "optimizer": {"lr": 1}, "loss": 5, "run": {"dir": "x"}}
     assert raw == {"train": {"epochs": 1}, "optimizer": None, "loss": 5}
     assert apply({"train": 5}, read_flags(["train.epochs=2"], SCHEMA)) == {"train": 5}
-
-
-def test_a_commands_own_flags_for_precision() -> None:
-    assert precision_from_flags() == []
-    assert precision_from_flags(bf16=True, precision="x") == [("bf16", True), ("precision", "x")]
-    assert precision_from_flags(mixed_precision=True, precision_type="fp16") == [
-        ("mixed_precision", True),
-        ("precision_type", "fp16"),
-    ]

@@ -84,6 +84,9 @@ def test_nesting_and_the_line_of_every_key() -> None:
         ("a:\n\tb: 1", ["line 2, column 1"]),
         ("a: " + "9" * 65, ["65 characters"]),
         ("a: \x07", ["file"]),
+        ('a: "\\U00110000"', ["does not exist"]),
+        ('a: "\\UFFFFFFFF"', ["does not exist"]),
+        ("%YAML 1." + "9" * 5000 + "\n---\na: 1", ["does not exist"]),
         (b"a: \xff", ["not UTF-8"]),
     ],
 )

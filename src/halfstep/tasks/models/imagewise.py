@@ -9,7 +9,7 @@ from torch import nn
 from halfstep.errors import BadRecipe, HalfstepError, MissingExtra
 from halfstep.tasks._pixels import Pixels, usual
 from halfstep.tasks._pretrained import fetched
-from halfstep.tasks.models.names import unknown_among_many
+from halfstep.tasks.models.names import check_timms_name
 
 
 def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.Module:
@@ -40,8 +40,8 @@ def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.
 
 
 def expected_pixels(options: Any, channels: int) -> Pixels:
-    """The numbers that pretrained weights were trained on; the usual ones for random weights."""
-    if options.weights != "pretrained" or channels != 3:
+    """The numbers that pretrained weights were trained on, fetched or in a file; the usual ones for random weights."""
+    if options.weights == "none" or channels != 3:
         return usual(channels)
     settings = _package(options.name).get_pretrained_cfg(options.name)
     return Pixels(tuple(settings.mean), tuple(settings.std)) if settings else usual(channels)
@@ -80,6 +80,5 @@ def _package(name: str) -> Any:
             allowed="halfstep with the extra vision",
             do="pip install halfstep[vision]",
         ) from error
-    if not timm.is_model(name):
-        raise unknown_among_many("model.name", name, timm.list_models(), "timm")
+    check_timms_name("model.name", name)
     return timm

@@ -11,9 +11,25 @@ from halfstep.errors import UnknownName
 def unknown_among_many(field: str, given: str, known: Collection[str], whose: str) -> UnknownName:
     """The error for a name that a library has not, with the few that are nearest to it."""
     near = difflib.get_close_matches(given, sorted(known), n=3, cutoff=0.5)
-    usual = [name for name in ("resnet34", "resnet50") if name in known]
+    usual = [name for name in ("resnet34", "resnet50") if name in known] or sorted(known)[:3]
     return UnknownName(
         f"{field} {given!r} is not known",
         allowed=f"the {len(known)} names of {whose}, such as {', '.join(near or usual)}",
         do=f"did you mean {near[0]!r}?" if near else f"look the name up in the documentation of {whose}",
     )
+
+
+def check_timms_name(field: str, name: str, prefix: str = "") -> None:
+    """Refuse a model that timm has not, or weights, behind a point, that it has not for this model.
+
+    `prefix` is what the recipe writes before timm's name.
+    """
+    import timm
+
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(name):
+        raise unknown_among_many(field, prefix + name, [prefix + known for known in timm.list_models()], "timm")
+    tagged = timm.models.get_arch_pretrained_cfgs(architecture)
+    if tag and name not in tagged:
+        names = [prefix + known for known in (architecture, *tagged)]
+        raise unknown_among_many(field, prefix + name, names, f"timm for {architecture}")

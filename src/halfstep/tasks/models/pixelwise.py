@@ -8,7 +8,7 @@ from torch import nn
 
 from halfstep.errors import BadRecipe, MissingExtra, unknown_name
 from halfstep.tasks._pretrained import fetched
-from halfstep.tasks.models.names import unknown_among_many
+from halfstep.tasks.models.names import check_timms_name, unknown_among_many
 from halfstep.tasks.models.unet import UNet
 
 OWN = "unet"
@@ -41,11 +41,20 @@ def _theirs(options: Any, channels: int, outputs: int) -> nn.Module:
         raise unknown_name("model.name", options.name, [OWN, *names])
     known = smp.encoders.encoders
     timms = options.encoder.startswith(TIMM)
-    if options.encoder not in known and not timms:
+    if timms:
+        check_timms_name("model.encoder", options.encoder.removeprefix(TIMM), TIMM)
+    elif options.encoder not in known:
         raise unknown_among_many("model.encoder", options.encoder, known, "segmentation-models-pytorch")
 
     def build(weights: str | bool | None) -> nn.Module:
-        model: nn.Module = smp.create_model(kind, options.encoder, weights, in_channels=channels, classes=outputs)
+        try:
+            model: nn.Module = smp.create_model(kind, options.encoder, weights, in_channels=channels, classes=outputs)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise BadRecipe(
+                f"{options.name} cannot be built with model.encoder={options.encoder}: {error}",
+                allowed="encoders that give features in several sizes, as this model wants them",
+                do="write model.encoder=resnet34",
+            ) from error
         return model
 
     if options.weights != "pretrained":

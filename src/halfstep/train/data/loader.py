@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from halfstep.errors import BadData, HalfstepError
 from halfstep.train.data.order import Order, Share, derive
+from halfstep.train.data.quarantine import is_finite
 from halfstep.train.data.samples import Item, Key, Samples, ValSamples, seeded
 from halfstep.train.data.source import Batch, Collate
 
@@ -97,12 +98,14 @@ class Gather:
         good = [(item.sample, item.number) for item in items if item.sample is not None]
         if not good:
             return Batch({}, [], replaced)
+        # Before the samples are mixed: afterwards, one that was mixed with a bad one looks as bad.
+        nonfinite = [number for sample, number in good if not is_finite(sample)]
         try:
             with seeded(derive(self.seed, "batch", items[0].epoch, items[0].number)):
                 tensors = self.collate([sample for sample, _ in good])
         except HalfstepError as error:
             return error
-        return Batch(tensors, [number for _, number in good], replaced)
+        return Batch(tensors, [number for _, number in good], replaced, nonfinite)
 
 
 class Moving:
@@ -136,10 +139,23 @@ def _read(
         # Without its own, DataLoader draws its workers' seeds from the training's generator.
         generator=torch.Generator(),
     )
-    for read in loader:
+    for read in _while_workers_live(loader):
         if isinstance(read, HalfstepError):
             raise read
         yield read
+
+
+def _while_workers_live(loader: Any) -> Iterator[Read]:
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise BadData(
+            f"a process that reads samples was ended from outside, as a system does that has no memory left: {error}",
+            allowed="workers and batches that fit into the main memory",
+            do="fewer train.num_workers, or smaller batches",
+        ) from error
 
 
 def _begin(worker: int) -> None:

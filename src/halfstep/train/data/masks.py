@@ -42,32 +42,18 @@ class Meaning:
         return torch.uint8 if max(self.classes - 1, self.ignore_index or 0) <= 255 else torch.int32
 
 
-def read_mask(
-    file: str | Path | bytes,
-    classes: int = 2,
-    ignore_index: int | None = None,
-    palette: Palette | None = None,
-    name: str = "",
-) -> Tensor:
+def mask_of(file: str | Path | bytes, meaning: Meaning, name: str) -> Tensor:
     """Height × width, a class number (or `ignore_index`) for each pixel; uint8, or int32 where that is too small.
 
     A file that cannot be read is a BadSample. A value that stands for no class is BadData: the mask says something
     that the recipe does not, and no other sample can stand in for that.
     """
-    return mask_of(file, Meaning(classes, ignore_index, palette), name or _named(file))
-
-
-def mask_of(file: str | Path | bytes, meaning: Meaning, name: str) -> Tensor:
     values = _values(file, meaning.palette is not None, name)
     if meaning.palette is not None:
         numbers: Numbers = _from_colours(values, meaning.palette, name)
     else:
         numbers = _from_values(_grey(values, name), meaning, name)
     return torch.from_numpy(numbers).to(meaning.dtype)
-
-
-def _named(file: str | Path | bytes) -> str:
-    return "a mask" if isinstance(file, bytes) else str(file)
 
 
 def _values(file: str | Path | bytes, colours: bool, name: str) -> Numbers:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadData
-from halfstep.files import cache_folder, read_json, write_json
+from halfstep.files import cache_folder, write_text
 from halfstep.train.data.reading import SUFFIXES
 
 MOST_MEMBERS = 2_000_000
+LARGEST_LABEL = 1_000_000
+"""A larger one is a date or an id: there would be a class, and an output of the model, for each number below it."""
+LARGEST_INDEX = 2**29
+"""Bytes: a shard of as many members as are allowed has about half of it, with keys of usual length."""
 MASKS = (".mask.png", ".seg.png")
 _LABEL = ".cls"
 _NONE = -1
-_VERSION = 1
+_VERSION = 2
 
 
 class Row(NamedTuple):
@@ -37,11 +44,31 @@ def index_of(shard: Path) -> list[Row]:
     facts = (shard.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, _VERSION)
     digest = blake2b(repr(facts).encode("ascii", "backslashreplace"), digest_size=16).hexdigest()
     kept = cache_folder() / "shards" / f"{digest}.json"
-    rows = _rows(read_json(kept))
+    rows = _read(kept)
     if rows is None:
         rows = list(_scanned(shard))
-        write_json(kept, _columns(rows))
+        _keep(kept, rows, shard)
     return rows
+
+
+def _read(kept: Path) -> list[Row] | None:
+    try:
+        return _rows(json.loads(kept.read_text(encoding="utf-8"))) if kept.stat().st_size <= LARGEST_INDEX else None
+    except (OSError, ValueError):
+        return None
+
+
+def _keep(kept: Path, rows: list[Row], shard: Path) -> None:
+    text = json.dumps(_columns(rows))
+    if len(text) > LARGEST_INDEX:
+        warnings.warn(
+            f"the index of {shard} has {len(text):,} bytes, more than {LARGEST_INDEX:,}: it is not kept, and each run "
+            "reads the whole shard before it begins; use shorter names in it, or more and smaller shards",
+            stacklevel=2,
+        )
+        return
+    with suppress(OSError):  # a cache that is full or read-only costs time, not the run
+        write_text(kept, text)
 
 
 def _columns(rows: list[Row]) -> dict[str, str]:
@@ -64,11 +91,12 @@ def _scanned(shard: Path) -> Iterator[Row]:
         with tarfile.open(shard, "r:") as archive:
             for count, member in enumerate(archive):
                 if count >= MOST_MEMBERS:
-                    raise _not_a_shard(shard, f"more than {MOST_MEMBERS:,} members")
+                    raise tarfile.TarError(f"more than {MOST_MEMBERS:,} members")
                 if member.isfile():
                     _note(rows, archive, member)
                 archive.members = []  # type: ignore[attr-defined]
-    except (tarfile.TarError, OSError, EOFError) as error:
+    # tarfile lets some damaged headers through as the ValueError or the OverflowError that they cause.
+    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
         raise _not_a_shard(shard, str(error) or type(error).__name__) from error
     for key, found in rows.items():
         if "image" not in found:
@@ -100,6 +128,8 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
     text = content.read().decode("ascii", "replace").strip() if content else ""
     if not text.isdecimal():
         raise tarfile.TarError(f"{member.name} holds no class number")
+    if int(text) > LARGEST_LABEL:
+        raise tarfile.TarError(f"{member.name} holds the class number {int(text)}, more than {LARGEST_LABEL:,}")
     return int(text)
 
 

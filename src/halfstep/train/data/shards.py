@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
@@ -92,11 +93,22 @@ class Shards:
         for folder in (self.paths[0].parent, self.paths[0].parent.parent):
             listed = folder / "classes.txt"
             if listed.is_file() and listed.stat().st_size < 2**20:
-                names = listed.read_text(encoding="utf-8").split("\n")
-                names = [name.strip() for name in names if name.strip()]
+                names = _lines(listed)
                 if len(names) > most:
                     return names
         return [str(number) for number in range(most + 1)]
+
+
+def _lines(listed: Path) -> list[str]:
+    try:
+        lines = listed.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise BadData(
+            f"{listed} is not UTF-8: {error.reason} at byte {error.start}",
+            allowed="the names of the classes, one a line, in UTF-8",
+            do="save the file as UTF-8, or remove it",
+        ) from error
+    return [line.strip() for line in lines if line.strip()]
 
 
 def shard_paths(root: str | Path) -> list[Path]:
@@ -119,20 +131,27 @@ def shard_paths(root: str | Path) -> list[Path]:
     return paths
 
 
+def _count(ranges: list[tuple[str, str]]) -> float:
+    """How many shards; infinitely many where a number has more digits than any file's, and none where one is empty."""
+    if max(len(number) for both in ranges for number in both) > 18:
+        return math.inf
+    return math.prod(max(0, int(last) - int(first) + 1) for first, last in ranges)
+
+
 def _expanded(pattern: str) -> list[str]:
-    found = _RANGE.search(pattern)
-    if not found:
-        return [pattern]
-    first, last = found.groups()
-    if not 0 <= int(last) - int(first) < MOST_SHARDS:
+    parts = _RANGE.split(pattern)
+    between, ranges = parts[::3], list(zip(parts[1::3], parts[2::3], strict=True))
+    if not 1 <= _count(ranges) <= MOST_SHARDS:
         raise BadData(
-            f"the pattern {pattern} counts from {first} to {last}",
-            allowed=f"upwards, at most {MOST_SHARDS:,} shards",
+            f"the pattern {pattern} counts {', '.join(f'from {first} to {last}' for first, last in ranges)}",
+            allowed=f"upwards, at most {MOST_SHARDS:,} shards in all",
             do="correct data.path",
         )
-    rest = _expanded(pattern[found.end() :])
-    heads = [pattern[: found.start()] + str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return [head + tail for head in heads for tail in rest]
+    numbers = [[str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] for first, last in ranges]
+    return [
+        between[0] + "".join(number + after for number, after in zip(chosen, between[1:], strict=True))
+        for chosen in product(*numbers)
+    ]
 
 
 def _bytes(path: Path, start: int, size: int, name: str) -> bytes:

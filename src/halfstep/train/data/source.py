@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -56,3 +56,5 @@ class Batch(NamedTuple):
     ids: list[int]
     """The number of each sample in its source."""
     replaced: list[Replaced]
+    nonfinite: Sequence[int] = ()
+    """Numbers of samples that were not finite before the batch was mixed."""

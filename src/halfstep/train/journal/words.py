@@ -170,7 +170,8 @@ def skip(step: Event, nth: int) -> str:
 
 
 def replaced(event: Event) -> str:
-    return clean(f"cannot use {event['name']}: {event['reason']}; sample {event['by']} stands in for it")
+    instead = f"sample {event['by']} stands in for it" if event["by"] >= 0 else "it is left out of the evaluation"
+    return clean(f"cannot use {event['name']}: {event['reason']}; {instead}")
 
 
 def observed(event: Event) -> str:

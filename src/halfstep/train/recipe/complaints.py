@@ -49,6 +49,11 @@ def complaints_from(error: ValidationError, schema: Any) -> list[Complaint]:
     return list(found.values())
 
 
+def printable(key: str) -> str:
+    """A key, short, and harmless to a terminal."""
+    return key[:80] if key[:80].isprintable() else repr(key[:80])[1:-1]
+
+
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -87,10 +92,10 @@ def _unknown(key: str, schema: Any) -> Complaint:
     section, _, name = key[:200].rpartition(".")
     meant = places(schema).get(name, [])
     if meant:
-        return Complaint(f"{key[:80]} is not known", "", f"did you mean {' or '.join(meant)}?")
+        return Complaint(f"{printable(key)} is not known", "", f"did you mean {' or '.join(meant)}?")
     beside = nearest(name, [*schema.model_fields, *PRECISION_WORDS]) if not section else None
     near = beside or nearest_key(key, schema)
     allowed = ", ".join(k.rpartition(".")[2] for k in settings_of(schema) if k.rpartition(".")[0] == section)
     if not section:
         allowed = ", ".join(schema.model_fields)
-    return Complaint(f"{key[:80]} is not known", allowed, f"did you mean {near}?" if near else "delete it")
+    return Complaint(f"{printable(key)} is not known", allowed, f"did you mean {near}?" if near else "delete it")

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.train.recipe.fields import Json, Setting, places_in, settings_in
+from halfstep.train.recipe.schema import ALSO
+from halfstep.train.recipe.words import FOREIGN_SECTIONS, PRECISION_WORDS
 
+_TEXT = {"type": "string"}
 OWN_SECTIONS = ("model", "data", "loss")
 """Sections that each task declares for itself."""
 
@@ -50,7 +53,7 @@ def editor_schema(schemas: Mapping[str, Json]) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     branches = []
     for task, schema in schemas.items():
-        branch, definitions = _renamed(schema, task, shared)
+        branch, definitions = _renamed(_with_other_words(schema), task, shared)
         shared |= {**definitions, task: branch}
         branches.append(
             {
@@ -114,6 +117,31 @@ def _may_be_left_out(schema: Json, name: str) -> bool:
     return bool(target) and not schema["$defs"][target].get("required")
 
 
+def _with_other_words(schema: Json) -> dict[str, Any]:
+    """The schema with all that is translated before a recipe is held against it."""
+    flat = {word: keys[0] for word, keys in places_in(settings_in(schema)).items() if len(keys) == 1}
+    other: dict[str, Any] = {word: {"description": f"Read as {key}."} for word, key in flat.items()}
+    other |= {word: {"type": "object", "description": "Read as if it stood outside."} for word in FOREIGN_SECTIONS}
+    other |= {word: {"description": "Translated into precision."} for word in PRECISION_WORDS}
+    own = {name: _or_its_name(schema, name, field) for name, field in schema["properties"].items()}
+    own["precision"] = {key: value for key, value in own["precision"].items() if key != "type"}
+    definitions = {name: _with_also(definition) for name, definition in schema.get("$defs", {}).items()}
+    return {**schema, "properties": {**other, **own}, "$defs": definitions}
+
+
+def _or_its_name(schema: Json, name: str, field: Json) -> Json:
+    """`optimizer: sgd` for `optimizer: {name: sgd}`."""
+    if f"{name}.name" not in settings_in(schema):
+        return field
+    return {**{key: value for key, value in field.items() if key != "$ref"}, "anyOf": [{"$ref": field["$ref"]}, _TEXT]}
+
+
+def _with_also(definition: Json) -> Json:
+    own = definition.get("properties", {})
+    also = {word: {"description": f"Read as {name}."} for name, field in own.items() for word in field.get(ALSO, ())}
+    return {**definition, "properties": {**also, **own}}
+
+
 def _renamed(schema: Json, task: str, shared: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The definitions of a task beside those of the others; two that differ under one name are told apart."""
     content = {key: value for key, value in schema.items() if key != "$defs"}
@@ -156,11 +184,12 @@ halfstep train unet.yaml --bf16 train.batch_size=4 --lr 0.1
 ```
 
 After RECIPE, every setting can be given as `train.batch_size=4` or as a flag, `--batch_size 4`, where its last name is
-its own; the column *also* lists the flags. The command line wins over the recipe, and says so.
+its own; the column *also* lists the flags. The command line wins over the recipe; where it replaces the recipe's
+precision or length, it says so.
 
 Precision can be written as other projects write it, in the recipe or on the command line: `precision: bf16-mixed`,
-`use_amp` with `amp_dtype`, `amp`, `fp16`, `bf16`, `mixed_precision` with `precision_type`, also inside `trainer:`. It
-is translated and reported; settings that contradict each other end with exit code 78.
+`use_amp` with `amp_dtype`, `amp`, `fp16`, `bf16`, `fp32`, `mixed_precision` with `precision_type`, also inside
+`trainer:`. It is translated and reported; settings that contradict each other end with exit code 78.
 
 The file is read strictly: a key that is not known, given twice or of the wrong type is an error that names the nearest
 right one; anchors, tags and `${...}` are refused; `1e-4` is a number; `no` is text. For help in an editor, begin the

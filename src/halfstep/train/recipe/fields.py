@@ -30,6 +30,9 @@ class Setting:
     """Whether it is true or false, so that its flag needs no value."""
     is_text: bool
     """Whether anything typed is meant as text, also `16`."""
+    may_be_null: bool
+    is_list_of_text: bool
+    """Whether a word typed alone is a list of one."""
 
     @property
     def name(self) -> str:
@@ -107,7 +110,9 @@ def _setting(key: str, node: Json, required: bool) -> Setting:
         required=required,
         also=tuple(node.get(ALSO, ())),
         is_switch=kinds == {"boolean"},
-        is_text=kinds == {"string"},
+        is_text=kinds - {"null"} == {"string"},
+        may_be_null="null" in kinds,
+        is_list_of_text=node.get("type") == "array" and node.get("items", {}).get("type") == "string",
     )
 
 

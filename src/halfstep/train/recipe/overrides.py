@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe
+from halfstep.precision.names import SWITCHES, is_off, is_on
 from halfstep.train.recipe.fields import places, settings_of
 from halfstep.train.recipe.spelling import allowed_edits, edits, nearest
-from halfstep.train.recipe.strict_yaml import read_value
+from halfstep.train.recipe.strict_yaml import NULL, read_value
 from halfstep.train.recipe.words import PRECISION_SWITCHES, PRECISION_WORDS
 
-_ON_OFF = {"true": True, "false": False}
+_ON_OFF = ("true", "false")
 
 
 class Override(NamedTuple):
@@ -88,21 +89,6 @@ def apply(raw: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, An
     return result
 
 
-def precision_from_flags(
-    *,
-    precision: str | None = None,
-    bf16: bool = False,
-    fp16: bool = False,
-    fp32: bool = False,
-    mixed_precision: str | bool | None = None,
-    precision_type: str | None = None,
-) -> list[Override]:
-    """What a command's own flags say about precision; two that differ are told apart when the recipe is resolved."""
-    switches = {"bf16": bf16 or None, "fp16": fp16 or None, "fp32": fp32 or None, "mixed_precision": mixed_precision}
-    given = {**switches, "precision": precision, "precision_type": precision_type}
-    return [Override(key, value) for key, value in given.items() if value is not None]
-
-
 def _section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
     """The inner mapping, made where there is none; None where something else is there, which validation then names."""
     place = recipe
@@ -131,18 +117,23 @@ def _flag(word: str, left: list[str], schema: Any) -> Override:
 
 def _switch(key: str, left: list[str]) -> Any:
     """On, unless the next word says otherwise; `--mixed_precision bf16` names the format at once."""
-    if left and left[0].lower() in _ON_OFF:
-        return _ON_OFF[left.pop(0).lower()]
-    if left and key == "mixed_precision" and not left[0].startswith("-") and "=" not in left[0]:
+    if not left:
+        return True
+    if left[0].lower() in _ON_OFF or (key in PRECISION_SWITCHES and (is_on(left[0]) or is_off(left[0]))):
+        return is_on(left.pop(0))
+    if key in SWITCHES and not left[0].startswith("-") and "=" not in left[0]:
         return left.pop(0)
     return True
 
 
 def _value(key: str, text: str, schema: Any) -> Any:
     setting = settings_of(schema).get(key)
-    if setting and setting.is_text and text[:1] not in ("'", '"'):
+    if setting is None or text[:1] in ("'", '"'):
+        return read_value(text, key)
+    if setting.is_text and not (setting.may_be_null and text in NULL):
         return text
-    return read_value(text, key)
+    value = read_value(text, key)
+    return [text] if setting.is_list_of_text and value is not None and not isinstance(value, list) else value
 
 
 def _allowed(key: str, schema: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from halfstep.errors import Contradiction, Unsafe
 from halfstep.train.recipe.complaints import Complaint, bad_recipe, complaints_from, shown
 from halfstep.train.recipe.overrides import Override, apply
-from halfstep.train.recipe.words import PRECISION_WORDS, read_over, read_precision_words, translate
+from halfstep.train.recipe.words import PRECISION_WORDS, read_over, read_precision_words, same_precision, translate
 
 LARGEST_SEED = 2**31
 
@@ -54,7 +54,7 @@ def resolve(
 def _together(overrides: Iterable[Override]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in overrides:
-        if found.setdefault(key, value) != value:
+        if not same_precision(key, found.setdefault(key, value), value):
             raise Contradiction(
                 f"{key} is given as {found[key]!r} and as {value!r}",
                 allowed="one precision",
@@ -139,7 +139,7 @@ def _impossible(recipe: Any) -> Iterable[Complaint | None]:
 def _complete(recipe: Any, label: str, notes: list[str]) -> Resolved:
     drawn = frozenset({"train.seed"} if recipe.train.seed is None else ())
     seed = secrets.randbelow(LARGEST_SEED) if drawn else recipe.train.seed
-    folder = recipe.run.dir or str(PurePath("runs", label))
+    folder = _from_home(recipe.run.dir or str(PurePath("runs", label)))
     if ".." in PurePath(folder).parts or not folder.strip() or "\0" in folder:
         raise Unsafe(f"run.dir is {shown(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}")
     whole = recipe.model_copy(
@@ -149,3 +149,15 @@ def _complete(recipe: Any, label: str, notes: list[str]) -> Resolved:
         }
     )
     return Resolved(whole, label, notes, drawn)
+
+
+def _from_home(folder: str) -> str:
+    """`~/runs` as a shell would read it; nothing expands it inside a file, or after a `=`."""
+    if not folder.startswith("~"):
+        return folder
+    try:
+        return str(Path(folder).expanduser())
+    except RuntimeError:
+        raise Unsafe(
+            f"run.dir is {shown(folder)}, and there is no such home", allowed="a path", do="write the path out"
+        ) from None

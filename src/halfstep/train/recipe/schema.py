@@ -108,9 +108,9 @@ class TrainOptions(Section):
     """Samples per device and micro-batch."""
     microbatches: Annotated[PositiveInt, Also("accumulation_steps", "gradient_accumulation_steps")] = 1
     """Micro-batches whose gradients are added up for one update."""
-    seed: NonNegativeInt | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Decides weights, order and augmentation; one is drawn and recorded if it is left out."""
-    clip_norm: Annotated[PositiveFloat | None, Also("grad_clip")] = None
+    clip_norm: Annotated[PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm")] = None
     """Gradients are scaled down to this norm."""
     clip_value: PositiveFloat | None = None
     """Each element of a gradient is kept within this of zero."""
@@ -121,7 +121,7 @@ class TrainOptions(Section):
     compile: Annotated[bool, Also("compile_model")] = False
     """Compile the model with torch.compile."""
     checkpoint_activations: bool = False
-    """Compute activations again in backward instead of keeping them: less memory, about a third slower."""
+    """Compute activations again in backward instead of keeping them: less memory, more time. Not with compile."""
     num_workers: NonNegativeInt | Literal["auto"] = "auto"
     """Processes that read samples, per device; `auto` measures it once."""
     strict: bool = False

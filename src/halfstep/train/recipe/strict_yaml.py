@@ -19,7 +19,7 @@ DEEPEST = 32
 MOST_NODES = 10_000
 LONGEST_NUMBER = 64
 
-_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {word: value for value in (True, False) for word in (str(value), str(value).lower(), str(value).upper())}
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _RADIX = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
@@ -69,7 +69,7 @@ def read_value(text: str, where: str) -> Any:
 
 def scalar(text: str, where: str) -> Any:
     """A plain word by the rules of YAML 1.2: `1e-4` is a number; `no`, `on` and `1:30` are text."""
-    if text in _NULL:
+    if text in NULL:
         return None
     if text in _BOOL:
         return _BOOL[text]
@@ -109,6 +109,13 @@ def decoded(text: str | bytes, where: str) -> str:
 def _events(text: str, where: str) -> Iterator[Any]:
     try:
         yield from yaml.parse(text, Loader=yaml.SafeLoader)
+    except (ValueError, OverflowError):
+        # The parser turns what a file names as a number into one unchecked: `"\\UFFFFFFFF"`, `%YAML 1.999...`.
+        raise BadRecipe(
+            f"{where}: a character or a version of YAML that does not exist",
+            allowed="characters up to \\U0010FFFF, and %YAML 1.2",
+            do="look for \\U in double quotes, and for a line that begins with %YAML",
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -118,6 +125,10 @@ def _events(text: str, where: str) -> Iterator[Any]:
             allowed="YAML: keys with values, indented by spaces",
             do="mend the line; text with special characters needs quotes",
         ) from None
+
+
+def _printable(path: str) -> str:
+    return path if path.isprintable() else repr(path)
 
 
 class _Open(NamedTuple):
@@ -192,7 +203,7 @@ class _Builder:
         if key in holder:
             first = self.lines[path]
             raise BadRecipe(
-                f"{self.where}: {path} is given twice, on lines {first} and {event.start_mark.line + 1}",
+                f"{self.where}: {_printable(path)} is given twice, on lines {first} and {event.start_mark.line + 1}",
                 allowed="each key once",
                 do="delete one of the two lines",
             )

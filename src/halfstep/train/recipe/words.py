@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Contradiction
-from halfstep.precision.names import Named, read_settings
+from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, Named, is_off, is_on, read_claims, read_settings
 from halfstep.train.recipe.fields import places, sections_of, settings_of
 
-PRECISION_SWITCHES = ("use_amp", "amp", "mixed_precision", "fp16", "bf16", "fp32")
-PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", "amp_dtype", "precision_type")
+PRECISION_SWITCHES = (*SWITCHES, *FLAGS)
+PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", *FORMATS)
 FOREIGN_SECTIONS = ("trainer", "training")
 """Where other projects keep what is at the top of a recipe, or in its sections."""
-_ONLY_ON = ("use_amp", "amp", "mixed_precision")
-_FORMATS = ("amp_dtype", "precision_type")
 
 
 class Translated(NamedTuple):
@@ -39,23 +37,28 @@ def translate(raw: Mapping[str, Any], schema: Any) -> Translated:
 
 def read_precision_words(words: Mapping[str, Any]) -> Named | None:
     """What the words for precision come to together, or a Contradiction."""
-    settings = dict(words)
-    if settings.pop("fp32", None) is True:
-        _same("fp32", "fp32", "precision", settings.get("precision", "fp32"))
-        settings["precision"] = "fp32"
-    for key, value in settings.items():
+    for key, value in words.items():
         if isinstance(value, list) or (isinstance(value, dict) and "enabled" not in value):
             raise BadRecipe(f"{key} holds a {type(value).__name__}", allowed="a precision, or true", do=f"{key}: bf16")
-    return read_settings(settings)
+    return read_settings(words)
+
+
+def same_precision(key: str, one: Any, other: Any) -> bool:
+    """Whether two values of one key mean the same, as `bf16` and `bf16-mixed` do."""
+    if one == other:
+        return True
+    meanings = [[(claim.meaning, claim.denies) for claim in read_claims({key: value})] for value in (one, other)]
+    return meanings[0] == meanings[1]
 
 
 def read_over(line: Mapping[str, Any], recipe: Mapping[str, Any]) -> Named | None:
-    """The command line's words over the recipe's. A switch that names no format takes the recipe's."""
-    if line and all(key in _ONLY_ON and value is True for key, value in line.items()):
+    """The command line's words over the recipe's. A switch that names no format takes one that the recipe leaves."""
+    if line and all(key in SWITCHES and is_on(value) for key, value in line.items()):
         written = read_precision_words(recipe)
         if written and written.name in ("bf16", "fp16"):
             return written
-        line = {**line, **{key: recipe[key] for key in _FORMATS if key in recipe}}
+        denied = [key for key in FLAGS if is_off(recipe.get(key))]
+        line = {**line, **{key: recipe[key] for key in (*FORMATS, *denied) if key in recipe}}
     return read_precision_words(line or recipe)
 
 
@@ -66,8 +69,9 @@ def _take_precision(raw: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(inner, dict):
             continue
         for word in [word for word in PRECISION_WORDS if word in inner]:
-            _same(f"{section}.{word}", inner[word], word, found.get(word, inner[word]))
-            found[word] = inner.pop(word)
+            value = inner.pop(word)
+            if not same_precision(word, value, found.setdefault(word, value)):
+                _same(f"{section}.{word}", value, word, found[word])
     return found
 
 

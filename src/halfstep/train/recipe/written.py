@@ -20,8 +20,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    # Quoted where the reader of this package or another would take the word for something else.
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if _is_plain(value) else "'")
+    # Quoted where the reader of this package or another would take the word for something else. Single quotes fold
+    # Unicode's line breaks into spaces; double quotes escape them.
+    style = '"' if not value.isprintable() else None if _is_plain(value) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
 def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
