@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfstep.cli._flag import flag
-from halfstep.cli._precision import precision_word
+from halfstep.cli._opened import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, opened
 
 if TYPE_CHECKING:
     from halfstep.tasks._finished import Finished
@@ -17,21 +16,16 @@ GROUP = "Run"
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/segmentation_tiny.")],
-    weights: Annotated[str, typer.Option(help="best, last, or a .safetensors file.")] = "best",
-    precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
-    bf16: Annotated[bool, flag("--bf16", "The same as --precision bf16.")] = False,
-    fp16: Annotated[bool, flag("--fp16", "The same as --precision fp16.")] = False,
-    task: Annotated[Path | None, typer.Option(help="The file of the run's own task.", metavar="FILE")] = None,
+    folder: RunFolder,
+    weights: Weights = "best",
+    precision: Precision = None,
+    bf16: Bf16 = False,
+    fp16: Fp16 = False,
+    task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Measure a run's weights on its validation data."""
-    from halfstep.tasks._finished import open_finished
-    from halfstep.tasks._folder import task_from_file
-
-    own = task_from_file(task)[0] if task else None
-    word = precision_word(precision, bf16=bf16, fp16=fp16)
-    finished = open_finished(folder, weights=weights, precision=word, own=own)
+    finished = opened(folder, weights, precision, bf16, fp16, task)
     report = measure(finished)
     if json:
         from json import dumps

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._flag import flag
-from halfstep.cli._precision import precision_word
+from halfstep.cli._opened import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, opened
 from halfstep.errors import BadData
 
 if TYPE_CHECKING:
@@ -20,23 +20,18 @@ TABLE = "predictions.csv"
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/segmentation_tiny.")],
+    folder: RunFolder,
     images: Annotated[Path, typer.Argument(metavar="FOLDER", help="Images, in any folders below it; or one image.")],
     out: Annotated[Path | None, typer.Option(help="Where to write; RUN/predictions if left out.")] = None,
-    weights: Annotated[str, typer.Option(help="best, last, or a .safetensors file.")] = "best",
-    precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
-    bf16: Annotated[bool, flag("--bf16", "The same as --precision bf16.")] = False,
-    fp16: Annotated[bool, flag("--fp16", "The same as --precision fp16.")] = False,
-    task: Annotated[Path | None, typer.Option(help="The file of the run's own task.", metavar="FILE")] = None,
+    weights: Weights = "best",
+    precision: Precision = None,
+    bf16: Bf16 = False,
+    fp16: Fp16 = False,
+    task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Predict masks or classes for images. Writes pictures where the task draws, and a table of values."""
-    from halfstep.tasks._finished import open_finished
-    from halfstep.tasks._folder import task_from_file
-
-    own = task_from_file(task)[0] if task else None
-    word = precision_word(precision, bf16=bf16, fp16=fp16)
-    finished = open_finished(folder, weights=weights, precision=word, own=own)
+    finished = opened(folder, weights, precision, bf16, fp16, task)
     report = predict(finished, images, out or folder / "predictions")
     if json:
         from json import dumps
