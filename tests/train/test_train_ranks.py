@@ -47,6 +47,7 @@ def test_two_processes_train_what_one_trains(on_ranks: Ranks, tmp_path: Path) ->
 def test_a_sample_that_is_no_number_is_quarantined_for_all(on_ranks: Ranks, tmp_path: Path) -> None:
     found = on_ranks(run_on, str(tmp_path), {"train.batch_size": 8, "data.nan": [3, 40]})
     assert found[0] == found[1]
+    assert found[0]["steps"] + sum(found[0]["skipped"].values()) == 16
     skipped = [event for event in events(tmp_path / "run", "step") if not event["applied"]]
     assert {number for event in skipped for number in event["quarantined"]} == {3, 40}
     assert {event["epoch"] for event in skipped} == {1}
@@ -103,6 +104,7 @@ def test_an_average_is_evaluated_with_the_same_statistics_on_both(on_ranks: Rank
     settings = {"train.batch_size": 8, "train.ema": 0.9, "model.batchnorm": True}
     found = on_ranks(run_on, str(tmp_path), settings)
     assert found[0] == found[1]
+    assert found[0]["steps"] == 16, found[0]
     best = load_file(tmp_path / "run" / "best.safetensors")
     points = Tiny(Tiny.schema.model_validate({"task": "tiny", "model": {}, "data": {}, "loss": {}})).source("val")
     model = torch.nn.Sequential(

@@ -185,9 +185,10 @@ class Loop:
     def _evaluate(self, epoch: int) -> dict[str, float]:
         """With the averaged weights where there are any, and with rank 0's buffers, which are the saved ones."""
         ema = self.stepper.ema
+        averaged = ema.state_dict()["buffers"].values() if ema is not None else ()
+        world.take_from_rank_zero([*self.model.buffers(), *averaged])
         worn: AbstractContextManager[None] = ema.in_place() if ema is not None else nullcontext()
         with worn:
-            world.take_from_rank_zero(self.model.buffers())
             self.latest = evaluate(
                 self.task,
                 self.model,
