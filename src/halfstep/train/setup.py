@@ -14,11 +14,11 @@ from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.step.loss_scale import DynamicScale
 from halfstep.step.riders import Ema
 from halfstep.step.transaction import Stepper
-from halfstep.train.checkpointing import checkpoint_activations
 from halfstep.train.data.order import derive
 from halfstep.train.freeze import freeze
 from halfstep.train.optimizers import make_optimizer
 from halfstep.train.recipe.schema import DataOptions, LossOptions, LossScaleOptions, ModelOptions, Recipe
+from halfstep.train.recomputing import checkpoint_activations
 from halfstep.train.schedules import Shape, make_schedule
 from halfstep.train.task import Task
 from halfstep.train.weights import load_weights
