@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from halfstep.errors import BadData
 from halfstep.train.data.listing import existing, folders, image_files
 from halfstep.train.data.reading import read_image
-from halfstep.train.data.source import Sample
+from halfstep.train.data.source import Files, Sample
 
 _LAYOUT = "ROOT/CLASS/IMAGE, with at least one image in each class"
 
@@ -58,3 +59,6 @@ class ImageFolder:
 
     def key(self, index: int) -> str:
         return Path(self._files[index]).as_posix()
+
+    def files_of(self, index: int) -> Files:
+        return [(self.key(index), os.path.join(self.root, self._files[index]))]

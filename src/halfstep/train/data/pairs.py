@@ -9,7 +9,7 @@ from halfstep.errors import BadData
 from halfstep.train.data.listing import existing, image_files
 from halfstep.train.data.masks import Meaning, Palette, mask_of
 from halfstep.train.data.reading import read_image
-from halfstep.train.data.source import Sample
+from halfstep.train.data.source import Files, Sample
 
 RULE = "the mask of images/a.jpg is masks/a.png or masks/a_mask.png"
 
@@ -45,6 +45,13 @@ class ImageMaskPairs:
 
     def key(self, index: int) -> str:
         return Path(self._pairs[index][0]).as_posix()
+
+    def files_of(self, index: int) -> Files:
+        image, mask = self._pairs[index]
+        return [
+            (f"images/{Path(image).as_posix()}", os.path.join(self.images, image)),
+            (f"masks/{Path(mask).as_posix()}", os.path.join(self.masks, mask)),
+        ]
 
 
 def folders_under(root: str | Path) -> tuple[Path, Path]:

@@ -17,7 +17,7 @@ from halfstep.train.data.masks import Meaning, Palette, mask_of
 from halfstep.train.data.pairs import same_size
 from halfstep.train.data.reading import MOST_BYTES, read_image
 from halfstep.train.data.shard_index import Row, index_of
-from halfstep.train.data.source import BadSample, Sample
+from halfstep.train.data.source import BadSample, Files, Sample
 
 MOST_SHARDS = 100_000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -39,6 +39,7 @@ class Shards:
     ) -> None:
         self.channels, self.meaning = channels, Meaning(classes, ignore_index, palette)
         self.paths = shard_paths(root)
+        self._root = os.path.commonpath([path.parent for path in self.paths])
         self._rows = [index_of(path) for path in self.paths]
         self._ends = list(accumulate(len(rows) for rows in self._rows))
         self._alike()
@@ -65,6 +66,10 @@ class Shards:
     def key(self, index: int) -> str:
         path, row = self._at(index)
         return f"{path.name}/{row.key}"
+
+    def files_of(self, index: int) -> Files:
+        path, _ = self._at(index)
+        return [(path.relative_to(self._root).as_posix(), path)]
 
     def _at(self, index: int) -> tuple[Path, Row]:
         if not 0 <= index < len(self):
