@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +59,32 @@ def read_json(path: Path) -> Any | None:
         if path.stat().st_size > LARGEST_JSON:
             return None
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def strict_json(text: bytes | str) -> Any:
+    """JSON with every key once and no NaN in it, or ValueError: for files that somebody else may have touched."""
+    try:
+        return json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("too many levels") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key that is there twice")
+    return found
+
+
+def _finite(word: str) -> float:
+    """A number that is too large for a float would become an infinity in silence."""
+    return float(word) if math.isfinite(float(word)) else _no_number(word)
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word[:40]} is no number")
 
 
 def cache_folder() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from halfstep.errors import BadData, HalfstepError
+from halfstep.train.data.beside import Given, Worker, from_workers
 from halfstep.train.data.order import Order, Share, derive
 from halfstep.train.data.quarantine import is_finite
 from halfstep.train.data.samples import Item, Key, Samples, ValSamples, seeded
@@ -129,25 +129,26 @@ def _read(
     samples: Samples | ValSamples, keys: Iterator[list[Key]], gather: Gather, workers: int, pins: bool
 ) -> Iterator[Batch]:
     """The batches of these keys, in their order; a worker's error as if it had happened here."""
+    given, worker = Given(keys), Worker() if workers else None
     loader: Any = DataLoader(
         samples,
-        batch_sampler=keys,  # type: ignore[arg-type]
+        batch_sampler=given,  # type: ignore[arg-type]
         collate_fn=gather,
         num_workers=workers,
         pin_memory=pins,
-        worker_init_fn=_begin if workers else None,
+        worker_init_fn=worker,
         # Without its own, DataLoader draws its workers' seeds from the training's generator.
         generator=torch.Generator(),
     )
-    for read in _while_workers_live(loader):
+    for read in loader if worker is None else _while_workers_live(from_workers(loader, given, worker)):
         if isinstance(read, HalfstepError):
             raise read
         yield read
 
 
-def _while_workers_live(loader: Any) -> Iterator[Read]:
+def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
     try:
-        yield from loader
+        yield from batches
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
@@ -156,12 +157,6 @@ def _while_workers_live(loader: Any) -> Iterator[Read]:
             allowed="workers and batches that fit into the main memory",
             do="fewer train.num_workers, or smaller batches",
         ) from error
-
-
-def _begin(worker: int) -> None:
-    """Ctrl-C goes to the whole process group; the process that trains decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
 
 
 def _none_empty(batches: Iterator[Batch]) -> Iterator[Batch]:
