@@ -11,7 +11,10 @@ HalfstepError
 ├── TornUpdate             an optimizer failed half-way through an update
 ├── BadRecipe              a recipe that cannot be read, or that says something impossible
 ├── BadData                samples that are missing, unreadable or not what the task can use
+├── NoCheckpoint           a run that has been saved, and of which no checkpoint is whole
 ├── FolderTaken            a run's folder that cannot be used
+├── StorageFailed          checkpoints that could not be written, again and again
+├── Stopped                a run that was asked to stop, and has saved what it had
 ├── Unsafe                 a file that would run code, or reach outside its folder
 └── MissingExtra           an optional package that is not installed
 
@@ -23,8 +26,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
-DATA, SOFTWARE, CANNOT_CREATE, REFUSED, CONFIGURATION = 65, 70, 73, 77, 78
+DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 65, 70, 73, 74, 75, 77, 78
 """Exit codes, as sysexits.h has them."""
+INCOMPATIBLE = 79
+"""A saved state that belongs to another model, recipe or data set; sysexits.h has no word for it."""
 
 
 class HalfstepError(Exception):
@@ -64,7 +69,8 @@ class PrecisionNotObserved(HalfstepError, RuntimeError): ...
 class RanksDisagree(HalfstepError, RuntimeError): ...
 
 
-class StateMismatch(HalfstepError, ValueError): ...
+class StateMismatch(HalfstepError, ValueError):
+    exit_code = INCOMPATIBLE
 
 
 class TornUpdate(HalfstepError, RuntimeError): ...
@@ -78,8 +84,20 @@ class BadData(HalfstepError, ValueError):
     exit_code = DATA
 
 
+class NoCheckpoint(HalfstepError, RuntimeError):
+    exit_code = DATA
+
+
 class FolderTaken(HalfstepError, RuntimeError):
     exit_code = CANNOT_CREATE
+
+
+class StorageFailed(HalfstepError, RuntimeError):
+    exit_code = STORAGE
+
+
+class Stopped(HalfstepError, RuntimeError):
+    exit_code = TRY_AGAIN
 
 
 class Unsafe(HalfstepError, RuntimeError):

@@ -11,6 +11,7 @@ import pytest
 
 from halfstep.errors import FolderTaken
 from halfstep.train.journal import numbers, words
+from halfstep.train.journal.endings import ending
 from halfstep.train.journal.journal import Event
 from halfstep.train.journal.latest import Latest
 from halfstep.train.journal.moment import line_of
@@ -223,13 +224,15 @@ def test_an_output_without_signs_gets_letters() -> None:
         ("interrupted", "Interrupted after 12.0 s"),
         ("early_stopping", "Stopped early after"),
         ("failed", "Failed after"),
+        ("stopped", "Stopped after"),
     ],
 )
 def test_endings(reason: str, first: str) -> None:
-    lines = words.ending(end(reason=reason, best={}, skipped={"loss_not_finite": 3}), Latest())
+    lines = ending(end(reason=reason, best={}, skipped={"loss_not_finite": 3}), Latest())
     assert lines[0].startswith(first)
     assert lines[0].endswith("40 steps applied, 3 skipped (loss_not_finite)")
-    assert len(lines) == 1
+    to_go_on = ["  no checkpoint was written yet: the same command starts again from step 0"]
+    assert lines[1:] == ([] if reason == "early_stopping" else to_go_on)
 
 
 def test_the_log_file_is_there_after_every_line_and_goes_on_after_a_second_start(tmp_path: Path) -> None:

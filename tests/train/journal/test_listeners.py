@@ -10,9 +10,10 @@ from rich.console import Console
 
 from halfstep.train.journal import curves
 from halfstep.train.journal.curves import Curves
+from halfstep.train.journal.cutting import JOURNAL, LOG
 from halfstep.train.journal.journal import Event, Journal
 from halfstep.train.journal.jsonl import read_events
-from halfstep.train.journal.listeners import JOURNAL, LOG, listeners
+from halfstep.train.journal.listeners import listeners
 from tests.train.journal.told import epoch, start, step, whole_run
 
 

@@ -90,6 +90,19 @@ def end(**changes: Any) -> Event:
     return {**fields, "steps": EPOCHS * STEPS, "skipped": {}, **changes}
 
 
+def saved(attempt: int, nth: int = 1) -> Event:
+    """A checkpoint that was written."""
+    file = f"checkpoints/step-{attempt:08d}.{nth:04x}"
+    fields: Event = {"event": "saved", "time": attempt * 0.3, "what": "checkpoint", "file": file, "attempt": attempt}
+    return {**fields, "seconds": 0.4, "blocked": 0.02, "bytes": 3 * 2**20}
+
+
+def resumed(attempt: int = 15, nth: int = 7, **changes: Any) -> dict[str, Any]:
+    """The field of a second start."""
+    fields = {"attempt": attempt, "epoch": 1, "checkpoint": f"step-{attempt:08d}.{nth:04x}", "repeated": 3}
+    return {**fields, "exact": True, "because": [], "changed": [], "passed_over": [], **changes}
+
+
 def note(text: str, level: str = "info") -> Event:
     return {"event": "note", "time": 1.0, "text": text, "level": level}
 
@@ -111,6 +124,11 @@ def whole_run(kind: str = "bf16") -> list[Event]:
             events.append(epoch(attempt // STEPS, val=val or None, skipped=dict(skipped)))
             events.append({"event": "saved", "time": 6.0, "file": "best.safetensors", "what": "best"})
     return [*events, end(skipped=skipped)]
+
+
+def until(events: list[Event], attempt: int) -> int:
+    """How many events there are up to an attempt."""
+    return next(n for n, event in enumerate(events) if event.get("attempt") == attempt) + 1
 
 
 def _attempt(kind: str, attempt: int) -> Event:

@@ -17,8 +17,10 @@ from rich.text import Text
 
 from halfstep.train.journal import journal, numbers, words
 from halfstep.train.journal.area import Clocks, area
+from halfstep.train.journal.endings import ending
 from halfstep.train.journal.journal import Event
 from halfstep.train.journal.latest import Latest
+from halfstep.train.journal.resuming import goes_on, resumed
 
 REFRESHES_A_SECOND = 4
 
@@ -49,6 +51,9 @@ class LiveConsole:
         elif kind != journal.EVALUATING:
             self._tell(kind, event)
 
+    def recall(self, event: Event) -> None:
+        self._latest.hear(event)
+
     def close(self) -> None:
         """The cursor comes back, also after an interruption."""
         self._live.stop()
@@ -56,6 +61,8 @@ class LiveConsole:
 
     def _tell(self, kind: str, event: Event) -> None:
         if kind == journal.START:
+            # An epoch that is taken up in its middle has no first step to start its clock.
+            self._epoch_began = self._heard
             self._begin(event)
         elif kind == journal.EPOCH:
             self._print_summary(event)
@@ -71,6 +78,8 @@ class LiveConsole:
 
     def _begin(self, start: Event) -> None:
         self._print(f"halfstep train {words.clean(start['label'])}", "bold")
+        for text, alarm in resumed(start):
+            self._print(text, "yellow" if alarm else "cyan")
         self._print(words.precision(start), "bold green" if words.is_mixed(start["precision"]["chosen"]) else "bold")
         for line in words.why(start):
             self._print(line, "dim", indent=2)
@@ -80,9 +89,10 @@ class LiveConsole:
         for word, line in words.header(start):
             table.add_row(Text(word, style="dim"), Text(self._fitted(line)))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
-        self._print("recipe", "dim", indent=2)
-        for line in words.recipe(start):
-            self._print(line, "dim", indent=4)
+        if not goes_on(start):
+            self._print("recipe", "dim", indent=2)
+            for line in words.recipe(start):
+                self._print(line, "dim", indent=4)
         for text, alarm in words.remarks(start):
             self._print(text, "yellow" if alarm else "dim")
         self._console.print()
@@ -101,11 +111,11 @@ class LiveConsole:
         self._console.print(text, highlight=False)
 
     def _print_ending(self, event: Event) -> None:
-        first, *others = words.ending(event, self._latest)
+        first, *others = ending(event, self._latest)
         self._console.print()
         self._print(first, "bold green" if event["reason"] in ("finished", "early_stopping") else "bold yellow")
         for line in others:
-            self._print(line)
+            self._print(line.strip(), indent=2)
 
     def _print(self, text: str, style: str = "", indent: int = 0) -> None:
         self._console.print(Padding(Text(self._fitted(text), style=style), (0, 0, 0, indent), expand=False))

@@ -31,6 +31,9 @@ class Curves:
         elif kind == END:
             self._draw()
 
+    def recall(self, event: Event) -> None:
+        self._series.add(event)
+
     def close(self) -> None:
         """A run that was killed between its last epoch and its end has its picture too."""
         if not self._is_drawn:

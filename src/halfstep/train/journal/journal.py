@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Event = dict[str, Any]
-"""`event` (one of the names below), `time` (seconds since the run began), and fields of plain data."""
+"""`event` (one of the names below), `time` (seconds that the run has taken), and fields of plain data."""
 
 START, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, NOTE, END = (
     "start",
@@ -32,15 +32,35 @@ class Listener(Protocol):
     def close(self) -> None: ...
 
 
-class Journal:
-    """Tells its listeners. Only rank 0 has any. One that fails is left out, and the others are told why."""
+@runtime_checkable
+class Remembering(Protocol):
+    """A listener that must know what was told before it came, without telling it again."""
 
-    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+    def recall(self, event: Event) -> None: ...
+
+
+class Journal:
+    """Tells its listeners. Only rank 0 has any. One that fails is left out, and the others are told why.
+
+    A run that is taken up again `began_with` the seconds that it had taken before.
+    """
+
+    def __init__(self, listeners: Iterable[Listener] = (), began_with: float = 0.0) -> None:
         self.listeners = list(listeners)
-        self._began = time.monotonic()
+        self._began = time.monotonic() - began_with
+
+    def begin(self, listeners: Iterable[Listener], began_with: float) -> None:
+        """From here on these listen, and the clock shows `began_with`: for a run that knows its past only now."""
+        self.listeners = list(listeners)
+        self._began = time.monotonic() - began_with
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self._began
 
     def tell(self, event: str, **fields: Any) -> None:
-        told = {"event": event, "time": round(time.monotonic() - self._began, 3), **fields}
+        told = {"event": event, "time": round(self.seconds, 3), **fields}
         for listener in tuple(self.listeners):
             try:
                 listener.hear(told)

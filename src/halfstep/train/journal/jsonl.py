@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import BadData, FolderTaken
+from halfstep.errors import BadData
 from halfstep.files import LARGEST_JSON
+from halfstep.train.journal.cutting import cut_to_lines, last_line_end
 from halfstep.train.journal.journal import Event
-
-_BLOCK = 2**16
+from halfstep.train.journal.opening import to_write
 
 
 def _plain(value: Any) -> Any:
@@ -29,17 +31,10 @@ class JsonLines:
     """Appends each event to a file. A killed run leaves at most one partial line, which the next one removes."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_cut_line(path)
+        with to_write(path):
+            cut_to_lines(path)
             # Unbuffered: each line is one write, which the system keeps even if the process is killed right after it.
             self._file = path.open("ab", buffering=0)
-        except OSError as failure:
-            raise FolderTaken(
-                f"cannot write {path}: {failure.strerror or failure}",
-                allowed="a run folder that can be written to",
-                do="choose another one with run.dir=FOLDER",
-            ) from failure
 
     def hear(self, event: Event) -> None:
         self._file.write(as_line(event).encode("utf-8", "replace"))
@@ -69,30 +64,51 @@ def _spoken(value: Any) -> Any:
 
 def read_events(path: Path) -> list[Event]:
     """All events of a journal; a last line that was cut off is left out."""
-    events = []
     try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(LARGEST_JSON):
-                number += 1
-                if not line.endswith(b"\n") and len(line) < LARGEST_JSON:
-                    break
-                events.append(_event(line, path, number))
+        return [_event(line, path, number) for number, line in enumerate(_lines(path), start=1)]
     except OSError as failure:
         raise BadData(
             f"cannot read {path}: {failure.strerror or failure}",
             allowed="the journal.jsonl of a run",
             do="give the folder of a run",
         ) from failure
-    return events
+
+
+def kept_events(path: Path) -> Iterator[Event]:
+    """One event after the other, for a run that goes on: a damaged line, or no journal at all, must not hold it up."""
+    with contextlib.suppress(OSError):
+        for line in _lines(path):
+            event = _read(line)
+            if event is not None:
+                yield event
+
+
+def last_time(path: Path) -> float:
+    """The `time` of a journal's last whole line, from which a run that is taken up again counts on; 0.0 without one."""
+    try:
+        with path.open("rb") as file:
+            end = last_line_end(file, file.seek(0, 2))
+            begin = last_line_end(file, end - 1)
+            file.seek(begin)
+            event = _read(file.read(min(end - begin, LARGEST_JSON))) or {}
+        told = float(event.get("time", 0.0))
+    except (OSError, TypeError, ValueError):
+        return 0.0
+    return told if 0.0 <= told < math.inf else 0.0
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file; one that is longer than any of ours comes in parts."""
+    with path.open("rb") as file:
+        while line := file.readline(LARGEST_JSON):
+            if not line.endswith(b"\n") and len(line) < LARGEST_JSON:
+                return
+            yield line
 
 
 def _event(line: bytes, path: Path, number: int) -> Event:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        event = None
-    if not isinstance(event, dict) or "event" not in event:
+    event = _read(line)
+    if event is None:
         raise BadData(
             f"line {number} of {path} is not an event",
             allowed="one JSON object a line, each with `event`",
@@ -101,20 +117,9 @@ def _event(line: bytes, path: Path, number: int) -> Event:
     return event
 
 
-def _drop_cut_line(path: Path) -> None:
-    """Cut the file after its last whole line."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, 2)
-        kept = end
-        while kept > 0:
-            begin = max(0, kept - _BLOCK)
-            file.seek(begin)
-            found = file.read(kept - begin).rfind(b"\n")
-            if found >= 0:
-                kept = begin + found + 1
-                break
-            kept = begin
-        if kept < end:
-            file.truncate(kept)
+def _read(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

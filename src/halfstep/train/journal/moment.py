@@ -24,6 +24,8 @@ def line_of(latest: Latest) -> list[words.Item]:
     if latest.skipped:
         # A copy: the console draws this in a thread of its own, while steps go on being counted.
         items.append(words.Item(words.skips(dict(latest.skipped)), True))
+    if latest.checkpoint is not None:
+        items.append(words.Item(f"saved at step {numbers.count(latest.checkpoint.attempt)}"))
     return items + (_machine(speed) if speed else [])
 
 

@@ -7,11 +7,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from halfstep.errors import FolderTaken
 from halfstep.train.journal import journal, numbers, words
+from halfstep.train.journal.endings import ending
 from halfstep.train.journal.journal import Event
-from halfstep.train.journal.latest import Latest
+from halfstep.train.journal.latest import CHECKPOINT, Latest
 from halfstep.train.journal.moment import line_of
+from halfstep.train.journal.opening import to_write
+from halfstep.train.journal.resuming import goes_on, resumed
 
 
 class Plain:
@@ -27,9 +29,9 @@ class Plain:
             journal.SPEED: self._speed,
             journal.REPLACED: lambda event: [words.replaced(event)],
             journal.EPOCH: lambda event: words.summary(event, self._latest.metric),
-            journal.SAVED: lambda event: [words.saved(event)],
+            journal.SAVED: self._saved,
             journal.NOTE: self._note,
-            journal.END: lambda event: words.ending(event, self._latest),
+            journal.END: lambda event: ending(event, self._latest),
         }
 
     def hear(self, event: Event) -> None:
@@ -43,6 +45,9 @@ class Plain:
             self._stream.write(words.fitted(text, getattr(self._stream, "encoding", None)))
             self._stream.flush()
 
+    def recall(self, event: Event) -> None:
+        self._latest.hear(event)
+
     def close(self) -> None:
         """The stream belongs to someone else."""
 
@@ -50,9 +55,11 @@ class Plain:
         title = f"halfstep train {words.clean(event['label'])}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
         header = words.header(event)
         width = max(len(word) for word, _ in header)
-        lines = [title, words.precision(event), *(f"  {line}" for line in words.why(event))]
+        again = [f"warning: {text}" if alarm else text for text, alarm in resumed(event)]
+        lines = [title, *again, words.precision(event), *(f"  {line}" for line in words.why(event))]
         lines += [f"  {word.ljust(width)}  {line}" for word, line in header]
-        lines += ["  recipe", *(f"    {line}" for line in words.recipe(event))]
+        if not goes_on(event):
+            lines += ["  recipe", *(f"    {line}" for line in words.recipe(event))]
         return [*lines, *(text for text, _ in words.remarks(event)), ""]
 
     def _step(self, event: Event) -> list[str]:
@@ -68,6 +75,10 @@ class Plain:
         items = [item.text for item in line_of(self._latest)]
         return [" · ".join([numbers.clock(event["time"]), where, left, *items])]
 
+    def _saved(self, event: Event) -> list[str]:
+        """Nothing of a checkpoint: there may be one a minute, and the line of numbers has the last."""
+        return [] if event["what"] == CHECKPOINT else [words.saved(event)]
+
     def _note(self, event: Event) -> list[str]:
         level = "warning: " if event.get("level") == "warning" else ""
         return [level + words.clean(event["text"])]
@@ -77,15 +88,8 @@ class LogFile(Plain):
     """train.log: the plain lines of a run, kept in its folder."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with to_write(path):
             self._file = path.open("a", encoding="utf-8", errors="replace")
-        except OSError as failure:
-            raise FolderTaken(
-                f"cannot write {path}: {failure.strerror or failure}",
-                allowed="a run folder that can be written to",
-                do="choose another one with run.dir=FOLDER",
-            ) from failure
         super().__init__(self._file)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from halfstep.errors import MissingExtra
 from halfstep.train.journal import journal
 from halfstep.train.journal.journal import Event
+from halfstep.train.journal.latest import CHECKPOINT
 from halfstep.train.journal.trackers import Scales
 
 try:
@@ -21,11 +22,18 @@ except ImportError as missing:
 
 
 class TensorBoard:
-    """Scalars and the recipe, in a folder that `tensorboard --logdir` opens."""
+    """Scalars and the recipe, in a folder that `tensorboard --logdir` opens.
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = SummaryWriter(str(folder), flush_secs=10)
+    A run that is taken up again writes another file beside the first; what the first has of later attempts is hidden.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
+        # Also where nothing is to be hidden: TensorBoard takes the first mark that it sees for an ordinary beginning.
+        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=(resumed_at or 0) + 1)
         self._scales = Scales()
+
+    def recall(self, event: Event) -> None:
+        self._scales.hear(event)
 
     def hear(self, event: Event) -> None:
         scalars = self._scales.hear(event)
@@ -33,8 +41,19 @@ class TensorBoard:
             for name, value in scalars.values.items():
                 self._writer.add_scalar(name, value, scalars.attempt)
         elif event["event"] == journal.START:
-            text = json.dumps(event["recipe"], indent=2, default=str)
-            self._writer.add_text("recipe", "".join(f"    {line}\n" for line in text.splitlines()))
+            self._add_recipe(event)
+        elif event["event"] == journal.SAVED and event["what"] == CHECKPOINT:
+            # What a resume from it keeps must be on disk by then.
+            self._writer.flush()
+
+    def _add_recipe(self, start: Event) -> None:
+        """At the first step that it holds for, so that it is hidden with that step."""
+        resumed = start.get("resumed") or {}
+        if resumed.get("checkpoint") and not resumed.get("changed"):
+            return
+        text = json.dumps(start["recipe"], indent=2, default=str)
+        at = resumed.get("attempt", 0) + 1
+        self._writer.add_text("recipe", "".join(f"    {line}\n" for line in text.splitlines()), at)
 
     def close(self) -> None:
         self._writer.close()

@@ -35,7 +35,7 @@ class Scales:
             values = self._step() | _each("train_epoch", event["train"]) | _each("val", event.get("val") or {})
         else:
             return None
-        self._told = self._latest.step.get("attempt", 0)
+        self._told = self._latest.attempt
         return Scalars(self._told, values)
 
     def _step(self) -> dict[str, float]:
@@ -46,14 +46,14 @@ class Scales:
         return _each("train", {**chosen, "skipped": sum(self._latest.skipped.values())})
 
 
-def tracker_listeners(name: str, folder: Path) -> list[Listener]:
-    """The listener of a tracker; none for `none`."""
+def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) -> list[Listener]:
+    """The listener of a tracker; none for `none`. A run that is taken up again goes on after `resumed_at` attempts."""
     if name not in TRACKERS:
         raise unknown_name("tracker", name, TRACKERS)
     if name == "tensorboard":
         from halfstep.train.journal.tensorboard import TensorBoard
 
-        return [TensorBoard(folder / "tensorboard")]
+        return [TensorBoard(folder / "tensorboard", resumed_at)]
     if name == "wandb":
         from halfstep.train.journal.wandb import WeightsAndBiases
 

@@ -34,10 +34,19 @@ class WeightsAndBiases:
         scalars = self._scales.hear(event)
         if event["event"] == journal.START:
             self._run = init(
-                project="halfstep", name=event["label"], dir=str(self._folder), config=event["recipe"], mode=mode()
+                project="halfstep",
+                name=event["label"],
+                # A run that is taken up again is another one of W&B, beside the first: offline, none can be continued.
+                group=self._folder.name,
+                dir=str(self._folder),
+                config=event["recipe"],
+                mode=mode(),
             )
         elif scalars is not None and self._run is not None:
             self._run.log(scalars.values, step=scalars.attempt)
+
+    def recall(self, event: Event) -> None:
+        self._scales.hear(event)
 
     def close(self) -> None:
         if self._run is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ _NAMES = {
     "top1": "Top-1",
     "top5": "Top-5",
 }
-_ENDINGS = {"finished": "Finished", "early_stopping": "Stopped early", "interrupted": "Interrupted", "failed": "Failed"}
 _ASCII = str.maketrans({"×": "x", "→": "->", "·": "|", "✓": "*", "🚀": "on", "📊": "off", "…": "...", "°": " "})
 ORDINARY = "gradient_overflow"
 """How a loss scale finds its place: not the fault of a sample, and nothing to look at twice."""
@@ -196,19 +194,6 @@ def summary(event: Event, metric: str) -> list[str]:
     if len(rows) > len(shown):
         lines.append(f"  and {len(rows) - len(shown)} more in the journal")
     return [*lines, f"  {_closing(event)}"]
-
-
-def ending(event: Event, latest: Latest) -> list[str]:
-    """What became of the run."""
-    reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
-    told = f"{reason} after {numbers.duration(event['seconds'])}: {numbers.count(event['steps'])} steps applied"
-    lines = [f"{told}, {skips(event.get('skipped') or {})}"]
-    best = event.get("best") or {}
-    if best.get("value") is not None:
-        lines.append(f"  best {named(best['metric'])}: {numbers.value(best['value'])}, in epoch {best['epoch']}")
-    kept = {what: file for what, file in latest.saved.items() if what in ("best", "last", "curves")}
-    folder = latest.start.get("dir", "")
-    return lines + [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
 
 
 def _in_line(content: Any) -> str:

@@ -1,0 +1,59 @@
+"""What became of a run, and from where the same command would go on."""
+
+from __future__ import annotations
+
+import os
+
+from halfstep.train.journal import numbers
+from halfstep.train.journal.journal import Event
+from halfstep.train.journal.latest import Checkpoint, Latest
+from halfstep.train.journal.words import clean, named, skips
+
+STOPPED = "stopped"
+_ENDINGS = {
+    "finished": "Finished",
+    "early_stopping": "Stopped early",
+    "interrupted": "Interrupted",
+    "failed": "Failed",
+    STOPPED: "Stopped",
+}
+_UNFINISHED = ("interrupted", "failed", STOPPED)
+_KEPT = ("best", "last", "curves")
+
+
+def ending(event: Event, latest: Latest) -> list[str]:
+    """The last lines of a run, the first of them for a hurried reader."""
+    reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
+    told = f"{reason} after {numbers.duration(event['seconds'])}: {numbers.count(event['steps'])} steps applied"
+    lines = [f"{told}, {skips(event.get('skipped') or {})}"]
+    if event["reason"] in _UNFINISHED:
+        lines.append(f"  {_to_go_on(event, latest)}")
+    elif latest.checkpoint is not None:
+        lines.append(f"  last checkpoint: {_named(latest.checkpoint)}")
+    best = event.get("best") or {}
+    if best.get("value") is not None:
+        lines.append(f"  best {named(best['metric'])}: {numbers.value(best['value'])}, in epoch {best['epoch']}")
+    folder = latest.start.get("dir", "")
+    kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
+    return lines + [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
+
+
+def _to_go_on(event: Event, latest: Latest) -> str:
+    signal = event.get("signal")
+    if event.get("checkpoint"):
+        by = f"stopped by {signal} {_place(latest)}: " if signal else ""
+        return clean(f"{by}saved as {event['checkpoint']}; start it again with the same command to go on")
+    by = f"stopped by {signal} {_place(latest)} without saving: " if signal else ""
+    if latest.checkpoint is None:
+        return clean(f"{by}no checkpoint was written yet: the same command starts again from step 0")
+    return f"{clean(by)}start it again with the same command to go on from checkpoint {_named(latest.checkpoint)}"
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    return f"{clean(checkpoint.name)} (step {numbers.count(checkpoint.attempt)})"
+
+
+def _place(latest: Latest) -> str:
+    steps = latest.start.get("steps")
+    of = f" of {numbers.count(steps)}" if steps else ""
+    return f"at step {numbers.count(latest.attempt)}{of}"
