@@ -66,17 +66,17 @@ def from_rank_zero(text: str) -> str:
     return bytes(content.tolist()).decode()
 
 
-def from_all(text: str) -> list[str]:
+def from_all(text: str, group: Any = None) -> list[str]:
     """Every rank's text, on every rank. Costs two collectives: for news, not for the hot path."""
     if not _together():
         return [text]
-    encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(_talks_on())
+    encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(_talks_on(group))
     lengths = torch.zeros(size(), dtype=torch.int64, device=encoded.device)
     lengths[rank()] = len(encoded)
-    dist.all_reduce(lengths)
+    dist.all_reduce(lengths, group=group)
     padded = torch.zeros(size(), int(lengths.max()), dtype=torch.uint8, device=encoded.device)
     padded[rank(), : len(encoded)] = encoded
-    dist.all_reduce(padded)
+    dist.all_reduce(padded, group=group)
     return [bytes(row[:length].tolist()).decode().strip() for row, length in zip(padded, lengths.tolist(), strict=True)]
 
 
@@ -87,9 +87,24 @@ def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor.detach(), src=0)
 
 
-def _talks_on() -> torch.device:
+class Party:
+    """All processes, on a line of their own: what they say here, in whatever thread, never mixes with the training.
+
+    Made by every process at the same moment.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = rank(), size()
+        self._group = dist.new_group(backend="gloo") if _together() else None
+
+    def share(self, text: str) -> list[str]:
+        """Every process's text, to every process."""
+        return from_all(text, self._group)
+
+
+def _talks_on(group: Any = None) -> torch.device:
     """Where a tensor must be to be sent: the main memory, unless the group serves nothing but the GPUs."""
-    if "cpu:" in dist.get_backend_config():
+    if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -18,8 +18,12 @@ def token_of(window: int, which: int, applied: int) -> int:
     return (window % 256 * 8 + which) * 256 + applied % 256
 
 
-def agree(lanes: Sequence[Lane], token: int, *, cure: str) -> None:
-    """One small collective, and one read by the host: the only ones of a step.
+HAND = 2.0**-20
+"""A raised hand, in the fraction of the tokens' sum, which are whole numbers: it costs no place in the vector."""
+
+
+def agree(lanes: Sequence[Lane], token: int, hand: bool, *, cure: str) -> int:
+    """One small collective, and one read by the host: the only ones of a step. How many hands are raised.
 
     Processes whose tokens differ are not at the same step and must not go on together; `cure` is said to those whose
     gradients differ.
@@ -28,22 +32,25 @@ def agree(lanes: Sequence[Lane], token: int, *, cure: str) -> None:
     flat = [n for some in numbers for n in some]
     together = world.size() > 1
     if together:
-        flat += _fingerprints([some[1] for some in numbers], token)
+        flat += _fingerprints([some[1] for some in numbers], token, hand)
     agreed = world.agree(torch.stack(flat)).tolist()  # host read
+    hands = int(hand)
     if together:
         norm, norm_squared, tokens, tokens_squared = agreed[-4:]
+        hands = round(tokens % 1.0 / HAND)
         _check_tokens(tokens, tokens_squared)
         if not any(lane.gradients.sharded for lane in lanes):
             _check_norms(norm, norm_squared, cure)
     rest = iter(agreed)
     for lane, some in zip(lanes, numbers, strict=True):
         lane.read(*(next(rest) for _ in some))
+    return hands
 
 
-def _fingerprints(squared_shares: list[Tensor], token: int) -> list[Tensor]:
+def _fingerprints(squared_shares: list[Tensor], token: int, hand: bool) -> list[Tensor]:
     """First and second moments: processes are alike where the one's square is the other, scaled by their number."""
     norm = torch.stack(squared_shares).sum()
-    here = torch.tensor([float(token), float(token**2)], dtype=torch.float64, device=norm.device)
+    here = torch.tensor([token + HAND * hand, float(token**2)], dtype=torch.float64, device=norm.device)
     return [norm, norm.square() * world.size(), *here]
 
 

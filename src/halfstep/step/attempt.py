@@ -28,3 +28,12 @@ def generator_states(device: torch.device) -> list[Tensor]:
     if device.type == "mps":
         return [torch.get_rng_state(), torch.mps.get_rng_state()]
     return [torch.get_rng_state()]
+
+
+def set_generator_states(states: Sequence[Tensor], device: torch.device) -> None:
+    """Draw again what was drawn after `generator_states` gave these."""
+    torch.set_rng_state(states[0])
+    if device.type == "mps":
+        torch.mps.set_rng_state(states[1])
+    elif len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1], device)

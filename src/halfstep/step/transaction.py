@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from halfstep.step.buffers import Buffers
 from halfstep.step.lane import Lane
 from halfstep.step.lanes import ByName, differentiate, lane_named, make_lanes, report_of
 from halfstep.step.loss_scale import LossScale
+from halfstep.step.or_nothing import OrNothing
 from halfstep.step.report import GUARD, Guard, StepReport
 from halfstep.step.riders import Counts, Ema, checked_average
 from halfstep.step.roster import Roster
@@ -33,19 +34,6 @@ from halfstep.step.window import Window
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 ONLY = "loss"
 """The name of the loss and of its optimizer where there is one of each."""
-
-
-class _OrNothing:
-    """An error inside, whatever it is, ends the window as if it had never begun, and passes on."""
-
-    def __init__(self, abandon: Callable[[], None]) -> None:
-        self._abandon = abandon
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if error is not None:
-            self._abandon()
 
 
 class Stepper:
@@ -101,8 +89,12 @@ class Stepper:
         if observe:
             self._scope = Watch(self._scope, model, self.precision, done=self._watched)
         self._open: list[Lane] = []
-        self._or_nothing, self._turns = _OrNothing(self._abandon), Turns()
+        self._or_nothing, self._turns = OrNothing(self._abandon), Turns()
         self._begun = 0
+        self.hand = False
+        """Raised by a process that wants all of them to stop: they learn of it with the next step."""
+        self.hands = 0
+        """Processes whose hand was up at the last step; the same number on all of them."""
         self._unseen, self._idle = set(optimizers), set(islands(model))
         self._torn = False
 
@@ -178,7 +170,7 @@ class Stepper:
 
     def _follow(self) -> None:
         """Modules or parameters came, left or were unfrozen since the last step."""
-        self._tell(preflight.check(self.model, {lane.name: lane.optimizer for lane in self._lanes}))
+        self._tell(preflight.check(self.model, self.optimizers))
         settle(self.model)
         self._buffers.follow(self.model.named_modules())
         for lane in self._lanes:
@@ -192,7 +184,8 @@ class Stepper:
         which = 0 if len(lanes) == len(self._lanes) else 1 + self._lanes.index(lanes[0])
         with self._or_nothing:
             self._synchroniser.finish([lane.gradients for lane in lanes])
-            agree(lanes, token_of(self._begun, which, self.counts.applied), cure=self._synchroniser.cure)
+            token = token_of(self._begun, which, self.counts.applied)
+            self.hands = agree(lanes, token, self.hand, cure=self._synchroniser.cure)
             report = self._judge(lanes)
         if report.applied:
             self._apply(lanes)
@@ -272,6 +265,10 @@ class Stepper:
             self._tell([preflight.idle_island(path) for path in sorted(self._idle)])
 
     # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {lane.name: lane.optimizer for lane in self._lanes}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of a run but the model's own weights."""
