@@ -214,8 +214,16 @@ def test_an_interrupted_run_says_so_and_is_not_finished(recipe: Path) -> None:
     folder = recipe.parent / "run"
     assert events(folder, "end")[0]["reason"] == "interrupted"
     assert not (folder / "result.json").exists()
-    with pytest.raises(FolderTaken, match="interrupted"):
-        fit(recipe)
+    whole = fit(recipe, run__dir=str(recipe.parent / "whole"))
+    gone_on = fit(recipe)
+    (first, second) = events(folder, "start")
+    assert first["resumed"] is None
+    assert second["resumed"]["checkpoint"].startswith("step-00000004.")
+    assert second["resumed"]["exact"]
+    assert [event["loss"] for event in events(folder, "step")] == [event["loss"] for event in events(whole, "step")]
+    for name in ("best", "last"):
+        one, other = (load_file(run.dir / f"{name}.safetensors") for run in (whole, gone_on))
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_finished_folder_is_refused_and_new_numbers_another(recipe: Path) -> None:

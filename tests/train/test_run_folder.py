@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from halfstep.errors import FolderTaken
+from halfstep.errors import FolderTaken, HalfstepError, StateMismatch
 from halfstep.files import write_json
 from halfstep.train import run_folder
+from halfstep.train.lock import LOCK
 from halfstep.train.recipe.resolve import Resolved, resolve
 from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.train.recipe.strict_yaml import read_yaml
@@ -29,14 +30,17 @@ def resolved(**train: Any) -> Resolved:
     return resolve({"task": "t", "train": {"epochs": 1, **train}}, SCHEMA, [], "mine")
 
 
-def opened(found: Resolved, new: bool = False) -> RunFolder:
-    return open_run(found.recipe, "mine", new, drawn=found.drawn)
+def opened(found: Resolved, new: bool = False, accepted: tuple[str, ...] = ()) -> RunFolder:
+    """As a run that ends at once would find the folder."""
+    run = open_run(found.recipe, "mine", new, drawn=found.drawn, accepted=accepted)
+    run.lock.release()
+    return run
 
 
-def refusal(found: Resolved) -> str:
-    with pytest.raises(FolderTaken) as caught:
+def refusal(found: Resolved, kind: type[HalfstepError] = FolderTaken) -> str:
+    with pytest.raises(kind) as caught:
         opened(found)
-    assert caught.value.exit_code == 73
+    assert caught.value.exit_code == {FolderTaken: 73, StateMismatch: 79}[kind]
     return str(caught.value)
 
 
@@ -47,15 +51,15 @@ def test_an_absent_or_empty_folder_becomes_the_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     found = resolve({"task": "t", "train": {"epochs": 1}, "run": {"dir": "empty"}}, SCHEMA, [], "mine")
     assert opened(found).path == Path("empty")
-    assert sorted(os.listdir("empty")) == [RECIPE]
+    assert sorted(os.listdir("empty")) == [LOCK, RECIPE]
 
 
-def test_an_interrupted_run_and_a_finished_one_are_told_apart() -> None:
+def test_an_unfinished_run_and_a_finished_one_are_told_apart() -> None:
     path = opened(resolved()).path
-    assert "interrupted" in refusal(resolved())
+    assert opened(resolved()).state == "unfinished"
     assert not is_finished(path)
     (path / RESULT).write_text('{"metrics": ')
-    assert "interrupted" in refusal(resolved()), "half a result is none"
+    assert opened(resolved()).state == "unfinished", "half a result is none"
     write_json(path / RESULT, {"metrics": {}})
     assert is_finished(path)
     said = refusal(resolved())
@@ -64,26 +68,43 @@ def test_an_interrupted_run_and_a_finished_one_are_told_apart() -> None:
     assert "--new" in said
 
 
-def test_a_drawn_seed_makes_no_difference_and_a_given_one_does() -> None:
+def test_a_run_keeps_the_seed_that_it_drew_and_a_given_one_is_another_recipe() -> None:
     first = resolved()
     opened(first)
-    assert "interrupted" in refusal(resolved())
-    assert f"train.seed: {first.recipe.train.seed} -> 7" in refusal(resolved(seed=7))
-    assert "interrupted" in refusal(resolved(seed=first.recipe.train.seed))
+    assert resolved().recipe.train.seed != first.recipe.train.seed
+    assert opened(resolved()).recipe.train.seed == first.recipe.train.seed
+    assert f"train.seed: {first.recipe.train.seed} -> 7" in refusal(resolved(seed=7), StateMismatch)
+    assert opened(resolved(seed=first.recipe.train.seed)).state == "unfinished"
 
 
-def test_another_recipe_is_refused_with_the_difference() -> None:
-    opened(resolved(seed=1))
-    said = refusal(resolved(seed=1, batch_size=2, compile=True))
+def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
+    path = opened(resolved(seed=1)).path
+    other = resolved(seed=1, batch_size=2, compile=True)
+    before = (path / RECIPE).read_bytes()
+    said = refusal(other, StateMismatch)
     assert "train.batch_size: 16 -> 2" in said
     assert "train.compile: false -> true" in said
     assert "run.dir" not in said
+    assert "--accept-recipe-change" in said
+    assert (path / RECIPE).read_bytes() == before
+    taken = opened(other, accepted=("recipe",))
+    assert taken.changed == ["train.batch_size: 16 -> 2", "train.compile: false -> true"]
+    assert opened(other).changed == [], "what was accepted is the run's recipe from then on"
+    write_json(path / RESULT, {})
+    assert "another recipe" in refusal(resolved(seed=1))
+
+
+def test_settings_that_change_no_bit_need_no_word() -> None:
+    path = opened(resolved(seed=1)).path
+    found = opened(resolved(seed=1, num_workers=3))
+    assert (found.state, found.changed) == ("unfinished", [])
+    assert read_yaml((path / RECIPE).read_bytes(), "recipe")["train"]["num_workers"] == 3
 
 
 def test_a_long_difference_is_cut() -> None:
     path = opened(resolved()).path
     (path / RECIPE).write_text("\n".join(f"k{n}: {n}" for n in range(300)))
-    said = refusal(resolved())
+    said = refusal(resolved(), StateMismatch)
     assert len(said.splitlines()) <= 23
     assert " more" in said
 
@@ -133,21 +154,15 @@ def test_a_disk_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) 
     assert "No space left on device" in refusal(resolved())
 
 
-def test_a_file_system_without_links_is_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", none)
-    assert os.listdir(opened(resolved()).path) == [RECIPE]
-
-
 def _race(new: bool, gate: Any, answers: Any) -> None:
     found = resolved()
     gate.wait()
     try:
-        answers.put(str(opened(found, new).path))
+        run = open_run(found.recipe, "mine", new, drawn=found.drawn)
+        answers.put(str(run.path))
     except FolderTaken:
         answers.put("taken")
+    gate.wait()  # or a lock would be free again before all have asked for it
 
 
 @pytest.mark.parametrize("new", [False, True])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,21 @@ from rich.console import Console
 from halfstep import world
 from halfstep.tasks._folder import task_class
 from halfstep.tasks._resolving import Settings, resolved_recipe
+from halfstep.train.journal.cutting import JOURNAL
 from halfstep.train.journal.journal import Journal, Listener
 from halfstep.train.journal.listeners import listeners
+from halfstep.train.lock import FolderLock
+from halfstep.train.recipe.changes import DATA, RECIPE
 from halfstep.train.recipe.resolve import Resolved
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.recipe.strict_yaml import read_yaml
 from halfstep.train.recipe.written import to_yaml
+from halfstep.train.resuming import Resumed, find, take_up
 from halfstep.train.run import Run, make_loop, train
-from halfstep.train.run_folder import RunFolder, open_run
+from halfstep.train.run_folder import NEW, UNFINISHED, open_run
 from halfstep.train.start import decided_once, generators_kept, together
+from halfstep.train.status import status_kept
+from halfstep.train.stopping import Stopping
 from halfstep.train.task import Task
 
 
@@ -34,14 +42,18 @@ def fit(
     settings: Settings = (),
     new: bool = False,
     quiet: bool = False,
+    accept_data_change: bool = False,
+    accept_recipe_change: bool = False,
 ) -> Run:
-    """Train a recipe, by name or path, and return the finished run.
+    """Train a recipe, by name or path, and return the finished run; go on with it where it was interrupted.
 
     `task` is a task of your own, `settings` changes the recipe, `new` numbers another folder where one is taken,
-    `quiet` writes to the run's folder only.
+    `quiet` writes to the run's folder only. A run goes on with the data and the recipe that it was begun with, unless
+    a change of them is accepted.
     """
+    accepted = [name for name, given in {DATA: accept_data_change, RECIPE: accept_recipe_change}.items() if given]
     resolved = resolved_recipe(read_recipe(str(recipe)), _with_precision(settings, precision), schema=_schema(task))
-    return launch(resolved, task=task, new=new, quiet=quiet, command="halfstep.fit")
+    return launch(resolved, task=task, new=new, quiet=quiet, command="halfstep.fit", accepted=accepted)
 
 
 def launch(
@@ -52,30 +64,53 @@ def launch(
     quiet: bool,
     command: str,
     notes: Sequence[str] = (),
+    accepted: Collection[str] = (),
 ) -> Run:
-    """Train a recipe that is complete, on every process that torchrun started."""
+    """Train a complete recipe, on every process that torchrun started; or go on where an earlier launch ended."""
     kind = task_class(resolved.recipe.task) if task is None else _class(task)
-    with together(), generators_kept():
-        text = decided_once(lambda: to_yaml(_opened(resolved, new).recipe))
-        recipe = kind.schema.model_validate(read_yaml(text, resolved.label))
-        folder = Path(recipe.run.dir)
-        journal = Journal(_listeners(folder, recipe, quiet))
-        try:
-            with _gone_if_it_cannot_begin(folder):
-                loop = make_loop(_ready(task, kind, recipe), recipe, folder, journal)
+    with Stopping() as stopping, together(), generators_kept(), _opened(resolved, new, accepted) as opened:
+        recipe = kind.schema.model_validate(read_yaml(opened["recipe"], resolved.label))
+        folder, journal = Path(recipe.run.dir), Journal()
+        with status_kept(folder), contextlib.closing(journal), _gone_if_it_cannot_begin(folder, opened["state"]):
+            found = find(folder) if opened["state"] == UNFINISHED else None
+            loop = make_loop(
+                _ready(task, kind, recipe),
+                recipe,
+                folder,
+                journal,
+                measured=found.measured_for(recipe) if found else None,
+                stopping=stopping,
+            )
+            resumed = take_up(loop, found, folder, accepted) if opened["state"] == UNFINISHED else None
+            journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
             told = [*notes, *resolved.notes]
-            return train(loop, folder, label=resolved.label, command=command, notes=told)
-        finally:
-            journal.close()
+            return train(loop, folder, label=resolved.label, command=command, notes=told, resumed=resumed)
 
 
 @contextmanager
-def _gone_if_it_cannot_begin(folder: Path) -> Iterator[None]:
-    """A run that never took a step leaves no folder, so that the command can be mended and typed again."""
+def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The run's folder, opened and locked by rank 0 for all."""
+    held: list[FolderLock] = []
+
+    def open_it() -> str:
+        opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted)
+        held.append(opened.lock)
+        return json.dumps({"recipe": to_yaml(opened.recipe), "state": opened.state})
+
+    try:
+        yield json.loads(decided_once(open_it))
+    finally:
+        for one in held:
+            one.release()
+
+
+@contextmanager
+def _gone_if_it_cannot_begin(folder: Path, state: str) -> Iterator[None]:
+    """A run that never began leaves no folder, so that the command can be mended and typed again."""
     try:
         yield
     except BaseException:
-        if world.rank() == 0:
+        if world.rank() == 0 and state == NEW and not (folder / JOURNAL).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -104,11 +139,10 @@ def _ready(task: Task | type[Task] | None, kind: type[Task], recipe: Any) -> Tas
     return given
 
 
-def _listeners(folder: Path, recipe: Any, quiet: bool) -> list[Listener]:
+def _listeners(folder: Path, recipe: Any, quiet: bool, resumed: Resumed | None) -> list[Listener]:
     if world.rank() > 0:
         return []
-    return listeners(folder, tracker=recipe.run.tracker, console=None if quiet else Console(highlight=False))
-
-
-def _opened(resolved: Resolved, new: bool) -> RunFolder:
-    return open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn)
+    console = None if quiet else Console(highlight=False)
+    return listeners(
+        folder, tracker=recipe.run.tracker, console=console, resumed_at=resumed.attempt if resumed else None
+    )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from halfstep import world
 from halfstep.draw.grid import enlarged, grid
 from halfstep.draw.png import write_png
+from halfstep.errors import StorageFailed
 from halfstep.files import write_json, write_text
 from halfstep.precision.precision import Precision
 from halfstep.step.riders import Ema
@@ -24,6 +26,8 @@ from halfstep.train.task import Task
 from halfstep.train.weights import finite, save_weights
 
 BEST, LAST, LAST_AVERAGE = "best.safetensors", "last.safetensors", "last-ema.safetensors"
+NOT_WRITTEN = (OSError, SafetensorError)
+"""How a disk says that it did not take something; safetensors has a word of its own for it."""
 FACTS = "task.json"
 """What the task must know to predict without its data."""
 
@@ -32,9 +36,11 @@ class Keeper:
     """Writes on rank 0, and nowhere else."""
 
     def __init__(self, folder: Path, journal: Journal, pictures: int) -> None:
-        self._folder, self._journal, self._pictures = folder, journal, pictures
+        self.folder, self._journal, self._pictures = folder, journal, pictures
         self._first = world.rank() == 0
         self._shown: Sample | None = None
+        self._unwritten: dict[str, str] = {}
+        """Files that are not what they should be, and why."""
 
     def best(self, model: nn.Module, ema: Ema | None, epoch: int, metrics: dict[str, float]) -> None:
         """The weights that were evaluated: averaged ones where there is an average."""
@@ -54,7 +60,18 @@ class Keeper:
             text = f"{name} is kept as it was: the weights now hold numbers that are not finite"
             self._journal.tell(events.NOTE, text=text, level="warning")
             return
-        save_weights(model, self._folder / name, metadata)
+        self._write(name, what, lambda path: save_weights(model, path, metadata))
+
+    def _write(self, name: str, what: str, write: Callable[[Path], None]) -> None:
+        """A disk without room is no reason to stop: the next checkpoint tells whether the run can go on."""
+        try:
+            write(self.folder / name)
+        except NOT_WRITTEN as error:
+            self._unwritten[name] = _in_words(error)
+            text = f"{name} is kept as it was: {self._unwritten[name]}"
+            self._journal.tell(events.NOTE, text=text, level="warning")
+            return
+        self._unwritten.pop(name, None)
         self._journal.tell(events.SAVED, file=name, what=what)
 
     def pictures(self, task: Task, model: nn.Module, val: Iterable[Batch], precision: Precision, epoch: int) -> None:
@@ -69,17 +86,43 @@ class Keeper:
         model.train()
         if drawn:
             name = f"pictures/epoch-{epoch:04d}.png"
-            write_png(self._folder / name, grid([[enlarged(picture)] for picture in drawn]))
-            self._journal.tell(events.SAVED, file=name, what="picture")
+            image = grid([[enlarged(picture)] for picture in drawn])
+            self._write(name, "picture", lambda path: write_png(path, image))
 
     def facts(self, task: Task) -> None:
         if self._first:
-            write_json(self._folder / FACTS, task.facts())
+            with _or_storage_failed(FACTS):
+                write_json(self.folder / FACTS, task.facts())
 
     def result(self, content: dict[str, Any]) -> None:
-        """The mark of a run that came to its end."""
-        if self._first:
-            write_text(self._folder / RESULT, as_line(content))
+        """The mark of a run that came to its end; one whose last weights are not on the disk did not."""
+        if not self._first:
+            return
+        for name in (LAST, LAST_AVERAGE):
+            if name in self._unwritten:
+                raise _storage_failed(name, self._unwritten[name])
+        with _or_storage_failed(RESULT):
+            write_text(self.folder / RESULT, as_line(content))
+
+
+@contextmanager
+def _or_storage_failed(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _storage_failed(name, _in_words(error)) from error
+
+
+def _storage_failed(name: str, why: str) -> StorageFailed:
+    return StorageFailed(
+        f"{name} could not be written: {why}",
+        allowed="a disk that can be written to",
+        do="make room, and start the run again with the same command: it goes on from its last checkpoint",
+    )
+
+
+def _in_words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _worn(ema: Ema | None) -> AbstractContextManager[None]:

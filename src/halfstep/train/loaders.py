@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from halfstep import world
 from halfstep.errors import BadData, RanksDisagree
+from halfstep.train.data.fingerprint import fingerprint
 from halfstep.train.data.loader import TrainLoader, ValLoader
 from halfstep.train.data.order import Order
 from halfstep.train.data.samples import Samples, ValSamples
@@ -24,18 +26,21 @@ from halfstep.train.task import Split, Task
 class Loaders:
     train: TrainLoader
     val: ValLoader
+    workers: int
+    data: dict[str, Any]
+    """What the samples are; see `data.fingerprint`."""
     notes: list[str] = field(default_factory=list)
 
 
-def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device) -> Loaders:
-    """The loaders of this process."""
+def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None) -> Loaders:
+    """The loaders of this process; `workers` is what `auto` came to when the run began."""
     train, seed = recipe.train, recipe.train.seed or 0
     source = _filled(task, "train")
     _same_everywhere(source, _filled(task, "val"))
     samples = Samples(source, functools.partial(task.transform, "train"), seed)
     order = Order(len(source), seed)
     collate = functools.partial(task.collate, "train")
-    workers, reason = _workers(samples, order, collate, recipe, device)
+    workers, reason = _workers(samples, order, collate, recipe, device, workers)
     loader = TrainLoader(
         samples,
         order,
@@ -48,7 +53,9 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device) -> Loaders
         rank=world.rank(),
         size=world.size(),
     )
-    return Loaders(loader, make_val_loader(task, recipe, device, workers), [reason] if reason else [])
+    val = make_val_loader(task, recipe, device, workers)
+    data = _fingerprint(source, val.samples.source)
+    return Loaders(loader, val, workers, data, [reason] if reason else [])
 
 
 def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:
@@ -85,12 +92,20 @@ def _same_everywhere(*sources: Source) -> None:
         )
 
 
+def _fingerprint(*sources: Source) -> dict[str, Any]:
+    """Read by rank 0, for all: what the processes divide among them is the same."""
+    found: dict[str, Any] = json.loads(decided_once(lambda: json.dumps(fingerprint(*sources).as_dict())))
+    return found
+
+
 def _workers(
-    samples: Samples, order: Order, collate: Collate, recipe: AnyRecipe, device: torch.device
+    samples: Samples, order: Order, collate: Collate, recipe: AnyRecipe, device: torch.device, measured: int | None
 ) -> tuple[int, str]:
-    """As many as the recipe says; `auto` is measured on rank 0, for all."""
+    """As many as the recipe says; `auto` is measured on rank 0, for all, and once for a run."""
     if recipe.train.num_workers != "auto":
         return recipe.train.num_workers, ""
+    if measured is not None:
+        return measured, f"num_workers {measured}: as measured when the run began"
     here = torch.empty(0, device=device).is_cpu
 
     def measure() -> str:

@@ -14,16 +14,23 @@ from halfstep import world
 from halfstep.errors import BadData
 from halfstep.step.report import GUARD, StepReport
 from halfstep.step.window import Window
+from halfstep.train.checkpoint.saver import Saver
+from halfstep.train.checkpoints import Checkpoints
 from halfstep.train.data.loader import TrainLoader, ValLoader
 from halfstep.train.data.source import Batch, Sample
 from halfstep.train.evaluation import evaluate, values
 from halfstep.train.journal import journal as events
+from halfstep.train.journal.cutting import sizes
 from halfstep.train.journal.journal import Journal
 from halfstep.train.keeping import Keeper
+from halfstep.train.measured import Measured
 from halfstep.train.meter import Meter
 from halfstep.train.news import News
 from halfstep.train.progress import Progress
 from halfstep.train.setup import AnyRecipe, Parts
+from halfstep.train.state import Live
+from halfstep.train.stopping import Stopping
+from halfstep.train.tally import Tally
 from halfstep.train.task import Task
 
 FINISHED, EARLY = "finished", "early_stopping"
@@ -43,18 +50,35 @@ class Loop:
         journal: Journal,
         keeper: Keeper,
         telemetry: Callable[[], dict[str, Any]],
+        measured: Measured,
+        data: dict[str, Any],
+        saver: Saver,
+        stopping: Stopping,
     ) -> None:
         self.task, self.recipe, self.parts = task, recipe, parts
         self.train, self.val = train, val
         self.journal, self.keeper, self.telemetry = journal, keeper, telemetry
         self.stepper, self.model = parts.stepper, parts.model
-        self.progress, self.meter = Progress(), Meter()
+        self.meter = Meter()
         self.news = News(journal, recipe.data.bad_samples)
+        self.live = Live(
+            recipe,
+            parts,
+            Progress(),
+            Tally(task.metrics().to(parts.stepper.device)),
+            self.news.budget,
+            train.samples,
+            measured,
+            data,
+            {},
+            functools.partial(sizes, keeper.folder),
+        )
+        self.progress, self.tally = self.live.progress, self.live.tally
+        self.checkpoints = Checkpoints(self.live, saver, journal)
+        self.stopping = stopping
         self.planned = planned_steps(recipe, train.steps_per_epoch)
         self.epochs = -(-self.planned // train.steps_per_epoch)
-        self.metrics = task.metrics().to(parts.stepper.device)
-        self.latest: dict[str, float] = {}
-        self._measured = functools.partial(_loss, task, self.metrics)
+        self._measured = functools.partial(_loss, task, self.tally.metrics)
         self._plain = functools.partial(_loss, task, None)
         self._observed, self._evaluated = False, 0.0
 
@@ -67,7 +91,8 @@ class Loop:
     def attempts(self) -> Iterator[StepReport]:
         """Every step of the run when it is asked for; evaluation comes before an epoch's end is told."""
         self.model.train()
-        while self.progress.attempts < self.planned and not self._enough():
+        self._stop_if_asked(int(self.stopping.asked is not None) if world.size() == 1 else 0)
+        while self.progress.epoch < self.epochs and not self._enough():
             yield from self._epoch()
 
     def _enough(self) -> bool:
@@ -77,19 +102,16 @@ class Loop:
     # -- one epoch ------------------------------------------------------------------------------------------------
 
     def _epoch(self) -> Iterator[StepReport]:
-        epoch, began = self.progress.epoch + 1, time.perf_counter()
-        skipped = self.stepper.counts.skipped.copy()
-        losses = _Mean()
-        self.metrics.reset()
-        for report in self.steps():
-            losses.add(report)
-            yield report
+        epoch, began, at = self.progress.epoch + 1, time.perf_counter(), self.progress.attempts
+        if self.progress.in_epoch == 0:
+            self.tally.reset()
+        yield from self.steps()
         self.news.share()
-        self.progress.epoch, self.progress.in_epoch = epoch, 0
-        train = {"loss": losses.value, **values(self.metrics)}
+        train, skipped, steps = self.tally.values(), dict(self.tally.skipped), self.progress.attempts - at
         seconds = time.perf_counter() - began
         val = self._evaluate(epoch) if self._due(epoch) else None
         is_best = val is not None and self._judge(epoch, val)
+        self.progress.epoch, self.progress.in_epoch = epoch, 0
         self.keeper.last(self.model, self.stepper.ema)
         self.journal.tell(
             events.EPOCH,
@@ -101,8 +123,8 @@ class Loop:
             is_best=is_best,
             seconds=seconds,
             lr=self.parts.lr,
-            skipped=dict(self.stepper.counts.skipped - skipped),
-            samples_per_second=losses.count * self.train.share.window / seconds,
+            skipped=skipped,
+            samples_per_second=steps * self.train.share.window / seconds,
         )
 
     def _due(self, epoch: int) -> bool:
@@ -114,16 +136,36 @@ class Loop:
         """The steps that are left of this epoch, each attempted when it is asked for."""
         self._began = time.perf_counter(), self.progress.attempts
         self.meter.read()
+        if self.progress.attempts == self.planned:
+            return
         for window in self.meter.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
-            yield self._step(self.progress.epoch + 1, window)
+            report = self._step(self.progress.epoch + 1, window)
+            self._after(report)
+            yield report
             if self.progress.attempts == self.planned:
                 return
 
+    def _after(self, report: StepReport) -> None:
+        """Between two steps: save where it is due, hear of earlier saves, and stop where that was asked for."""
+        ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts == self.planned
+        if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
+            self.news.share()
+            self.checkpoints.save()
+        self.checkpoints.hear()
+        self._stop_if_asked(self.stepper.hands)
+
+    def _stop_if_asked(self, hands: int) -> None:
+        if hands:
+            self.news.share()
+            self.checkpoints.stop(self.stopping.asked or "another process", self.planned)
+
     def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
         lr, due = self.parts.lr, self.progress.in_epoch % self.recipe.run.log_every == 0
+        self.stepper.hand = self.stopping.asked is not None
         report = self.stepper.step(self._measured if due else self._plain, Window(batch.tensors for batch in window))
         self.progress.attempts += 1
         self.progress.in_epoch += 1
+        self.tally.add(report)
         self.meter.count(self.train.share.window)
         self.news.hear([replaced for batch in window for replaced in batch.replaced])
         more = {} if report.applied else self._skipped(report, window)
@@ -178,7 +220,7 @@ class Loop:
 
     def _measured_so_far(self) -> dict[str, float]:
         """Metrics of this epoch's training; read by rank 0 alone, so several processes do without."""
-        return values(self.metrics) if world.size() == 1 else {}
+        return values(self.tally.metrics) if world.size() == 1 else {}
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
@@ -189,7 +231,7 @@ class Loop:
         world.take_from_rank_zero([*self.model.buffers(), *averaged])
         worn: AbstractContextManager[None] = ema.in_place() if ema is not None else nullcontext()
         with worn:
-            self.latest = evaluate(
+            found = evaluate(
                 self.task,
                 self.model,
                 self.val,
@@ -200,10 +242,14 @@ class Loop:
             )
             self.news.share()
             self.keeper.pictures(self.task, self.model, self.val, self.parts.choice.precision, epoch)
-        return self.latest
+        self.live.latest.clear()
+        self.live.latest.update(found)
+        return found
 
     def _tell_evaluating(self, epoch: int, done: int, of: int) -> None:
-        """A few times a second: for the eye, not for the record."""
+        """A few times a second: for the eye, not for the record. The checkpoint was taken before the evaluation."""
+        if self.stopping.asked is not None and world.size() == 1:
+            self.checkpoints.stopped(self.stopping.asked, self.planned)
         now = time.perf_counter()
         if now - self._evaluated > 0.25:
             self._evaluated = now
@@ -230,6 +276,11 @@ class Loop:
         return better
 
     @property
+    def latest(self) -> dict[str, float]:
+        """The metrics of the last evaluation."""
+        return dict(self.live.latest)
+
+    @property
     def best(self) -> dict[str, Any]:
         return {"metric": self.task.metric, "value": self.progress.best, "epoch": self.progress.best_epoch}
 
@@ -241,19 +292,3 @@ def planned_steps(recipe: AnyRecipe, per_epoch: int) -> int:
 
 def _loss(task: Task, metrics: Any, model: nn.Module, batch: Sample) -> Any:
     return task.loss(model, batch, metrics)
-
-
-class _Mean:
-    """The mean loss of the steps that were applied."""
-
-    def __init__(self) -> None:
-        self.total, self.applied, self.count = 0.0, 0, 0
-
-    def add(self, report: StepReport) -> None:
-        self.count += 1
-        if report.applied:
-            self.total, self.applied = self.total + report.loss, self.applied + 1
-
-    @property
-    def value(self) -> float:
-        return self.total / self.applied if self.applied else float("nan")

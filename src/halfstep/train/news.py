@@ -17,7 +17,7 @@ class News:
     """Gathers replaced samples; over the budget, every process stops at the same step."""
 
     def __init__(self, journal: Journal, limit: int) -> None:
-        self._journal, self._budget = journal, Budget(limit)
+        self._journal, self.budget = journal, Budget(limit)
         self._fresh: list[Replaced] = []
 
     def hear(self, replaced: Sequence[Replaced]) -> None:
@@ -31,7 +31,7 @@ class News:
         self._fresh = []
         for replaced in (Replaced(*row) for rank in told for row in json.loads(rank)):
             self._journal.tell(events.REPLACED, **replaced._asdict())
-            self._budget.spend([replaced])
+            self.budget.spend([replaced])
 
     def suspects(self, window: Sequence[Batch]) -> tuple[list[int], list[int]]:
         """The samples of a failed step over all processes, and those of them that are not finite themselves."""

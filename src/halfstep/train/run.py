@@ -11,20 +11,25 @@ from typing import Any
 import torch
 
 from halfstep import __version__, world
-from halfstep.errors import RanksDisagree
+from halfstep.errors import RanksDisagree, Stopped
 from halfstep.precision import flags
+from halfstep.train.checkpoint.generation import CHECKPOINTS
+from halfstep.train.checkpoint.saver import Saver
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.journal import Journal
 from halfstep.train.journal.telemetry import Telemetry
 from halfstep.train.keeping import Keeper
 from halfstep.train.loaders import make_loaders
 from halfstep.train.loop import Loop, planned_steps
+from halfstep.train.measured import Measured
+from halfstep.train.resuming import Resumed
 from halfstep.train.setup import AnyRecipe, Parts, prepare
 from halfstep.train.start import device_of
+from halfstep.train.stopping import Stopping
 from halfstep.train.task import Task
 from halfstep.train.weights import digest
 
-INTERRUPTED, FAILED = "interrupted", "failed"
+INTERRUPTED, FAILED, STOPPED = "interrupted", "failed", "stopped"
 
 
 @dataclass(frozen=True)
@@ -43,38 +48,73 @@ class Run:
     skipped: dict[str, int] = field(default_factory=dict)
 
 
-def train(loop: Loop, folder: Path, *, label: str, command: str, notes: list[str]) -> Run:
+def train(
+    loop: Loop, folder: Path, *, label: str, command: str, notes: list[str], resumed: Resumed | None = None
+) -> Run:
     """Train what `make_loop` built, and leave everything in `folder`. Called by every process."""
-    began, journal = time.perf_counter(), loop.journal
+    began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
     loop.keeper.facts(loop.task)
     facts = _facts(loop)
     facts["notes"] = [*notes, *facts["notes"]]
-    journal.tell(events.START, label=label, dir=str(folder), command=command, **facts)
-    reason = FAILED
+    told = None if resumed is None else resumed.as_dict()
+    journal.tell(events.START, label=label, dir=str(folder), command=command, resumed=told, **facts)
+    reason, more = FAILED, {}
     try:
         reason = loop.run()
+        loop.checkpoints.finish()
         _same_weights(loop.parts, journal)
     except KeyboardInterrupt:
         reason = INTERRUPTED
         raise
+    except Stopped:
+        reason, more = STOPPED, {"signal": loop.stopping.asked, "checkpoint": loop.checkpoints.name}
+        raise
     finally:
+        loop.checkpoints.close()
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         told = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
-        journal.tell(events.END, reason=reason, **told)
+        journal.tell(events.END, reason=reason, **told, **more)
     loop.keeper.result(_result(run, loop.parts))
     return run
 
 
-def make_loop(task: Task, recipe: AnyRecipe, folder: Path, journal: Journal) -> Loop:
-    """Everything built, and no step taken yet."""
+def make_loop(
+    task: Task,
+    recipe: AnyRecipe,
+    folder: Path,
+    journal: Journal,
+    *,
+    measured: Measured | None = None,
+    stopping: Stopping | None = None,
+) -> Loop:
+    """Everything built, and no step taken yet. `measured` is what an earlier launch of this run found out."""
     device = device_of(recipe.train.device)
-    loaders = make_loaders(task, recipe, device)
+    loaders = make_loaders(task, recipe, device, measured.workers if measured else None)
     per_epoch = loaders.train.steps_per_epoch
-    parts = prepare(task, recipe, device, total=planned_steps(recipe, per_epoch), per_epoch=per_epoch)
+    parts = prepare(
+        task,
+        recipe,
+        device,
+        total=planned_steps(recipe, per_epoch),
+        per_epoch=per_epoch,
+        precision=measured.precision if measured else None,
+    )
     parts.notes += loaders.notes
-    keeper = Keeper(folder, journal, recipe.run.pictures)
-    telemetry = Telemetry(device).read
-    return Loop(task, recipe, parts, loaders.train, loaders.val, journal=journal, keeper=keeper, telemetry=telemetry)
+    options = recipe.checkpoint
+    return Loop(
+        task,
+        recipe,
+        parts,
+        loaders.train,
+        loaders.val,
+        journal=journal,
+        keeper=Keeper(folder, journal, recipe.run.pictures),
+        telemetry=Telemetry(device).read,
+        measured=measured or Measured(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
+        data=loaders.data,
+        saver=Saver(folder / CHECKPOINTS, keep=options.keep, party=world.Party(), background=options.background),
+        stopping=stopping or Stopping(),
+    )
 
 
 def _facts(loop: Loop) -> dict[str, Any]:

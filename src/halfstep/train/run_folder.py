@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from halfstep.errors import FolderTaken, HalfstepError
 from halfstep.files import read_json, write_text
+from halfstep.train.lock import LOCK, FolderLock, lock
+from halfstep.train.recipe.changes import RECIPE as RECIPE_CHANGE
+from halfstep.train.recipe.changes import changes, listed, recipe_changed
 from halfstep.train.recipe.sources import read_bounded
 from halfstep.train.recipe.strict_yaml import read_yaml
 from halfstep.train.recipe.written import different, to_yaml
@@ -18,45 +19,67 @@ from halfstep.train.recipe.written import different, to_yaml
 RECIPE = "recipe.yaml"
 RESULT = "result.json"
 """Written last, by a run that came to its end."""
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems say that know no hard links."""
-MOST_LINES = 20
 MOST_RUNS = 10_000
+ANOTHER = "add --new for a folder of its own"
 
-State = Literal["new"]
+State = Literal["new", "unfinished"]
+NEW: State = "new"
+UNFINISHED: State = "unfinished"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A folder that this run may write to, and what it found there."""
+    """A folder that is this run's alone until the lock is released, and what was found there."""
 
     path: Path
     state: State
     recipe: Any
     """The recipe as it is written in the folder, with `run.dir` as it came out."""
+    lock: FolderLock
+    changed: list[str] = field(default_factory=list)
+    """Settings that are others than those the run was begun with, and were accepted."""
 
 
-def open_run(recipe: Any, label: str, new: bool = False, *, drawn: Collection[str] = ()) -> RunFolder:
-    """Make the run's folder and write the recipe into it; with `new`, the first free `NAME`, `NAME-2`, `NAME-3`, ...
+def open_run(
+    recipe: Any, label: str, new: bool = False, *, drawn: Collection[str] = (), accepted: Collection[str] = ()
+) -> RunFolder:
+    """Make the run's folder and write the recipe into it, or take up an unfinished run of this recipe.
 
-    Of several processes that ask at once, exactly one gets a folder. Keys in `drawn` had no value of their own: two
-    launches that drew different seeds are the same recipe.
+    With `new`, the first free `NAME`, `NAME-2`, `NAME-3`, ... Of several processes that ask at once, exactly one gets a
+    folder. Keys in `drawn` had no value of their own: the run keeps those that it was begun with.
     """
     wanted = Path(recipe.run.dir or Path("runs", label))
     try:
-        path = _first_free(wanted) if new else _claim(wanted)
+        path = _first_free(wanted) if new else _made(wanted)
+        _refuse_foreign(path)
+        held = lock(path)
+        try:
+            return _opened(path, recipe, drawn, accepted, held)
+        except BaseException:
+            held.release()
+            raise
     except OSError as error:
         raise _cannot_create(wanted, error) from None
-    if path is None:
-        raise _taken(wanted, recipe, drawn)
-    placed = _with_folder(recipe, path)
-    try:
-        _write_once(path / RECIPE, to_yaml(placed))
-    except FileExistsError:
-        raise _taken(path, recipe, drawn) from None
-    except OSError as error:
-        raise _cannot_create(path, error) from None
-    return RunFolder(path, "new", placed)
+
+
+def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collection[str], held: FolderLock) -> RunFolder:
+    placed = _with(recipe, "run.dir", str(path))
+    _refuse_foreign(path)
+    written = _written(path)
+    if written is None:
+        write_text(path / RECIPE, to_yaml(placed))
+        return RunFolder(path, NEW, placed, held)
+    lines = changes(written, recipe, ignore={"run.dir", *drawn})
+    if is_finished(path):
+        raise _finished(path, lines)
+    if lines and RECIPE_CHANGE not in accepted:
+        raise recipe_changed(f"the unfinished run in {path}", lines)
+    for key in drawn:
+        section, name = key.split(".")
+        placed = _with(placed, key, written.get(section, {}).get(name))
+    if different(written, placed):
+        write_text(path / RECIPE, to_yaml(placed))
+    return RunFolder(path, UNFINISHED, placed, held, lines)
 
 
 def is_finished(path: Path) -> bool:
@@ -64,14 +87,11 @@ def is_finished(path: Path) -> bool:
     return read_json(path / RESULT) is not None
 
 
-def _claim(path: Path) -> Path | None:
-    """The folder, where it is absent or empty; None where it is taken."""
+def _made(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        if not path.is_dir() or any(path.iterdir()):
-            return None
+    if not path.is_dir() and path.exists():
+        raise FolderTaken(f"{path} is a file", allowed="a folder that is absent or empty", do="give run.dir=...")
+    path.mkdir(exist_ok=True)
     return path
 
 
@@ -87,47 +107,25 @@ def _first_free(path: Path) -> Path:
     raise FolderTaken(f"{path} and {MOST_RUNS:,} more", allowed="a free name", do="clear up, or give run.dir=...")
 
 
-def _write_once(path: Path, text: str) -> None:
-    """The whole file at once, or FileExistsError where another process was first."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write_text(draft, text)
-        os.link(draft, path)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _with_folder(recipe: Any, path: Path) -> Any:
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(path)})})
-
-
-def _taken(path: Path, recipe: Any, drawn: Collection[str]) -> FolderTaken:
-    another = "add --new for a folder of its own"
-    if not path.is_dir():
-        return FolderTaken(f"{path} is a file", allowed="a folder that is absent or empty", do="give run.dir=...")
-    written = _written(path)
-    if written is None:
-        return FolderTaken(
-            f"{path} holds files, and no {RECIPE} that can be read", allowed="an absent or empty folder", do=another
+def _refuse_foreign(path: Path) -> None:
+    """A folder with files that no run left is somebody's, and not even a lock is put into it."""
+    if _written(path) is None and any(entry.name != LOCK for entry in path.iterdir()):
+        raise FolderTaken(
+            f"{path} holds files, and no {RECIPE} that can be read", allowed="an absent or empty folder", do=ANOTHER
         )
-    lines = different(written, recipe, ignore={"run.dir", *drawn})
+
+
+def _with(recipe: Any, key: str, value: Any) -> Any:
+    section, name = key.split(".")
+    changed = getattr(recipe, section).model_copy(update={name: value})
+    return recipe.model_copy(update={section: changed})
+
+
+def _finished(path: Path, lines: list[str]) -> FolderTaken:
     if lines:
-        more = [f"    ... and {len(lines) - MOST_LINES + 1} more"] if len(lines) > MOST_LINES else []
-        shown = [f"    {line}" for line in (lines[: MOST_LINES - 1] if more else lines)] + more
-        return FolderTaken("\n".join([f"{path} holds a run of another recipe:", *shown]), do=another)
-    if is_finished(path):
-        return FolderTaken(
-            f"{path} holds this run, finished", allowed="one run a folder", do=f"halfstep evaluate {path}, or {another}"
-        )
+        return FolderTaken(listed(f"{path} holds a run of another recipe:", lines), do=ANOTHER)
     return FolderTaken(
-        f"{path} holds this run, interrupted; it cannot be taken up again yet",
-        allowed="one run a folder",
-        do=f"{another}, or delete the folder to begin again",
+        f"{path} holds this run, finished", allowed="one run a folder", do=f"halfstep evaluate {path}, or {ANOTHER}"
     )
 
 

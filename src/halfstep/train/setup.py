@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import world
 from halfstep.errors import BadRecipe
@@ -17,6 +18,7 @@ from halfstep.step.transaction import Stepper
 from halfstep.train.data.order import derive
 from halfstep.train.freeze import freeze
 from halfstep.train.optimizers import make_optimizer
+from halfstep.train.randomness import seed_all
 from halfstep.train.recipe.schema import DataOptions, LossOptions, LossScaleOptions, ModelOptions, Recipe
 from halfstep.train.recomputing import checkpoint_activations
 from halfstep.train.schedules import Shape, make_schedule
@@ -34,6 +36,7 @@ class Parts:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
     shape: Shape
     stepper: Stepper
     choice: Choice
@@ -45,16 +48,21 @@ class Parts:
         return rate
 
 
-def prepare(task: Task, recipe: AnyRecipe, device: torch.device, *, total: int, per_epoch: int) -> Parts:
-    """Build everything for `total` updates, `per_epoch` of them in an epoch."""
+def prepare(
+    task: Task, recipe: AnyRecipe, device: torch.device, *, total: int, per_epoch: int, precision: str | None = None
+) -> Parts:
+    """Build everything for `total` updates, `per_epoch` of them in an epoch.
+
+    `precision` is the one that `auto` came to when the run began; it is not measured again.
+    """
     train = recipe.train
     seed = train.seed or 0
-    torch.manual_seed(seed)  # the same weights on every process ...
+    seed_all(seed)  # the same weights on every process ...
     model, notes = make_model(task, recipe, device)
-    torch.manual_seed(derive(seed, world.rank()))  # ... and other dropout on each
+    seed_all(derive(seed, world.rank()))  # ... and other dropout on each
     optimizer = make_optimizer(recipe.optimizer, model)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
-    choice = choose_precision(recipe.precision, device=device, strict=train.strict)
+    choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
     stepper = Stepper(
         model,
         optimizer,
@@ -65,7 +73,7 @@ def prepare(task: Task, recipe: AnyRecipe, device: torch.device, *, total: int, 
         ema=Ema(model, train.ema) if train.ema is not None else None,
         loss_scale=_loss_scale(recipe.loss_scale) if choice.precision.scaled else None,
     )
-    return Parts(model, optimizer, shape, stepper, choice, notes)
+    return Parts(model, optimizer, schedule, shape, stepper, choice, notes)
 
 
 def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.Module, list[str]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,10 +36,15 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """A run seeds torch's generators for itself; whoever called it finds them as they were."""
+    """A run seeds all generators for itself; whoever called it finds them as they were."""
     own = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    with torch.random.fork_rng(own):
-        yield
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(own):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def device_of(name: str) -> torch.device:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import BadData, MissingExtra, StateMismatch, Unsafe
 from halfstep.files import replacing
+from halfstep.train.foreign import LOOKED_AT, runs_code
 
 MOST_LINES = 20
 PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -192,7 +193,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"{path} has {path.stat().st_size:,} bytes", allowed=f"at most {LARGEST:,}", do="use a smaller file"
         )
     with path.open("rb") as file:
-        start = file.read(9)
+        start = file.read(LOOKED_AT)
     if path.suffix == ".safetensors":
         return _numbers_only(path, start)
     if path.suffix in (".pt", ".pth", ".bin"):
@@ -201,10 +202,10 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _numbers_only(path: Path, start: bytes) -> dict[str, Tensor]:
-    # The header is JSON behind its own length; pickles and zip files begin otherwise.
-    if start[8:9] != b"{" and (start[:1] == b"\x80" or start[:2] == b"PK"):
+    kind = runs_code(start)
+    if kind is not None:
         raise Unsafe(
-            f"{path} is named .safetensors, and is a pickle, which can run code when it is read",
+            f"{path} is named .safetensors, and is {kind}, which can run code when it is read",
             allowed=ALLOWED,
             do="do not use this file unless you know who made it; then rename it to .pt, and it is read with care",
         )

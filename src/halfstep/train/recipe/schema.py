@@ -139,6 +139,15 @@ class EvaluateOptions(Section):
     """A metric must be better by more than this to count as better."""
 
 
+class CheckpointOptions(Section):
+    every_steps: PositiveInt = 1000
+    """Attempted updates between two checkpoints; one is also taken at the end of every epoch, and on SIGTERM."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
+    background: bool = True
+    """Write beside the training, from a copy of the state in main memory."""
+
+
 class RunOptions(Section):
     dir: str | None = None
     """The run's folder; `runs/RECIPE` if it is left out."""
@@ -172,4 +181,5 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     loss_scale: LossScaleOptions = LossScaleOptions()
     train: TrainOptions = TrainOptions()
     evaluate: EvaluateOptions = EvaluateOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
     run: RunOptions = RunOptions()

@@ -1,0 +1,117 @@
+"""The checkpoints of a run, as its loop sees them: taken, told of in the journal, and counted when they fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+from halfstep.errors import Stopped, StorageFailed
+from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation
+from halfstep.train.checkpoint.saver import Saved, Saver
+from halfstep.train.environment import environment
+from halfstep.train.journal import journal as events
+from halfstep.train.journal.journal import Journal
+from halfstep.train.state import Live, State
+
+MOST_FAILURES = 3
+"""Saves in a row that may fail before the run ends: it could be lost as a whole by now."""
+
+
+class Checkpoints:
+    """Called by every process at the same steps."""
+
+    def __init__(self, live: Live, saver: Saver, journal: Journal) -> None:
+        self._live, self._saver, self._journal = live, saver, journal
+        self._environment = environment(live.parts.stepper.device)
+        self._asked_for = -1
+        self.failures = 0
+        self._why = "it was never begun"
+        self.last: Saved | None = None
+        """The newest that is on the disk."""
+
+    def save(self) -> None:
+        """The run as it is between two steps."""
+        self._asked_for = self._live.progress.attempts
+        self._saver.save(State.of(self._live).snapshot(self._asked_for, self._environment))
+
+    def hear(self) -> None:
+        """Tell what became of earlier saves; StorageFailed where too many in a row came to nothing."""
+        self._tell(self._saver.news())
+
+    def finish(self) -> None:
+        """The same, when the last one has come to its end."""
+        self._tell(self._saver.finish())
+
+    def resumed(self, generation: Generation) -> None:
+        """The run goes on from this one, so that much is saved."""
+        self._asked_for = generation.attempt
+        self.last = Saved(generation.attempt, generation, None, seconds=0.0, blocked=0.0, bytes=0)
+
+    @property
+    def name(self) -> str | None:
+        """Of the newest on the disk."""
+        return None if self.last is None else _name(self.last)
+
+    def close(self) -> None:
+        """At the end of a run, however it ends: what was under way is waited for, and told of."""
+        self._saver.close()
+        with contextlib.suppress(StorageFailed):  # the run ends already, and for a reason of its own
+            self._tell(self._saver.news())
+
+    def stop(self, signal: str, planned: int) -> None:
+        """Save now, unless that is just being done, and end the run."""
+        if self._asked_for != self._live.progress.attempts:
+            self.save()
+        self.stopped(signal, planned)
+
+    def stopped(self, signal: str, planned: int) -> None:
+        """End the run with what was last saved."""
+        self.finish()
+        if self.last is None or self.last.attempt < self._asked_for:
+            raise StorageFailed(
+                f"the run was asked to stop by {signal}, and its last state could not be saved: {self._why}",
+                allowed="a disk with room for a checkpoint",
+                do="make room, and start the run again with the same command: it goes on from an earlier checkpoint",
+            )
+        raise Stopped(
+            f"stopped by {signal} at step {self.last.attempt:,} of {planned:,}: saved as {_name(self.last)}",
+            do="start it again with the same command to go on",
+        )
+
+    def _tell(self, told: Iterable[Saved]) -> None:
+        for saved in told:
+            if saved.failure is None:
+                self.failures, self.last = 0, saved
+                self._journal.tell(
+                    events.SAVED,
+                    file=f"{CHECKPOINTS}/{_name(saved)}",
+                    what="checkpoint",
+                    attempt=saved.attempt,
+                    seconds=saved.seconds,
+                    blocked=saved.blocked,
+                    bytes=saved.bytes,
+                )
+            else:
+                self._failed(saved)
+
+    def _failed(self, saved: Saved) -> None:
+        assert saved.failure is not None
+        self._why = str(saved.failure)
+        if saved.failure.for_its_numbers:
+            text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones stay"
+            self._journal.tell(events.NOTE, text=text, level="warning")
+            return
+        self.failures += 1
+        text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({self.failures} of {MOST_FAILURES} in a row)"
+        self._journal.tell(events.NOTE, text=text, level="warning")
+        if self.failures >= MOST_FAILURES:
+            raise StorageFailed(
+                f"{self.failures} checkpoints in a row could not be written, the last of step {saved.attempt}: "
+                f"{saved.failure}",
+                allowed="a disk that can be written to, with room for a checkpoint more than are kept",
+                do="make room, and start the run again with the same command: it goes on from the last whole one",
+            )
+
+
+def _name(saved: Saved) -> str:
+    return saved.generation.name if saved.generation is not None else "nothing"
