@@ -12,3 +12,8 @@ class Outcome:
     passed: int
     n: int
     worst: str
+    broken: bool = False
+    """Whether the row itself could not be run."""
+
+    def __str__(self) -> str:
+        return f"pass={self.passed} n={self.n} worst={self.worst}"

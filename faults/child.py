@@ -1,0 +1,87 @@
+"""A small run in a process of its own, to be killed, starved, signalled and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics  # noqa: F401
+
+import halfstep
+import halfstep.tasks._fit
+import halfstep.train.journal.curves
+from faults import mutants
+from halfstep.errors import HalfstepError
+from halfstep.train.checkpoint import saver
+from halfstep.train.checkpoint.disk import Disk
+from tests.support.tiny_task import Tiny
+
+RECIPE: dict[str, Any] = {
+    "task": "tiny",
+    "precision": "fp32",
+    "model.batchnorm": True,
+    "data.samples": 80,
+    "optimizer.lr": 0.01,
+    "schedule.warmup_steps": 5,
+    "train.steps": 300,
+    "train.batch_size": 8,
+    "train.num_workers": 0,
+    "train.seed": 11,
+    "train.ema": 0.9,
+    "checkpoint.every_steps": 3,
+    "run.log_every": 5,
+    "run.pictures": 0,
+}
+"""Three hundred steps of a millisecond or two, thirty epochs, and a save every third step."""
+
+OPERATIONS = ("make_folder", "create", "write", "flush", "close", "flush_folder", "rename", "remove", "remove_folder")
+
+
+class KillingDisk(Disk):
+    """Ends its process with SIGKILL before or after the n-th operation of a kind."""
+
+    def __init__(self, when: str, operation: str, nth: int) -> None:
+        self._left = nth
+
+        def ending(*arguments: Any) -> Any:
+            self._left -= 1
+            if self._left == 0 and when == "before":
+                _die()
+            done = getattr(Disk, operation)(self, *arguments)
+            if self._left == 0:
+                _die()
+            return done
+
+        setattr(self, operation, ending)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(
+    folder: str,
+    settings: Mapping[str, Any] = {},
+    *,
+    disk: Disk | None = None,
+    mutant: str | None = None,
+    task: type[Tiny] = Tiny,
+    arguments: Mapping[str, Any] = {},
+) -> None:
+    """Train, or go on, in `folder`; the process ends with the exit code that the command would have."""
+    torch.set_num_threads(1)
+    mutants.apply(mutant)
+    if disk is not None:
+        saver.Disk = lambda: disk  # type: ignore[assignment, misc]
+    recipe = Path(folder).with_suffix(".yaml")
+    recipe.write_text("task: tiny\n")
+    try:
+        halfstep.fit(recipe, task=task, settings={**RECIPE, "run.dir": folder, **settings}, quiet=True, **arguments)
+    except HalfstepError as error:
+        Path(folder).with_suffix(".err").write_text(str(error))
+        sys.exit(error.exit_code)

@@ -1,0 +1,30 @@
+"""Known defects of training systems, put into halfstep one at a time: a row that none of them can fail is no evidence.
+
+Each file here is a defect that a trusted system had: `WHAT`, `ROWS` that must go red, and `apply`, which breaks this
+process for good. Processes that a row starts are told by name, and break themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from types import ModuleType
+
+VARIABLE = "HALFSTEP_FAULTS_MUTANT"
+
+
+def mutants() -> dict[str, ModuleType]:
+    """Every defect by its name: the files `mNN_*.py` of this folder."""
+    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
+    return {name.split("_")[0].upper(): importlib.import_module(f"{__name__}.{name}") for name in names}
+
+
+def current() -> str | None:
+    """The defect that this process was started to have."""
+    return os.environ.get(VARIABLE)
+
+
+def apply(name: str | None) -> None:
+    if name is not None:
+        mutants()[name].apply()
