@@ -13,7 +13,7 @@ import typer
 from halfstep.cli._flag import flag
 from halfstep.cli._memory import keep_freed_memory
 from halfstep.cli._settings import TakesSettings
-from halfstep.errors import WrongUse
+from halfstep.errors import Stopped, WrongUse
 from halfstep.train.stopping import Stopping
 
 GROUP = "Run"
@@ -65,7 +65,12 @@ def run(
         if not _has_accelerator():
             keep_freed_memory()
         given = [name for name, is_given in accepted.items() if is_given]
-        result = launch(resolved, task=own, new=new, quiet=json, command=_command(), notes=notes, accepted=given)
+        try:
+            result = launch(resolved, task=own, new=new, quiet=json, command=_command(), notes=notes, accepted=given)
+        except Stopped as stopped:
+            if json:
+                raise
+            raise typer.Exit(stopped.exit_code) from None  # the journal has said it on the screen already
     if json and os.environ.get("RANK", "0") == "0":
         from dataclasses import asdict
         from json import dumps
