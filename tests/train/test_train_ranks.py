@@ -10,8 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import halfstep
+from faults import on_two
+from faults.everything import Launch
+from faults.refit import refit
 from halfstep import world
 from halfstep.errors import HalfstepError
+from halfstep.train.checkpoint import saver
+from halfstep.train.checkpoint.disk import Disk
 from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 from tests.train.test_loop import RECIPE, events
@@ -113,3 +118,84 @@ def test_an_average_is_evaluated_with_the_same_statistics_on_both(on_ranks: Rank
     model.load_state_dict(best)
     told = [event for event in events(tmp_path / "run", "epoch") if event["is_best"]][-1]["val"]["loss"]
     assert torch.nn.functional.mse_loss(model(points.x), points.y).item() == pytest.approx(told, rel=1e-5)
+
+
+# -- interrupted and taken up ---------------------------------------------------------------------------------------
+
+
+def resumed_on(rank: int, folder: str, stop_at: int | None) -> dict[str, Any]:
+    return on_two.launched(rank, folder, stop_at)
+
+
+def test_a_run_that_one_process_stopped_goes_on_on_both_with_the_same_bits(on_ranks: Ranks, tmp_path: Path) -> None:
+    whole = on_ranks(resumed_on, str(tmp_path / "whole"), None)
+    stopped = on_ranks(resumed_on, str(tmp_path / "cut"), on_two.STOP_AT)
+    assert [(one["code"], one["attempt"]) for one in stopped] == [(75, on_two.STOP_AT + 1)] * 2
+    (end,) = events(tmp_path / "cut", "end")
+    assert (end["reason"], end["checkpoint"][:13]) == ("stopped", f"step-{on_two.STOP_AT + 1:08d}")
+    found = on_ranks(resumed_on, str(tmp_path / "cut"), None)
+    assert [one["code"] for one in whole + found] == [0] * 4
+    assert [one["began"] for one in found] == [one["saved"] for one in stopped]
+    assert found[0]["began"] != found[1]["began"], "each process draws its own numbers"
+    assert on_two.digests(tmp_path / "cut") == on_two.digests(tmp_path / "whole")
+    assert len(on_two.digests(tmp_path / "cut")) == 2
+
+
+SETTINGS = {"train.batch_size": 8, "train.ema": 0.9, "model.batchnorm": True, "checkpoint.every_steps": 3}
+
+
+def test_what_two_processes_saved_is_not_for_one(on_ranks: Ranks, tmp_path: Path) -> None:
+    found = on_ranks(stopped_on, str(tmp_path), SETTINGS)
+    assert [one["code"] for one in found] == [75, 75]
+    alone = run_on(0, str(tmp_path), SETTINGS)
+    assert alone["code"] == 79
+    assert "--nproc-per-node 2" in alone["error"]
+    again = on_ranks(run_on, str(tmp_path), SETTINGS)
+    assert again[0] == again[1]
+    assert again[0]["steps"] == 16
+
+
+def stopped_on(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The first process is asked to stop, and the second one hears of it."""
+    mend = Launch(5 if rank == 0 else None, "SIGTERM", guarded=False)()
+    try:
+        return run_on(rank, folder, settings)
+    finally:
+        mend()
+
+
+def test_a_part_that_one_process_lacks_is_missing_for_both(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(stopped_on, str(tmp_path), SETTINGS)
+    refit(tmp_path / "run", lambda state: state.pop("random"), rank=1)
+    found = on_ranks(run_on, str(tmp_path), SETTINGS)
+    assert [one["code"] for one in found] == [79, 79]
+    assert all("lacks random" in one["error"] for one in found)
+    assert "rank 1: " in found[0]["error"]
+
+
+class FullDisk(Disk):
+    """Of one machine."""
+
+    def create(self, path: Path) -> Any:
+        if world.rank() == 1:
+            raise OSError(28, "No space left on device")
+        return super().create(path)
+
+
+def saved_on_a_full_disk(rank: int, folder: str, background: bool) -> dict[str, Any]:
+    own = saver.Disk
+    saver.Disk = FullDisk  # type: ignore[misc]
+    try:
+        return run_on(rank, folder, {**SETTINGS, "checkpoint.background": background, "train.epochs": 12})
+    finally:
+        saver.Disk = own  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_is_full_on_one_machine_is_told_on_both(background: bool, on_ranks: Ranks, tmp_path: Path) -> None:
+    found = on_ranks(saved_on_a_full_disk, str(tmp_path), background)
+    assert [one.get("code") for one in found] == [74, 74], found
+    assert all("No space left on device (rank 1)" in one["error"] for one in found)
+    notes = [event["text"] for event in events(tmp_path / "run", "note")]
+    assert sum("no checkpoint of step" in note for note in notes) >= 3
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -16,6 +16,8 @@ LONGEST_HEADER = 100_000_000
 """Bytes that a safetensors file's header has at most."""
 _ENOUGH = 4
 """Instructions in a row that no damaged file has by chance, behind the mark that pickles begin with since 2003."""
+_PLENTY = 64
+"""The same without the mark: letters and digits are instructions, too."""
 _MARK = re.compile(rb"\x80[\x00-\x05]", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][\w.]* [A-Za-z_][\w.]*")
 """A module and what is taken from it, as the instructions `GLOBAL` and `INST` have them."""
@@ -29,9 +31,8 @@ def runs_code(start: bytes) -> str | None:
         return "an archive with a pickle in it, as torch.save writes"
     if start[257:262] == b"ustar":
         return "an archive with pickles in it, as torch.save once wrote"
-    if _MARK.match(start):
-        return "a pickle" if _is_marked_pickle(start) else None
-    return "a pickle" if _names_code(start) else None
+    is_pickle = _is_marked_pickle if _MARK.match(start) else _is_old_pickle
+    return "a pickle" if is_pickle(start) else None
 
 
 def _is_marked_pickle(start: bytes) -> bool:
@@ -42,12 +43,13 @@ def _is_marked_pickle(start: bytes) -> bool:
     return False
 
 
-def _names_code(start: bytes) -> bool:
-    """Old pickles have no mark, and random bytes are often a few instructions; but they name no module."""
-    return any(
-        name in ("GLOBAL", "INST") and isinstance(argument, str) and _NAME.fullmatch(argument)
-        for name, argument in _instructions(start)
-    )
+def _is_old_pickle(start: bytes) -> bool:
+    """Those have no mark, and random bytes are often a few instructions; but they name no module, and end soon."""
+    for count, (name, argument) in enumerate(_instructions(start), start=1):
+        names_code = name in ("GLOBAL", "INST") and _NAME.fullmatch(str(argument)) is not None
+        if names_code or count >= _PLENTY:
+            return True
+    return False
 
 
 def _instructions(start: bytes) -> Iterator[tuple[str, object]]:

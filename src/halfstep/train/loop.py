@@ -140,12 +140,12 @@ class Loop:
             return
         for window in self.meter.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
             report = self._step(self.progress.epoch + 1, window)
-            self._after(report)
+            self._after_step()
             yield report
             if self.progress.attempts == self.planned:
                 return
 
-    def _after(self, report: StepReport) -> None:
+    def _after_step(self) -> None:
         """Between two steps: save where it is due, hear of earlier saves, and stop where that was asked for."""
         ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts == self.planned
         if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:

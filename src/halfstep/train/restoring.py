@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import StateMismatch, same_keys
+from halfstep.errors import BadData, HalfstepError, StateMismatch, same_keys
 from halfstep.train.data.changes import different
 from halfstep.train.data.fingerprint import Fingerprint
 from halfstep.train.randomness import check_generators, set_generators
 from halfstep.train.recipe.changes import DATA, RECIPE, but_for_places, changes, listed, recipe_changed
-from halfstep.train.state import Live, State
+from halfstep.train.state import COMPONENTS, Live, State
 
-FORM = {
-    "weights": 1,
-    "optimizers": 2,
-    "schedules": 2,
-    "loss_scales": 2,
-    "average": 1,
-    "counts": 1,
-    "random": 1,
-    "cursor": 1,
-    "guards": 1,
-    "recipe": 0,
-    "precision": 1,
-    "measured": 1,
-}
+FORM = dict.fromkeys(COMPONENTS, 1) | {"optimizers": 2, "schedules": 2, "loss_scales": 2, "recipe": 0}
 """How many levels of each component have the same keys in every checkpoint of a run."""
 
 
+@contextmanager
+def _of_a_run() -> Iterator[None]:
+    """A state that was made up ends in whatever stumbles over it, which is then told as what it is."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        if isinstance(error, HalfstepError):
+            raise
+        raise BadData(
+            f"the checkpoint holds what is no state of this run: {type(error).__name__} {str(error)[:200]}",
+            allowed="what halfstep wrote",
+            do="use another checkpoint, or add --new to begin again in a folder of its own",
+        ) from error
+
+
+@_of_a_run()
 def restore(live: Live, saved: State, accepted: Collection[str] = ()) -> list[str]:
     """Go on from `saved`; lines for what is different and was accepted."""
     now = State.of(live)
     data = _data_changes(live, saved, accepted)
     recipe = _recipe_changes(live, saved, accepted)
+    if RECIPE in accepted and saved.precision != now.precision:
+        recipe.append(f"trained in {_in_words(saved.precision)} -> {_in_words(now.precision)}")
     if recipe:
         saved = _adapted(now, saved)
     if data:
@@ -149,6 +155,8 @@ def _check_weights(live: Live, now: State, saved: State) -> None:
     lines += _unfitting(now.weights["buffers"], saved.weights["buffers"], _empty_buffers(live.parts.model))
     lines += [f"not in the model: {name}" for name in saved.weights["more"] if name not in now.weights["more"]]
     lines += [f"not in the checkpoint: {name}" for name in now.weights["more"] if name not in saved.weights["more"]]
+    if (now.average is None) != (saved.average is None):
+        lines.append("an average of the weights was kept, and is not" if saved.average else "no average was kept")
     lines += [f"optimizer {line}" for name in now.optimizers for line in _other_optimizer(now, saved, name)]
     if lines:
         raise StateMismatch(

@@ -153,9 +153,9 @@ def _of_all(do: Callable[[], T]) -> T:
         raise refusal
     for rank, one in enumerate(told):
         if one is not None:
-            error = HalfstepError(f"rank {rank}: {one[0]}", allowed=one[1], do=one[2])
-            error.exit_code = one[3]
-            raise error
+            theirs = HalfstepError(f"rank {rank}: {one[0]}", allowed=one[1], do=one[2])
+            theirs.exit_code = one[3]
+            raise theirs
     return done
 
 

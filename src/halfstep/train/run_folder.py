@@ -11,7 +11,7 @@ from halfstep.errors import FolderTaken, HalfstepError
 from halfstep.files import read_json, write_text
 from halfstep.train.lock import LOCK, FolderLock, lock
 from halfstep.train.recipe.changes import RECIPE as RECIPE_CHANGE
-from halfstep.train.recipe.changes import changes, listed, recipe_changed
+from halfstep.train.recipe.changes import but_for_places, changes, listed, recipe_changed
 from halfstep.train.recipe.sources import read_bounded
 from halfstep.train.recipe.strict_yaml import read_yaml
 from halfstep.train.recipe.written import different, to_yaml
@@ -72,6 +72,7 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
     lines = changes(written, recipe, ignore={"run.dir", *drawn})
     if is_finished(path):
         raise _finished(path, lines)
+    lines = but_for_places(lines)  # the data itself is compared when it is read
     if lines and RECIPE_CHANGE not in accepted:
         raise recipe_changed(f"the unfinished run in {path}", lines)
     for key in drawn:

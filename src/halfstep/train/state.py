@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import world
-from halfstep.errors import StateMismatch
+from halfstep.errors import BadData, StateMismatch
 from halfstep.precision.island import islands
 from halfstep.train.checkpoint.commit import Snapshot
 from halfstep.train.checkpoint.packing import pack, unpack
@@ -127,10 +127,19 @@ class State:
                 allowed=", ".join(COMPONENTS),
                 do="use another checkpoint, or add --new to begin again in a folder of its own",
             )
+        odd = [n for n in COMPONENTS if not isinstance(plain[n], dict) and (n, plain[n]) != NO_AVERAGE]
+        if odd:
+            raise BadData(
+                f"{where} is not the state of a run: {odd[0]} is a {type(plain[odd[0]]).__name__}",
+                allowed="what halfstep wrote",
+                do="use another checkpoint, or add --new to begin again in a folder of its own",
+            )
         return cls(**{name: unpack(plain[name], tensors, f"{where}, {name}") for name in COMPONENTS})
 
 
 COMPONENTS = tuple(field.name for field in dataclasses.fields(State))
+NO_AVERAGE = ("average", None)
+"""The one component that a run may do without."""
 
 
 def facts_of(live: Live, lane: str) -> dict[str, Any]:

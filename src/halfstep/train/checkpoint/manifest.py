@@ -93,8 +93,6 @@ def read_manifest(generation: Generation) -> Manifest:
 def _checked(content: dict[str, Any]) -> Manifest:
     if set(content) != _KEYS or content["format"] < 1 or not isinstance(content["environment"], dict):
         raise ValueError(f"no manifest of form {FORMAT}")
-    if not isinstance(content.get("environment"), dict):
-        raise ValueError("no manifest of a checkpoint: where it was made is missing")
     try:
         files = tuple(_sealed(name, *entry) for name, entry in content["files"].items())
         manifest = Manifest(_count(content["attempt"], 0), _count(content["world"], 1), files, content["environment"])

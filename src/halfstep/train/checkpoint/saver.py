@@ -55,8 +55,12 @@ class Saver:
         self._running.append(self._thread.submit(self._committed, copied, began, blocked))
 
     def news(self) -> list[Saved]:
-        """What became of saves since this was last asked. Waits for nothing."""
-        if self._running and self._running[0].done():
+        """What became of saves since this was last asked. Waits for nothing.
+
+        Several processes hear of a save when the next one begins, or with `finish`: they would see it come to its end
+        at different steps, and where it failed they must stop at the same one.
+        """
+        if self._party.size == 1 and self._running and self._running[0].done():
             self._wait()
         told, self._done = self._done, []
         return told
@@ -70,6 +74,7 @@ class Saver:
         """At the end of a run: nothing is under way any more."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+        self._wait()
         self._kept.clear()
 
     def _wait(self) -> None:

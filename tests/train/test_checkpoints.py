@@ -1,0 +1,221 @@
+"""The checkpoints of a run as its loop sees them; and what a full disk does to the other files that it leaves."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from halfstep.errors import Stopped, StorageFailed
+from halfstep.train.checkpoint.disk import Disk
+from halfstep.train.checkpoint.generation import CHECKPOINTS, generations, leftovers
+from halfstep.train.checkpoint.reading import verified
+from halfstep.train.checkpoint.saver import Saver
+from halfstep.train.checkpoints import Checkpoints
+from halfstep.train.journal.journal import Event, Journal
+from halfstep.train.keeping import LAST, Keeper
+from halfstep.train.loop import Loop
+from halfstep.train.run import make_loop
+from halfstep.train.weights import digest, load_weights
+from tests.support.tiny_task import Tiny
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def hear(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None: ...
+
+    def told(self, event: str) -> list[Event]:
+        return [one for one in self.events if one["event"] == event]
+
+
+class Full(Disk):
+    full = False
+
+    def write(self, file: int, content: bytes | memoryview) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        super().write(file, content)
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def share(self, text: str) -> list[str]:
+        return [text]
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Loop:
+    train = {"steps": 40, "batch_size": 8, "seed": 1, "num_workers": 0}
+    words = {"task": "tiny", "precision": "fp32", "model": {}, "data": {}, "loss": {}, "train": train}
+    recipe = Tiny.schema.model_validate(words)
+    return make_loop(Tiny(recipe), recipe, tmp_path, Journal())
+
+
+@pytest.fixture
+def taking(loop: Loop, tmp_path: Path) -> tuple[Checkpoints, Full, Heard]:
+    disk, heard = Full(), Heard()
+    saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=Alone(), background=True, disk=disk)
+    return Checkpoints(loop.live, saver, Journal([heard])), disk, heard
+
+
+def attempt(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints._live.progress.attempts = step
+    checkpoints.save()
+    checkpoints.finish()
+
+
+def counted(heard: Heard) -> list[str]:
+    return [one["text"].rpartition("(")[2].rstrip(")") for one in heard.told("note")]
+
+
+def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(
+    taking: tuple[Checkpoints, Full, Heard], tmp_path: Path
+) -> None:
+    checkpoints, disk, heard = taking
+    attempt(checkpoints, 1)
+    disk.full = True
+    attempt(checkpoints, 2)
+    attempt(checkpoints, 3)
+    assert checkpoints.failures == 2
+    disk.full = False
+    attempt(checkpoints, 4)
+    assert checkpoints.failures == 0
+    disk.full = True
+    attempt(checkpoints, 5)
+    attempt(checkpoints, 6)
+    with pytest.raises(StorageFailed, match=r"3 checkpoints in a row .* step 7: No space left on device") as caught:
+        attempt(checkpoints, 7)
+    assert caught.value.exit_code == 74
+    assert counted(heard) == [f"{count} of 3 in a row" for count in (1, 2, 1, 2, 3)]
+    assert all(one["level"] == "warning" for one in heard.told("note"))
+    assert [one["attempt"] for one in heard.told("saved")] == [1, 4]
+    found = generations(tmp_path / CHECKPOINTS)
+    assert [(one.attempt, verified(one).problem) for one in found] == [(4, None), (1, None)]
+    assert leftovers(tmp_path / CHECKPOINTS) == []
+    assert checkpoints.name == found[0].name
+
+
+def test_numbers_that_are_not_finite_are_not_the_disks_fault(
+    taking: tuple[Checkpoints, Full, Heard], loop: Loop
+) -> None:
+    checkpoints, _, heard = taking
+    attempt(checkpoints, 1)
+    next(loop.model.parameters()).data.fill_(float("nan"))
+    for step in range(2, 7):
+        attempt(checkpoints, step)
+    assert checkpoints.failures == 0
+    assert len(heard.told("note")) == 5
+    assert "not finite: weights/parameters/" in heard.told("note")[0]["text"]
+    with pytest.raises(StorageFailed, match="could not be saved: not finite"):
+        checkpoints.stop("SIGTERM", 40)
+
+
+def test_stop_saves_what_is_there_and_ends_with_75(taking: tuple[Checkpoints, Full, Heard]) -> None:
+    checkpoints, _, heard = taking
+    checkpoints._live.progress.attempts = 9
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM at step 9 of 40: saved as step-00000009\.0001") as caught:
+        checkpoints.stop("SIGTERM", 40)
+    assert caught.value.exit_code == 75
+    with pytest.raises(Stopped, match=r"step-00000009\.0001"):
+        checkpoints.stop("SIGTERM", 40)  # the same step is not saved twice
+    assert [one["attempt"] for one in heard.told("saved")] == [9]
+
+
+def test_a_stop_that_cannot_save_does_not_say_that_it_did(taking: tuple[Checkpoints, Full, Heard]) -> None:
+    checkpoints, disk, _ = taking
+    attempt(checkpoints, 1)
+    disk.full = True
+    checkpoints._live.progress.attempts = 2
+    with pytest.raises(StorageFailed, match="could not be saved: No space left on device"):
+        checkpoints.stop("SIGTERM", 40)
+
+
+def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(taking: tuple[Checkpoints, Full, Heard]) -> None:
+    checkpoints, disk, heard = taking
+    disk.full = True
+    attempt(checkpoints, 1)
+    attempt(checkpoints, 2)
+    checkpoints._live.progress.attempts = 3
+    checkpoints.save()
+    checkpoints.close()
+    assert counted(heard)[-1] == "3 of 3 in a row"
+
+
+# -- the other files --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path: Path) -> None:
+    heard, model = Heard(), nn.Linear(20, 20)
+    keeper = Keeper(tmp_path, Journal([heard]), pictures=0)
+    keeper.last(model, None)
+    before = digest(model)
+    model.weight.data.add_(1)
+    with files_of_at_most(500):
+        keeper.last(model, None)
+        keeper.best(model, None, 1, {"loss": 0.5})
+    assert [one["file"] for one in heard.told("saved")] == [LAST]
+    notes = [one["text"] for one in heard.told("note")]
+    assert [note.split()[0] for note in notes] == [LAST, "best.safetensors"]
+    assert all("File too large" in note and "\n" not in note for note in notes)
+    other = nn.Linear(20, 20)
+    load_weights(other, tmp_path / LAST)
+    assert digest(other) == before
+    assert [path.name for path in tmp_path.iterdir()] == [LAST], "drafts are left"
+    with pytest.raises(StorageFailed, match=r"last\.safetensors could not be written: .*File too large") as caught:
+        keeper.result({"reason": "finished"})
+    assert caught.value.exit_code == 74
+    assert not (tmp_path / "result.json").exists()
+    keeper.last(model, None)
+    keeper.result({"reason": "finished"})
+    assert (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda keeper: keeper.result({"a": "x" * 100}), lambda keeper: keeper.facts(_Facts())]
+)
+def test_a_small_file_that_has_no_room_ends_the_run_in_words(tmp_path: Path, write: Callable[[Keeper], None]) -> None:
+    keeper = Keeper(tmp_path, Journal(), pictures=0)
+    with files_of_at_most(50), pytest.raises(StorageFailed, match=r"\.json could not be written: File too large"):
+        write(keeper)
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Facts:
+    def facts(self) -> dict[str, Any]:
+        return {"classes": ["cat"] * 50}
+
+
+def test_a_picture_that_has_no_room_is_a_warning(tmp_path: Path, loop: Loop) -> None:
+    heard = Heard()
+    keeper = Keeper(tmp_path, Journal([heard]), pictures=2)
+
+    class Drawing(Tiny):
+        def pictures(self, model: nn.Module, batch: Any) -> Any:
+            return [np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)]
+
+    with files_of_at_most(100):
+        keeper.pictures(Drawing(loop.recipe), loop.model, loop.val, loop.parts.choice.precision, 1)
+    assert "pictures/epoch-0001.png is kept as it was: File too large" in heard.told("note")[0]["text"]
+    assert heard.told("saved") == []

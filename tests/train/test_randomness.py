@@ -1,0 +1,71 @@
+"""Every generator goes on where it was; states that would not fit are refused before one is touched."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.errors import StateMismatch
+from halfstep.train.checkpoint.packing import pack, unpack
+from halfstep.train.randomness import check_generators, read_generators, seed_all, set_generators
+from halfstep.train.start import generators_kept
+from tests.support.digest import digest_of
+
+HERE = torch.device("cpu")
+
+
+def drawn() -> list[float]:
+    """Of each kind; an odd number of normal ones leaves one in store in Python and NumPy."""
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+
+
+def saved_and_loaded(state: Any) -> Any:
+    return unpack(*pack(state, "random"), "here")
+
+
+def test_what_is_drawn_after_a_state_is_drawn_again() -> None:
+    with generators_kept():
+        seed_all(2**63 - 1)
+        drawn()
+        state = saved_and_loaded(read_generators(HERE))
+        first = [drawn() for _ in range(3)]
+        seed_all(1)
+        check_generators(state, HERE)
+        set_generators(state, HERE)
+        assert [drawn() for _ in range(3)] == first
+
+
+def test_seeds_differ_for_every_generator() -> None:
+    with generators_kept():
+        seed_all(1)
+        one = drawn()
+        seed_all(2)
+        assert all(a != b for a, b in zip(one, drawn(), strict=True))
+
+
+def _without(name: str) -> Any:
+    return {key: value for key, value in read_generators(HERE).items() if key != name}
+
+
+WRONG = {
+    "none": {},
+    "python is missing": _without("python"),
+    "one more": {**read_generators(HERE), "jax": 1},
+    "a device's more": {**read_generators(HERE), "torch": [torch.get_rng_state()] * 2},
+    "another size": {**read_generators(HERE), "torch": [torch.zeros(16, dtype=torch.uint8)]},
+    "a word less": {**read_generators(HERE), "python": (3, torch.zeros(624, dtype=torch.int64), None)},
+    "another generator": {**read_generators(HERE), "numpy": ("PCG64", torch.zeros(624), 0, 0, 0.0)},
+    "no sequence": {**read_generators(HERE), "numpy": None},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_state_of_another_form_is_refused_and_nothing_moves(name: str) -> None:
+    before = digest_of(read_generators(HERE))
+    with pytest.raises(StateMismatch):
+        check_generators(WRONG[name], HERE)
+    assert digest_of(read_generators(HERE)) == before

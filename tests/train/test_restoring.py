@@ -1,0 +1,212 @@
+"""A saved state put back: all bits of it, into every corner of a model, or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from faults.everything import Steady
+from faults.refit import refit
+from faults.wrong_pairs import Kind, Net, loop_of, saved_by
+from halfstep.errors import BadData, StateMismatch
+from halfstep.train.loop import Loop
+from halfstep.train.recipe.changes import DATA
+from halfstep.train.restoring import FORM, restore
+from halfstep.train.resuming import Found, find, take_up
+from halfstep.train.start import generators_kept
+from halfstep.train.state import COMPONENTS, State
+from tests.support.digest import digest_of
+
+
+@pytest.fixture(autouse=True)
+def _kept() -> Iterator[None]:
+    with generators_kept():
+        yield
+
+
+def losses(loop: Loop, count: int) -> list[float]:
+    return [report.loss for report in islice(loop.attempts(), count)]
+
+
+def saved(loop: Loop) -> None:
+    loop.checkpoints.save()
+    loop.checkpoints.finish()
+
+
+def resumed(kind: Kind, folder: Path, accepted: tuple[str, ...] = ()) -> Loop:
+    loop, found = loop_of(kind, folder), find(folder)
+    assert found is not None
+    take_up(loop, found, folder, accepted)
+    return loop
+
+
+def digest(loop: Loop) -> str:
+    state = State.of(loop.live)
+    return digest_of({name: value for name, value in vars(state).items() if name != "cursor"}, vars(loop.progress))
+
+
+def continues(kind: Kind, folder: Path) -> tuple[Loop, Loop]:
+    """A run that goes on after a save, and one that was taken up from it: all losses and bits of both are the same."""
+    loop = loop_of(kind, folder)
+    losses(loop, 5)
+    saved(loop)
+    second = resumed(kind, folder)
+    assert digest(second) == digest(loop)
+    assert losses(second, 6) == losses(loop, 6)
+    assert digest(second) == digest(loop)
+    return loop, second
+
+
+class Images(nn.Module):
+    """Convolutions of several shapes, 1×1 among them, on what is made of two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 4, 1)
+        self.single, self.last = nn.Conv2d(4, 4, 3, groups=4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x[:, :, None, None].expand(-1, -1, 5, 5).contiguous(memory_format=torch.channels_last)
+        out: Tensor = self.last(self.single(self.narrow(self.wide(image).tanh())).mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_convolutions_go_on_bit_by_bit_whatever_their_layout(name: str, fused: bool, tmp_path: Path) -> None:
+    loop, second = continues(
+        Kind(Images, {"optimizer.name": name, "optimizer.fused": fused, "train.channels_last": True}), tmp_path
+    )
+    assert loop.parts.optimizer.param_groups[0].get("fused") == (fused or None)
+    for one, other in zip(_states(loop), _states(second), strict=True):
+        assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
+    assert any(not state.is_contiguous() for state in _states(second)), "channels last was meant to be seen"
+
+
+def _states(loop: Loop) -> list[Tensor]:
+    states = loop.parts.optimizer.state.values()
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+class Lazy(Net):
+    """A buffer that is made with the first batch, one that cannot be written into, and one that is bound anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", None)
+        self.register_buffer("same", torch.ones(1).expand(3))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.centre is None:
+            self.centre = x.detach().mean(0)
+        if self.training:
+            self.seen = self.seen + 1
+        return super().forward(x - self.centre) * self.same.mean() + self.seen * 1e-3
+
+
+def test_buffers_of_every_kind_go_on(tmp_path: Path) -> None:
+    _, second = continues(Kind(Lazy, {"train.ema": None}), tmp_path)
+    assert second.model.seen == 11
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_a_model_keeps_besides_tensors_goes_on(tmp_path: Path) -> None:
+    loop, second = continues(Kind(Counting), tmp_path)
+    assert loop.model.calls == second.model.calls > 11
+
+
+@pytest.mark.parametrize("name", [name for name, levels in FORM.items() if levels])
+@pytest.mark.parametrize("change", ["a key less", "a key more", "nothing", "a list"])
+def test_a_component_of_another_form_is_refused_and_nothing_is_changed(name: str, change: str, tmp_path: Path) -> None:
+    kind = Kind(settings={"train.ema": 0.9})
+    saved_by(kind, tmp_path)
+
+    def spoil(state: dict[str, Any]) -> None:
+        inner = state[name]
+        if change == "a key less" and inner:
+            inner.pop(next(iter(inner)))
+        elif change == "a key more":
+            inner["mood"] = {}
+        else:
+            state[name] = None if change == "nothing" else [1]
+
+    if name == "guards" and change == "a key less":
+        pytest.skip("this run has none")
+    refit(tmp_path, spoil)
+    loop = loop_of(kind, tmp_path)
+    before = digest(loop)
+    with pytest.raises((StateMismatch, BadData)):
+        restore(loop.live, _found(tmp_path).state)
+    assert digest(loop) == before
+
+
+def _found(folder: Path) -> Found:
+    found = find(folder)
+    assert found is not None
+    return found
+
+
+
+class Strict(Steady):
+    """Refuses what it is given after it has taken a part of it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.before.clear()
+        raise StateMismatch("a window of another length")
+
+
+def test_a_guard_that_refuses_does_so_before_anything_is_changed(tmp_path: Path) -> None:
+    loop = loop_of(Kind(), tmp_path)
+    loop.stepper.guards.append(Steady())
+    losses(loop, 5)
+    saved(loop)
+    second, found = loop_of(Kind(), tmp_path), find(tmp_path)
+    assert found is not None
+    second.stepper.guards.append(Strict())
+    second.stepper.guards[0].before.append(0.5)
+    before = digest(second)
+    with pytest.raises(StateMismatch, match="another length"):
+        restore(second.live, found.state)
+    assert digest(second) == before
+    second.stepper.guards[:] = []
+    with pytest.raises(StateMismatch, match="steady"):
+        restore(second.live, found.state)
+
+
+def test_samples_that_were_set_aside_are_others_in_other_data(tmp_path: Path) -> None:
+    kind = Kind(settings={"data.nan": [3]})
+    loop = loop_of(kind, tmp_path)
+    losses(loop, 12)
+    assert loop.progress.quarantined == [3]
+    saved(loop)
+    assert resumed(kind, tmp_path).live.samples.quarantined == {3}
+    other, found = loop_of(kind, tmp_path), find(tmp_path)
+    assert found is not None
+    other.live.data = loop_of(Kind(settings={"data.samples": 40}), tmp_path).live.data
+    with pytest.raises(StateMismatch, match="40 samples removed"):
+        restore(other.live, found.state)
+    assert restore(other.live, found.state, (DATA,))
+    assert other.live.samples.quarantined == set()
+    assert other.progress.attempts == 12

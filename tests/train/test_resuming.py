@@ -1,0 +1,176 @@
+"""An unfinished run taken up again, through the whole of `fit`: what was accepted is used, what was measured stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import halfstep
+from faults.refit import refit
+from halfstep.errors import StateMismatch, Stopped
+from halfstep.train import loaders, setup
+from halfstep.train.run import Run
+from tests.support.digest import digest_of
+from tests.support.tiny_task import Data, Model, Points, Tiny
+from tests.train.test_loop import RECIPE, events
+
+STOP = 6
+
+
+class Stopping(Tiny):
+    """Is asked to stop in the middle of its second epoch."""
+
+    batches = 0
+
+    def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+        self.batches += 1
+        # Four steps and one batch of evaluation make an epoch.
+        if self.batches == STOP + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(model, batch)
+
+
+def fit(folder: Path, task: Any = Tiny, accept: bool = False, **settings: Any) -> Run:
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    changed = {"run.dir": str(folder / "run"), **{key.replace("__", "."): value for key, value in settings.items()}}
+    return halfstep.fit(recipe, task=task, settings=changed, quiet=True, accept_recipe_change=accept)
+
+
+def stopped(folder: Path, task: Any = Stopping, **settings: Any) -> int:
+    """The step at which a run was stopped."""
+    with pytest.raises(Stopped) as caught:
+        fit(folder, task, **settings)
+    assert caught.value.exit_code == 75
+    return len(events(folder / "run", "step"))
+
+
+def rates(folder: Path) -> list[float]:
+    return [event["lr"] for event in events(folder / "run", "step")]
+
+
+def test_a_new_rate_and_a_longer_run_are_used_from_the_next_step_on(tmp_path: Path) -> None:
+    at = stopped(tmp_path, schedule__name="cosine")
+    with pytest.raises(StateMismatch, match=r"optimizer\.lr: 0\.05 -> 0\.01"):
+        fit(tmp_path, schedule__name="cosine", optimizer__lr=0.01)
+    run = fit(tmp_path, schedule__name="cosine", optimizer__lr=0.01, train__epochs=8, accept=True)
+    assert run.steps == 32
+    expected = [0.01 * 0.5 * (1 + np.cos(np.pi * step / 32)) for step in range(at, 32)]
+    assert rates(tmp_path)[at:] == pytest.approx(expected)
+    told = events(tmp_path / "run", "start")[-1]["resumed"]
+    assert not told["exact"]
+    assert {line.split(":")[0] for line in told["changed"]} == {"optimizer.lr", "train.epochs"}
+
+
+def test_a_new_precision_is_used_and_not_the_one_that_was_measured(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    with pytest.raises(StateMismatch, match="precision: fp32 -> bf16"):
+        fit(tmp_path, precision="bf16")
+    run = fit(tmp_path, precision="bf16", accept=True)
+    assert run.precision == "bf16"
+    assert events(tmp_path / "run", "observed")[-1]["expected"] == "bf16"
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*given: Any, **more: Any) -> Any:
+        raise AssertionError("measured again")
+
+    stopped(tmp_path, train__num_workers="auto", precision="auto")
+    chosen = events(tmp_path / "run", "start")[0]["precision"]["chosen"]
+    asked: list[Any] = []
+    real = setup.choose_precision
+    monkeypatch.setattr(loaders, "choose_workers", other)
+    monkeypatch.setattr(setup, "choose_precision", lambda name, **more: asked.append(name) or real(name, **more))
+    run = fit(tmp_path, train__num_workers="auto", precision="auto")
+    assert asked == [chosen] == [run.precision]
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_though_the_folder_has_this_one(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    refit(tmp_path / "run", lambda state: state["recipe"]["optimizer"].update(lr=0.5))
+    before = (tmp_path / "run" / "journal.jsonl").read_bytes()
+    with pytest.raises(StateMismatch, match=r"the checkpoint .*\n.*optimizer\.lr: 0\.5 -> 0\.05"):
+        fit(tmp_path)
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before, "a refusal changes nothing"
+
+
+class Where(Data):
+    path: str = ""
+    """A file of numbers."""
+
+
+class Numbers(Points):
+    """Points from a file."""
+
+    def __init__(self, path: str, samples: int) -> None:
+        super().__init__(samples, 1, [])
+        self.path = path
+        self.x = torch.from_numpy(np.load(path))
+
+
+class Filed(Numbers):
+    def files_of(self, index: int) -> Any:
+        return [("numbers", self.path)]
+
+
+class FromFile(Tiny):
+    schema = halfstep.train.recipe.schema.Recipe[Model, Where, halfstep.train.recipe.schema.LossOptions]
+    source_class: Any = Numbers
+
+    def source(self, split: Any) -> Any:
+        return self.source_class(self.recipe.data.path, 64)
+
+
+class FromNamedFile(FromFile):
+    source_class = Filed
+
+
+def _stopping(kind: type[Tiny]) -> type[Tiny]:
+    return type("Stopped", (Stopping, kind), {})
+
+
+def test_data_that_was_moved_is_the_same_where_its_files_are_known(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.npy", tmp_path / "other.npy"
+    np.save(one, Points(64, 1, []).x.numpy())
+    stopped(tmp_path, _stopping(FromNamedFile), data__path=str(one), train__epochs=20)
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    one.rename(other)
+    assert fit(tmp_path, FromNamedFile, data__path=str(other), train__epochs=20).steps == 80
+    assert events(tmp_path / "run", "start")[-1]["resumed"]["exact"]
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "kept").rename(tmp_path / "run")
+    np.save(other, Points(64, 2, []).x.numpy())
+    with pytest.raises(StateMismatch, match="numbers"):
+        fit(tmp_path, FromNamedFile, data__path=str(other), train__epochs=20)
+
+
+def test_data_whose_files_nobody_names_must_stay_where_it_is(tmp_path: Path) -> None:
+    """Nothing else would be noticed of it."""
+    one, other = tmp_path / "one.npy", tmp_path / "other.npy"
+    for seed, path in enumerate((one, other)):
+        np.save(path, Points(64, seed, []).x.numpy())
+    stopped(tmp_path, _stopping(FromFile), data__path=str(one))
+    with pytest.raises(StateMismatch, match=r"data\.path"):
+        fit(tmp_path, FromFile, data__path=str(other))
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_accepting_what_has_not_changed_changes_no_bit(accept: bool, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    settings = {"schedule.name": "plateau", "schedule.patience": 0, "train.ema": 0.9}
+    fit(tmp_path / "whole", **settings)
+    stopped(tmp_path, **settings)
+    fit(tmp_path, accept=accept, **settings)
+    assert events(tmp_path / "run", "start")[-1]["resumed"]["exact"]
+    one, other = (
+        [(event["loss"].hex(), event["lr"]) for event in events(folder / "run", "step")]
+        for folder in (tmp_path, tmp_path / "whole")
+    )
+    assert digest_of(one) == digest_of(other)
