@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,19 @@ def run(
     disk: Disk | None = None,
     mutant: str | None = None,
     task: type[Tiny] = Tiny,
+    before: Callable[[], None] | None = None,
     arguments: Mapping[str, Any] = {},
 ) -> None:
-    """Train, or go on, in `folder`; the process ends with the exit code that the command would have."""
+    """Train, or go on, in `folder`; the process ends with the exit code that the command would have.
+
+    `before` is what a row does to the process first.
+    """
     torch.set_num_threads(1)
+    # What the server that started this process used is no choice of the run.
+    multiprocessing.set_start_method("fork", force=True)
     mutants.apply(mutant)
+    if before is not None:
+        before()
     if disk is not None:
         saver.Disk = lambda: disk  # type: ignore[assignment, misc]
     recipe = Path(folder).with_suffix(".yaml")

@@ -1,4 +1,4 @@
-"""Every state that a crash can leave checkpoints in: real saves are recorded, cut anywhere, and read by the real reader.
+"""Every state that a crash can leave files in: what was done is recorded, cut anywhere, and built again.
 
 A killed process leaves all that it did. A loss of power leaves less, and how much less differs between file systems;
 `MODELS` are the ends of that range. Signals cannot show a missing flush, and only some of the states occur by chance:
@@ -8,86 +8,20 @@ here all of them are built.
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
-
-from faults.outcome import Outcome
-from halfstep.errors import HalfstepError
-from halfstep.train.checkpoint import commit as protocol
-from halfstep.train.checkpoint import reading
 from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation
-from tests.support.digest import digest_of
+from halfstep.train.checkpoint.generation import CHECKPOINTS
 
 RUN = Path("run") / CHECKPOINTS
 """Where the checkpoints are in a place."""
 MODELS = ("killed", "names first", "zeros", "garbage", "flushed", "outer names first", "inner names first")
 """What is left: everything; all names, and of the data what was flushed, or as many zeros, or other bytes; only what
 was flushed; and names that were not flushed only in the folder of generations, or only inside of these."""
-RESUMED, ZERO, REFUSED, MIXED, LOST, STUCK = "resumed", "from zero", "refused", "mixed", "lost", "stuck"
-
-
-# -- what is saved ----------------------------------------------------------------------------------------------------
-
-
-class Save(NamedTuple):
-    """The serial is in everything that is written, so that no two saves can be mixed unnoticed."""
-
-    serial: int
-    attempt: int
-
-    def snapshot(self, rank: int) -> protocol.Snapshot:
-        chance = torch.Generator().manual_seed(1000 * self.serial + rank)
-        names = ["weights", "moments", "average"] if rank == 0 else []
-        tensors = {name: torch.rand(5, 7, generator=chance) for name in [*names, f"own {rank}"]}
-        return protocol.Snapshot(self.attempt, {"serial": self.serial, "rank": rank}, tensors)
-
-
-@dataclass
-class Seat:
-    """One of several threads that stand for the processes of a run."""
-
-    rank: int
-    size: int
-    told: list[str]
-    all_there: threading.Barrier
-
-    def share(self, text: str) -> list[str]:
-        self.told[self.rank] = text
-        self.all_there.wait(10)
-        told = list(self.told)
-        self.all_there.wait(10)
-        return told
-
-
-def commit_together(
-    folder: Path, snapshots: Sequence[protocol.Snapshot], *, keep: int, disks: Sequence[Disk]
-) -> list[Generation | Exception]:
-    """What a save came to on each rank."""
-    size = len(snapshots)
-    told, barrier = [""] * size, threading.Barrier(size)
-
-    def one(rank: int) -> Generation | Exception:
-        seat = Seat(rank, size, told, barrier)
-        try:
-            return protocol.commit(folder, snapshots[rank], keep=keep, disk=disks[rank], party=seat)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(one, range(size)))
-
-
-# -- what a disk has of it --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -102,9 +36,9 @@ class Folder:
     flushed: dict[str, Node] = field(default_factory=dict)
 
 
-Node: TypeAlias = File | Folder
-Tree: TypeAlias = tuple[tuple[str, "Tree | bytes"], ...]
-"""Names and what they stand for, in order."""
+Node: TypeAlias = "File | Folder"
+Tree: TypeAlias = tuple[tuple[str, Any], ...]
+"""Names in order, each with its bytes, or with a tree of its own."""
 
 
 class Recording(Disk):
@@ -174,7 +108,8 @@ class Replay:
         self.files[number].now += content
 
     def flush(self, number: int) -> None:
-        self.files[number].flushed = self.files[number].now
+        if number in self.files:  # others were made before this began
+            self.files[number].flushed = self.files[number].now
 
     def flush_folder(self, path: Path) -> None:
         if path.is_relative_to(self.place):
@@ -200,10 +135,10 @@ def on_disk(path: Path) -> Folder:
 
 
 def left(folder: Folder, model: str, depth: int = 0) -> Tree:
-    """What a crash leaves of it. Generations are the folders at depth 2, and lie in one at depth 2."""
+    """What a crash leaves of it."""
     inside = depth > len(RUN.parts)
-    flushed_only = model == "flushed" or (model == "inner names first") != inside and model.endswith("er names first")
-    entries = folder.flushed if flushed_only else folder.now
+    behind = {"flushed": True, "outer names first": inside, "inner names first": not inside}
+    entries = folder.flushed if behind.get(model, False) else folder.now
     return tuple(
         (name, left(node, model, depth + 1) if isinstance(node, Folder) else _data(node, model))
         for name, node in sorted(entries.items())

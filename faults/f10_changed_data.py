@@ -1,60 +1,112 @@
-"""One file of two thousand is another one when the run goes on."""
+"""One file of the data is another one when a run goes on."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import tempfile
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep
+from faults import child, rig
 from faults.bad_images import encoded, picture
 from faults.outcome import Outcome
-from halfstep.train.data.changes import different
-from halfstep.train.data.fingerprint import Fingerprint, fingerprint
+from halfstep.errors import HalfstepError
 from halfstep.train.data.folders import ImageFolder
 from halfstep.train.data.split import split
+from halfstep.train.journal.jsonl import read_events
+from halfstep.train.recipe.schema import LossOptions, Recipe
+from halfstep.train.task import Task
+from tests.support.tiny_task import Data, Model
 
 ID = "F10"
-WHAT = "data that changed is noticed, whatever changed; data that was moved, copied or touched is the same"
-FILES, CLASSES = 2000, ("cat", "dog", "owl")
-UNCHANGED = 20
+WHAT = "a run goes on with the data that it was begun with, wherever that lies now, and with no other unless accepted"
+FILES, UNCHANGED = 200, 4
+FULL = 2000, 20
+CLASSES = ("cat", "dog", "owl")
+BEGUN, STEPS = 4, 6
+"""The step at which the run is stopped, and all of them."""
 Change = Callable[[Path], None]
 
 
+class Where(Data):
+    path: str = ""
+    """The folder of folders."""
+
+
+class Pictures(Task):
+    """The mean colour of a picture tells its class, more or less."""
+
+    schema: ClassVar[Any] = Recipe[Model, Where, LossOptions]
+    metric: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
+    stop_at: ClassVar[int | None] = None
+
+    def begin(self, recipe: Any) -> None:
+        super().begin(recipe)
+        self.batches = 0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, len(CLASSES))
+
+    def source(self, part: Any) -> Any:
+        return split(ImageFolder(Path(self.recipe.data.path)), 0.2)[part == "val"]
+
+    def transform(self, part: Any, sample: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**sample, "image": sample["image"].float().mean((1, 2)) / 255}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any = None) -> Tensor:
+        self.batches += 1
+        if self.batches == self.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return F.cross_entropy(model(batch["image"]), batch["label"])
+
+
+class Stopped(Pictures):
+    stop_at = BEGUN
+
+
 def run(full: bool) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "set"
-        _write(root)
-        kept = saved(root)
-        wrong = [name for name, change in CHANGES.items() if not _refused_after(change, kept, root)]
-        wrong += [name for name, place in _unchanged(root) if refused(kept, place)]
-    n = len(CHANGES) + UNCHANGED
+    files, unchanged = FULL if full else (FILES, UNCHANGED)
+    wrong = []
+    with rig.scratch() as folder:
+        root, stump = folder / "set", folder / "stump"
+        _write(root, files)
+        code, said = _launched(stump, root, Stopped)
+        assert code == 75, said
+        wrong += [name for name, (change, told) in CHANGES.items() if not _held(change, told, stump, root)]
+        wrong += [name for name, good in _unchanged(stump, root, unchanged) if not good]
+    n = len(CHANGES) + unchanged
     return Outcome(n - len(wrong), n, f"wrong: {', '.join(sorted(set(wrong)))}" if wrong else "none")
 
 
-def saved(root: Path) -> str:
-    """What a run on this data keeps of it."""
-    return json.dumps(fingerprint(*split(ImageFolder(root), 0.2)).as_dict())
+def _launched(folder: Path, root: Path, task: type[Task] = Pictures, accept: bool = False) -> tuple[int, str]:
+    """The code that the command would end with, and what it would say."""
+    recipe = folder.with_suffix(".yaml")
+    recipe.write_text("task: pictures\n")
+    settings = {**child.RECIPE, "run.dir": str(folder), "data.path": str(root), "train.steps": STEPS}
+    try:
+        halfstep.fit(recipe, task=task, settings=settings | {"task": "pictures"}, quiet=True, accept_data_change=accept)
+    except HalfstepError as error:
+        return error.exit_code, str(error)
+    return 0, ""
 
 
-def refused(kept: str, root: Path) -> bool:
-    """Whether a run that kept this does not go on with the data at `root`."""
-    now = fingerprint(*split(ImageFolder(root), 0.2))
-    return bool(different(Fingerprint.from_dict(json.loads(kept)), now))
-
-
-def _write(root: Path) -> None:
-    for number in range(FILES):
+def _write(root: Path, count: int) -> None:
+    for number in range(count):
         path = root / CLASSES[number % len(CLASSES)] / f"{number:05d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(picture(number)))
 
 
 def _add(file: Path) -> None:
-    file.with_name("new.png").write_bytes(encoded(picture(FILES)))
+    file.with_name("new.png").write_bytes(encoded(picture(2001)))
 
 
 def _edit(file: Path) -> None:
@@ -73,42 +125,60 @@ def _rename(file: Path) -> None:
     file.rename(file.with_name("renamed.png"))
 
 
-CHANGES: dict[str, Change] = {
-    "added": _add,
-    "removed": Path.unlink,
-    "edited, same size": _edit,
-    "edited, other size": _lengthen,
-    "renamed": _rename,
+VICTIM = "dog/00040.png"
+CHANGES: dict[str, tuple[Change, str]] = {
+    "added": (_add, "dog/new.png"),
+    "removed": (Path.unlink, VICTIM),
+    "edited, same size": (_edit, VICTIM),
+    "edited, other size": (_lengthen, VICTIM),
+    "renamed": (_rename, "dog/renamed.png"),
 }
+"""What is done to a file, and the name that must be told."""
 
 
-def _refused_after(change: Change, kept: str, root: Path) -> bool:
-    """And undone: the next change finds the data as it was."""
-    file = root / "dog" / "00700.png"
-    content, status, others = file.read_bytes(), file.stat(), set(file.parent.iterdir())
-    change(file)
-    found = refused(kept, root)
-    file.write_bytes(content)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    for new in set(file.parent.iterdir()) - others:
-        new.unlink()
-    return found
+def _held(change: Change, told: str, stump: Path, root: Path) -> bool:
+    """Refused with the name of the file; and gone on with where that is accepted, which the journal says."""
+    place, data = _copied(stump), root.with_name("changed")
+    shutil.copytree(root, data)
+    change(data / VICTIM)
+    code, said = _launched(place, data)
+    accepted, _ = _launched(place, data, accept=True) if code == 79 else (code, "")
+    start = _starts(place)[-1]
+    shutil.rmtree(data)
+    shutil.rmtree(place)
+    named = told in said and any(told in line for line in start.get("changed", ()))
+    return (code, accepted) == (79, 0) and named and start["exact"] is False
 
 
-def _unchanged(root: Path) -> Iterator[tuple[str, Path]]:
-    """The same data, `UNCHANGED` times: as it is, touched, moved, and copied in another order."""
-    place = root
-    for number in range(UNCHANGED // 4):
-        yield "opened again", place
-        for file in place.rglob("*.png"):
+def _copied(stump: Path) -> Path:
+    return Path(shutil.copytree(stump, stump.with_name("again")))
+
+
+def _starts(place: Path) -> list[dict[str, Any]]:
+    events = read_events(place / "journal.jsonl")
+    return [event["resumed"] or {} for event in events if event["event"] == "start"]
+
+
+def _unchanged(stump: Path, root: Path, times: int) -> Iterator[tuple[str, bool]]:
+    """The same data: as it is, touched, moved, and copied in another order. None of it needs to be accepted."""
+    for number in range(times // 4):
+        yield "opened again", _goes_on(stump, root)
+        for file in root.rglob("*.png"):
             os.utime(file, (number, number))
-        yield "touched", place
-        place = place.rename(root.with_name(f"moved {number}"))
-        yield "moved", place
+        yield "touched", _goes_on(stump, root)
+        root = root.rename(root.with_name(f"moved {number}"))
+        yield "moved", _goes_on(stump, root)
         copy = root.with_name(f"copied {number}")
-        _copy_shuffled(place, copy, number)
-        yield "copied", copy
+        _copy_shuffled(root, copy, number)
+        yield "copied", _goes_on(stump, copy)
         shutil.rmtree(copy)
+
+
+def _goes_on(stump: Path, root: Path) -> bool:
+    place = _copied(stump)
+    good = _launched(place, root) == (0, "") and _starts(place)[-1]["exact"] is True
+    shutil.rmtree(place)
+    return good
 
 
 def _copy_shuffled(source: Path, target: Path, seed: int) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-from types import ModuleType
+from typing import Any
 
 VARIABLE = "HALFSTEP_FAULTS_MUTANT"
 
 
-def mutants() -> dict[str, ModuleType]:
-    """Every defect by its name: the files `mNN_*.py` of this folder."""
-    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
-    return {name.split("_")[0].upper(): importlib.import_module(f"{__name__}.{name}") for name in names}
+def mutants() -> dict[str, Any]:
+    """Every defect by its name: the files `mNN_*.py` of this folder, and the `MUTANTS` of a file with several."""
+    found: dict[str, Any] = {}
+    for name in sorted(info.name for info in pkgutil.iter_modules(__path__)):
+        module = importlib.import_module(f"{__name__}.{name}")
+        found |= getattr(module, "MUTANTS", {name.split("_")[0].upper(): module})
+    return found
 
 
 def current() -> str | None:

@@ -1,0 +1,137 @@
+"""One run, killed again and again at random times, and started again each time."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from faults import child, rig
+from faults.f20_named_kills import lost
+from faults.outcome import Outcome
+from halfstep.train.checkpoint.disk import Disk
+from halfstep.train.checkpoint.generation import CHECKPOINTS, leftovers
+from halfstep.train.checkpoint.reading import newest_whole
+from halfstep.train.journal.cutting import JOURNAL
+from halfstep.train.journal.jsonl import kept_events
+from tests.support.tiny_task import Tiny
+
+ID = "F21"
+WHAT = "a run that is killed at random times loses no checkpoint, never begins anew, and ends as if nothing had been"
+KILLS = {False: 6, True: 100}
+STEPS = {False: 60, True: 300}
+EVERY: int = child.RECIPE["checkpoint.every_steps"]
+PAUSE, SLOW = 0.03, 0.002
+"""Seconds that a step and an operation on the disk take longer, so that the run lasts for all kills, and some of them
+come in the middle of a save."""
+SOONEST = 0.05
+
+
+class Slow(Tiny):
+    """The same numbers, later."""
+
+    def loss(self, *given: Any) -> Any:
+        time.sleep(PAUSE)
+        return super().loss(*given)
+
+
+class SlowDisk(Disk):
+    def write(self, file: int, content: bytes | memoryview) -> None:
+        time.sleep(SLOW)
+        super().write(file, content)
+
+    def flush(self, file: int) -> None:
+        time.sleep(SLOW)
+        super().flush(file)
+
+    def flush_folder(self, path: Path) -> None:
+        time.sleep(SLOW)
+        super().flush_folder(path)
+
+
+class Killer:
+    """Starts a run and kills it, and counts what must not be."""
+
+    def __init__(self, folder: Path, kills: int, steps: int, begins: float) -> None:
+        self.folder, self.n, self.steps, self.begins = folder, kills, steps, begins
+        self.chance = random.Random(21)
+        self.wasted = self.inside = self.newest = 0
+        self.wrong: list[str] = []
+
+    def kill_all(self) -> None:
+        for number in range(self.n):
+            saved, start = self.saved(), last_start(self.folder)
+            problem = self._kill(self.n - number) or self._lost(saved) or self.begun_anew(saved, start)
+            if problem:
+                self.wrong.append(f"kill {number + 1}: {problem}")
+
+    def _kill(self, left: int) -> str:
+        # As many steps as are left for each kill that is left, on average: the run must not end before the last.
+        steps = min(2 * (self.steps - self.newest) / left, self.steps - self.newest - 2 * EVERY)
+        wait = self.chance.uniform(SOONEST, self.begins + steps * PAUSE)
+        process = rig.start(self.folder, {"train.steps": self.steps}, task=Slow, disk=SlowDisk())
+        process.join(wait)
+        rig.kill(process)
+        ended = process.exitcode != -signal.SIGKILL
+        return f"it had ended with {process.exitcode} {rig.said(self.folder)}" if ended else ""
+
+    def _lost(self, saved: int) -> str:
+        """What is gone of what was there before a kill, or more than may be, in words."""
+        place = self.folder / CHECKPOINTS
+        verdict, _ = newest_whole(place)
+        self.newest = 0 if verdict is None else verdict.generation.attempt
+        wasted = max(0, self._last_step() - self.newest)
+        self.wasted, self.inside = max(self.wasted, wasted), self.inside + bool(leftovers(place))
+        # The interval, and once more as much where a save was in flight.
+        return lost(self.folder, max(saved, self.saved())) or (f"{wasted} steps lost" if wasted > 2 * EVERY else "")
+
+    def begun_anew(self, saved: int, start: Any) -> str:
+        now = last_start(self.folder)
+        went_on = now == start or (now.get("resumed") or {}).get("checkpoint")
+        return "" if went_on or not saved else "begun anew"
+
+    def saved(self) -> int:
+        return max(rig.committed(self.folder), default=0)
+
+    def _last_step(self) -> int:
+        steps = [event["attempt"] for event in kept_events(self.folder / JOURNAL) if event["event"] == "step"]
+        return max(steps, default=0)
+
+
+def run(full: bool) -> Outcome:
+    kills, steps = KILLS[full], STEPS[full]
+    with rig.scratch() as folder:
+        assert rig.run(folder / "reference", {"train.steps": steps}) == 0, rig.said(folder / "reference")
+        killer = Killer(folder / "run", kills, steps, _begins(folder / "other"))
+        killer.kill_all()
+        killer.wrong += _end(killer, rig.ending(folder / "reference"))
+    worst = f"{killer.wasted} steps done again, {killer.inside} kills inside a save"
+    return Outcome(max(0, kills - len(killer.wrong)), kills, "; ".join([*killer.wrong[:3], worst]))
+
+
+def _begins(folder: Path) -> float:
+    """Seconds from the start of a process to its first line."""
+    began = time.monotonic()
+    process = rig.start(folder)
+    rig.wait_for((folder / JOURNAL).exists)
+    seconds = time.monotonic() - began
+    rig.kill(process)
+    return seconds
+
+
+def _end(killer: Killer, reference: rig.Ending) -> list[str]:
+    """What is wrong with the run when it is left to come to its end."""
+    saved, start = killer.saved(), last_start(killer.folder)
+    code = rig.run(killer.folder, {"train.steps": killer.steps})
+    if code:
+        return [f"at last it ended with {code}: {rig.said(killer.folder)}"]
+    anew = killer.begun_anew(saved, start)
+    same = rig.ending(killer.folder) == reference
+    return [text for text in (anew, "" if same else "another end") if text]
+
+
+def last_start(folder: Path) -> Any:
+    starts = [event for event in kept_events(folder / JOURNAL) if event["event"] == "start"]
+    return starts[-1] if starts else {}

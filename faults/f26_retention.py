@@ -1,0 +1,95 @@
+"""Old checkpoints are removed, and the removal is cut off anywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from faults.crash_story import Save, Story, outcome
+from faults.f19_crash_points import outcomes
+from faults.outcome import Outcome
+from halfstep.train.checkpoint import commit as protocol
+from halfstep.train.checkpoint.generation import BAD, DRAFT, Generation, generations
+from halfstep.train.checkpoint.manifest import MANIFEST, tensors_of
+
+ID = "F26"
+WHAT = "while old, damaged and unfinished checkpoints are cleared away, the newest whole one is there all the time"
+STALE = 5
+
+
+def run(full: bool) -> Outcome:
+    counts: Counter[str] = Counter()
+    for keep in (2, 3):
+        for tell in (_many_old, _set_aside, _damaged, _nothing_else):
+            counts += outcomes(tell, keep=keep)
+    return outcome(counts)
+
+
+def _saved(story: Story, count: int) -> Save:
+    """So many checkpoints, none of which is removed; the newest of them."""
+    keep, story.keep = story.keep, count
+    for serial in range(1, count + 1):
+        story.save(Save(serial, 3 * serial))
+    story.keep = keep
+    return Save(count, 3 * count)
+
+
+def _many_old(story: Story) -> None:
+    """More than are kept, and drafts with all that a save may have got to, older and newer than they are."""
+    newest = _saved(story, 5)
+    _leave_drafts(story.folder)
+    story.begin(newest)
+    protocol.sweep(story.folder, story.disk)
+    story.save(Save(6, 18))
+    story.save(Save(7, 21))
+
+
+def _set_aside(story: Story) -> None:
+    """Newer ones are damaged, as a run finds them that is started again."""
+    newest = _saved(story, 3)
+    spoilt = _spoil_three(story)
+    _leave_drafts(story.folder)
+    story.begin(newest)
+    for one in spoilt:
+        story.disk.rename(one.path, one.path.with_name(one.name + BAD))
+    protocol.sweep(story.folder, story.disk)
+    story.save(Save(7, 21))
+    story.save(Save(8, 24))
+
+
+def _damaged(story: Story) -> None:
+    """Newer ones were damaged while the run goes on, and count for as many as are kept."""
+    newest = _saved(story, 3)
+    _spoil_three(story)
+    story.begin(newest)
+    story.save(Save(7, 21))
+
+
+def _nothing_else(story: Story) -> None:
+    """The same, and old ones are removed before anything else is saved."""
+    newest = _saved(story, 4)
+    _spoil_three(story)
+    story.begin(newest)
+    protocol.retain(story.folder, story.keep, story.disk)
+
+
+def _spoil_three(story: Story) -> list[Generation]:
+    """Three more saves: one loses its manifest, one a file, and of one a file is cut off."""
+    keep, story.keep = story.keep, 100
+    for serial in (4, 5, 6):
+        story.save(Save(serial, 3 * serial + 1))
+    story.keep = keep
+    third, second, first = spoilt = generations(story.folder)[:3]
+    (first.path / MANIFEST).unlink()
+    (second.path / tensors_of(0)).unlink()
+    cut = third.path / tensors_of(0)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    return spoilt
+
+
+def _leave_drafts(folder: Path) -> None:
+    for number, newer in enumerate(range(STALE)):
+        draft = folder / f"step-{60 * newer:08d}.{1 + 99 * newer:04x}{DRAFT}"
+        draft.mkdir()
+        for name in [tensors_of(0), MANIFEST, "other"][:number]:
+            (draft / name).write_bytes(b"half of a")

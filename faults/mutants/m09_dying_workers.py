@@ -1,0 +1,20 @@
+"""A process that reads samples dies of the signal that asks the run to stop."""
+
+from __future__ import annotations
+
+import signal
+
+from halfstep.train.data.beside import Worker
+
+WHAT = "the processes that read samples die of SIGTERM"
+ROWS = ("F33",)
+
+
+def apply() -> None:
+    begin = Worker.__call__
+
+    def dying(self: Worker, worker: int) -> None:
+        begin(self, worker)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    Worker.__call__ = dying  # type: ignore[method-assign]

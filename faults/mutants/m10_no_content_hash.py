@@ -1,0 +1,22 @@
+"""Files are compared by their sizes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halfstep.train.checkpoint import reading
+from halfstep.train.checkpoint.sealed import Sealed
+
+WHAT = "no digest of the content: a file of the right size is taken"
+ROWS = ("F25",)
+
+
+def apply() -> None:
+    def by_size(folder: Path, sealed: Sealed) -> str | None:
+        try:
+            size = (folder / sealed.name).stat().st_size
+        except OSError as error:
+            return str(error)
+        return None if size == sealed.size else "another size"
+
+    reading.problem_with = by_size  # type: ignore[attr-defined]

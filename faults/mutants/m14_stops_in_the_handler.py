@@ -1,0 +1,19 @@
+"""The signal's handler ends the run where it is, instead of leaving that to the end of the step."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from halfstep.errors import Stopped
+from halfstep.train.stopping import Stopping
+
+WHAT = "the run is ended inside the signal's handler"
+ROWS = ("F33",)
+
+
+def apply() -> None:
+    def at_once(self: Stopping, number: int, frame: FrameType | None) -> None:
+        raise Stopped(f"stopped by {signal.Signals(number).name}")
+
+    Stopping._hear = at_once  # type: ignore[method-assign]

@@ -1,0 +1,28 @@
+"""A step that is saved again takes the place of the first, which is removed to make room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from halfstep.train.checkpoint import commit
+from halfstep.train.checkpoint.disk import Disk
+from halfstep.train.checkpoint.generation import Generation, following, generations
+
+WHAT = "a step that is saved again is saved into the folder that it has"
+ROWS = ("F27",)
+
+
+def apply() -> None:
+    finish = commit._finish
+
+    def in_place(generation: Generation, manifest: Any, disk: Disk) -> None:
+        commit.remove(generation.path, disk)
+        finish(generation, manifest, disk)
+
+    def same(folder: Path, attempt: int) -> Generation:
+        there = [one for one in generations(folder) if one.attempt == attempt]
+        return there[0] if there else following(folder, attempt)
+
+    commit._finish = in_place
+    commit.following = same  # type: ignore[attr-defined]

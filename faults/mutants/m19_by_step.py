@@ -1,0 +1,19 @@
+"""The newest checkpoint is taken to be the one with the highest step, also after a rollback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halfstep.train.checkpoint import commit, reading
+from halfstep.train.checkpoint.generation import Generation, generations
+
+WHAT = "checkpoints are put in order by their step, not by when they were saved"
+ROWS = ("F27",)
+
+
+def apply() -> None:
+    def by_step(folder: Path) -> list[Generation]:
+        return sorted(generations(folder), key=lambda one: one.attempt, reverse=True)
+
+    commit.generations = by_step  # type: ignore[attr-defined]
+    reading.generations = by_step  # type: ignore[attr-defined]

@@ -1,0 +1,35 @@
+"""A part of the state that is read, and not put back: one defect for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from halfstep.train import resuming
+from halfstep.train.resuming import Found
+from halfstep.train.state import COMPONENTS, Live, State
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    component: str
+    ROWS: tuple[str, ...] = ("F31",)
+
+    @property
+    def WHAT(self) -> str:
+        return f"{self.component} is not restored"
+
+    def apply(self) -> None:
+        restore = resuming.restore
+
+        def forgetful(live: Live, saved: State, accepted: Collection[str] = ()) -> list[str]:
+            own = getattr(State.of(live), self.component)
+            return restore(live, replace(saved, **{self.component: own}), accepted)
+
+        resuming.restore = forgetful
+        if self.component == "measured":
+            # It is used before anything is restored.
+            Found.measured_for = lambda found, recipe: None  # type: ignore[method-assign]
+
+
+MUTANTS = {f"M31-{component}": Forgotten(component) for component in COMPONENTS}

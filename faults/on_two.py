@@ -1,0 +1,95 @@
+"""The run of `everything` on two processes: stopped by a signal to one of them, and taken up by both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import halfstep
+from faults import child, mutants, rig
+from faults.everything import SETTINGS, Everything, Launch
+from halfstep.errors import HalfstepError
+from halfstep.tasks import _fit
+from halfstep.train.checkpoint.generation import CHECKPOINTS
+from halfstep.train.checkpoint.reading import newest_whole, read_state
+from halfstep.train.loop import Loop
+from halfstep.train.randomness import read_generators
+from tests.support.digest import digest_of
+from tests.support.ranks import Ranks
+
+STOP_AT = 8
+TWO = {**child.RECIPE, **SETTINGS, "train.steps": 14, "train.batch_size": 4}
+
+
+def checks() -> dict[str, bool]:
+    """What holds of the run on two processes, by what would be wrong."""
+    ranks = Ranks(2)
+    try:
+        with rig.scratch() as folder:
+            return _checks(ranks, folder)
+    finally:
+        ranks.stop()
+
+
+def _checks(ranks: Ranks, folder: Path) -> dict[str, bool]:
+    whole = ranks(launched, str(folder / "whole"), None)
+    stopped = ranks(launched, str(folder / "cut"), STOP_AT)
+    resumed = ranks(launched, str(folder / "cut"), None)
+    began, saved = ([one[key] for one in run] for key, run in (("began", resumed), ("saved", stopped)))
+    return {
+        "two: not run to the end": [one["code"] for one in whole + resumed] == [0] * 4,
+        "two: not stopped together": [(one["code"], one["attempt"]) for one in stopped] == [(75, STOP_AT + 1)] * 2,
+        "two: other random numbers than saved": began == saved,
+        "two: the same random numbers on both": len(set(began)) == 2,
+        "two: other bits": digests(folder / "whole") == digests(folder / "cut"),
+    }
+
+
+def launched(rank: int, folder: str, stop_at: int | None) -> dict[str, Any]:
+    """One launch, on one of the processes; the signal comes to the second one alone."""
+    mutants.apply(mutants.current())
+    seen: dict[str, Any] = {"code": 0, "attempt": 0, "began": "", "saved": ""}
+    mend = Launch(stop_at if rank == 1 else None, "SIGTERM")()
+    make_loop, take_up = _fit.make_loop, _fit.take_up
+    _fit.make_loop = lambda *given, **more: _watched(make_loop(*given, **more), seen)
+    _fit.take_up = lambda loop, *more: _noted(take_up(loop, *more), loop, seen)
+    try:
+        recipe = Path(f"{folder}-{rank}.yaml")
+        recipe.write_text("task: tiny\n")
+        halfstep.fit(recipe, task=Everything, settings={**TWO, "run.dir": folder}, quiet=True)
+    except HalfstepError as error:
+        seen["code"] = error.exit_code
+    finally:
+        _fit.take_up = take_up
+        mend()
+    return seen
+
+
+def _watched(loop: Loop, seen: dict[str, Any]) -> Loop:
+    save = loop.checkpoints.save
+
+    def saving() -> None:
+        seen["attempt"], seen["saved"] = loop.progress.attempts, digest_of(read_generators(loop.stepper.device))
+        save()
+
+    loop.checkpoints.save = saving  # type: ignore[method-assign]
+    return loop
+
+
+def _noted(resumed: Any, loop: Loop, seen: dict[str, Any]) -> Any:
+    seen["began"] = digest_of(read_generators(loop.stepper.device))
+    return resumed
+
+
+def digests(folder: Path) -> list[str]:
+    """Of what each process saved last, but for the journal's length."""
+    verdict, _ = newest_whole(folder / CHECKPOINTS)
+    if verdict is None or verdict.manifest is None:
+        return []
+    found = []
+    for rank in range(verdict.manifest.world):
+        plain, tensors = read_state(verdict.generation, rank)
+        plain["cursor"].pop("journal")
+        plain["recipe"].pop("run")
+        found.append(digest_of(plain, tensors))
+    return found
