@@ -154,3 +154,8 @@ def test_commands_import_torch_only_inside_functions() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "torch" for name in names), file
+
+
+@pytest.mark.parametrize("words", [["--wrong"], ["wrong"], ["doctor", "--wrong"], ["train"]])
+def test_words_that_cannot_be_read_end_with_64(words: list[str]) -> None:
+    assert CliRunner().invoke(main.build(), words).exit_code == 64

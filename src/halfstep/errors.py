@@ -26,7 +26,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
-DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 65, 70, 73, 74, 75, 77, 78
+USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
 """Exit codes, as sysexits.h has them."""
 INCOMPATIBLE = 79
 """A saved state that belongs to another model, recipe or data set; sysexits.h has no word for it."""

@@ -20,8 +20,11 @@ from typer.core import TyperGroup
 
 from halfstep import __version__, cli
 from halfstep.cli._flag import flag
-from halfstep.errors import CONFIGURATION, HalfstepError, missing_extra
+from halfstep.errors import CONFIGURATION, USAGE, HalfstepError, missing_extra
 
+(_WrongWords,) = typer.BadParameter.__bases__
+_WrongWords.exit_code = USAGE  # type: ignore[attr-defined]
+"""typer ends with 2 where the words of a command cannot be read; sysexits.h, whose codes ours are, has a code for that."""
 GROUPS = ("Run", "Choose", "Trouble", "Files")
 
 
