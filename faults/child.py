@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,30 +37,6 @@ RECIPE: dict[str, Any] = {
     "run.pictures": 0,
 }
 """Three hundred steps of a millisecond or two, thirty epochs, and a save every third step."""
-
-OPERATIONS = ("make_folder", "create", "write", "flush", "close", "flush_folder", "rename", "remove", "remove_folder")
-
-
-class KillingDisk(Disk):
-    """Ends its process with SIGKILL before or after the n-th operation of a kind."""
-
-    def __init__(self, when: str, operation: str, nth: int) -> None:
-        self._left = nth
-
-        def ending(*arguments: Any) -> Any:
-            self._left -= 1
-            if self._left == 0 and when == "before":
-                _die()
-            done = getattr(Disk, operation)(self, *arguments)
-            if self._left == 0:
-                _die()
-            return done
-
-        setattr(self, operation, ending)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(

@@ -66,10 +66,10 @@ def _kills(times: int) -> list[str]:
 def _saved_again(folder: Path, chance: random.Random, reference: rig.Ending) -> str:
     """The newest checkpoint is damaged, so that the run goes back and saves its step again; and is killed in that."""
     rig.run(folder, SHORT, disk=KillAt(POINTS["before the manifest"], chance.randint(3, 8)))
-    before, old = generations(folder / CHECKPOINTS)[:2]
-    damaged = before.path / tensors_of(0)
+    newest = generations(folder / CHECKPOINTS)[0]
+    damaged = newest.path / tensors_of(0)
     content = bytearray(damaged.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     damaged.write_bytes(content)
     problem = killed_and_resumed(folder, POINTS[chance.choice(list(POINTS))], 1, reference)
-    return problem and f"{old.attempt} again: {problem}"
+    return problem and f"{newest.attempt} again: {problem}"

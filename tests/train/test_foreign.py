@@ -77,6 +77,15 @@ def test_no_length_of_a_header_makes_a_file_of_tensors_a_pickle() -> None:
     assert runs_code(padded) is None
 
 
+def test_a_name_in_a_table_of_tensors_makes_it_no_archive() -> None:
+    content = save({"a" * 180 + "ustar" * 20: torch.ones(3)})
+    where = content.index(b"ustar")
+    assert b"ustar" in {content[257 + shift : 262 + shift] for shift in range(5)}
+    for shift in range(257 - where, 262 - where):
+        padded = save({"a" * (180 + shift) + "ustar" * 20: torch.ones(3)})
+        assert runs_code(padded) is None
+
+
 def test_a_length_that_no_header_has_hides_no_pickle() -> None:
     hidden = b"\x80\x02(X\x05\x00\x00\x00{abcd" + pickle.dumps(Call(), 2)[2:]
     assert hidden[8:9] == b"{"

@@ -168,7 +168,6 @@ def _found(folder: Path) -> Found:
     return found
 
 
-
 class Strict(Steady):
     """Refuses what it is given after it has taken a part of it."""
 

@@ -153,13 +153,25 @@ def test_a_failure_is_told_once_and_the_next_save_is_none(
     assert [(one.attempt, one.failure) for one in saver.finish()] == [(2, None)]
 
 
-def test_a_failure_outside_of_the_protocol_is_told_too(savers: Any, tmp_path: Path) -> None:
-    """The folder of the checkpoints is a file: nothing can be listed in it, nor made."""
+def test_a_failure_of_the_protocol_itself_is_told_too(tmp_path: Path) -> None:
+    """Another process is gone, and what all of them agree by fails."""
+
+    class Broken(Alone):
+        def share(self, text: str) -> list[str]:
+            raise RuntimeError("Connection closed by peer")
+
+    saver = Saver(tmp_path / "checkpoints", keep=2, party=Broken())
+    saver.save(snapshot(1, weight=torch.ones(3)))
+    assert [str(one.failure) for one in saver.finish()] == ["RuntimeError: Connection closed by peer"]
+    assert saver.news() == []
+    saver.close()
+
+
+def test_a_folder_that_cannot_be_made_is_a_save_that_failed(savers: Any, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     saver = savers()
     saver.save(snapshot(1, weight=torch.ones(3)))
     assert saver.finish()[0].failure is not None
-    assert saver.news() == []
 
 
 @pytest.mark.parametrize("background", [True, False])
