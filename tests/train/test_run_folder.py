@@ -16,7 +16,7 @@ from halfstep.train.lock import LOCK
 from halfstep.train.recipe.resolve import Resolved, resolve
 from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.train.recipe.strict_yaml import read_yaml
-from halfstep.train.run_folder import RECIPE, RESULT, RunFolder, is_finished, open_run
+from halfstep.train.run_folder import RECIPE, RESULT, RunFolder, is_finished, keep_recipe, open_run
 
 SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
 
@@ -89,7 +89,9 @@ def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
     assert (path / RECIPE).read_bytes() == before
     taken = opened(other, accepted=("recipe",))
     assert taken.changed == ["train.batch_size: 16 -> 2", "train.compile: false -> true"]
-    assert opened(other).changed == [], "what was accepted is the run's recipe from then on"
+    assert (path / RECIPE).read_bytes() == before, "it is the run's recipe only when it is found to fit"
+    keep_recipe(path, taken.recipe)
+    assert opened(other).changed == []
     write_json(path / RESULT, {})
     assert "another recipe" in refusal(resolved(seed=1))
 
@@ -98,6 +100,7 @@ def test_settings_that_change_no_bit_need_no_word() -> None:
     path = opened(resolved(seed=1)).path
     found = opened(resolved(seed=1, num_workers=3))
     assert (found.state, found.changed) == ("unfinished", [])
+    keep_recipe(path, found.recipe)
     assert read_yaml((path / RECIPE).read_bytes(), "recipe")["train"]["num_workers"] == 3
 
 

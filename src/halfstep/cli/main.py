@@ -24,7 +24,7 @@ from halfstep.errors import CONFIGURATION, USAGE, HalfstepError, missing_extra
 
 (_WrongWords,) = typer.BadParameter.__bases__
 _WrongWords.exit_code = USAGE  # type: ignore[attr-defined]
-"""typer ends with 2 where the words of a command cannot be read; sysexits.h, whose codes ours are, has a code for that."""
+"""typer ends with 2 where the words of a command cannot be read; our codes are those of sysexits.h."""
 GROUPS = ("Run", "Choose", "Trouble", "Files")
 
 

@@ -25,6 +25,7 @@ from halfstep.train.journal.jsonl import kept_events
 from halfstep.train.keeping import BEST, FACTS, LAST, LAST_AVERAGE
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run_folder import RECIPE, is_finished
+from halfstep.train.setup import without_weights
 from halfstep.train.state import State
 from halfstep.train.task import Task
 from halfstep.train.weights import finite
@@ -123,7 +124,7 @@ def _told(folder: Path, file: str, metric: str) -> tuple[int | None, int | None,
 def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
     generation = _newest(folder)
     state = State.from_parts(*read_state(generation, 0), where=str(generation.path))
-    task.recipe = task.recipe.model_copy(update={"model": task.recipe.model.model_copy(update={"weights": "none"})})
+    task.recipe = without_weights(task.recipe)
     model = task.model()
     average = (state.average if averaged else None) or {"averages": {}, "buffers": {}}
     _put(dict(model.named_parameters()), {**state.weights["parameters"], **average["averages"]}, generation)

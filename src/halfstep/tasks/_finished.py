@@ -18,7 +18,7 @@ from halfstep.train.keeping import BEST, FACTS, LAST
 from halfstep.train.recipe.complaints import bad_recipe, complaints_from
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run_folder import RECIPE
-from halfstep.train.setup import placed
+from halfstep.train.setup import placed, without_weights
 from halfstep.train.start import device_of
 from halfstep.train.task import Task
 from halfstep.train.weights import load_weights
@@ -84,8 +84,7 @@ def _model(task: Task, weights: Path) -> nn.Module:
             allowed=f"{', '.join(WHICH)}, or a .safetensors file",
             do="train the run to its first evaluation, or give --weights PATH",
         )
-    # The weights come from the file, so nothing is downloaded to begin with.
-    task.recipe = task.recipe.model_copy(update={"model": task.recipe.model.model_copy(update={"weights": "none"})})
+    task.recipe = without_weights(task.recipe)
     model = task.model()
     load_weights(model, weights)
     return model

@@ -16,7 +16,7 @@ from rich.console import Console
 from halfstep import world
 from halfstep.tasks._folder import task_class
 from halfstep.tasks._resolving import Settings, resolved_recipe
-from halfstep.train.journal.cutting import JOURNAL
+from halfstep.train.checkpoint.generation import CHECKPOINTS
 from halfstep.train.journal.journal import Journal, Listener
 from halfstep.train.journal.listeners import listeners
 from halfstep.train.lock import FolderLock
@@ -27,7 +27,7 @@ from halfstep.train.recipe.strict_yaml import read_yaml
 from halfstep.train.recipe.written import to_yaml
 from halfstep.train.resuming import Resumed, find, take_up
 from halfstep.train.run import Run, make_loop, train
-from halfstep.train.run_folder import NEW, UNFINISHED, open_run
+from halfstep.train.run_folder import NEW, UNFINISHED, keep_recipe, open_run
 from halfstep.train.start import decided_once, generators_kept, together
 from halfstep.train.status import status_kept
 from halfstep.train.stopping import Stopping
@@ -71,18 +71,21 @@ def launch(
     with Stopping() as stopping, together(), generators_kept(), _opened(resolved, new, accepted) as opened:
         recipe = kind.schema.model_validate(read_yaml(opened["recipe"], resolved.label))
         folder, journal = Path(recipe.run.dir), Journal()
-        with status_kept(folder), contextlib.closing(journal), _gone_if_it_cannot_begin(folder, opened["state"]):
-            found = find(folder) if opened["state"] == UNFINISHED else None
-            loop = make_loop(
-                _ready(task, kind, recipe),
-                recipe,
-                folder,
-                journal,
-                measured=found.measured_for(recipe) if found else None,
-                stopping=stopping,
-            )
-            resumed = take_up(loop, found, folder, accepted) if opened["state"] == UNFINISHED else None
-            journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
+        with status_kept(folder), contextlib.closing(journal):
+            with _gone_if_it_cannot_begin(folder, opened["state"]):
+                found = find(folder) if opened["state"] == UNFINISHED else None
+                loop = make_loop(
+                    _ready(task, kind, recipe),
+                    recipe,
+                    folder,
+                    journal,
+                    measured=found.measured_for(recipe) if found else None,
+                    stopping=stopping,
+                )
+                resumed = take_up(loop, found, folder, accepted) if opened["state"] == UNFINISHED else None
+                journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
+            if world.rank() == 0:
+                keep_recipe(folder, recipe)  # not before it was found to fit
             told = [*notes, *resolved.notes]
             return train(loop, folder, label=resolved.label, command=command, notes=told, resumed=resumed)
 
@@ -110,7 +113,7 @@ def _gone_if_it_cannot_begin(folder: Path, state: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if world.rank() == 0 and state == NEW and not (folder / JOURNAL).exists():
+        if world.rank() == 0 and state == NEW and not (folder / CHECKPOINTS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -23,7 +23,7 @@ from halfstep.train.loaders import make_loaders
 from halfstep.train.loop import Loop, planned_steps
 from halfstep.train.measured import Measured
 from halfstep.train.resuming import Resumed
-from halfstep.train.setup import AnyRecipe, Parts, prepare
+from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.start import device_of
 from halfstep.train.stopping import Stopping
 from halfstep.train.task import Task
@@ -60,6 +60,10 @@ def train(
     journal.tell(events.START, label=label, dir=str(folder), command=command, resumed=told, **facts)
     reason, more = FAILED, {}
     try:
+        if resumed is not None and resumed.changed:
+            # Under its new settings, so that they need not be accepted again.
+            loop.checkpoints.save()
+            loop.checkpoints.finish()
         reason = loop.run()
         loop.checkpoints.finish()
         _same_weights(loop.parts, journal)
@@ -87,13 +91,19 @@ def make_loop(
     measured: Measured | None = None,
     stopping: Stopping | None = None,
 ) -> Loop:
-    """Everything built, and no step taken yet. `measured` is what an earlier launch of this run found out."""
+    """Everything built, and no step taken yet.
+
+    `measured` is what an earlier launch of this run found out; its checkpoint has the weights, too.
+    """
+    starting = recipe
+    if measured is not None:
+        starting = task.recipe = without_weights(recipe)
     device = device_of(recipe.train.device)
     loaders = make_loaders(task, recipe, device, measured.workers if measured else None)
     per_epoch = loaders.train.steps_per_epoch
     parts = prepare(
         task,
-        recipe,
+        starting,
         device,
         total=planned_steps(recipe, per_epoch),
         per_epoch=per_epoch,

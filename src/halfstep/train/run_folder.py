@@ -67,6 +67,8 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
     _refuse_foreign(path)
     written = _written(path)
     if written is None:
+        for draft in filter(_is_draft, path.iterdir()):
+            draft.unlink()
         write_text(path / RECIPE, to_yaml(placed))
         return RunFolder(path, NEW, placed, held)
     lines = changes(written, recipe, ignore={"run.dir", *drawn})
@@ -78,9 +80,13 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
     for key in drawn:
         section, name = key.split(".")
         placed = _with(placed, key, written.get(section, {}).get(name))
-    if different(written, placed):
-        write_text(path / RECIPE, to_yaml(placed))
     return RunFolder(path, UNFINISHED, placed, held, lines)
+
+
+def keep_recipe(path: Path, recipe: Any) -> None:
+    """From here on this is the recipe of the run in `path`."""
+    if different(_written(path) or {}, recipe):
+        write_text(path / RECIPE, to_yaml(recipe))
 
 
 def is_finished(path: Path) -> bool:
@@ -110,10 +116,16 @@ def _first_free(path: Path) -> Path:
 
 def _refuse_foreign(path: Path) -> None:
     """A folder with files that no run left is somebody's, and not even a lock is put into it."""
-    if _written(path) is None and any(entry.name != LOCK for entry in path.iterdir()):
+    if _written(path) is None and any(entry.name != LOCK and not _is_draft(entry) for entry in path.iterdir()):
         raise FolderTaken(
             f"{path} holds files, and no {RECIPE} that can be read", allowed="an absent or empty folder", do=ANOTHER
         )
+
+
+def _is_draft(entry: Path) -> bool:
+    """What a run leaves that was killed while its recipe was being written; see `files.replacing`."""
+    name, _, number = entry.name.rpartition(".")
+    return name == f".{RECIPE}" and number.isdigit() and entry.is_file() and not entry.is_symlink()
 
 
 def _with(recipe: Any, key: str, value: Any) -> Any:

@@ -76,6 +76,11 @@ def prepare(
     return Parts(model, optimizer, schedule, shape, stepper, choice, notes)
 
 
+def without_weights(recipe: AnyRecipe) -> AnyRecipe:
+    """The recipe of a model whose weights come from elsewhere: nothing is read or downloaded to begin with."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": NOT_PATHS[0]})})
+
+
 def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.Module, list[str]]:
     """The task's model with the weights that the recipe begins with, where and how it will run."""
     model, notes = task.model(), []
