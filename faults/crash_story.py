@@ -187,5 +187,6 @@ def serial_in(folder: Path, ranks: int) -> int | str | None:
 
 def outcome(counts: Counter[str]) -> Outcome:
     """Of a row: all states resume."""
-    wrong = [f"{count} {what}" for what, count in sorted(counts.items()) if what != RESUMED]
-    return Outcome(counts[RESUMED], counts.total(), ", ".join(wrong) or "0 lost, 0 mixed")
+    others = [f"{count} {what}" for what, count in sorted(counts.items()) if what not in (RESUMED, LOST, MIXED)]
+    worst = [f"{counts[LOST]} lost", f"{counts[MIXED]} mixed", *others]
+    return Outcome(counts[RESUMED], counts.total(), ", ".join(worst))

@@ -45,6 +45,7 @@ def judge(rank: int, poison: str, place: int, precision: str, seed: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         loop = _loop(poison, place, precision, seed, Path(folder), told)
         moved = [_epoch(loop) for _ in range(2)]
+        loop.checkpoints.close()
     skips = [event for event in told if event["event"] == "step" and not event["applied"]]
     finite = all(tensor.isfinite().all() for tensor in loop.model.state_dict().values())
     checks = {

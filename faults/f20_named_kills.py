@@ -6,9 +6,10 @@ import random
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from faults import rig
+from faults.judged import steps
 from faults.killing import POINTS, KillAt, Point
 from faults.outcome import Outcome
 from halfstep.train.checkpoint.generation import CHECKPOINTS
@@ -26,30 +27,47 @@ FIRST, LAST = 3, 10
 """Saves at which it happens: from the third on, old ones are removed."""
 
 
+class Came(NamedTuple):
+    """What a killed run came to."""
+
+    problem: str
+    """What went wrong, or nothing."""
+    lost: int = 0
+    """Steps that were acknowledged as saved, and are gone."""
+    again: int = 0
+    """Steps that had to be done again."""
+
+
 def run(full: bool) -> Outcome:
     chance = random.Random(20)
     trials = [(name, point) for name, point in POINTS.items() for _ in range(TIMES) if full or name in FEWER]
     if not full:
         trials = trials[::TIMES]
-    wrong: list[str] = []
+    came: list[Came] = []
     with rig.scratch() as folder:
         assert rig.run(folder / "reference", SHORT) == 0, rig.said(folder / "reference")
         reference = rig.ending(folder / "reference")
-        for number, (name, point) in enumerate(trials):
-            problem = killed_and_resumed(folder / str(number), point, chance.randint(FIRST, LAST), reference)
-            wrong += [f"{name}: {problem}"] if problem else []
-    return Outcome(len(trials) - len(wrong), len(trials), "; ".join(wrong[:3]) or "0 acknowledged lost")
+        for number, (_, point) in enumerate(trials):
+            came.append(killed_and_resumed(folder / str(number), point, chance.randint(FIRST, LAST), reference))
+    wrong = [f"{name}: {one.problem}" for (name, _), one in zip(trials, came, strict=True) if one.problem]
+    lost, again = sum(one.lost for one in came), max(one.again for one in came)
+    worst = f"{steps(lost)} lost of those acknowledged, {steps(again)} done again"
+    return Outcome(len(trials) - len(wrong), len(trials), "; ".join([*wrong[:3], worst]))
 
 
-def killed_and_resumed(folder: Path, point: Point, save: int, reference: rig.Ending, **more: Any) -> str:
-    """What went wrong, or nothing."""
+def killed_and_resumed(folder: Path, point: Point, save: int, reference: rig.Ending, **more: Any) -> Came:
     code = rig.run(folder, SHORT, disk=KillAt(point, save), **more)
     if code != -signal.SIGKILL:
-        return f"not killed, but ended with {code} {rig.said(folder)}"
+        return Came(f"not killed, but ended with {code} {rig.said(folder)}")
     saved = max(rig.committed(folder), default=0)
-    problem = lost(folder, saved)
-    if problem:
-        return problem
+    lost, again = acknowledged_lost(folder, saved), max(0, rig.last_step(folder) - newest(folder))
+    return Came(
+        _resumed(folder, saved, reference, more) if not lost else f"{steps(lost)} before {saved} lost", lost, again
+    )
+
+
+def _resumed(folder: Path, saved: int, reference: rig.Ending, more: Mapping[str, Any]) -> str:
+    """What went wrong when the run was started again, or nothing."""
     code = rig.run(folder, SHORT, **more)
     if code:
         return f"started again, it ended with {code}: {rig.said(folder)}"
@@ -58,11 +76,15 @@ def killed_and_resumed(folder: Path, point: Point, save: int, reference: rig.End
     return "" if rig.ending(folder) == reference else "another end"
 
 
-def lost(folder: Path, saved: int) -> str:
-    """Whether a step that was acknowledged is gone, in words."""
+def acknowledged_lost(folder: Path, saved: int) -> int:
+    """Steps between the newest checkpoint and the one that was said to be saved."""
+    return max(0, saved - newest(folder))
+
+
+def newest(folder: Path) -> int:
+    """The step of the newest whole checkpoint; 0 without one."""
     verdict, _ = newest_whole(folder / CHECKPOINTS)
-    newest = 0 if verdict is None else verdict.generation.attempt
-    return f"step {saved} was saved, the newest is {newest}" if newest < saved else ""
+    return 0 if verdict is None else verdict.generation.attempt
 
 
 def from_nothing(folder: Path) -> bool:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from faults import child, rig
-from faults.f20_named_kills import lost
+from faults.f20_named_kills import acknowledged_lost
+from faults.judged import steps as steps_of
 from faults.outcome import Outcome
-from halfstep.train.checkpoint.disk import Disk
+from faults.slowed import SlowDisk
 from halfstep.train.checkpoint.generation import CHECKPOINTS, leftovers
 from halfstep.train.checkpoint.reading import newest_whole
 from halfstep.train.journal.cutting import JOURNAL
@@ -37,33 +38,20 @@ class Slow(Tiny):
         return super().loss(*given)
 
 
-class SlowDisk(Disk):
-    def write(self, file: int, content: bytes | memoryview) -> None:
-        time.sleep(SLOW)
-        super().write(file, content)
-
-    def flush(self, file: int) -> None:
-        time.sleep(SLOW)
-        super().flush(file)
-
-    def flush_folder(self, path: Path) -> None:
-        time.sleep(SLOW)
-        super().flush_folder(path)
-
-
 class Killer:
     """Starts a run and kills it, and counts what must not be."""
 
     def __init__(self, folder: Path, kills: int, steps: int, begins: float) -> None:
         self.folder, self.n, self.steps, self.begins = folder, kills, steps, begins
         self.chance = random.Random(21)
-        self.wasted = self.inside = self.newest = 0
+        self.wasted = self.inside = self.before = self.newest = 0
         self.wrong: list[str] = []
 
     def kill_all(self) -> None:
         for number in range(self.n):
             saved, start = self.saved(), last_start(self.folder)
             problem = self._kill(self.n - number) or self._lost(saved) or self.begun_anew(saved, start)
+            self.before += self._did_nothing(start)
             if problem:
                 self.wrong.append(f"kill {number + 1}: {problem}")
 
@@ -71,7 +59,7 @@ class Killer:
         # As many steps as are left for each kill that is left, on average: the run must not end before the last.
         steps = min(2 * (self.steps - self.newest) / left, self.steps - self.newest - 2 * EVERY)
         wait = self.chance.uniform(SOONEST, self.begins + steps * PAUSE)
-        process = rig.start(self.folder, {"train.steps": self.steps}, task=Slow, disk=SlowDisk())
+        process = rig.start(self.folder, {"train.steps": self.steps}, task=Slow, disk=SlowDisk(each=SLOW))
         process.join(wait)
         rig.kill(process)
         ended = process.exitcode != -signal.SIGKILL
@@ -82,10 +70,18 @@ class Killer:
         place = self.folder / CHECKPOINTS
         verdict, _ = newest_whole(place)
         self.newest = 0 if verdict is None else verdict.generation.attempt
-        wasted = max(0, self._last_step() - self.newest)
+        wasted = max(0, rig.last_step(self.folder) - self.newest)
         self.wasted, self.inside = max(self.wasted, wasted), self.inside + bool(leftovers(place))
         # The interval, and once more as much where a save was in flight.
-        return lost(self.folder, max(saved, self.saved())) or (f"{wasted} steps lost" if wasted > 2 * EVERY else "")
+        gone = acknowledged_lost(self.folder, max(saved, self.saved()))
+        if gone:
+            return f"{steps_of(gone)} gone that were saved"
+        return f"{wasted} steps lost" if wasted > 2 * EVERY else ""
+
+    def _did_nothing(self, start: Any) -> bool:
+        """Whether a launch was killed before its first step; `start` is what the one before it had said first."""
+        events = [event for event in kept_events(self.folder / JOURNAL) if event["event"] in ("start", "step")]
+        return last_start(self.folder) == start or events[-1]["event"] == "start"
 
     def begun_anew(self, saved: int, start: Any) -> str:
         now = last_start(self.folder)
@@ -95,10 +91,6 @@ class Killer:
     def saved(self) -> int:
         return max(rig.committed(self.folder), default=0)
 
-    def _last_step(self) -> int:
-        steps = [event["attempt"] for event in kept_events(self.folder / JOURNAL) if event["event"] == "step"]
-        return max(steps, default=0)
-
 
 def run(full: bool) -> Outcome:
     kills, steps = KILLS[full], STEPS[full]
@@ -107,7 +99,7 @@ def run(full: bool) -> Outcome:
         killer = Killer(folder / "run", kills, steps, _begins(folder / "other"))
         killer.kill_all()
         killer.wrong += _end(killer, rig.ending(folder / "reference"))
-    worst = f"{killer.wasted} steps done again, {killer.inside} kills inside a save"
+    worst = f"{steps_of(killer.wasted)} done again, {killer.inside} kills inside a save, {killer.before} before a step"
     return Outcome(max(0, kills - len(killer.wrong)), kills, "; ".join([*killer.wrong[:3], worst]))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from faults import rig
-from faults.judged import first_wrong, outcome
+from faults.judged import first_wrong, outcome, steps
 from faults.outcome import Outcome
 from faults.slowed import SlowDisk, SlowSteps
 from halfstep.errors import BadData
@@ -64,24 +64,25 @@ class Breaking(SlowSteps):
 
 
 def run(full: bool) -> Outcome:
-    chance, trials = random.Random(24), {}
+    chance, trials, late = random.Random(24), {}, list[int]()
     with rig.scratch() as folder:
         assert rig.run(folder / "whole", SETTINGS, task=SlowSteps) == 0, rig.said(folder / "whole")
         whole = rig.ending(folder / "whole")
         for number in range(FAILING[full]):
             disk = Failing(chance.choice(OPERATIONS), chance.randint(1, 2), ERRORS[number % len(ERRORS)])
-            trials[f"failing {number}"] = _failing(folder / f"failing-{number}", disk, whole)
+            trials[f"failing {number}"] = _failing(folder / f"failing-{number}", disk, whole, late)
         for number in range(KILLED[full]):
             trials[f"killed {number}"] = _killed(folder / f"killed-{number}", chance.randint(2, 4), whole)
         trials["still writing at the end"] = _at_the_end(folder / "end", whole)
         trials["still writing when the task fails"] = _at_an_error(folder / "error")
-    return outcome(trials, "told within 1 step")
+    return outcome(trials, f"told after {steps(max(late, default=0))}")
 
 
-def _failing(folder: Path, disk: Disk, whole: rig.Ending) -> str | None:
+def _failing(folder: Path, disk: Disk, whole: rig.Ending, late: list[int]) -> str | None:
+    """Adds to `late` how many steps came before the failure was told."""
     return first_wrong(
         ("one failure does not end a run", lambda: rig.run(folder, SETTINGS, disk=disk, task=SlowSteps) == 0),
-        ("it is told, and within one step", lambda: 0 <= _told_after(folder) <= 1),
+        ("it is told, and within one step", lambda: not late.append(_told_after(folder)) and 0 <= late[-1] <= 1),
         ("the others are saved", lambda: len(rig.committed(folder)) == len(SAVES) - 1),
         ("all that is said to be saved is whole", lambda: set(rig.committed(folder)) <= set(_whole(folder))),
         ("no draft is left", lambda: not leftovers(folder / CHECKPOINTS)),

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults import rig
-from faults.judged import first_wrong, outcome
+from faults.judged import first_wrong, held, outcome
 from faults.outcome import Outcome
 from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation, generations
 from halfstep.train.checkpoint.manifest import MANIFEST, with_seal
 from halfstep.train.checkpoint.reading import newest_whole, read_state, verified
+from halfstep.train.journal.jsonl import read_events
 from halfstep.train.resuming import find
 from tests.support.digest import digest_of
 
@@ -87,7 +88,10 @@ KINDS: dict[str, Damage] = {
 
 
 def run(full: bool) -> Outcome:
-    chance, trials = random.Random(25), {}
+    chance = random.Random(25)
+    read: dict[str, str | None] = {}
+    searched: dict[str, str | None] = {}
+    resumed: dict[str, str | None] = {}
     with rig.scratch() as folder:
         assert rig.run(folder / "whole", SETTINGS) == 0, rig.said(folder / "whole")
         whole = rig.ending(folder / "whole")
@@ -98,13 +102,15 @@ def run(full: bool) -> Outcome:
                 copy = folder / "copy"
                 shutil.copytree(folder / "whole", copy)
                 _apply(damage, copy, chance)
-                trials[f"{kind} {number}"] = _seen(copy, saved, number < FOUND[full])
+                search = number < FOUND[full]
+                (searched if search else read)[f"{kind} {number}"] = _seen(copy, saved, search)
                 shutil.rmtree(copy)
         for kind in list(KINDS)[: RESUMED[full]]:
             copy = shutil.copytree(folder / "whole", folder / f"resumed-{kind}")
             _apply(KINDS[kind], copy, chance)
-            trials[f"{kind}, resumed"] = _goes_on(copy, whole)
-    return outcome(trials, f"{len(trials)} of {len(trials)} seen, and passed over")
+            resumed[f"{kind}, resumed"] = _goes_on(copy, whole)
+    seen = f"{held(read | searched)} passed over by the reader ({held(searched)} also by a resume's search)"
+    return outcome(read | searched | resumed, f"{seen}, {held(resumed)} more by whole runs")
 
 
 def _apply(damage: Damage, run: Path, chance: random.Random) -> None:
@@ -146,5 +152,12 @@ def _found(run: Path, newest: Generation, older: Generation) -> bool:
 def _goes_on(run: Path, whole: rig.Ending) -> str | None:
     return first_wrong(
         ("the run goes on", lambda: rig.run(run, SETTINGS) == 0),
+        ("it says what it passed over", lambda: _passed_over(run) == 1),
         ("it is the same run to the bit", lambda: rig.ending(run) == whole),
     )
+
+
+def _passed_over(run: Path) -> int:
+    """The checkpoints of which the last start says so."""
+    starts = [event for event in read_events(run / "journal.jsonl") if event["event"] == "start"]
+    return len(starts[-1]["resumed"]["passed_over"])

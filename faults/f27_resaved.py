@@ -71,5 +71,5 @@ def _saved_again(folder: Path, chance: random.Random, reference: rig.Ending) -> 
     content = bytearray(damaged.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     damaged.write_bytes(content)
-    problem = killed_and_resumed(folder, POINTS[chance.choice(list(POINTS))], 1, reference)
+    problem = killed_and_resumed(folder, POINTS[chance.choice(list(POINTS))], 1, reference).problem
     return problem and f"{newest.attempt} again: {problem}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import rig
+from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.wrong_pairs import PAIRS, STEPS, Kind, loop_of, saved_by
 from halfstep.errors import HalfstepError
@@ -27,18 +28,19 @@ ACCEPTABLE = ("another schedule", "an island")
 def run(full: bool) -> Outcome:
     """In the full form both ways round: what was the wrong one saves, and goes on."""
     checks: dict[str, str] = {}
+    compared = Compared()
     with rig.scratch() as folder, generators_kept():
         for name, (saved, live) in PAIRS.items():
             accepted = () if name in ACCEPTABLE else (RECIPE,)
-            checks[name] = refused(folder / name, saved, live, accepted)
+            checks[name] = refused(folder / name, saved, live, accepted, compared)
             if full:
-                checks[f"{name}, the other way"] = refused(folder / f"not {name}", live, saved, accepted)
+                checks[f"{name}, the other way"] = refused(folder / f"not {name}", live, saved, accepted, compared)
         checks |= _accepted(folder)
     wrong = [f"{name}: {text}" for name, text in checks.items() if text]
-    return Outcome(len(checks) - len(wrong), len(checks), wrong[0] if wrong else "0 bits moved")
+    return Outcome(len(checks) - len(wrong), len(checks), wrong[0] if wrong else str(compared))
 
 
-def refused(folder: Path, saved: Kind, live: Kind, accepted: tuple[str, ...]) -> str:
+def refused(folder: Path, saved: Kind, live: Kind, accepted: tuple[str, ...], compared: Compared) -> str:
     """What went wrong when a run was to go on from the checkpoint of another; nothing if it was refused well."""
     saved_by(saved, folder)
     loop = loop_of(live, folder)
@@ -49,7 +51,7 @@ def refused(folder: Path, saved: Kind, live: Kind, accepted: tuple[str, ...]) ->
         lines = [line for line in str(error).split("\n") if line.startswith("    ")]
         said = "" if error.exit_code == 79 else f"code {error.exit_code}"
         said += "" if len(lines) <= MOST_LINES and error.do else f"{len(lines)} lines"
-        return said + ("" if _digest(loop) == before else "the live run was changed")
+        return said + ("" if compared.counted(_digest(loop) == before) else "the live run was changed")
     except Exception as error:
         return f"{type(error).__name__} {error}"
     return "not refused"

@@ -9,6 +9,7 @@ from typing import Any
 
 from faults import on_two, rig
 from faults.everything import SETTINGS, Everything, Launch
+from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.refit import refit
 from halfstep.errors import HalfstepError
@@ -24,11 +25,17 @@ Settings = dict[str, Any]
 
 
 def run(full: bool) -> Outcome:
+    compared, two = Compared(), on_two.checks()
+    compared.counted(two["two: other bits"])
     with rig.scratch() as folder:
-        checks = {**dict(_absent(folder, full)), **dict(_equal(folder, full)), **dict(_decided(folder))}
-    checks |= on_two.checks()
+        checks = {
+            **dict(_absent(folder, full)),
+            **dict(_equal(folder, full, compared)),
+            **dict(_decided(folder)),
+            **two,
+        }
     wrong = [name for name, good in checks.items() if not good]
-    return Outcome(len(checks) - len(wrong), len(checks), wrong[0] if wrong else "0 bits moved")
+    return Outcome(len(checks) - len(wrong), len(checks), wrong[0] if wrong else str(compared))
 
 
 def _launch(folder: Path, launch: Launch, settings: Settings = PLATEAU) -> int:
@@ -70,7 +77,7 @@ def _ends_refused(stump: Path, folder: Path, change: Callable[[dict[str, Any]], 
 # -- a part that is not put back ----------------------------------------------------------------------------------
 
 
-def _equal(folder: Path, full: bool) -> Iterator[tuple[str, bool]]:
+def _equal(folder: Path, full: bool, compared: Compared) -> Iterator[tuple[str, bool]]:
     for number, settings in enumerate((PLATEAU, COSINE) if full else (PLATEAU,)):
         whole = folder / f"whole-{number}"
         assert _launch(whole, Launch(), settings) == 0
@@ -79,7 +86,7 @@ def _equal(folder: Path, full: bool) -> Iterator[tuple[str, bool]]:
             assert _launch(cut, Launch(end), settings) == -9
             # What a second measurement would say must make no difference, once the first one is saved.
             again = Launch(workers=int(end >= SETTINGS["checkpoint.every_steps"]))
-            good = _launch(cut, again, settings) == 0 and _same(cut, whole)
+            good = _launch(cut, again, settings) == 0 and compared.counted(_same(cut, whole))
             yield f"killed at {end} of run {number}", good
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import rig
+from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.refit import elsewhere, of_later_version
 from halfstep.train.checkpoint.generation import CHECKPOINTS
@@ -73,18 +74,18 @@ Launch = tuple[Around, Mapping[str, Any]]
 
 
 def run(full: bool) -> Outcome:
-    steps = STEPS[full]
+    steps, compared = STEPS[full], Compared()
     settings = {**BASE, "train.steps": steps}
     with rig.scratch() as folder:
         whole, stump = folder / "whole", folder / "stump"
         assert rig.run(whole, settings) == 0
         assert rig.run(stump, settings, before=Around(steps // 3)) == -9
-        checks = dict(_perturbed(folder, settings, steps))
-        checks["PYTHONHASHSEED"] = _with_other_hashes(folder, settings)
-        checks["no seed"] = _without_seed(folder, settings, steps)
-        checks |= _drift(folder, settings)
+        checks = dict(_perturbed(folder, settings, steps, compared))
+        checks["PYTHONHASHSEED"] = _with_other_hashes(folder, settings, compared)
+        checks["no seed"] = _without_seed(folder, settings, steps, compared)
+        checks |= _drift(folder, settings, compared)
     wrong = [name for name, good in checks.items() if not good]
-    return Outcome(len(checks) - len(wrong), len(checks), wrong[0] if wrong else "0 bits moved")
+    return Outcome(len(checks) - len(wrong), len(checks), wrong[0] if wrong else str(compared))
 
 
 def comes_to(folder: Path) -> tuple[Any, ...]:
@@ -110,7 +111,7 @@ def _same(one: Path, other: Path) -> bool:
 # -- what must make no difference ---------------------------------------------------------------------------------
 
 
-def _perturbed(folder: Path, settings: dict[str, Any], steps: int) -> Iterator[tuple[str, bool]]:
+def _perturbed(folder: Path, settings: dict[str, Any], steps: int, compared: Compared) -> Iterator[tuple[str, bool]]:
     again = 2 * steps // 3
     other: dict[str, Any] = {"run.log_every": 4, "run.pictures": 1, "about": "another sentence"}
     other |= {"checkpoint.every_steps": 4, "checkpoint.keep": 3, "checkpoint.background": False}
@@ -126,7 +127,12 @@ def _perturbed(folder: Path, settings: dict[str, Any], steps: int) -> Iterator[t
         place = folder / name.replace(" ", "-")
         shutil.copytree(folder / "stump", place)
         codes = [_launched(place, settings, around, more) for around, more in each]
-        yield name, codes[-1] == 0 and codes[:-1] == [-9] * (len(codes) - 1) and _same(place, folder / "whole")
+        yield (
+            name,
+            codes[-1] == 0
+            and codes[:-1] == [-9] * (len(codes) - 1)
+            and compared.counted(_same(place, folder / "whole")),
+        )
 
 
 def _launched(place: Path, settings: dict[str, Any], around: Around, more: Mapping[str, Any]) -> int:
@@ -147,30 +153,30 @@ def _other_locale() -> str:
     return "C"
 
 
-def _with_other_hashes(folder: Path, settings: dict[str, Any]) -> bool:
+def _with_other_hashes(folder: Path, settings: dict[str, Any], compared: Compared) -> bool:
     """In an interpreter of its own: the order of sets is decided when it starts."""
     place = folder / "hashes"
     shutil.copytree(folder / "stump", place)
     code = f"from faults import child, mutants; child.run({str(place)!r}, {settings!r}, mutant=mutants.current())"
     environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
-    return ended.returncode == 0 and _same(place, folder / "whole")
+    return ended.returncode == 0 and compared.counted(_same(place, folder / "whole"))
 
 
-def _without_seed(folder: Path, settings: dict[str, Any], steps: int) -> bool:
+def _without_seed(folder: Path, settings: dict[str, Any], steps: int, compared: Compared) -> bool:
     """One is drawn when the run begins, and kept."""
     settings = {**settings, "train.seed": None}
     place, whole = folder / "no-seed", folder / "no-seed-whole"
     killed = rig.run(place, settings, before=Around(steps // 3))
     drawn = read_events(place / "journal.jsonl")[0]["recipe"]["train"]["seed"]
     codes = [killed, rig.run(place, settings), rig.run(whole, {**settings, "train.seed": drawn})]
-    return codes == [-9, 0, 0] and _same(place, whole)
+    return codes == [-9, 0, 0] and compared.counted(_same(place, whole))
 
 
 # -- what must be noticed -----------------------------------------------------------------------------------------
 
 
-def _drift(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+def _drift(folder: Path, settings: dict[str, Any], compared: Compared) -> Iterator[tuple[str, bool]]:
     refused: dict[str, dict[str, Any]] = {
         "lr": {"optimizer.lr": 0.02},
         "precision": {"precision": "bf16"},
@@ -182,7 +188,7 @@ def _drift(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[str, bool]]
     place = _copy(folder, "budget")
     yield (
         "more bad samples",
-        rig.run(place, {**settings, "data.bad_samples": 20}) == 0 and _same(place, folder / "whole"),
+        rig.run(place, {**settings, "data.bad_samples": 20}) == 0 and compared.counted(_same(place, folder / "whole")),
     )
     later = _copy(folder, "later")
     of_later_version(later)

@@ -22,7 +22,6 @@ from faults.slowed import SlowDisk, SlowEvaluation, SlowStart, SlowSteps, marker
 from halfstep.train.checkpoint.disk import Disk
 from halfstep.train.checkpoint.generation import CHECKPOINTS, leftovers
 from halfstep.train.checkpoint.reading import newest_whole
-from halfstep.train.journal.jsonl import read_events
 from tests.support.tiny_task import Tiny
 
 ID = "F33"
@@ -63,7 +62,7 @@ def _stopped(folder: Path, variant: Variant, after: int, whole: rig.Ending) -> t
     process = rig.start(folder, SETTINGS, task=variant.task, disk=variant.disk, before=os.setsid)
     pid = process.pid or 0
     ready = rig.wait_for(lambda: process.exitcode is not None or variant.ready(folder, after))
-    step, family = _last_step(folder), _family(pid)
+    step, family = rig.last_step(folder), _family(pid)
     began = time.monotonic()
     with suppress(LookupError, OSError):
         variant.send(pid)
@@ -86,28 +85,20 @@ def _stopped(folder: Path, variant: Variant, after: int, whole: rig.Ending) -> t
 
 
 def _after(folder: Path, steps: int) -> bool:
-    return _last_step(folder) >= steps
+    return rig.last_step(folder) >= steps
 
 
 def _within_an_epoch(folder: Path, steps: int) -> bool:
     """At the end of each, workers are ended by the run itself: one that ends already passes no signal on."""
-    return _last_step(folder) >= steps and 1 <= _last_step(folder) % STEPS_PER_EPOCH <= 6
+    return rig.last_step(folder) >= steps and 1 <= rig.last_step(folder) % STEPS_PER_EPOCH <= 6
 
 
 def _saving(folder: Path, steps: int) -> bool:
-    return _last_step(folder) >= steps and bool(leftovers(folder / CHECKPOINTS))
+    return rig.last_step(folder) >= steps and bool(leftovers(folder / CHECKPOINTS))
 
 
 def _begun(folder: Path, steps: int) -> bool:
     return marker(folder).exists()
-
-
-def _last_step(folder: Path) -> int:
-    """That the journal tells of."""
-    if not (folder / "journal.jsonl").exists():
-        return 0
-    steps = [event["attempt"] for event in read_events(folder / "journal.jsonl") if event["event"] == "step"]
-    return max(steps, default=0)
 
 
 def _saved_step(folder: Path) -> int:

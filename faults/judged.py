@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from faults.outcome import Outcome
 from halfstep.errors import HalfstepError
@@ -21,7 +22,32 @@ def first_wrong(*checks: Check) -> str | None:
     return None
 
 
+@dataclass
+class Compared:
+    """How many comparisons to the bit were made, and how many of them found other bits."""
+
+    n: int = 0
+    other: int = 0
+
+    def counted(self, same: bool) -> bool:
+        """What a comparison found, once it is counted."""
+        self.n, self.other = self.n + 1, self.other + (not same)
+        return same
+
+    def __str__(self) -> str:
+        return f"other bits in {self.other} of {self.n} comparisons"
+
+
+def steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def held(trials: dict[str, str | None]) -> int:
+    """How many trials had nothing wrong."""
+    return sum(said is None for said in trials.values())
+
+
 def outcome(trials: dict[str, str | None], worst: str) -> Outcome:
     """Of what `first_wrong` said of each trial; where some went wrong, the first of them is the worst."""
     wrong = [f"{name}: {said}" for name, said in trials.items() if said is not None]
-    return Outcome(len(trials) - len(wrong), len(trials), wrong[0] if wrong else worst)
+    return Outcome(held(trials), len(trials), wrong[0] if wrong else worst)

@@ -19,7 +19,8 @@ from typing import Any
 from faults import child, mutants
 from halfstep.train.checkpoint.generation import CHECKPOINTS
 from halfstep.train.checkpoint.reading import newest_whole, read_state
-from halfstep.train.journal.jsonl import read_events
+from halfstep.train.journal.cutting import JOURNAL
+from halfstep.train.journal.jsonl import kept_events, read_events
 from tests.support.digest import digest_of
 
 LONGEST = 60.0
@@ -111,6 +112,12 @@ def committed(folder: Path) -> list[int]:
     except Exception:
         return []
     return [event["attempt"] for event in events if event["event"] == "saved" and event.get("what") == "checkpoint"]
+
+
+def last_step(folder: Path) -> int:
+    """The last one that the journal tells of, as far as it is written; 0 without any."""
+    steps = [event["attempt"] for event in kept_events(folder / JOURNAL) if event["event"] == "step"]
+    return max(steps, default=0)
 
 
 def wait_for(condition: Any, within: float = LONGEST) -> bool:

@@ -45,13 +45,26 @@ def marker(folder: str | Path) -> Path:
 
 
 class SlowDisk(Disk):
-    """Every save takes `seconds` from the given one on, counted from 1."""
+    """Every save begins with `seconds` of nothing, from the given one on, counted from 1; whatever brings bytes to the
+    disk takes `each` longer, so that a save is long in all of its parts."""
 
-    def __init__(self, seconds: float, first: int = 1) -> None:
-        self._seconds, self._left = seconds, first
+    def __init__(self, seconds: float = 0.0, first: int = 1, *, each: float = 0.0) -> None:
+        self._seconds, self._left, self._each = seconds, first, each
 
     def make_folder(self, path: Path) -> None:
         super().make_folder(path)
         if path.name.endswith(DRAFT):
             self._left -= 1
             time.sleep(self._seconds if self._left <= 0 else 0.0)
+
+    def write(self, file: int, content: bytes | memoryview) -> None:
+        time.sleep(self._each)
+        super().write(file, content)
+
+    def flush(self, file: int) -> None:
+        time.sleep(self._each)
+        super().flush(file)
+
+    def flush_folder(self, path: Path) -> None:
+        time.sleep(self._each)
+        super().flush_folder(path)

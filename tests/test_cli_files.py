@@ -141,7 +141,7 @@ def test_a_flipped_bit_in_the_newest_is_found_and_the_resume_foretold(copied: Pa
     assert "  rank-00000.safetensors has the right size and another SHA-256 than was written\n" in done.stdout
     assert done.stdout.count("whole") == 3
     assert "1 of 4 checkpoints is damaged" in done.stderr
-    assert "goes on from step-00000009.0003 (step 9), and does 3 steps again" in done.stderr
+    assert "goes on from step-00000009.0003 (step 9), and does at least 3 steps again" in done.stderr
     told = json.loads(halfstep("verify", copied, "--json").stdout)
     assert told["newest_whole"] == "step-00000009.0003"
     assert [one["whole"] for one in told["checkpoints"]] == [False, True, True, True]

@@ -10,17 +10,55 @@ from typing import Any
 import pytest
 
 from faults import __main__ as runner
-from faults import f03_malice
+from faults import f03_malice, mutants
 from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process
+from faults.record import RECORD
 from halfstep.train.recipe import overrides
 
 ROWS = runner.rows()
+AT_LEAST = {
+    "F01": 100,
+    "F02": 40,
+    "F03": 25,
+    "F06": 36,
+    "F07": 2,
+    "F08": 6,
+    "F10": 25,
+    "F19": 87,
+    "F20": 120,
+    "F21": 100,
+    "F23": 30,
+    "F24": 20,
+    "F25": 300,
+    "F26": 87,
+    "F27": 20,
+    "F28": 30,
+    "F29": 14,
+    "F31": 12,
+    "F32": 8,
+    "F33": 35,
+    "F39": 60,
+    "F40": 2000,
+}
+"""How many faults a row puts in, in full."""
 
 
 def test_there_are_rows() -> None:
-    assert {"F01", "F02", "F03", "F06", "F07", "F08"} <= set(ROWS)
+    assert set(AT_LEAST) <= set(ROWS)
     assert all(row.WHAT for row in ROWS.values())
+
+
+def test_the_record_has_every_row_in_full_and_every_defect_killed() -> None:
+    kept = json.loads(RECORD.read_text())
+    found = {row["id"]: row for row in kept["rows"]}
+    assert found.keys() == ROWS.keys(), "run scripts/faults --full --record"
+    for name, row in found.items():
+        assert row["pass"] == row["n"] >= AT_LEAST[name], row
+        assert row["what"] == ROWS[name].WHAT
+    killed = {mutant["mutant"]: mutant["killed"] for mutant in kept["mutants"]}
+    assert killed == dict.fromkeys(mutants.mutants(), True), "run scripts/faults --mutants --record"
+    assert len(killed) >= 25
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -8,6 +8,7 @@ HalfstepError
 ├── PrecisionNotObserved   the step ran, but not in the format that was asked for
 ├── RanksDisagree          processes that train one model had different gradients, or different steps
 ├── StateMismatch          a saved state that does not belong to this object
+├── NotExact               a resume that would not go on as the run would have
 ├── TornUpdate             an optimizer failed half-way through an update
 ├── BadRecipe              a recipe that cannot be read, or that says something impossible
 ├── BadData                samples that are missing, unreadable or not what the task can use

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,11 +57,18 @@ def _flush(path: Path) -> None:
 def read_json(path: Path) -> Any | None:
     """The content of a JSON file, or None where there is none or it cannot be read as JSON."""
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
+        # Without blocking: a pipe in the file's place would wait for ever for somebody to write.
+        with open(path, "rb", opener=_without_waiting) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_JSON:
+                return None
+            return json.loads(file.read(LARGEST_JSON).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def strict_json(text: bytes | str) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from halfstep.errors import Stopped, StorageFailed
+from halfstep.errors import HalfstepError, Stopped, StorageFailed
 from halfstep.train.checkpoint.disk import Disk
 from halfstep.train.checkpoint.generation import CHECKPOINTS, generations, leftovers
 from halfstep.train.checkpoint.reading import verified
@@ -118,8 +118,23 @@ def test_numbers_that_are_not_finite_are_not_the_disks_fault(
     assert checkpoints.failures == 0
     assert len(heard.told("note")) == 5
     assert "not finite: weights/parameters/" in heard.told("note")[0]["text"]
-    with pytest.raises(StorageFailed, match="could not be saved: not finite"):
+    with pytest.raises(Stopped, match=r"at step 6 of 40: the newest .* step-00000001\.0001; .* not finite") as caught:
         checkpoints.stop("SIGTERM", 40)
+    assert caught.value.exit_code == 75
+
+
+def test_a_stop_of_a_run_that_was_never_finite_does_not_blame_the_disk(
+    taking: tuple[Checkpoints, Full, Heard], loop: Loop, tmp_path: Path
+) -> None:
+    checkpoints, _, _ = taking
+    next(loop.model.parameters()).data.fill_(float("inf"))
+    attempt(checkpoints, 1)
+    checkpoints._live.progress.attempts = 2
+    with pytest.raises(HalfstepError, match="nothing could be saved: the weights are not finite") as caught:
+        checkpoints.stop("SIGTERM", 40)
+    assert caught.value.exit_code == 70
+    assert "room" not in str(caught.value)
+    assert generations(tmp_path / CHECKPOINTS) == []
 
 
 def test_stop_saves_what_is_there_and_ends_with_75(taking: tuple[Checkpoints, Full, Heard]) -> None:
@@ -188,6 +203,9 @@ def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path:
     assert caught.value.exit_code == 74
     assert not (tmp_path / "result.json").exists()
     keeper.last(model, None)
+    with pytest.raises(StorageFailed, match=r"best\.safetensors could not be written: .*File too large"):
+        keeper.result({"reason": "finished"})
+    keeper.best(model, None, 1, {"loss": 0.5})
     keeper.result({"reason": "finished"})
     assert (tmp_path / "result.json").exists()
 

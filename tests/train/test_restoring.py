@@ -20,7 +20,7 @@ from halfstep.train.recipe.changes import DATA
 from halfstep.train.restoring import FORM, restore
 from halfstep.train.resuming import Found, find, take_up
 from halfstep.train.start import generators_kept
-from halfstep.train.state import COMPONENTS, State
+from halfstep.train.state import State
 from tests.support.digest import digest_of
 
 
@@ -114,6 +114,78 @@ class Lazy(Net):
 def test_buffers_of_every_kind_go_on(tmp_path: Path) -> None:
     _, second = continues(Kind(Lazy, {"train.ema": None}), tmp_path)
     assert second.model.seen == 11
+
+
+class Late(Net):
+    """A table that is made with the first batch, in a module of its own, and one that is longer after each batch."""
+
+    persistent = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between.empty = None
+        self.register_buffer("seen", torch.zeros(0), persistent=self.persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", x.detach().mean(0), persistent=self.persistent)
+        if self.between.empty is None:
+            del self.between.empty
+            self.between.register_buffer("empty", x.detach().std(0), persistent=self.persistent)
+        if self.training:
+            self.seen = torch.cat([self.seen, x.detach().mean().view(1)])
+        return super().forward(x - self.table) + self.seen.mean() * self.between.empty.mean()
+
+
+class Kept(Late):
+    persistent = True
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_buffers_that_come_late_and_grow_go_on(ema: float | None, tmp_path: Path) -> None:
+    _, second = continues(Kind(Late, {"train.ema": ema}), tmp_path)
+    assert len(second.model.seen) == 11
+    assert not {"table", "seen", "between.empty"} & set(second.model.state_dict())
+    assert second.stepper.ema is None or len(second.stepper.ema.state_dict()["buffers"]["seen"]) == 11
+
+
+@pytest.mark.parametrize(("one", "other"), [(Kept, Kept), (Late, Kept), (Kept, Late), (Late, Net)])
+def test_late_buffers_that_a_model_saves_are_refused(one: Any, other: Any, tmp_path: Path) -> None:
+    saved_by(Kind(one), tmp_path)
+    loop = loop_of(Kind(other), tmp_path)
+    before = digest(loop)
+    if other is Net:  # which has a place for all of them
+        restore(loop.live, _found(tmp_path).state)
+        assert len(loop.model.seen) == 7
+        return
+    with pytest.raises(StateMismatch, match="seen was 7 in float32, and is 0 in float32"):
+        restore(loop.live, _found(tmp_path).state)
+    assert digest(loop) == before
+
+
+@pytest.mark.parametrize("name", ["first.weight", "left", "forward", "nowhere.table", "first.", ""])
+def test_a_buffer_takes_no_others_place(name: str, tmp_path: Path) -> None:
+    saved_by(Kind(Late), tmp_path)
+    found = _found(tmp_path)
+    found.state.weights["buffers"][name] = torch.ones(3)
+    found.state.weights["fleeting"].append(name)
+    loop = loop_of(Kind(Late), tmp_path)
+    before = digest(loop)
+    with pytest.raises(StateMismatch, match=f"not in the model: {name}"):
+        restore(loop.live, found.state)
+    assert digest(loop) == before
+
+
+def test_an_average_is_worn_by_buffers_that_grew_since(tmp_path: Path) -> None:
+    loop = loop_of(Kind(Late, {"train.ema": 0.9}), tmp_path)
+    losses(loop, 3)
+    ema, model = loop.stepper.ema, loop.model
+    assert ema is not None
+    model.seen = torch.arange(5.0)
+    with ema.in_place():
+        assert len(model.seen) == 3
+        model.seen = torch.zeros(9)
+    assert torch.equal(model.seen, torch.arange(5.0))
 
 
 class Counting(Net):

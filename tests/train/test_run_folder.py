@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from halfstep.errors import FolderTaken, HalfstepError, StateMismatch
+from halfstep.errors import FolderTaken, HalfstepError, StateMismatch, Unsafe
 from halfstep.files import write_json
 from halfstep.train import run_folder
 from halfstep.train.lock import LOCK
 from halfstep.train.recipe.resolve import Resolved, resolve
 from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.train.recipe.strict_yaml import read_yaml
-from halfstep.train.run_folder import RECIPE, RESULT, RunFolder, is_finished, keep_recipe, open_run
+from halfstep.train.run_folder import FILES, FOLDERS, RECIPE, RESULT, RunFolder, is_finished, keep_recipe, open_run
 
 SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
 
@@ -40,7 +40,7 @@ def opened(found: Resolved, new: bool = False, accepted: tuple[str, ...] = ()) -
 def refusal(found: Resolved, kind: type[HalfstepError] = FolderTaken) -> str:
     with pytest.raises(kind) as caught:
         opened(found)
-    assert caught.value.exit_code == {FolderTaken: 73, StateMismatch: 79}[kind]
+    assert caught.value.exit_code == {FolderTaken: 73, StateMismatch: 79, Unsafe: 77}[kind]
     return str(caught.value)
 
 
@@ -121,6 +121,20 @@ def test_a_folder_of_something_else_is_left_alone(content: bytes | None) -> None
         Path("runs/mine", RECIPE).write_bytes(content)
     assert "holds files" in refusal(resolved())
     assert os.listdir("runs/mine") == [RECIPE]
+
+
+@pytest.mark.parametrize("name", [*FILES[1:], *FOLDERS])
+def test_what_a_run_writes_into_is_its_own(name: str) -> None:
+    path = opened(resolved(seed=1)).path
+    kind = "folder" if name in FOLDERS else "file"
+    (path / name).symlink_to("nowhere")
+    assert f"{path / name} is a link" in refusal(resolved(seed=1), Unsafe)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert f"{path / name} is no {kind}" in refusal(resolved(seed=1), Unsafe)
+    (path / name).unlink()
+    (path / name).mkdir() if kind == "folder" else (path / name).touch()
+    assert opened(resolved(seed=1)).state == "unfinished"
 
 
 def test_a_folder_with_any_file_is_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from halfstep.cli._flag import flag
 from halfstep.cli._opened import OwnTask, RunFolder
+from halfstep.cli._printable import printable
 from halfstep.errors import FolderTaken, StorageFailed, WrongUse
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 GROUP = "Files"
 FILE = "export.safetensors"
 SUFFIX = ".safetensors"
+BLOCK = 2**20
+"""Bytes that are hashed at a time."""
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
 
@@ -53,15 +57,11 @@ def run(
 
 def write(found: Exported, file: Path) -> dict[str, Any]:
     """Write the file, read it back, and say what is in it."""
-    import hashlib
-
-    from halfstep.tasks._exported import loading, remark
-    from halfstep.train.weights import save_weights
+    from halfstep.tasks._exported import loading, remark, write_weights
 
     try:
-        save_weights(found.model, file, found.metadata())
-        with file.open("rb") as written:
-            sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+        write_weights(found, file)
+        sha256 = _sha256(file)
     except OSError as error:
         raise StorageFailed(
             f"{file} cannot be written: {error.strerror or error}",
@@ -82,6 +82,16 @@ def write(found: Exported, file: Path) -> dict[str, Any]:
         "python": loading(found, file),
         "remark": remark(found),
     }
+
+
+def _sha256(file: Path) -> str:
+    import hashlib
+
+    digest = hashlib.sha256()
+    with file.open("rb") as written:
+        while block := written.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _count(file: Path) -> int:
@@ -106,6 +116,12 @@ def _refuse(folder: Path, file: Path, force: bool) -> None:
     if _is_the_runs_own(folder, file):
         raise FolderTaken(
             f"{file} is the run's own file", allowed="a file beside it, or elsewhere", do=f"--out {folder / FILE}"
+        )
+    if file.parent != folder and not os.path.lexists(file.parent):
+        raise FolderTaken(
+            f"--out {file}: there is no folder {file.parent}",
+            allowed="a file in a folder that is there",
+            do=f"make the folder, or --out {folder / FILE}",
         )
     if file.exists() and (file.is_dir() or not force):
         raise FolderTaken(
@@ -142,4 +158,4 @@ def _print(report: dict[str, Any]) -> None:
     ]
     lines += [f"[dim]{report['remark']}[/]"] if report["remark"] else []
     for line in lines:
-        console.print(line, soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)

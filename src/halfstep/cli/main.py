@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from halfstep import __version__, cli
 from halfstep.cli._flag import flag
+from halfstep.cli._printable import printable
 from halfstep.errors import CONFIGURATION, USAGE, HalfstepError, missing_extra
 
 (_WrongWords,) = typer.BadParameter.__bases__
@@ -48,7 +49,7 @@ def _print(error: HalfstepError) -> None:
     if rank != "0" and error.exit_code == CONFIGURATION:
         return
     whose = "" if rank == "0" else f"rank {rank}: "
-    Console(stderr=True, soft_wrap=True).print(Text(f"{whose}{error}", style="red"))
+    Console(stderr=True, soft_wrap=True).print(Text(printable(f"{whose}{error}"), style="red"))
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ import typer
 
 from halfstep.cli._flag import flag
 from halfstep.cli._opened import OwnTask, RunFolder
+from halfstep.cli._verify_page import print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
 
 if TYPE_CHECKING:
+    from halfstep.train.checkpoint.generation import Generation
     from halfstep.train.checkpoint.reading import Verdict
     from halfstep.train.proof import Proof
 
 GROUP = "Files"
 STEPS = 3
+TRIES = 10
 BRIEF = 0.05
 """Seconds below which a speed is mostly noise."""
 
@@ -47,7 +51,7 @@ def run(
     looked = look(folder)
     report = described(folder, looked)
     if not json:
-        _print(report)
+        print_report(report)
     failure = complaint(folder, looked)
     proof = None
     if resume and failure is None:
@@ -59,7 +63,7 @@ def run(
 
         typer.echo(dumps(report, indent=1))
     elif proof is not None:
-        _print_proof(proof)
+        print_proof(proof)
     if failure is not None:
         raise failure
 
@@ -96,12 +100,22 @@ class Looked:
 
 def look(folder: Path) -> Looked:
     """Needs no lock: a generation that goes while it is read was retired by the run, and is left out."""
+    from halfstep.tasks._finished import recipe_in
+    from halfstep.train.checkpoint.generation import CHECKPOINTS, generations
+
+    place = recipe_in(folder).parent / CHECKPOINTS
+    for _ in range(TRIES):
+        found = generations(place)
+        looked = _looked_at(found)
+        if looked.verdicts or not found:
+            break  # else the run has saved as many since, so there are others
+    return looked
+
+
+def _looked_at(found: list[Generation]) -> Looked:
     from halfstep.cli._progress import progress
-    from halfstep.tasks._finished import _recipe_in
-    from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation, generations
     from halfstep.train.checkpoint.reading import verified
 
-    found = generations(_recipe_in(folder).parent / CHECKPOINTS)
     total, done = sum(map(_size, found)), 0
     before, began = _spent(), time.perf_counter()
     with progress("verifying", "MB") as told:
@@ -113,12 +127,10 @@ def look(folder: Path) -> Looked:
 
         def seen(generation: Generation) -> Verdict | None:
             verdict = verified(generation, count)
-            return verdict if verdict.problem is None or generation.path.exists() else None
+            return verdict if verdict.problem is None or os.path.lexists(generation.path) else None
 
         verdicts = [verdict for one in found if (verdict := seen(one)) is not None]
     seconds = time.perf_counter() - began
-    if found and not verdicts:
-        return look(folder)  # the run has saved as many since, so there are others
     hashing, copying, blocks = (now - then for now, then in zip(_spent(), before, strict=True))
     return Looked(verdicts, done, seconds, hashing, copying, int(blocks) * 512)
 
@@ -134,7 +146,7 @@ def _spent() -> tuple[float, float, int]:
         return time.thread_time(), 0.0, 0
 
 
-def _size(generation: Any) -> int:
+def _size(generation: Generation) -> int:
     try:
         return sum(file.lstat().st_size for file in generation.path.iterdir())
     except OSError:
@@ -149,8 +161,8 @@ def complaint(folder: Path, looked: Looked) -> HalfstepError | None:
     if not looked.verdicts:
         return NoCheckpoint(
             f"{folder} has no checkpoints",
-            allowed="a run that was saved once, after checkpoint.every_steps or at the end of an epoch",
-            do="look again when it has got so far; the command that began the run begins it again until then",
+            allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
+            do="start it with the same command, and verify when it has been saved",
         )
     damaged = [one for one in looked.verdicts if one.problem is not None]
     whole = [one for one in looked.verdicts if one.problem is None]
@@ -180,13 +192,13 @@ def _what_a_resume_does(folder: Path, looked: Looked) -> str:
     if looked.verdicts[0].problem is None:
         return f"nothing has to be done for a resume: it goes on from {newest.name}, the newest, which is whole"
     lost = looked.verdicts[0].generation.attempt - newest.attempt
-    again = f", and does {lost:,} {'step' if lost == 1 else 'steps'} again" if lost else ""
+    again = f", and does at least {lost:,} {'step' if lost == 1 else 'steps'} again" if lost else ""
     return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
 
 
 def described(folder: Path, looked: Looked) -> dict[str, Any]:
     """The report as plain data."""
-    from halfstep.train.checkpoint.generation import BAD, CHECKPOINTS
+    from halfstep.train.checkpoint.generation import CHECKPOINTS, set_aside
 
     newest = next((one.generation.name for one in looked.verdicts if one.problem is None), None)
     return {
@@ -203,7 +215,7 @@ def described(folder: Path, looked: Looked) -> dict[str, Any]:
             for one in looked.verdicts
         ],
         "newest_whole": newest,
-        "set_aside": sorted(path.name for path in (folder / CHECKPOINTS).glob(f"step-*{BAD}")),
+        "set_aside": [path.name for path in set_aside(folder / CHECKPOINTS)],
         "bytes": looked.bytes,
         "seconds": looked.seconds,
         "bytes_per_second": looked.bytes / looked.seconds if looked.seconds >= BRIEF else None,
@@ -212,35 +224,6 @@ def described(folder: Path, looked: Looked) -> dict[str, Any]:
         "seconds_copying": looked.copying,
         "bytes_from_disk": looked.from_disk,
     }
-
-
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for one in report["checkpoints"]:
-        state = "[green]whole[/]  " if one["whole"] else "[red]damaged[/]"
-        by = f"  by {one['processes']} processes" if (one["processes"] or 1) > 1 else ""
-        console.print(f"{one['name']}  {state}  {_in_words(one['bytes']):>9}{by}", soft_wrap=True)
-        if one["problem"]:
-            console.print(f"  {one['problem']}", soft_wrap=True, markup=False)
-    for name in report["set_aside"]:
-        console.print(
-            f"[dim]{name} was found damaged by an earlier resume; it is not used, and may be deleted[/]", soft_wrap=True
-        )
-    if report["bytes"]:
-        console.print(speed_in_words(report), soft_wrap=True)
-
-
-def speed_in_words(report: dict[str, Any]) -> str:
-    text = f"verified {_in_words(report['bytes'])} in {report['seconds']:.2f} s"
-    if report["bytes_per_second"] is None:
-        return text
-    return f"{text}: {report['bytes_per_second'] / 1e9:.2f} GB/s, limited by {report['limited_by']}"
-
-
-def _in_words(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB" if size >= 10**5 else f"{size / 1e3:,.1f} kB"
 
 
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------
@@ -279,18 +262,3 @@ def _not_exact(proof: Proof) -> NotExact | None:
         allowed="random numbers from torch, numpy.random and random, which a checkpoint keeps; kernels that repeat",
         do="look in the task for a generator, a counter or a clock of its own, and draw from torch instead",
     )
-
-
-def _print_proof(proof: Proof) -> None:
-    from rich.console import Console
-
-    from halfstep.train.state import COMPONENTS
-
-    if proof.equal:
-        k = proof.steps
-        whence = f"from step {proof.begin:,}" if proof.begin else "from the beginning"
-        Console(highlight=False).print(
-            f"{k} + {k} = {2 * k} steps: [green]bitwise equal[/] "
-            f"({len(COMPONENTS)} components, {proof.tensors} tensors, {len(proof.losses)} losses), {whence}",
-            soft_wrap=True,
-        )

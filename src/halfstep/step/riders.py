@@ -103,7 +103,8 @@ class Ema:
 
     def state_dict(self) -> dict[str, Any]:
         """References, as in torch's own: copy it to keep it while training goes on."""
-        return {"decay": self.decay, "averages": self.averages(), "buffers": dict(self._copies)}
+        kept = {"averages": self.averages(), "buffers": dict(self._copies)}
+        return {"decay": self.decay, **kept, "fleeting": sorted(set(self._copies) & _fleeting(self._model))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not _same_shapes(self.averages(), state["averages"]):
@@ -113,7 +114,10 @@ class Ema:
                 allowed=f"the {len(self._names)} trainable parameters of this model",
                 do="build the model that was saved",
             )
-        unknown = sorted(set(state["buffers"]) - self._buffers.names())
+        # Those that a model does not save by itself may come with its first batch.
+        modules = {path for path, _ in self._model.named_modules()}
+        later = {name for name in state.get("fleeting", ()) if name.rpartition(".")[0] in modules}
+        unknown = sorted(set(state["buffers"]) - self._buffers.names() - later)
         if unknown:
             raise StateMismatch(
                 f"buffers of another model: {', '.join(unknown[:5])}",
@@ -131,9 +135,25 @@ class Ema:
             target.detach().copy_(value)
         for name, buffer in self._buffers.named().items():
             if name in buffers:
-                buffer.copy_(buffers[name])
+                self._put_buffer(name, buffer, buffers[name])
         # Weights cast by an autocast that is still open would otherwise be the ones from before the swap.
         torch.clear_autocast_cache()
+
+    def _put_buffer(self, name: str, buffer: Tensor, value: Tensor) -> None:
+        try:
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+                return
+        except RuntimeError:  # expanded: several of its elements share one place in memory
+            pass
+        path, _, own = name.rpartition(".")
+        self._model.get_submodule(path)._buffers[own] = value.clone()  # it has grown since
+
+
+def _fleeting(model: nn.Module) -> set[str]:
+    """Buffers that a model does not save by itself."""
+    own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
+    return {path + name for path, module in own for name in module._non_persistent_buffers_set}
 
 
 def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import BadData, NoCheckpoint, StateMismatch, WrongUse, unknown_name
-from halfstep.files import read_json
-from halfstep.tasks._finished import _checked, _model, _recipe_in
+from halfstep.files import read_json, replacing
+from halfstep.tasks._finished import checked, model_with, recipe_in
 from halfstep.tasks._folder import task_class
 from halfstep.tasks.models.pixelwise import PREFIX
 from halfstep.tasks.models.unet import UNet
+from halfstep.tensor_header import content, header
 from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation
 from halfstep.train.checkpoint.reading import newest_whole, read_state
 from halfstep.train.journal.cutting import JOURNAL
@@ -85,9 +86,9 @@ def exported(folder: Path, which: str | None, average: bool | None, own: type[Ta
 
 
 def _task(folder: Path, own: type[Task] | None) -> Task:
-    found = read_recipe(str(_recipe_in(folder)))
+    found = read_recipe(str(recipe_in(folder)))
     kind = own or task_class(str(found.raw.get("task")))
-    task = kind(_checked(found.raw, kind.schema, folder / RECIPE))
+    task = kind(checked(found.raw, kind.schema, folder / RECIPE))
     task.remember(read_json(folder / FACTS) or {})
     return task
 
@@ -96,7 +97,7 @@ def _task(folder: Path, own: type[Task] | None) -> Task:
 
 
 def _from_file(folder: Path, task: Task, file: str, averaged: bool) -> Exported:
-    model = _model(task, folder / file)  # refuses what is not finite
+    model = model_with(task, folder / file)  # refuses what is not finite
     step, epoch, value = _told(folder, file, task.metric)
     # Where there is an average, it is what was evaluated.
     evaluated = averaged or task.recipe.train.ema is None
@@ -107,6 +108,8 @@ def _told(folder: Path, file: str, metric: str) -> tuple[int | None, int | None,
     """When a file was last written, as the journal has it: the step, the epoch, and the metric of that epoch."""
     at, saved_at, waiting = None, None, False
     found: tuple[int | None, int | None, float | None] = None, None, None
+    if not (folder / JOURNAL).is_file():  # a pipe would wait for ever for somebody to write
+        return found
     for event in kept_events(folder / JOURNAL):
         if event["event"] == STEP:
             at = event.get("attempt")
@@ -149,8 +152,8 @@ def _newest(folder: Path) -> Generation:
     if verdict is None:
         raise BadData(
             f"{folder} has no checkpoints, and is not finished",
-            allowed="a run that was saved once, after checkpoint.every_steps or at the end of an epoch",
-            do="train it further; --weights best and --weights last are there after its first epoch",
+            allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
+            do="start it with the same command, and export when it has been saved",
         )
     return verdict.generation
 
@@ -166,6 +169,29 @@ def _put(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: Gen
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(saved[name])
+
+
+# -- into a file ------------------------------------------------------------------------------------------------------
+
+
+def write_weights(found: Exported, file: Path) -> None:
+    """Replace `file`, by the same bytes each time: the package safetensors writes metadata in any order."""
+    # The wider numbers first, as a reader wants each tensor to begin at a multiple of its width.
+    ordered = sorted(_tensors(found.model).items(), key=lambda item: (-item[1].element_size(), item[0]))
+    tensors = dict(ordered)
+    metadata = dict(sorted({"format": "pt", **found.metadata()}.items()))
+    with replacing(file) as draft, draft.open("wb") as written:
+        written.write(header(tensors, metadata))
+        for tensor in tensors.values():
+            written.write(content(tensor))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that the model has without what wraps it, as `save_weights` names them."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = {name.replace("_orig_mod.", ""): tensor.detach().cpu() for name, tensor in state.items()}
+    wrapped = all(name.startswith("module.") for name in state)
+    return {name.removeprefix("module.") if wrapped else name: tensor for name, tensor in state.items()}
 
 
 # -- how to load them -------------------------------------------------------------------------------------------------

@@ -41,19 +41,20 @@ class Finished:
 
 def open_finished(folder: Path, *, weights: str, precision: str | None, own: type[Task] | None) -> Finished:
     """The task of a run with its weights, `best`, `last` or a file, on a device; in the run's precision or another."""
-    found = read_recipe(str(_recipe_in(folder)))
+    found = read_recipe(str(recipe_in(folder)))
     kind = own or task_class(str(found.raw.get("task")))
-    recipe = _checked(found.raw, kind.schema, folder / RECIPE)
+    recipe = checked(found.raw, kind.schema, folder / RECIPE)
     task = kind(recipe)
     task.remember(read_json(folder / FACTS) or {})
     device = device_of(recipe.train.device)
     path = folder / WHICH[weights] if weights in WHICH else Path(weights)
-    model = placed(_model(task, path), device, recipe.train.channels_last)
+    model = placed(model_with(task, path), device, recipe.train.channels_last)
     choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
     return Finished(folder, recipe, task, model.eval(), choice, device, path)
 
 
-def _recipe_in(folder: Path) -> Path:
+def recipe_in(folder: Path) -> Path:
+    """The recipe of a run's folder, or BadData where there is no run."""
     if not (folder / RECIPE).is_file():
         raise BadData(
             f"{folder} holds no run",
@@ -63,7 +64,7 @@ def _recipe_in(folder: Path) -> Path:
     return folder / RECIPE
 
 
-def _checked(raw: Any, schema: Any, path: Path) -> Any:
+def checked(raw: Any, schema: Any, path: Path) -> Any:
     """A run's recipe may have been edited since, or come from another version."""
     try:
         return schema.model_validate(raw)
@@ -71,7 +72,8 @@ def _checked(raw: Any, schema: Any, path: Path) -> Any:
         raise bad_recipe(str(path), complaints_from(error, schema)) from None
 
 
-def _model(task: Task, weights: Path) -> nn.Module:
+def model_with(task: Task, weights: Path) -> nn.Module:
+    """The model of a task with the weights of a file, which are finite."""
     if weights.name == BEST and not weights.is_file() and weights.with_name(LAST).is_file():
         raise BadData(
             f"no weights at {weights}: no evaluation of the run was finite",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from halfstep.tasks._finished import _checked, _recipe_in
+from halfstep.tasks._finished import checked, recipe_in
 from halfstep.tasks._folder import task_class
 from halfstep.train.journal.journal import Journal
 from halfstep.train.loop import Loop
@@ -23,11 +23,11 @@ def rebuilding(folder: Path, own: Callable[[], type[Task]] | None) -> Build:
     `own` gives the class of a person's own task, and gives it anew each time: what its file keeps to itself is lost
     when a run ends, and must be lost here.
     """
-    found = read_recipe(str(_recipe_in(folder)))
+    found = read_recipe(str(recipe_in(folder)))
 
     def build(where: Path, measured: Measured | None) -> Loop:
         kind = own() if own else task_class(str(found.raw.get("task")))
-        recipe = _checked(found.raw, kind.schema, folder / RECIPE)
+        recipe = checked(found.raw, kind.schema, folder / RECIPE)
         return make_loop(kind(recipe), recipe, where, Journal(), measured=measured)
 
     return build

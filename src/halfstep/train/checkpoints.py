@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from halfstep.errors import Stopped, StorageFailed
+from halfstep.errors import HalfstepError, Stopped, StorageFailed
+from halfstep.train.checkpoint.commit import NotCommitted
 from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation
 from halfstep.train.checkpoint.saver import Saved, Saver
 from halfstep.train.environment import environment
@@ -17,6 +18,15 @@ MOST_FAILURES = 3
 """Saves in a row that may fail before the run ends: it could be lost as a whole by now."""
 
 
+def diverged(given: str) -> HalfstepError:
+    """For a run that has nothing to show: its numbers were not finite whenever they could have been kept."""
+    return HalfstepError(
+        given,
+        allowed="weights that are finite",
+        do="add --new to begin again, with a lower optimizer.lr, or with train.clip_norm",
+    )
+
+
 class Checkpoints:
     """Called by every process at the same steps."""
 
@@ -25,7 +35,7 @@ class Checkpoints:
         self._environment = environment(live.parts.stepper.device)
         self._asked_for = -1
         self.failures = 0
-        self._why = "it was never begun"
+        self._failure = NotCommitted("it was never begun")
         self.last: Saved | None = None
         """The newest that is on the disk."""
 
@@ -68,14 +78,27 @@ class Checkpoints:
         """End the run with what was last saved."""
         self.finish()
         if self.last is None or self.last.attempt < self._asked_for:
+            if self._failure.for_its_numbers:
+                raise self._stopped_without_numbers(signal, planned)
             raise StorageFailed(
-                f"the run was asked to stop by {signal}, and its last state could not be saved: {self._why}",
+                f"the run was asked to stop by {signal}, and its last state could not be saved: {self._failure}",
                 allowed="a disk with room for a checkpoint",
                 do="make room, and start the run again with the same command: it goes on from an earlier checkpoint",
             )
         raise Stopped(
             f"stopped by {signal} at step {self.last.attempt:,} of {planned:,}: saved as {_name(self.last)}",
             do="start it again with the same command to go on",
+        )
+
+    def _stopped_without_numbers(self, signal: str, planned: int) -> HalfstepError:
+        """The disk is well, and there was nothing to write: room on it would change nothing."""
+        at = f"stopped by {signal} at step {self._live.progress.attempts:,} of {planned:,}"
+        if self.last is None:
+            return diverged(f"{at}, and nothing could be saved: the weights are not finite ({self._failure})")
+        return Stopped(
+            f"{at}: the newest checkpoint is {_name(self.last)}; "
+            f"the state since then is not finite and was not kept ({self._failure})",
+            do="start it again with the same command to go on from there; if that ends alike, change the recipe",
         )
 
     def _tell(self, told: Iterable[Saved]) -> None:
@@ -96,7 +119,7 @@ class Checkpoints:
 
     def _failed(self, saved: Saved) -> None:
         assert saved.failure is not None
-        self._why = str(saved.failure)
+        self._failure = saved.failure
         if saved.failure.for_its_numbers:
             text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones stay"
             self._journal.tell(events.NOTE, text=text, level="warning")

@@ -7,16 +7,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from halfstep import world
 from halfstep.draw.grid import enlarged, grid
 from halfstep.draw.png import write_png
-from halfstep.errors import StorageFailed
+from halfstep.errors import HalfstepError, StorageFailed
 from halfstep.files import write_json, write_text
 from halfstep.precision.precision import Precision
 from halfstep.step.riders import Ema
+from halfstep.train.checkpoints import diverged
 from halfstep.train.data.source import Batch, Sample
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.journal import Journal
@@ -39,7 +40,7 @@ class Keeper:
         self.folder, self._journal, self._pictures = folder, journal, pictures
         self._first = world.rank() == 0
         self._shown: Sample | None = None
-        self._unwritten: dict[str, str] = {}
+        self._unwritten: dict[str, HalfstepError] = {}
         """Files that are not what they should be, and why."""
 
     def best(self, model: nn.Module, ema: Ema | None, epoch: int, metrics: dict[str, float]) -> None:
@@ -58,6 +59,9 @@ class Keeper:
             return
         if not finite(model):
             text = f"{name} is kept as it was: the weights now hold numbers that are not finite"
+            if not (self.folder / name).exists():
+                text = f"{name} is not written: the weights hold numbers that are not finite"
+                self._unwritten[name] = diverged(text)
             self._journal.tell(events.NOTE, text=text, level="warning")
             return
         self._write(name, what, lambda path: save_weights(model, path, metadata))
@@ -67,8 +71,8 @@ class Keeper:
         try:
             write(self.folder / name)
         except NOT_WRITTEN as error:
-            self._unwritten[name] = _in_words(error)
-            text = f"{name} is kept as it was: {self._unwritten[name]}"
+            self._unwritten[name] = _storage_failed(name, _in_words(error))
+            text = f"{name} is kept as it was: {_in_words(error)}"
             self._journal.tell(events.NOTE, text=text, level="warning")
             return
         self._unwritten.pop(name, None)
@@ -95,14 +99,31 @@ class Keeper:
                 write_json(self.folder / FACTS, task.facts())
 
     def result(self, content: dict[str, Any]) -> None:
-        """The mark of a run that came to its end; one whose last weights are not on the disk did not."""
+        """The mark of a run that came to its end; one whose last or best weights are not on the disk did not."""
         if not self._first:
             return
-        for name in (LAST, LAST_AVERAGE):
+        for name in (LAST, LAST_AVERAGE, BEST):
             if name in self._unwritten:
-                raise _storage_failed(name, self._unwritten[name])
+                raise self._unwritten[name]
+        self._compare_best(content.get("best") or {})
         with _or_storage_failed(RESULT):
             write_text(self.folder / RESULT, as_line(content))
+
+    def _compare_best(self, best: dict[str, Any]) -> None:
+        """An earlier launch may have had no room for the best weights, which are gone: then the file is not they."""
+        epoch, kept = best.get("epoch") or 0, _epoch_of(self.folder / BEST)
+        if epoch and kept != str(epoch):
+            text = f"the best epoch was {epoch}, and its weights were not kept: {BEST} is of epoch {kept or '(none)'}"
+            self._journal.tell(events.NOTE, text=text, level="warning")
+
+
+def _epoch_of(path: Path) -> str | None:
+    """Of weights that `best` wrote; None where there are none."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("epoch")
+    except NOT_WRITTEN:
+        return None
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from halfstep.train.meter import Meter
 from halfstep.train.news import News
 from halfstep.train.progress import Progress
 from halfstep.train.setup import AnyRecipe, Parts
-from halfstep.train.state import Live
+from halfstep.train.state import Live, State
 from halfstep.train.stopping import Stopping
 from halfstep.train.tally import Tally
 from halfstep.train.task import Task
@@ -89,11 +89,17 @@ class Loop:
         return EARLY if self._enough() else FINISHED
 
     def attempts(self) -> Iterator[StepReport]:
-        """Every step of the run when it is asked for; evaluation comes before an epoch's end is told."""
+        """Every step of the run when it is asked for. An epoch that was begun ends with its evaluation, always."""
         self.model.train()
         self._stop_if_asked(int(self.stopping.asked is not None) if world.size() == 1 else 0)
-        while self.progress.epoch < self.epochs and not self._enough():
+        # What cannot be saved is found now, and not when hours of work are to be.
+        State.of(self.live).snapshot(self.progress.attempts, {})
+        while (self.progress.in_epoch or self._left(self.progress.epoch)) and not self._enough():
             yield from self._epoch()
+
+    def _left(self, epochs: int) -> bool:
+        """Whether steps are left after so many epochs; their length may have been changed on the way."""
+        return self.progress.attempts < self.planned and (epochs < self.epochs or self.recipe.train.steps is not None)
 
     def _enough(self) -> bool:
         patience = self.recipe.evaluate.patience
@@ -103,8 +109,6 @@ class Loop:
 
     def _epoch(self) -> Iterator[StepReport]:
         epoch, began, at = self.progress.epoch + 1, time.perf_counter(), self.progress.attempts
-        if self.progress.in_epoch == 0:
-            self.tally.reset()
         yield from self.steps()
         self.news.share()
         train, skipped, steps = self.tally.values(), dict(self.tally.skipped), self.progress.attempts - at
@@ -116,7 +120,7 @@ class Loop:
         self.journal.tell(
             events.EPOCH,
             epoch=epoch,
-            epochs=self.epochs,
+            epochs=max(epoch, self.epochs),
             train=train,
             val=val,
             best=self.best,
@@ -128,26 +132,29 @@ class Loop:
         )
 
     def _due(self, epoch: int) -> bool:
-        return epoch % self.recipe.evaluate.every_epochs == 0 or self.progress.attempts == self.planned
+        return epoch % self.recipe.evaluate.every_epochs == 0 or not self._left(epoch)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[StepReport]:
         """The steps that are left of this epoch, each attempted when it is asked for."""
+        if self.progress.in_epoch == 0:
+            self.tally.reset()
+            self.train.samples.quarantined = self.progress.begin_epoch()
         self._began = time.perf_counter(), self.progress.attempts
         self.meter.read()
-        if self.progress.attempts == self.planned:
+        if self.progress.attempts >= self.planned:
             return
         for window in self.meter.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
             report = self._step(self.progress.epoch + 1, window)
             self._after_step()
             yield report
-            if self.progress.attempts == self.planned:
+            if self.progress.attempts >= self.planned:
                 return
 
     def _after_step(self) -> None:
         """Between two steps: save where it is due, hear of earlier saves, and stop where that was asked for."""
-        ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts == self.planned
+        ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
             self.news.share()
             self.checkpoints.save()
@@ -190,11 +197,10 @@ class Loop:
         return report
 
     def _skipped(self, report: StepReport, window: Sequence[Batch]) -> dict[str, Any]:
-        """The samples of a skipped step; those that are not finite themselves are not used again."""
+        """The samples of a skipped step; those that are not finite themselves are not used in the next epochs."""
         ids, guilty = self.news.suspects(window)
         if guilty and not (report.reason or "").startswith(GUARD):
-            self.progress.quarantined = sorted({*self.progress.quarantined, *guilty})
-            self.train.samples.quarantined = set(self.progress.quarantined)
+            self.progress.suspected = sorted({*self.progress.suspected, *guilty})
         return {"ids": ids, "quarantined": guilty}
 
     def _tell_observed(self) -> None:

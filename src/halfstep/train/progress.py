@@ -20,7 +20,14 @@ class Progress:
     stale: int = 0
     """Evaluations since the best one."""
     quarantined: list[int] = field(default_factory=list)
-    """Training samples with numbers that are not finite; others stand in for them."""
+    """Training samples with numbers that are not finite; others stand in for them since this epoch began."""
+    suspected: list[int] = field(default_factory=list)
+    """Those found in this epoch. Workers read ahead, so only its end is the same place for all of them."""
+
+    def begin_epoch(self) -> set[int]:
+        """The samples that are left out from now on: all that were found."""
+        self.quarantined, self.suspected = sorted({*self.quarantined, *self.suspected}), []
+        return set(self.quarantined)
 
     def judge(self, value: float, epoch: int, *, higher: bool, margin: float) -> bool:
         """Whether an evaluation is the best so far. What is not a number never is."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halfstep.errors import BadData, HalfstepError, StateMismatch, same_keys
 from halfstep.train.data.changes import different
 from halfstep.train.data.fingerprint import Fingerprint
+from halfstep.train.fleeting import put_buffers, with_a_place
 from halfstep.train.randomness import check_generators, set_generators
 from halfstep.train.recipe.changes import DATA, RECIPE, but_for_places, changes, listed, recipe_changed
 from halfstep.train.state import COMPONENTS, Live, State
@@ -91,7 +92,8 @@ def _data_changes(live: Live, saved: State, accepted: Collection[str]) -> list[s
 
 def _with_other_data(saved: State) -> State:
     """Samples were set aside by their numbers, and these are other samples' now."""
-    return replace(saved, cursor={**saved.cursor, "progress": {**saved.cursor["progress"], "quarantined": []}})
+    progress = {**saved.cursor["progress"], "quarantined": [], "suspected": []}
+    return replace(saved, cursor={**saved.cursor, "progress": progress})
 
 
 def _adapted(now: State, saved: State) -> State:
@@ -152,7 +154,10 @@ def _in_words(precision: Mapping[str, Any]) -> str:
 def _check_weights(live: Live, now: State, saved: State) -> None:
     same_keys("the model", now.weights, saved.weights)
     lines = list(_unfitting(now.weights["parameters"], saved.weights["parameters"], set()))
-    lines += _unfitting(now.weights["buffers"], saved.weights["buffers"], _empty_buffers(live.parts.model))
+    free = with_a_place(live.parts.model, saved.weights["fleeting"])
+    kept = {name: buffer for name, buffer in saved.weights["buffers"].items() if name not in free}
+    own = {name: buffer for name, buffer in now.weights["buffers"].items() if name not in free}
+    lines += _unfitting(own, kept, _empty_buffers(live.parts.model))
     lines += [f"not in the model: {name}" for name in saved.weights["more"] if name not in now.weights["more"]]
     lines += [f"not in the checkpoint: {name}" for name in now.weights["more"] if name not in saved.weights["more"]]
     if (now.average is None) != (saved.average is None):
@@ -262,23 +267,10 @@ def _put_weights(live: Live, saved: State) -> None:
     model = live.parts.model
     for name, parameter in model.named_parameters():
         parameter.copy_(saved.weights["parameters"][name])
-    for name, value in saved.weights["buffers"].items():
-        path, _, own = name.rpartition(".")
-        _put_buffer(model.get_submodule(path)._buffers, own, value.to(live.parts.stepper.device))
+    buffers = {name: value.to(live.parts.stepper.device) for name, value in saved.weights["buffers"].items()}
+    put_buffers(model, buffers, saved.weights["fleeting"])
     if saved.weights["more"]:
         model.load_state_dict(saved.weights["more"], strict=False)
-
-
-def _put_buffer(buffers: dict[str, Tensor | None], name: str, value: Tensor) -> None:
-    """Into the very tensor that is there, for code may hold on to it."""
-    buffer = buffers[name]
-    try:
-        if buffer is not None:
-            buffer.copy_(value)
-            return
-    except RuntimeError:  # expanded: several of its elements share one place in memory
-        pass
-    buffers[name] = value
 
 
 def _set_rates(live: Live) -> None:

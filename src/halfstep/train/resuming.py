@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,13 +14,14 @@ from halfstep import world
 from halfstep.errors import HalfstepError, StateMismatch
 from halfstep.train.checkpoint.commit import sweep
 from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import BAD, CHECKPOINTS, Generation, generations
+from halfstep.train.checkpoint.generation import BAD, CHECKPOINTS, Generation
 from halfstep.train.checkpoint.manifest import read_manifest
 from halfstep.train.checkpoint.reading import newest_whole, none_whole, read_state
 from halfstep.train.environment import differences, environment
 from halfstep.train.journal import journal as events
-from halfstep.train.journal.cutting import JOURNAL, cut_back
+from halfstep.train.journal.cutting import JOURNAL, cut_back, sizes
 from halfstep.train.journal.jsonl import kept_events, last_time
+from halfstep.train.keeping import LAST
 from halfstep.train.loop import Loop
 from halfstep.train.measured import Measured
 from halfstep.train.restoring import restore
@@ -27,6 +30,11 @@ from halfstep.train.start import decided_once
 from halfstep.train.state import State
 
 T = TypeVar("T")
+_DRAFT = re.compile(
+    r"\.(best\.safetensors|last\.safetensors|last-ema\.safetensors|recipe\.yaml|result\.json|task\.json"
+    r"|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png)\.[0-9]+"
+)
+"""What a run that is killed in the middle of writing a file leaves beside it; see `files.replacing`."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +96,15 @@ def find(folder: Path) -> Found | None:
 def _chosen(folder: Path) -> dict[str, Any]:
     """By rank 0, which holds the lock: what lies about is cleared away, and what is damaged is set aside."""
     place, disk = folder / CHECKPOINTS, Disk()
-    if not generations(place) and _was_saved(folder):
-        raise none_whole(place, ["there are none, though the journal tells of some"])
     verdict, damaged = newest_whole(place)
+    if verdict is None:
+        _refuse_lost(folder)
     for one in damaged:
-        disk.rename(one.generation.path, one.generation.path.with_name(one.generation.name + BAD))
+        # One that cannot be renamed, or was once before, stays where it is, and is passed over again.
+        with contextlib.suppress(OSError):
+            disk.rename(one.generation.path, one.generation.path.with_name(one.generation.name + BAD))
     sweep(place, disk)
+    _remove_drafts(folder, disk)
     passed_over = [f"{one.generation.name}: {one.problem}" for one in damaged]
     if verdict is None:
         return {"name": None, "passed_over": passed_over}
@@ -106,14 +117,33 @@ def _chosen(folder: Path) -> dict[str, Any]:
     }
 
 
+def _refuse_lost(folder: Path) -> None:
+    """A run that was saved, and has no checkpoint now, is not begun anew in silence."""
+    if _was_saved(folder):
+        raise none_whole(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
+    # While the journal is there it would tell; weights alone may be older than the first checkpoint.
+    if not (folder / JOURNAL).exists() and (folder / LAST).exists():
+        raise none_whole(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, though {LAST} is there"])
+
+
+def _remove_drafts(folder: Path, disk: Disk) -> None:
+    for place in (folder, folder / "pictures"):
+        drafts: list[Path] = []
+        with contextlib.suppress(OSError):
+            drafts += [path for path in place.iterdir() if _DRAFT.fullmatch(path.name)]
+        for path in drafts:
+            with contextlib.suppress(OSError):
+                disk.remove(path)
+
+
 def _was_saved(folder: Path) -> bool:
     return any(_tells_of_one(event) for event in kept_events(folder / JOURNAL))
 
 
 def _tells_of_one(event: events.Event) -> bool:
     # The word of the checkpoint that a run went on from is cut away with the rest; that it went on from it stays.
-    resumed = event.get("resumed") or {}
-    return event.get("what") == "checkpoint" or bool(resumed.get("checkpoint"))
+    resumed = event.get("resumed")
+    return event.get("what") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))
 
 
 def take_up(loop: Loop, found: Found | None, folder: Path, accepted: Collection[str]) -> Resumed:
@@ -125,7 +155,7 @@ def take_up(loop: Loop, found: Found | None, folder: Path, accepted: Collection[
         _cut(folder, {})
         return Resumed()
     changed = _of_all(lambda: restore(loop.live, found.state, accepted))
-    repeated = max(0, _last_attempt(folder) - found.generation.attempt) if world.rank() == 0 else 0
+    repeated = max(0, _last_attempt(folder, _size_at(found)) - found.generation.attempt) if world.rank() == 0 else 0
     _cut(folder, found.state.cursor["journal"])
     loop.checkpoints.resumed(found.generation)
     return Resumed(
@@ -164,6 +194,14 @@ def _cut(folder: Path, sizes: dict[str, int]) -> None:
         cut_back(folder, sizes)
 
 
-def _last_attempt(folder: Path) -> int:
-    steps = [event["attempt"] for event in kept_events(folder / JOURNAL) if event["event"] == events.STEP]
-    return max(steps, default=0)
+def _size_at(found: Found) -> int:
+    """Of the journal, when the checkpoint was taken; what is no size is refused where the journal is cut."""
+    size = found.state.cursor["journal"].get(JOURNAL)
+    return size if type(size) is int and size >= 0 else 0
+
+
+def _last_attempt(folder: Path, after: int = 0) -> int:
+    """The last step that the journal tells of, in what was written after its first bytes."""
+    written = kept_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
+    steps = [event.get("attempt") for event in written if event["event"] == events.STEP]
+    return max((attempt for attempt in steps if type(attempt) is int), default=0)

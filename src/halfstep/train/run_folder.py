@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from halfstep.errors import FolderTaken, HalfstepError
+from halfstep.errors import FolderTaken, HalfstepError, Unsafe
 from halfstep.files import read_json, write_text
 from halfstep.train.lock import LOCK, FolderLock, lock
 from halfstep.train.recipe.changes import RECIPE as RECIPE_CHANGE
@@ -19,6 +20,9 @@ from halfstep.train.recipe.written import different, to_yaml
 RECIPE = "recipe.yaml"
 RESULT = "result.json"
 """Written last, by a run that came to its end."""
+FILES = (RECIPE, "journal.jsonl", "train.log")
+FOLDERS = ("checkpoints", "pictures", "tensorboard", "wandb")
+"""Where a run writes into what is there already; other files it replaces."""
 MOST_RUNS = 10_000
 ANOTHER = "add --new for a folder of its own"
 
@@ -65,6 +69,7 @@ def open_run(
 def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collection[str], held: FolderLock) -> RunFolder:
     placed = _with(recipe, "run.dir", str(path))
     _refuse_foreign(path)
+    _refuse_links(path)
     written = _written(path)
     if written is None:
         for draft in filter(_is_draft, path.iterdir()):
@@ -122,6 +127,22 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
+def _refuse_links(path: Path) -> None:
+    """What a run adds to, shortens or clears up must be its own: a link would have it done to somebody's files."""
+    kinds = [(name, stat.S_ISREG, "file") for name in FILES] + [(name, stat.S_ISDIR, "folder") for name in FOLDERS]
+    for name, belongs, kind in kinds:
+        try:
+            mode = (path / name).lstat().st_mode
+        except FileNotFoundError:
+            continue
+        if not belongs(mode):
+            raise Unsafe(
+                f"{path / name} is {'a link' if stat.S_ISLNK(mode) else f'no {kind}'}, and the run would write into it",
+                allowed=f"a {kind} of the run's own",
+                do=f"look at what put it there, and move it away; or {ANOTHER}",
+            )
+
+
 def _is_draft(entry: Path) -> bool:
     """What a run leaves that was killed while its recipe was being written; see `files.replacing`."""
     name, _, number = entry.name.rpartition(".")
@@ -136,7 +157,11 @@ def _with(recipe: Any, key: str, value: Any) -> Any:
 
 def _finished(path: Path, lines: list[str]) -> FolderTaken:
     if lines:
-        return FolderTaken(listed(f"{path} holds a run of another recipe:", lines), do=ANOTHER)
+        return FolderTaken(
+            listed(f"{path} holds a finished run of another recipe:", lines),
+            allowed="one run a folder; a finished one does not go on",
+            do=ANOTHER,
+        )
     return FolderTaken(
         f"{path} holds this run, finished", allowed="one run a folder", do=f"halfstep evaluate {path}, or {ANOTHER}"
     )

@@ -16,13 +16,14 @@ from halfstep.train.checkpoint.commit import Snapshot
 from halfstep.train.checkpoint.packing import pack, unpack
 from halfstep.train.data.budget import Budget
 from halfstep.train.data.samples import Samples
+from halfstep.train.fleeting import fleeting
 from halfstep.train.measured import Measured
 from halfstep.train.progress import Progress
 from halfstep.train.randomness import read_generators
 from halfstep.train.setup import AnyRecipe, Parts
 from halfstep.train.tally import Tally
 
-OWN = ("weights/buffers/", "average/buffers/", "random/", "counts/epoch/metrics/")
+OWN = ("weights/buffers/", "weights/more/", "average/buffers/", "random/", "counts/epoch/metrics/")
 """Tensors that differ between processes which train one model; rank 0 writes the others for all."""
 FINITE, NUMBERS = ("weights/parameters/", "average/averages/"), ("weights/buffers/", "average/buffers/")
 """Tensors that a checkpoint keeps only while they are finite, and those in which infinities may have a meaning."""
@@ -162,5 +163,6 @@ def _weights(live: Live) -> dict[str, Any]:
     return {
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
+        "fleeting": fleeting(model),
         "more": more_of(model),
     }

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from faults.crash_story import commit_together
+from halfstep.files import LARGEST_JSON
 from halfstep.train.checkpoint.commit import NotCommitted, Snapshot, commit, retain, sweep
 from halfstep.train.checkpoint.disk import Disk
 from halfstep.train.checkpoint.generation import Generation, generations, leftovers
 from halfstep.train.checkpoint.manifest import MANIFEST, read_manifest, state_of, tensors_of
-from halfstep.train.checkpoint.reading import newest_whole, read_state, verified
+from halfstep.train.checkpoint.reading import MOST_TENSORS, newest_whole, read_state, verified
 
 
 class Alone:
@@ -268,6 +269,49 @@ def test_numbers_are_not_used_again_after_a_failure(tmp_path: Path) -> None:
         save(tmp_path, snapshot(6), disk=Stubborn("flush", 3))
     assert names(tmp_path) == ["step-00000003.0001", "step-00000006.0002.tmp"]
     assert save(tmp_path, snapshot(6)).number == 3
+
+
+def test_old_ones_that_cannot_be_listed_are_no_failure_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unlisted(Disk):
+        """From the commit on, the folder is there and cannot be read."""
+
+        def rename(self, old: Path, new: Path) -> None:
+            super().rename(old, new)
+            monkeypatch.setattr(Path, "iterdir", unreadable)
+
+    def unreadable(path: Path) -> list[Path]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    save(tmp_path, snapshot(3))
+    found = save(tmp_path, snapshot(6), keep=1, disk=Unlisted())
+    monkeypatch.undo()
+    assert verified(found).problem is None
+    assert [one.attempt for one in generations(tmp_path)] == [6, 3]
+
+
+def test_as_many_tensors_as_can_be_read_are_written_and_not_one_more(tmp_path: Path) -> None:
+    one = torch.zeros(0)
+    most = {str(n): one for n in range(MOST_TENSORS - 1)}
+    found = save(tmp_path, snapshot(3, tensors=most))
+    assert read_state(found, 0)[1].keys() == most.keys()
+    with pytest.raises(NotCommitted, match=r"100,000 tensors of one process: .* at most 99,999"):
+        save(tmp_path, snapshot(6, tensors={**most, "more": one}))
+    assert names(tmp_path) == [found.name]
+
+
+def test_as_much_state_as_can_be_read_is_written_and_not_one_byte_more(tmp_path: Path) -> None:
+    most = "x" * (LARGEST_JSON - 2)
+    found = save(tmp_path, Snapshot(3, most, {}))
+    assert read_state(found, 0) == (most, {})
+    with pytest.raises(NotCommitted, match="16,777,217 bytes of state beside the tensors"):
+        save(tmp_path, Snapshot(6, most + "x", {}))
+    with pytest.raises(NotCommitted, match="bytes for the table of tensors"):
+        save(tmp_path, snapshot(6, tensors={most: torch.zeros(1)}))
+    with pytest.raises(NotCommitted, match="bytes of manifest"):
+        save(tmp_path, snapshot(6, environment={"long": most}))
+    assert names(tmp_path) == [found.name]
 
 
 def damage(generation: Generation, kind: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +19,7 @@ import pytest
 import torch
 
 from halfstep.errors import BadData, FolderTaken
+from halfstep.train.journal import jsonl
 from halfstep.train.journal.journal import Event, Journal
 from halfstep.train.journal.jsonl import JsonLines, as_line, read_events
 from tests.train.journal.told import step, whole_run
@@ -146,15 +152,82 @@ def test_a_listener_that_fails_is_left_out_and_the_others_are_told() -> None:
     assert (ill.closed, well.closed) == (1, 1)
 
 
-def test_a_disk_that_fills_up_does_not_end_the_run() -> None:
+def test_a_disk_that_fills_up_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no device that is always full")
     well = Heard()
     journal = Journal([JsonLines(Path("/dev/full")), well])
     journal.tell("step", attempt=1)
     journal.tell("step", attempt=2)
-    assert [e.get("attempt") for e in well.events if e["event"] == "step"] == [1, 2]
-    assert "JsonLines stopped" in next(e["text"] for e in well.events if e["event"] == "note")
+    assert [e.get("attempt") for e in well.events] == [1, 2]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, "told at every event"
+    assert "/dev/full cannot be written: No space left on device" in said
+    journal.close()
+    assert "/dev/full ends without its last 2 lines" in capsys.readouterr().err
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.mark.parametrize("room", [0, 1, 10])
+def test_lines_wait_for_a_disk_that_gets_room_again(
+    tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal([JsonLines(path)])
+    journal.tell("step", attempt=1)
+    before = path.read_bytes()
+    with files_of_at_most(len(before) + room):
+        for attempt in (2, 3, 4):
+            journal.tell("step", attempt=attempt)
+            assert path.read_bytes() == before, "half a line is left"
+    journal.tell("step", attempt=5)
+    assert [e["attempt"] for e in read_events(path)] == [1, 2, 3, 4, 5]
+    journal.close()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{path} cannot be written: File too large" in said
+
+
+def test_half_a_line_that_cannot_be_removed_is_made_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    lines = JsonLines(path)
+    lines._file.close()
+
+    class Kept(io.FileIO):
+        def truncate(self, size: int | None = None) -> int:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+    lines._file = Kept(path, "ab")
+    with files_of_at_most(10):
+        lines.hear(step(1))
+        lines.hear(step(2))
+        assert path.stat().st_size == 10
+    lines.close()
+    assert [e["attempt"] for e in read_events(path)] == [1, 2]
+
+
+def test_what_waits_is_bounded_and_a_hole_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MOST_WAITING", 5)
+    path = tmp_path / "journal.jsonl"
+    lines = JsonLines(path)
+    with files_of_at_most(0):
+        for attempt in range(1, 101):
+            lines.hear(step(attempt))
+            assert len(lines._waiting) <= 6
+    lines.hear(step(101))
+    lines.close()
+    events = read_events(path)
+    assert [e.get("attempt") for e in events] == [1, None, 98, 99, 100, 101]
+    assert "no room for 96 lines" in events[1]["text"]
 
 
 def test_an_interruption_passes_through() -> None:

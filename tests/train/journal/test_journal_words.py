@@ -254,3 +254,10 @@ def test_a_log_file_that_cannot_be_opened(tmp_path: Path) -> None:
 
 def test_an_event_from_the_future_is_passed_over() -> None:
     assert plain_lines([{"event": "unheard_of", "time": 0.0}]) == []
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    one = start(epochs=1, steps=1, steps_per_epoch=1)
+    assert dict(words.header(one))["length"] == "1 epoch, 1 step an epoch, 1 step"
+    assert dict(words.header(start(epochs=None)))["length"] == "40 steps, 20 steps an epoch"
+    assert " 1 step applied" in ending(end(steps=1), Latest())[0]

@@ -92,6 +92,33 @@ def test_not_exact_for_no_reason_is_still_said() -> None:
     assert words_of(start(resumed=resumed(exact=False)))[1].text == "APPROXIMATE because it is not known to be exact"
 
 
+@pytest.mark.parametrize(
+    ("changed", "because"),
+    [
+        (["train.steps: 40 -> 29"], ["the recipe was changed"]),
+        (["task: segmentation -> tiny"], ["the recipe was changed"]),
+        (["trained in fp32 -> bf16"], ["the recipe was changed"]),
+        (["train: 1 file renamed: train.a.png -> b.png"], ["the data was changed"]),
+        (["1 file renamed: a.png -> b.png"], ["the data was changed"]),
+        (["train.steps: 40 -> 29", "val: 9 samples, saved 8"], ["the recipe was changed", "the data was changed"]),
+    ],
+)
+def test_a_change_that_was_accepted_is_the_reason_where_there_is_no_other(
+    changed: list[str], because: list[str]
+) -> None:
+    items = words_of(start(resumed=resumed(exact=False, changed=changed)))
+    told = [f"APPROXIMATE because {reason}" for reason in because] + [f"accepted change: {line}" for line in changed]
+    assert [item.text for item in items[1:]] == told
+
+
+def test_a_run_that_is_beyond_its_new_end_says_so() -> None:
+    (item,) = words_of(start(steps=29, resumed=resumed(50, repeated=0)))
+    where = "resumed at step 50 from checkpoint step-00000050.0007"
+    assert item.text == f"{where}: the run is already beyond its new end, step 29"
+    (at_its_end,) = words_of(start(steps=50, resumed=resumed(50, repeated=0)))
+    assert at_its_end.text == where.replace("step 50", "step 50 of 50")
+
+
 def test_many_reasons_are_few_lines_and_cannot_speak_to_the_terminal() -> None:
     items = words_of(start(resumed=resumed(changed=[f"file \x1b[2J{n}\n" for n in range(1000)])))
     assert len(items) == 1 + MOST_LINES + 1
@@ -170,6 +197,18 @@ def test_a_run_that_was_stopped_and_could_not_be_saved() -> None:
         "  stopped by SIGINT at step 23 of 40 without saving: start it again with the same command to go on from "
         "checkpoint step-00000020.0008 (step 20)"
     ]
+
+
+def test_a_run_that_was_begun_anew_is_not_sent_to_another_folder() -> None:
+    """The same command would begin once more, in a folder with the next number."""
+    anew = start(command="halfstep train tiny --new", dir="runs/my tiny-2")
+    go_on = "start it again without --new, with 'run.dir=runs/my tiny-2', to go on"
+    stopped = {"reason": "stopped", "signal": "SIGTERM", "checkpoint": "step-00000023.0009"}
+    assert ended([anew, step(23)], **stopped)[0].endswith(f"saved as step-00000023.0009; {go_on}")
+    failed = ended([anew, step(23), saved(20, 8)], reason="failed")
+    assert failed == [f"  {go_on} from checkpoint step-00000020.0008 (step 20)"]
+    named_so = start(command="halfstep train tiny run.dir=runs/--new-1")
+    assert "with the same command" in ended([named_so, step(23)], **stopped)[0]
 
 
 @pytest.mark.parametrize("reason", ["failed", "interrupted"])

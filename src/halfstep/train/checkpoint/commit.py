@@ -19,14 +19,18 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import HalfstepError
+from halfstep.files import LARGEST_JSON
 from halfstep.tensor_header import content, header
 from halfstep.train.checkpoint.disk import Disk
 from halfstep.train.checkpoint.generation import Generation, following, generations, leftovers, named
 from halfstep.train.checkpoint.manifest import MANIFEST, Manifest, NewerFormat, read_manifest, state_of, tensors_of
+from halfstep.train.checkpoint.reading import MOST_TENSORS
 from halfstep.train.checkpoint.sealed import Sealed, write_sealed
 
 NOT_FINITE = "not finite: "
 """How the reason begins where a save was refused for what it would have kept."""
+LENGTH = 8
+"""Bytes before a table of tensors, which say how long it is."""
 MADE_WITH_A_RUN = 3
 """Folders that hold the checkpoints and may be as new as they are: the run's, the one of all runs, and that one's."""
 
@@ -86,7 +90,9 @@ def commit(folder: Path, snapshot: Snapshot, *, keep: int, disk: Disk, party: Pa
                 remove(generation.draft, disk)
         raise
     if first:
-        retain(folder, keep, disk)
+        # What is committed stays so, whatever becomes of the old ones.
+        with contextlib.suppress(OSError):
+            retain(folder, keep, disk)
     return generation
 
 
@@ -151,18 +157,31 @@ def _all_finite(snapshot: Snapshot) -> None:
 
 
 def _write_own(draft: Path, snapshot: Snapshot, disk: Disk, rank: int) -> list[Sealed]:
-    tensors = write_sealed(disk, draft / tensors_of(rank), _stream(snapshot.tensors))
+    table = header(snapshot.tensors, {"format": "pt"})
     text = json.dumps(snapshot.plain, allow_nan=False, separators=(",", ":")).encode()
+    # The reader counts what the table says of itself as one more.
+    _refuse_more_than(MOST_TENSORS - 1, len(snapshot.tensors), "tensors of one process")
+    _refuse_more_than(LARGEST_JSON, len(table) - LENGTH, "bytes for the table of tensors")
+    _refuse_more_than(LARGEST_JSON, len(text), "bytes of state beside the tensors")
+    tensors = write_sealed(disk, draft / tensors_of(rank), _stream(table, snapshot.tensors))
     return [tensors, write_sealed(disk, draft / state_of(rank), [text])]
 
 
-def _stream(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield header(tensors, {"format": "pt"})
+def _refuse_more_than(most: int, count: int, what: str) -> None:
+    """What no reader would take back is no checkpoint, and must not push out one that is."""
+    if count > most:
+        raise NotCommitted(f"{count:,} {what}: a checkpoint can be read with at most {most:,}")
+
+
+def _stream(table: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield table
     yield from (content(tensor) for tensor in tensors.values())
 
 
 def _finish(generation: Generation, manifest: Manifest, disk: Disk) -> None:
-    write_sealed(disk, generation.draft / MANIFEST, [manifest.text()])
+    text = manifest.text()
+    _refuse_more_than(LARGEST_JSON, len(text), "bytes of manifest")
+    write_sealed(disk, generation.draft / MANIFEST, [text])
     disk.flush_folder(generation.draft)
     disk.rename(generation.draft, generation.path)
     disk.flush_folder(generation.path.parent)

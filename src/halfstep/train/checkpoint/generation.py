@@ -53,6 +53,11 @@ def leftovers(folder: Path) -> list[Path]:
     return [one.path for one in _matching(folder, DRAFT)]
 
 
+def set_aside(folder: Path) -> list[Path]:
+    """Those that were found damaged, and are used no more."""
+    return sorted(one.path for one in _matching(folder, BAD))
+
+
 def _matching(folder: Path, suffix: str) -> list[Generation]:
     try:
         entries = list(folder.iterdir())

@@ -107,10 +107,6 @@ def _checked(content: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _names(world: int) -> set[str]:
-    return {name for rank in range(world) for name in (tensors_of(rank), state_of(rank))}
-
-
 def _sealed(name: str, size: int, sha256: str) -> Sealed:
     # Names come from a file, and become paths.
     if not _NAME.fullmatch(name) or not _SHA256.fullmatch(sha256):

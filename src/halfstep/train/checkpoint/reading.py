@@ -13,11 +13,11 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from halfstep.errors import BadData, NoCheckpoint, StateMismatch
+from halfstep.errors import BadData, HalfstepError, NoCheckpoint, StateMismatch, StorageFailed
 from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.train.checkpoint.generation import Generation, generations
 from halfstep.train.checkpoint.manifest import Manifest, NewerFormat, read_manifest, state_of, tensors_of
-from halfstep.train.checkpoint.sealed import problem_with, read_bounded, refuse_code, regular
+from halfstep.train.checkpoint.sealed import is_passing, problem_with, read_bounded, refuse_code, regular
 from halfstep.train.foreign import LOOKED_AT
 
 MOST_TENSORS, MOST_SIDES = 100_000, 64
@@ -36,6 +36,8 @@ class Verdict:
     manifest: Manifest | None
     problem: str | None
     """The first thing that is wrong, or None."""
+    unread: bool = False
+    """Whether it could not be looked at: it may be whole."""
 
 
 def verified(generation: Generation, progress: Progress = lambda count: None) -> Verdict:
@@ -43,7 +45,7 @@ def verified(generation: Generation, progress: Progress = lambda count: None) ->
     try:
         _refuse_strangers(generation.path)
     except OSError as error:
-        return Verdict(generation, None, _in_words(error))
+        return Verdict(generation, None, _in_words(error), is_passing(error))
     try:
         manifest = read_manifest(generation)
     except NewerFormat as error:
@@ -53,9 +55,12 @@ def verified(generation: Generation, progress: Progress = lambda count: None) ->
             do="pip install --upgrade halfstep",
         ) from None
     except (OSError, ValueError) as error:
-        return Verdict(generation, None, f"its manifest: {_in_words(error)}")
+        return Verdict(generation, None, f"its manifest: {_in_words(error)}", is_passing(error))
     for sealed in manifest.files:
-        problem = problem_with(generation.path, sealed)
+        try:
+            problem = problem_with(generation.path, sealed)
+        except OSError as error:
+            return Verdict(generation, manifest, f"{sealed.name}: {_in_words(error)}", unread=True)
         if problem is not None:
             return Verdict(generation, manifest, problem)
         progress(sealed.size)
@@ -72,12 +77,21 @@ def _refuse_strangers(folder: Path) -> None:
 
 
 def newest_whole(folder: Path) -> tuple[Verdict | None, list[Verdict]]:
-    """The newest checkpoint that is whole, and the damaged ones that are newer. NoCheckpoint where all are damaged."""
+    """The newest checkpoint that is whole, and the damaged ones that are newer. NoCheckpoint where all are damaged.
+
+    StorageFailed where one cannot be read now: to go back to an older one would throw away what may be whole.
+    """
     damaged: list[Verdict] = []
-    for generation in generations(folder):
+    try:
+        found = generations(folder)
+    except OSError as error:
+        raise _not_now(folder, _in_words(error)) from error
+    for generation in found:
         verdict = verified(generation)
         if verdict.problem is None:
             return verdict, damaged
+        if verdict.unread:
+            raise _not_now(generation.path, verdict.problem)
         damaged.append(verdict)
     if damaged:
         raise none_whole(folder, [f"{one.generation.name}: {one.problem}" for one in damaged])
@@ -90,6 +104,14 @@ def none_whole(folder: Path, lines: list[str]) -> NoCheckpoint:
         "\n    ".join([f"{folder} held checkpoints, and none of them is whole:", *shown]),
         allowed="at least one checkpoint as it was written; a run is never begun anew in silence",
         do="bring back the folder from a copy, or add --new to begin again in a folder of its own",
+    )
+
+
+def _not_now(path: Path, problem: str) -> StorageFailed:
+    return StorageFailed(
+        f"{path} cannot be read now: {problem}",
+        allowed="a disk that can be read; whether the checkpoint is whole is not known",
+        do=f"try again; where it stays so, rename {path.name} to go on from the checkpoint before it",
     )
 
 
@@ -131,7 +153,9 @@ def _check_header(path: Path) -> None:
             raise ValueError(f"a tensor with the shape {str(shape)[:80]}")
 
 
-def _damaged(path: Path, error: Exception) -> BadData:
+def _damaged(path: Path, error: Exception) -> HalfstepError:
+    if is_passing(error):
+        return _not_now(path.parent, f"{path.name}: {_in_words(error)}")
     return BadData(
         f"{path} cannot be read: {_in_words(error)}",
         allowed="a checkpoint as halfstep wrote it",

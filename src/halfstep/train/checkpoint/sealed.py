@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -16,6 +17,22 @@ from halfstep.train.foreign import LOOKED_AT, runs_code
 
 BLOCK = 2**22
 """Bytes that are hashed and written at a time."""
+_PASSING = {
+    getattr(errno, name, None)
+    for name in (
+        "EMFILE",
+        "ENFILE",
+        "ENOMEM",
+        "ENOBUFS",
+        "EIO",
+        "EACCES",
+        "EPERM",
+        "ESTALE",
+        "EAGAIN",
+        "EINTR",
+        "ETIMEDOUT",
+    )
+} - {None}
 
 
 class Sealed(NamedTuple):
@@ -49,15 +66,25 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def problem_with(folder: Path, sealed: Sealed) -> str | None:
-    """What is wrong with a file, in words; Unsafe where it would run code if somebody read it with a pickle reader."""
+    """What is wrong with a file, in words; OSError where it cannot be read now, which says nothing about it.
+
+    Unsafe where it would run code if somebody read it with a pickle reader.
+    """
     try:
         with regular(folder / sealed.name) as file:
             size, sha256 = _measured(file, folder / sealed.name, sealed.size)
     except OSError as error:
+        if is_passing(error):
+            raise
         return f"{sealed.name}: {error.strerror or error}"
     if size != sealed.size:
         return f"{sealed.name} has {size:,} bytes, {sealed.size:,} were written"
     return None if sha256 == sealed.sha256 else f"{sealed.name} has the right size and another SHA-256 than was written"
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether a file could not be read for a reason that is not its own: another try may find it whole."""
+    return isinstance(error, OSError) and error.errno in _PASSING
 
 
 def read_bounded(path: Path, most: int) -> bytes:

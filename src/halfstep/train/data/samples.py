@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -36,14 +38,51 @@ class Item(NamedTuple):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's generator begins with `seed` inside, and goes on outside as if nothing had happened."""
-    with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would also seed the devices', and those are the training's.
-        torch.default_generator.manual_seed(seed)
+    """The generators begin with `seed` inside, and go on outside as if nothing had happened."""
+    with generators_aside():
+        seed_generators(seed)
         yield
 
 
-class Samples(Dataset[Item]):
+@contextmanager
+def generators_aside() -> Iterator[None]:
+    """torch's, Python's and NumPy's generators are free inside, and go on outside as if nothing had happened.
+
+    NumPy takes a tenth of a millisecond for it: once for a batch is nothing, once for every sample would be felt.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def seed_generators(seed: int) -> None:
+    # torch.manual_seed would also seed the devices', and those are the training's.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    # The upper bits: NumPy's generator is torch's, which would draw the same words from the same seed.
+    np.random.seed(seed >> 31)
+
+
+class Keyed(Dataset[Item]):
+    """Items by key; the generators of the training are set aside once for all that are asked for together."""
+
+    def __getitem__(self, key: Key) -> Item:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[Item]:
+        """What a DataLoader asks for: a batch at a time."""
+        with generators_aside():
+            return [self._item(*key) for key in keys]
+
+    def _item(self, epoch: int, number: int) -> Item:
+        raise NotImplementedError
+
+
+class Samples(Keyed):
     """For training: a bad sample is replaced by another one, chosen by (seed, epoch, number) alone."""
 
     def __init__(self, source: Source, transform: Transform, seed: int, quarantined: Iterable[int] = ()) -> None:
@@ -53,8 +92,7 @@ class Samples(Dataset[Item]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, key: Key) -> Item:
-        epoch, number = key
+    def _item(self, epoch: int, number: int) -> Item:
         try:
             return self._first_good(epoch, number)
         except HalfstepError as error:
@@ -84,7 +122,7 @@ class Samples(Dataset[Item]):
             yield derive(self.seed, "instead", epoch, number, attempt) % len(self.source)
 
 
-class ValSamples(Dataset[Item]):
+class ValSamples(Keyed):
     """For evaluation: a bad sample is left out and reported. Another in its place would count twice in the metric."""
 
     def __init__(self, source: Source, transform: Transform, seed: int) -> None:
@@ -93,8 +131,7 @@ class ValSamples(Dataset[Item]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, key: Key) -> Item:
-        epoch, number = key
+    def _item(self, epoch: int, number: int) -> Item:
         try:
             return Item(prepared(self, epoch, number), number, [], epoch)
         except BadSample as bad:
@@ -104,7 +141,6 @@ class ValSamples(Dataset[Item]):
 
 
 def prepared(samples: Samples | ValSamples, epoch: int, number: int) -> Sample:
-    """Augmentation depends on (seed, epoch, number): not on the worker that does it, nor on what it did before."""
-    sample = samples.source.read(number)
-    with seeded(derive(samples.seed, "augment", epoch, number)):
-        return samples.transform(sample)
+    """What is drawn depends on (seed, epoch, number): not on the worker that does it, nor on what it did before."""
+    seed_generators(derive(samples.seed, "augment", epoch, number))
+    return samples.transform(samples.source.read(number))

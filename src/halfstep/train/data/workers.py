@@ -66,7 +66,7 @@ def measured(samples: Samples, order: Order, collate: Collate, batch_size: int) 
     begin = time.perf_counter()
     for batch in islice(batches, 12):
         wall, busy = time.perf_counter(), time.process_time()
-        gather([samples[0, number] for number in batch])
+        gather(samples.__getitems__([(0, number) for number in batch]))
         wall, busy = time.perf_counter() - wall, time.process_time() - busy
         times.append((wall, max(0.0, 1.0 - busy / wall)))
         if time.perf_counter() - begin > LONGEST:

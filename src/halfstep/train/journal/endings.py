@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 from halfstep.train.journal import numbers
 from halfstep.train.journal.journal import Event
 from halfstep.train.journal.latest import Checkpoint, Latest
-from halfstep.train.journal.words import clean, named, skips
+from halfstep.train.journal.words import clean, named, several, skips
 
 STOPPED = "stopped"
 _ENDINGS = {
@@ -24,7 +25,7 @@ _KEPT = ("best", "last", "curves")
 def ending(event: Event, latest: Latest) -> list[str]:
     """The last lines of a run, the first of them for a hurried reader."""
     reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
-    told = f"{reason} after {numbers.duration(event['seconds'])}: {numbers.count(event['steps'])} steps applied"
+    told = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
     lines = [f"{told}, {skips(event.get('skipped') or {})}"]
     if event["reason"] in _UNFINISHED:
         lines.append(f"  {_to_go_on(event, latest)}")
@@ -42,11 +43,19 @@ def _to_go_on(event: Event, latest: Latest) -> str:
     signal = event.get("signal")
     if event.get("checkpoint"):
         by = f"stopped by {signal} {_place(latest)}: " if signal else ""
-        return clean(f"{by}saved as {event['checkpoint']}; start it again with the same command to go on")
+        return clean(f"{by}saved as {event['checkpoint']}; {_again(latest)}")
     by = f"stopped by {signal} {_place(latest)} without saving: " if signal else ""
     if latest.checkpoint is None:
         return clean(f"{by}no checkpoint was written yet: the same command starts again from step 0")
-    return f"{clean(by)}start it again with the same command to go on from checkpoint {_named(latest.checkpoint)}"
+    return f"{clean(f'{by}{_again(latest)}')} from checkpoint {_named(latest.checkpoint)}"
+
+
+def _again(latest: Latest) -> str:
+    """What goes on with the run; a command with --new would begin another one, in a folder of its own."""
+    if "--new" in str(latest.start.get("command", "")).split():
+        folder = shlex.quote(f"run.dir={latest.start.get('dir', '')}")
+        return f"start it again without --new, with {folder}, to go on"
+    return "start it again with the same command to go on"
 
 
 def _named(checkpoint: Checkpoint) -> str:

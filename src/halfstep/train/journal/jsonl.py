@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
+import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,11 @@ from typing import Any
 from halfstep.errors import BadData
 from halfstep.files import LARGEST_JSON
 from halfstep.train.journal.cutting import cut_to_lines, last_line_end
-from halfstep.train.journal.journal import Event
+from halfstep.train.journal.journal import NOTE, Event
 from halfstep.train.journal.opening import to_write
+
+MOST_WAITING = 10_000
+"""Lines that are kept for a disk without room."""
 
 
 def _plain(value: Any) -> Any:
@@ -28,19 +35,82 @@ _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",",
 
 
 class JsonLines:
-    """Appends each event to a file. A killed run leaves at most one partial line, which the next one removes."""
+    """Appends each event to a file. A killed run leaves at most one partial line, which the next one removes.
+
+    Lines that a full disk does not take wait in memory, and are written before the next one as soon as it has room.
+    """
 
     def __init__(self, path: Path) -> None:
         with to_write(path):
             cut_to_lines(path)
             # Unbuffered: each line is one write, which the system keeps even if the process is killed right after it.
             self._file = path.open("ab", buffering=0)
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+        """Lines that are gone, and not yet told of in the file."""
+        self._is_told = False
 
     def hear(self, event: Event) -> None:
-        self._file.write(as_line(event).encode("utf-8", "replace"))
+        self._waiting.append(as_line(event).encode("utf-8", "replace"))
+        try:
+            self._write_waiting()
+        except OSError as failure:
+            # Not raised: who fails is never told anything again, and the disk may have room at the next step.
+            self._tell_once(failure)
+            self._keep_few(event)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._write_waiting()
+        if self._waiting:
+            _say(f"{self._file.name} ends without its last {len(self._waiting):,} lines, which had no room")
+            self._waiting.clear()
         self._file.close()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._append(self._waiting[0])
+            self._waiting.popleft()
+            self._lost = 0  # if anything was, it is told of in the next line
+
+    def _append(self, line: bytes) -> None:
+        """All of the line. Where that fails, the part that was written is removed, or else the rest is what waits."""
+        done = 0
+        try:
+            while done < len(line):
+                taken = self._file.write(line[done:])  # a disk that gets full takes a part, and fails at the next one
+                if not taken:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                done += taken
+        except OSError:
+            try:
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - done)
+            except OSError:
+                self._waiting[0] = line[done:]
+            raise
+
+    def _keep_few(self, event: Event) -> None:
+        """Bounds what waits: all but the first are given up from the oldest on, and a line in their place says so."""
+        while len(self._waiting) > MOST_WAITING:
+            if not self._lost:
+                self._waiting.insert(1, b"")
+            del self._waiting[2]
+            self._lost += 1
+            text = f"the disk had no room for {self._lost:,} lines of the journal, which are missing here"
+            note = {"event": NOTE, "time": event.get("time", 0.0), "text": text, "level": "warning"}
+            self._waiting[1] = as_line(note).encode()
+
+    def _tell_once(self, failure: OSError) -> None:
+        if not self._is_told:
+            self._is_told = True
+            why = failure.strerror or failure
+            _say(f"{self._file.name} cannot be written: {why}; its lines are kept, and written when that is possible")
+
+
+def _say(text: str) -> None:
+    """To a person: the journal itself, where this belongs, is what cannot be written."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def as_line(event: Event) -> str:
@@ -74,10 +144,13 @@ def read_events(path: Path) -> list[Event]:
         ) from failure
 
 
-def kept_events(path: Path) -> Iterator[Event]:
-    """One event after the other, for a run that goes on: a damaged line, or no journal at all, must not hold it up."""
+def kept_events(path: Path, after: int = 0) -> Iterator[Event]:
+    """One event after the other, for a run that goes on: a damaged line, or no journal at all, must not hold it up.
+
+    Of those that begin after so many bytes, where these are given.
+    """
     with contextlib.suppress(OSError):
-        for line in _lines(path):
+        for line in _lines(path, after):
             event = _read(line)
             if event is not None:
                 yield event
@@ -97,9 +170,10 @@ def last_time(path: Path) -> float:
     return told if 0.0 <= told < math.inf else 0.0
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
     """The whole lines of a file; one that is longer than any of ours comes in parts."""
     with path.open("rb") as file:
+        file.seek(after)
         while line := file.readline(LARGEST_JSON):
             if not line.endswith(b"\n") and len(line) < LARGEST_JSON:
                 return

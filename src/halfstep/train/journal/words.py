@@ -42,6 +42,11 @@ def clean(text: Any) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text))
 
 
+def several(number: int, word: str) -> str:
+    """`1 epoch`, `2 epochs`."""
+    return f"{numbers.count(number)} {word}" if number == 1 else f"{numbers.count(number)} {word}s"
+
+
 def fitted(text: str, encoding: str | None) -> str:
     """The text as an output can write it: signs that it has no code for become plain letters."""
     try:
@@ -221,9 +226,9 @@ def _samples(start: Event) -> str:
 
 
 def _length(start: Event) -> str:
-    each = f"{numbers.count(start['steps_per_epoch'])} steps an epoch"
-    steps = f"{numbers.count(start['steps'])} steps"
-    return f"{numbers.count(start['epochs'])} epochs, {each}, {steps}" if start["epochs"] else f"{steps}, {each}"
+    each = f"{several(start['steps_per_epoch'], 'step')} an epoch"
+    steps = several(start["steps"], "step")
+    return f"{several(start['epochs'], 'epoch')}, {each}, {steps}" if start["epochs"] else f"{steps}, {each}"
 
 
 def _cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool) -> list[str]:

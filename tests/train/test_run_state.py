@@ -79,6 +79,12 @@ def test_a_process_that_is_not_the_first_writes_its_own_only(tmp_path: Path, mon
     assert not any("parameters" in name or "averages" in name for name in less.tensors)
 
 
+def test_what_a_model_keeps_for_itself_is_each_process_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = state(tmp_path, net=_Hidden)
+    monkeypatch.setattr(world, "rank", lambda: 1)
+    assert "weights/more/between._extra_state" in own.snapshot(1, {}).tensors
+
+
 def _normalised() -> nn.Module:
     net = Net()
     net.between = nn.BatchNorm1d(16)
@@ -113,6 +119,7 @@ class _Extra(nn.Identity):
 def test_what_a_model_hides_is_kept_too(tmp_path: Path) -> None:
     weights = state(tmp_path, net=_Hidden).weights
     assert set(weights["buffers"]) == {"scale", "passing"}
+    assert weights["fleeting"] == ["passing"]
     assert weights["more"] == {"_extra_state": {"calls": 5}, "between._extra_state": torch.zeros(1)}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -14,8 +17,9 @@ import torch
 
 import halfstep
 from faults.refit import refit
-from halfstep.errors import StateMismatch, Stopped
-from halfstep.train import loaders, setup
+from halfstep.errors import NoCheckpoint, StateMismatch, Stopped, StorageFailed
+from halfstep.train import loaders, resuming, setup
+from halfstep.train.checkpoint import reading
 from halfstep.train.run import Run
 from tests.support.digest import digest_of
 from tests.support.tiny_task import Data, Model, Points, Tiny
@@ -174,3 +178,104 @@ def test_accepting_what_has_not_changed_changes_no_bit(accept: bool, tmp_path: P
         for folder in (tmp_path, tmp_path / "whole")
     )
     assert digest_of(one) == digest_of(other)
+
+
+# -- a folder that is not as the run left it --------------------------------------------------------------------------
+
+
+def test_a_damaged_journal_does_not_hold_up_a_run(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    whole, chance = journal.read_bytes(), random.Random(0)
+    assert resuming._was_saved(tmp_path / "run")
+    for _ in range(400):
+        flipped = bytearray(whole)
+        flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        journal.write_bytes(flipped)
+        resuming._last_attempt(tmp_path / "run")
+        resuming._was_saved(tmp_path / "run")
+    lines = [{"event": "step"}, {"event": "step", "attempt": "7"}, {"event": "step", "attempt": True}]
+    lines += [{"event": "start", "resumed": "yes"}, {"event": "step", "attempt": 3}]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resuming._last_attempt(tmp_path / "run") == 3
+    assert not resuming._was_saved(tmp_path / "run")
+
+
+def test_steps_that_are_done_again_are_counted_from_the_end_of_the_journal(tmp_path: Path) -> None:
+    at, run = stopped(tmp_path), tmp_path / "run"
+    size = (run / "journal.jsonl").stat().st_size
+    assert resuming._last_attempt(run) == at
+    assert resuming._last_attempt(run, size) == resuming._last_attempt(run, 2**80) == 0
+    with (run / "journal.jsonl").open("a") as file:
+        file.writelines(json.dumps({"event": "step", "attempt": at + more}) + "\n" for more in (1, 2, 3))
+    fit(tmp_path)
+    assert events(run, "start")[-1]["resumed"]["repeated"] == 3
+
+
+@pytest.mark.parametrize("code", ["EMFILE", "ENOMEM", "EIO", "EACCES", "ESTALE"])
+@pytest.mark.parametrize("name", ["MANIFEST.json", "rank-00000.safetensors", "checkpoints"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_given_up(
+    code: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tmp_path)
+    before, real = sorted((tmp_path / "run" / "checkpoints").iterdir()), os.open
+    failure = OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    def failing(path: Any, *given: Any, **more: Any) -> int:
+        if str(path).endswith(name):
+            raise failure
+        return real(path, *given, **more)
+
+    def unlisted(folder: Path) -> Any:
+        raise failure
+
+    with monkeypatch.context() as patch:
+        if name == "checkpoints":
+            patch.setattr(reading, "generations", unlisted)
+        else:
+            patch.setattr(os, "open", failing)
+        with pytest.raises(StorageFailed, match=f"cannot be read now: .*{failure.strerror}"):
+            resuming.find(tmp_path / "run")
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == before
+    assert fit(tmp_path).steps == 16
+
+
+def test_a_damaged_checkpoint_is_passed_over_where_it_cannot_be_set_aside(tmp_path: Path) -> None:
+    stopped(tmp_path, checkpoint__every_steps=2)
+    place = tmp_path / "run" / "checkpoints"
+    newest = max(place.iterdir(), key=lambda path: path.name)
+    (newest / "rank-00000.json").unlink()
+    taken = newest.with_name(newest.name + ".bad")
+    taken.mkdir()
+    (taken / "kept").touch()
+    assert fit(tmp_path, checkpoint__every_steps=2).steps == 16
+    assert events(tmp_path / "run", "start")[-1]["resumed"]["passed_over"]
+    assert (taken / "kept").exists()
+
+
+def test_drafts_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    run = tmp_path / "run"
+    (run / "pictures").mkdir(exist_ok=True)
+    drafts = [".best.safetensors.20320", ".last-ema.safetensors.1", ".last.safetensors.7", ".recipe.yaml.4242"]
+    drafts += [".result.json.3", ".task.json.3", ".status.rank-00001.json.9", ".curves.png.5"]
+    drafts += ["pictures/.epoch-0001.png.77"]
+    others = [".mine.safetensors.1", ".best.safetensors.old", "best.safetensors.1", "pictures/epoch-0001.png"]
+    for name in (*drafts, *others):
+        (run / name).touch()
+    (run / ".last.safetensors.8").mkdir()  # which cannot be removed like a file
+    fit(tmp_path)
+    assert [name for name in (*drafts, *others) if (run / name).exists()] == others
+
+
+def test_a_run_whose_checkpoints_and_journal_are_gone_is_not_begun_anew_in_silence(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints")
+    (run / "journal.jsonl").rename(run / "elsewhere")
+    assert (run / "last.safetensors").exists()
+    with pytest.raises(NoCheckpoint, match=r"no journal\.jsonl, though last\.safetensors is there"):
+        fit(tmp_path)
+    # With a journal that tells of none, the weights are older than the first checkpoint.
+    (run / "journal.jsonl").touch()
+    assert fit(tmp_path).steps == 16
