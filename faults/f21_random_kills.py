@@ -81,7 +81,7 @@ class Killer:
     def _did_nothing(self, start: Any) -> bool:
         """Whether a launch was killed before its first step; `start` is what the one before it had said first."""
         events = [event for event in kept_events(self.folder / JOURNAL) if event["event"] in ("start", "step")]
-        return last_start(self.folder) == start or events[-1]["event"] == "start"
+        return not events or last_start(self.folder) == start or events[-1]["event"] == "start"
 
     def begun_anew(self, saved: int, start: Any) -> str:
         now = last_start(self.folder)
