@@ -93,10 +93,11 @@ def _failing(folder: Path, disk: Disk, whole: rig.Ending, late: list[int]) -> st
 def _killed(folder: Path, save: int, whole: rig.Ending) -> str | None:
     """SIGKILL in the middle of a save, while the training goes on beside it."""
     process = rig.start(folder, SETTINGS, disk=SlowDisk(30.0, save), task=SlowSteps)
-    begun = rig.wait_for(lambda: _drafts(folder) and len(generations(folder / CHECKPOINTS)) == save - 1)
+    # The word of the save before comes with the beginning of this one.
+    begun = rig.wait_for(lambda: _drafts(folder) and rig.committed(folder) == SAVES[: save - 1])
     rig.kill(process)
     return first_wrong(
-        ("the save was begun", lambda: begun and rig.committed(folder) == SAVES[: save - 1]),
+        ("the save was begun", lambda: begun),
         ("all that is said to be saved is whole", lambda: set(rig.committed(folder)) <= set(_whole(folder))),
         ("the run goes on", lambda: rig.run(folder, SETTINGS, task=SlowSteps) == 0),
         ("no draft is left", lambda: not _drafts(folder)),
