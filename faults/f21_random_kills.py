@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from faults import child, rig
 from faults.f20_named_kills import acknowledged_lost
 from faults.judged import steps as steps_of
@@ -22,9 +24,9 @@ from tests.support.tiny_task import Tiny
 ID = "F21"
 WHAT = "a run that is killed at random times loses no checkpoint, never begins anew, and ends as if nothing had been"
 KILLS = {False: 6, True: 100}
-STEPS = {False: 60, True: 300}
+STEPS = {False: 30, True: 300}
 EVERY: int = child.RECIPE["checkpoint.every_steps"]
-PAUSE, SLOW = 0.03, 0.002
+PAUSE, SLOW = 0.25, 0.01
 """Seconds that a step and an operation on the disk take longer, so that the run lasts for all kills, and some of them
 come in the middle of a save."""
 SOONEST = 0.05
@@ -33,9 +35,9 @@ SOONEST = 0.05
 class Slow(Tiny):
     """The same numbers, later."""
 
-    def loss(self, *given: Any) -> Any:
-        time.sleep(PAUSE)
-        return super().loss(*given)
+    def loss(self, model: nn.Module, *given: Any) -> Any:
+        time.sleep(PAUSE * model.training)
+        return super().loss(model, *given)
 
 
 class Killer:
