@@ -30,7 +30,8 @@ import torch
 
 from halfstep import world
 from halfstep.cli._memory import keep_freed_memory
-from halfstep.cli.verify import described, look, speed_in_words
+from halfstep.cli._verify_page import speed_in_words
+from halfstep.cli.verify import described, look
 from halfstep.precision.hardware import describe
 from halfstep.step.report import StepReport
 from halfstep.tasks._folder import task_class
