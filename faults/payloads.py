@@ -45,7 +45,7 @@ def _pickled(protocol: int) -> Callable[[Path], bytes]:
 
 
 def _eval(canary: Path) -> bytes:
-    return pickle.dumps(Calls(eval, f"open({str(canary)!r}, 'w')"))
+    return pickle.dumps(Calls(eval, f"open({str(canary)!r}, 'w').close()"))
 
 
 def _exec(canary: Path) -> bytes:
