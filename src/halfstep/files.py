@@ -36,15 +36,16 @@ def replacing(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
-        _flush(draft)
+        flush(draft)
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    _flush(path.parent)
+    flush(path.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """What a file holds, or the names in a folder, are on the disk, and not only in its cache."""
     if os.name == "nt" and path.is_dir():  # Windows opens no folders
         return
     handle = os.open(path, os.O_RDONLY)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from halfstep.train.keeping import LAST, Keeper
 from halfstep.train.loop import Loop
 from halfstep.train.run import make_loop
 from halfstep.train.weights import digest, load_weights
+from tests.support.room import files_of_at_most
 from tests.support.tiny_task import Tiny
 
 
@@ -169,16 +168,6 @@ def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(taking: tu
 
 
 # -- the other files --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from halfstep.train.run_folder import RECIPE, is_finished
 from halfstep.train.setup import without_weights
 from halfstep.train.state import State
 from halfstep.train.task import Task
-from halfstep.train.weights import finite
+from halfstep.train.weights import as_saved, finite
 
 CHECKPOINT = "checkpoint"
 SOURCES = ("best", "last", CHECKPOINT)
@@ -177,21 +177,13 @@ def _put(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: Gen
 def write_weights(found: Exported, file: Path) -> None:
     """Replace `file`, by the same bytes each time: the package safetensors writes metadata in any order."""
     # The wider numbers first, as a reader wants each tensor to begin at a multiple of its width.
-    ordered = sorted(_tensors(found.model).items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(as_saved(found.model).items(), key=lambda item: (-item[1].element_size(), item[0]))
     tensors = dict(ordered)
     metadata = dict(sorted({"format": "pt", **found.metadata()}.items()))
     with replacing(file) as draft, draft.open("wb") as written:
         written.write(header(tensors, metadata))
         for tensor in tensors.values():
             written.write(content(tensor))
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that the model has without what wraps it, as `save_weights` names them."""
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    state = {name.replace("_orig_mod.", ""): tensor.detach().cpu() for name, tensor in state.items()}
-    wrapped = all(name.startswith("module.") for name in state)
-    return {name.removeprefix("module.") if wrapped else name: tensor for name, tensor in state.items()}
 
 
 # -- how to load them -------------------------------------------------------------------------------------------------

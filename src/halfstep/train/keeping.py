@@ -45,7 +45,7 @@ class Keeper:
 
     def best(self, model: nn.Module, ema: Ema | None, epoch: int, metrics: dict[str, float]) -> None:
         """The weights that were evaluated: averaged ones where there is an average."""
-        with _worn(ema):
+        with worn(ema):
             self._save(model, BEST, "best", {"epoch": str(epoch), **{k: repr(v) for k, v in metrics.items()}})
 
     def last(self, model: nn.Module, ema: Ema | None) -> None:
@@ -146,5 +146,6 @@ def _in_words(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _worn(ema: Ema | None) -> AbstractContextManager[None]:
+def worn(ema: Ema | None) -> AbstractContextManager[None]:
+    """The model wears its averages inside, where there are any."""
     return ema.in_place() if ema is not None else nullcontext()

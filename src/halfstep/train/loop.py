@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ from halfstep.train.evaluation import evaluate, values
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.cutting import sizes
 from halfstep.train.journal.journal import Journal
-from halfstep.train.keeping import Keeper
+from halfstep.train.keeping import Keeper, worn
 from halfstep.train.measured import Measured
 from halfstep.train.meter import Meter
 from halfstep.train.news import News
@@ -235,8 +234,7 @@ class Loop:
         ema = self.stepper.ema
         averaged = ema.state_dict()["buffers"].values() if ema is not None else ()
         world.take_from_rank_zero([*self.model.buffers(), *averaged])
-        worn: AbstractContextManager[None] = ema.in_place() if ema is not None else nullcontext()
-        with worn:
+        with worn(ema):
             found = evaluate(
                 self.task,
                 self.model,

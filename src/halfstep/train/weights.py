@@ -77,7 +77,7 @@ def save_weights(
     with replacing(path) as draft:
         draft.touch()
         readers = draft.stat().st_mode
-        save_file(_state(model), draft, metadata={"format": "pt", **(metadata or {})})
+        save_file(as_saved(model), draft, metadata={"format": "pt", **(metadata or {})})
         draft.chmod(readers)  # safetensors lets nobody but the owner read what it writes
 
 
@@ -112,13 +112,13 @@ def finite(model: nn.Module) -> bool:
 def digest(model: nn.Module) -> str:
     """A SHA-256 of names, types, shapes and numbers: equal for models that are equal to the bit."""
     total = hashlib.sha256()
-    for name, tensor in sorted(_state(model).items()):
+    for name, tensor in sorted(as_saved(model).items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
-def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_saved(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in plain order of memory, one for each name: files know neither sharing nor layouts."""
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

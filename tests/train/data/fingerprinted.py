@@ -81,3 +81,11 @@ def shard(path: Path, numbers: range) -> Path:
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     return path
+
+
+def images_and_masks(folder: Path) -> Path:
+    """Six pictures with their masks."""
+    for n in range(6):
+        put(folder / "images" / f"{n}.png", encoded(picture(n)))
+        put(folder / "masks" / f"{n}_mask.png", encoded(picture(n, 8)))
+    return folder

@@ -14,15 +14,12 @@ from halfstep.train.data import fingerprint as module
 from halfstep.train.data.changes import different
 from halfstep.train.data.fingerprint import NOT_READ, Fingerprint, fingerprint
 from halfstep.train.data.folders import ImageFolder
-from tests.train.data.fingerprinted import Many, OwnFiled, opened, put, round_trip
+from tests.train.data.fingerprinted import Many, OwnFiled, images_and_masks, opened, put, round_trip
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    for n in range(6):
-        put(tmp_path / "set" / "images" / f"{n}.png", encoded(picture(n)))
-        put(tmp_path / "set" / "masks" / f"{n}_mask.png", encoded(picture(n, 8)))
-    return tmp_path / "set"
+    return images_and_masks(tmp_path / "set")
 
 
 def test_each_change_is_said_in_words(pairs: Path) -> None:

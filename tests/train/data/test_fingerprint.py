@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from faults.bad_images import encoded, picture
 from halfstep.train.data import fingerprint as module
 from halfstep.train.data.changes import different
 from halfstep.train.data.fingerprint import NOT_READ, UNREADABLE, Fingerprint, fingerprint
@@ -21,15 +20,12 @@ from halfstep.train.data.folders import ImageFolder
 from halfstep.train.data.procedural import ShapeMasks
 from halfstep.train.data.shards import Shards
 from halfstep.train.data.split import Subset, split
-from tests.train.data.fingerprinted import Many, Own, OwnFiled, only, opened, put, round_trip, shard
+from tests.train.data.fingerprinted import Many, Own, OwnFiled, images_and_masks, only, opened, put, round_trip, shard
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    for n in range(6):
-        put(tmp_path / "set" / "images" / f"{n}.png", encoded(picture(n)))
-        put(tmp_path / "set" / "masks" / f"{n}_mask.png", encoded(picture(n, 8)))
-    return tmp_path / "set"
+    return images_and_masks(tmp_path / "set")
 
 
 def test_images_and_masks_are_named_from_their_folders(pairs: Path) -> None:

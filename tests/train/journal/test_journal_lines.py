@@ -7,11 +7,8 @@ import io
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +19,7 @@ from halfstep.errors import BadData, FolderTaken
 from halfstep.train.journal import jsonl
 from halfstep.train.journal.journal import Event, Journal
 from halfstep.train.journal.jsonl import JsonLines, as_line, read_events
+from tests.support.room import files_of_at_most
 from tests.train.journal.told import step, whole_run
 
 
@@ -165,16 +163,6 @@ def test_a_disk_that_fills_up_does_not_end_the_run(capsys: pytest.CaptureFixture
     assert "/dev/full cannot be written: No space left on device" in said
     journal.close()
     assert "/dev/full ends without its last 2 lines" in capsys.readouterr().err
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @pytest.mark.parametrize("room", [0, 1, 10])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from halfstep.files import flush
+
 
 class Disk:
     """The real one. Each method is one step that a crash can come before, after, or in the middle of."""
@@ -29,14 +31,8 @@ class Disk:
         os.close(file)
 
     def flush_folder(self, path: Path) -> None:
-        """The names in the folder are on the disk. Windows opens no folders."""
-        if os.name == "nt":
-            return
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        """The names in the folder are on the disk."""
+        flush(path)
 
     def rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)
