@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from halfstep.cli._memory import keep_freed_memory
+from halfstep.freed_memory import keep_freed_memory
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
 from halfstep.tasks._folder import task_class

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from halfstep import world
-from halfstep.cli._memory import keep_freed_memory
+from halfstep.freed_memory import keep_freed_memory
 from halfstep.cli._verify_page import speed_in_words
 from halfstep.cli.verify import described, look
 from halfstep.precision.hardware import describe

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,15 @@ def seconds(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def interleaved(timers: Mapping[str, Callable[[], float]], turns: int) -> Iterator[dict[str, float]]:
+    """Ask every timer once a turn, each time beginning with another one, and give each turn's times."""
+    names = list(timers)
+    for turn in range(turns):
+        shift = turn % len(names)
+        order = names[shift:] + names[:shift]
+        yield {name: timers[name]() for name in (order if turn % 2 else reversed(order))}
+
+
 def ratios(
     arms: Mapping[str, Callable[[], object]],
     *,
@@ -37,16 +48,21 @@ def ratios(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Ratio]:
     """Measure every arm against the baseline; each round times all arms, starting with another one."""
-    names = list(arms)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(pairs):
-        shift = turn % len(names)
-        order = names[shift:] + names[:shift]
-        for name in order if turn % 2 else reversed(order):
-            times[name].append(seconds(arms[name], calls))
+    timers = {name: partial(seconds, arm, calls) for name, arm in arms.items()}
+    rounds = []
+    for times in interleaved(timers, pairs):
+        rounds.append(times)
         if progress is not None:
-            progress(turn + 1, pairs)
-    return {name: _compare(times[name], times[baseline]) for name in names if name != baseline}
+            progress(len(rounds), pairs)
+    base = [times[baseline] for times in rounds]
+    return {name: _compare([times[name] for times in rounds], base) for name in arms if name != baseline}
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies with 95 % confidence, by order alone; of fewer than six values, all of their range."""
+    each = sorted(values)
+    cut = max(0, math.floor(len(each) / 2 - 0.98 * math.sqrt(len(each))))
+    return each[cut], each[-1 - cut]
 
 
 def _compare(arm: list[float], base: list[float]) -> Ratio:

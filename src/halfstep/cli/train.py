@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from halfstep.cli._flag import flag
-from halfstep.cli._memory import keep_freed_memory
 from halfstep.cli._settings import TakesSettings
 from halfstep.errors import Stopped, WrongUse
+from halfstep.freed_memory import keep_freed_memory
 from halfstep.train.stopping import Stopping
 
 GROUP = "Run"

@@ -15,10 +15,11 @@ from halfstep.files import read_json
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.tasks._folder import task_class
 from halfstep.train.keeping import BEST, FACTS, LAST
+from halfstep.train.placing import placed
 from halfstep.train.recipe.complaints import bad_recipe, complaints_from
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run_folder import RECIPE
-from halfstep.train.setup import placed, without_weights
+from halfstep.train.setup import without_weights
 from halfstep.train.start import device_of
 from halfstep.train.task import Task
 from halfstep.train.weights import load_weights

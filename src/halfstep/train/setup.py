@@ -18,6 +18,7 @@ from halfstep.step.transaction import Stepper
 from halfstep.train.data.order import derive
 from halfstep.train.freeze import freeze
 from halfstep.train.optimizers import make_optimizer
+from halfstep.train.placing import placed
 from halfstep.train.randomness import seed_all
 from halfstep.train.recipe.schema import DataOptions, LossOptions, LossScaleOptions, ModelOptions, Recipe
 from halfstep.train.recomputing import checkpoint_activations
@@ -99,17 +100,6 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
     if recipe.train.compile:
         model.compile()
     return model, notes
-
-
-def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
-    """The model on its device, with the weights of two-dimensional convolutions in the layout of its images."""
-    model = model.to(device)
-    for parameter in model.parameters() if channels_last else ():
-        if parameter.dim() == 4:
-            # A copy, because `contiguous` leaves the strides of 1×1 kernels, and their gradients come with others.
-            laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
-            parameter.data = laid_out.copy_(parameter.data)
-    return model
 
 
 def _loss_scale(options: LossScaleOptions) -> DynamicScale:

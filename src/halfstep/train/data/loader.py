@@ -16,6 +16,7 @@ from halfstep.train.data.order import Order, Share, derive
 from halfstep.train.data.quarantine import is_finite
 from halfstep.train.data.samples import Item, Key, Samples, ValSamples, seeded
 from halfstep.train.data.source import Batch, Collate
+from halfstep.train.placing import moved
 
 Read = Batch | HalfstepError
 
@@ -39,7 +40,7 @@ class TrainLoader:
     ) -> None:
         self.samples, self.order = samples, order
         self.share = Share(batch_size, microbatches, rank, size)
-        self._gather, self._workers = Gather(collate, samples.seed), workers
+        self._gather, self.workers = Gather(collate, samples.seed), workers
         self._moving = Moving(torch.device(device), channels_last)
 
     @property
@@ -50,9 +51,14 @@ class TrainLoader:
         """The micro-batches of each step, from step `first` to the end of the epoch."""
         batches = self.share.batches(self.order.numbers(epoch), first)
         keys = ([(epoch, number) for number in batch] for batch in batches)
-        read = _read(self.samples, keys, self._gather, self._workers, self._moving.pins)
+        read = _read(self.samples, keys, self._gather, self.workers, self._moving.pins)
         while window := list(islice(read, self.share.microbatches)):
             yield [self._moving(batch) for batch in window]
+
+    def read_batch(self) -> Batch:
+        """The first batch, read in this process."""
+        keys = ([(0, number) for number in batch] for batch in self.share.batches(self.order.numbers(0)))
+        return next(iter(_read(self.samples, keys, self._gather, 0, pins=False)))
 
 
 class ValLoader:
@@ -120,9 +126,7 @@ class Moving:
         return batch._replace(tensors={name: self._moved(tensor) for name, tensor in batch.tensors.items()})
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        images = self.channels_last and tensor.dim() == 4 and tensor.is_floating_point()
-        layout = torch.channels_last if images else torch.preserve_format
-        return tensor.to(self.device, non_blocking=self.pins, memory_format=layout)
+        return moved(tensor, self.device, self.channels_last, non_blocking=self.pins)
 
 
 def _read(

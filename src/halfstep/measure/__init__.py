@@ -1,0 +1,1 @@
+"""How fast, how much, how true: choosing by measuring."""

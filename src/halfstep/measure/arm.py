@@ -1,0 +1,58 @@
+"""A case under a setting, ready to step: what a run would do with it, timed."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.batches import resized, size_of
+from halfstep.measure.case import Case
+from halfstep.measure.setting import Setting
+from halfstep.measure.stopwatch import Stopwatch
+from halfstep.precision.hardware import describe
+from halfstep.step.report import StepReport
+from halfstep.step.transaction import Stepper
+from halfstep.step.window import Window
+from halfstep.train.placing import placed
+from halfstep.train.recomputing import checkpoint_activations
+
+
+class Arm:
+    """Takes the same step again and again, on a copy of the case's model. A precision is refused, never replaced."""
+
+    def __init__(
+        self, case: Case, setting: Setting, device: torch.device | str | None = None, *, observe: bool = True
+    ) -> None:
+        self.setting = setting
+        self.device = torch.device(describe(device).place)
+        self.model = placed(copy.deepcopy(case.model), self.device, setting.channels_last)
+        if setting.recompute:
+            checkpoint_activations(self.model)
+        if setting.compile:
+            self.model.compile()
+        batch = placed_batch(case.batch, self.device, setting.channels_last)
+        self.batch = resized(batch, setting.batch or size_of(batch))
+        self.loss_fn = case.loss_fn
+        self.stepper = Stepper(
+            self.model, case.optimizer(self.model), precision=setting.precision, strict=True, observe=observe
+        )
+        self._stopwatch = Stopwatch(self.device)
+
+    @property
+    def samples(self) -> int:
+        """In one update."""
+        return size_of(self.batch) * self.setting.microbatches
+
+    def step(self) -> StepReport:
+        """One update."""
+        return self.stepper.step(self.loss_fn, Window([self.batch] * self.setting.microbatches))
+
+    def seconds(self, steps: int = 1) -> float:
+        """Of one update, averaged over `steps` in a row."""
+        return self._stopwatch.seconds(self.step, steps)
+
+    def losses(self, steps: int) -> list[float]:
+        """Of `steps` more updates."""
+        return [self.step().loss for _ in range(steps)]

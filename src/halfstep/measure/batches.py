@@ -1,0 +1,48 @@
+"""A batch of any shape: how many samples it has, the same with another number of them, and where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from halfstep.errors import WrongUse
+from halfstep.train.placing import moved
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in order."""
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def size_of(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor that has any."""
+    for tensor in tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    raise WrongUse(
+        f"a batch of type {type(batch).__name__} that holds no tensor with a dimension",
+        allowed="tensors, or tuples, lists and dicts of them, with samples along their first dimension",
+        do="return (model, loss_fn, batch) with such a batch",
+    )
+
+
+def resized(batch: Any, size: int) -> Any:
+    """The batch with `size` samples: the first ones, or all of them again and again. Other tensors stay as they are."""
+    now = size_of(batch)
+    if now == size:
+        return batch
+
+    def taken(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != now:
+            return tensor
+        return tensor[torch.arange(size, device=tensor.device) % now]
+
+    return pytree.tree_map_only(Tensor, taken, batch)
+
+
+def placed(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
+    """The batch on a device, its images in the layout that they are computed in."""
+    return pytree.tree_map_only(Tensor, lambda tensor: moved(tensor, device, channels_last), batch)

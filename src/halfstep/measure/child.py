@@ -1,0 +1,76 @@
+"""The process of one arm: hears a line of JSON, answers with one, until its input ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import IO, Any
+
+from halfstep.errors import HalfstepError
+from halfstep.freed_memory import keep_freed_memory
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever the person's code prints is not an answer
+    keep_freed_memory()
+    arm: Any = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        if arm is None:
+            arm = _answered(answers, partial(_open, question))
+        else:
+            _answered(answers, partial(_do, arm, question))
+
+
+def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from halfstep.measure.arm import Arm
+    from halfstep.measure.case import Subject
+    from halfstep.measure.conditions import conditions
+    from halfstep.measure.setting import Setting
+
+    case = Subject(question["text"], tuple(question["settings"])).open()
+    setting = Setting.from_dict(question["setting"])
+    arm = Arm(case, setting, question["device"], observe=question["observe"])
+    return arm, {"conditions": conditions(arm.device), "samples": arm.samples}
+
+
+def _do(arm: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return arm, _DO[question["do"]](arm, question)
+
+
+def _memory(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
+    from halfstep.measure.allocator import peak_of
+
+    return {"bytes": peak_of(arm)}
+
+
+_DO: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    "seconds": lambda arm, question: {"seconds": arm.seconds(question["steps"])},
+    "losses": lambda arm, question: {"losses": arm.losses(question["steps"])},
+    "memory": _memory,
+}
+
+
+def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) -> Any:
+    """Do it and say what came of it. An error of one question does not end the process; the next may succeed."""
+    result = None
+    try:
+        result, answer = work()
+    except HalfstepError as error:
+        told = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
+        answer = {"refused": told}
+    except Exception as error:  # the person's code may raise anything
+        text = str(error).strip()
+        answer = {"failed": f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"}
+    print(json.dumps(answer), file=answers, flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
