@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from halfstep import world
-from halfstep.freed_memory import keep_freed_memory
 from halfstep.cli._verify_page import speed_in_words
 from halfstep.cli.verify import described, look
+from halfstep.freed_memory import keep_freed_memory
 from halfstep.precision.hardware import describe
 from halfstep.step.report import StepReport
 from halfstep.tasks._folder import task_class

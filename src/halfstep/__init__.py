@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
+    from halfstep.measure.bench.bench import bench as bench
+    from halfstep.measure.memory.estimate import estimate as estimate
+    from halfstep.measure.plan.plan import plan as plan
+    from halfstep.measure.profiling.profile import profile as profile
+    from halfstep.measure.survival import survival as survival
     from halfstep.observe.watch import Observation as Observation
     from halfstep.precision.island import island as island
     from halfstep.precision.ladder import choose_precision as choose_precision
@@ -46,9 +51,14 @@ _HOMES = {
     "Stepper": "step.transaction",
     "Task": "train.task",
     "Window": "step.window",
+    "bench": "measure.bench.bench",
     "choose_precision": "precision.ladder",
+    "estimate": "measure.memory.estimate",
     "fit": "tasks._fit",
     "island": "precision.island",
+    "plan": "measure.plan.plan",
+    "profile": "measure.profiling.profile",
+    "survival": "measure.survival",
     "widen": "precision.precision",
     "windows": "step.window",
 }

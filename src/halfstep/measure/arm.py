@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
 
 import torch
 
@@ -30,6 +32,7 @@ class Arm:
         self.model = placed(copy.deepcopy(case.model), self.device, setting.channels_last)
         if setting.recompute:
             checkpoint_activations(self.model)
+        self._graphs_before = _graphs()
         if setting.compile:
             self.model.compile()
         batch = placed_batch(case.batch, self.device, setting.channels_last)
@@ -39,6 +42,13 @@ class Arm:
             self.model, case.optimizer(self.model), precision=setting.precision, strict=True, observe=observe
         )
         self._stopwatch = Stopwatch(self.device)
+        self.trail: list[float] = []
+        """Losses of the updates so far: those that were applied, and those that were not finite."""
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that were compiled since it was made: torch passes over some models in silence."""
+        return _graphs() - self._graphs_before
 
     @property
     def samples(self) -> int:
@@ -47,7 +57,10 @@ class Arm:
 
     def step(self) -> StepReport:
         """One update."""
-        return self.stepper.step(self.loss_fn, Window([self.batch] * self.setting.microbatches))
+        report = self.stepper.step(self.loss_fn, Window([self.batch] * self.setting.microbatches))
+        if report.applied or not math.isfinite(report.loss):
+            self.trail.append(report.loss)
+        return report
 
     def seconds(self, steps: int = 1) -> float:
         """Of one update, averaged over `steps` in a row."""
@@ -56,3 +69,16 @@ class Arm:
     def losses(self, steps: int) -> list[float]:
         """Of `steps` more updates."""
         return [self.step().loss for _ in range(steps)]
+
+    @torch.no_grad()
+    def nudge(self, share: float, seed: int = 1) -> None:
+        """Move every weight by about this share of itself: another beginning, as good as the first."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.mul_(1 + share * noise.to(parameter))
+
+
+def _graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")  # what was not loaded has compiled nothing
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0

@@ -14,7 +14,8 @@ from halfstep.errors import HalfstepError
 from halfstep.freed_memory import keep_freed_memory
 
 
-def main() -> None:
+def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | None = None) -> None:
+    """Other processes of this floor bring what they open and do themselves, and speak in the same way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever the person's code prints is not an answer
@@ -23,9 +24,9 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         if arm is None:
-            arm = _answered(answers, partial(_open, question))
+            arm = _answered(answers, partial(open_case or _open, question))
         else:
-            _answered(answers, partial(_do, arm, question))
+            _answered(answers, partial(do or _do, arm, question))
 
 
 def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -54,6 +55,9 @@ _DO: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "seconds": lambda arm, question: {"seconds": arm.seconds(question["steps"])},
     "losses": lambda arm, question: {"losses": arm.losses(question["steps"])},
     "memory": _memory,
+    "trail": lambda arm, question: {"losses": arm.trail[: question["steps"]]},
+    "graphs": lambda arm, question: {"graphs": arm.graphs},
+    "nudge": lambda arm, question: {"nudged": arm.nudge(question["share"], question["seed"])},
 }
 
 

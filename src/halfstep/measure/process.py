@@ -32,10 +32,12 @@ class ArmTooSlow(Exception):
 class ArmProcess:
     """The same arm as `Arm`, elsewhere. Nothing runs there while it is not asked."""
 
+    module = CHILD
+
     def __init__(self, subject: Subject, setting: Setting, device: str | None = None, *, observe: bool = True) -> None:
         self.setting = setting
         self._child = subprocess.Popen(
-            [sys.executable, "-m", CHILD],
+            [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -70,6 +72,18 @@ class ArmProcess:
 
     def losses(self, steps: int) -> list[float]:
         return [float(loss) for loss in self._ask({"do": "losses", "steps": steps})["losses"]]
+
+    def trail(self, steps: int) -> list[float]:
+        """Losses of the first `steps` updates that it has taken, while it was timed or otherwise."""
+        return [float(loss) for loss in self._ask({"do": "trail", "steps": steps})["losses"]]
+
+    def graphs(self) -> int:
+        """How many graphs were compiled there."""
+        return int(self._ask({"do": "graphs"})["graphs"])
+
+    def nudge(self, share: float, seed: int = 1) -> None:
+        """Move every weight by about this share of itself."""
+        self._ask({"do": "nudge", "share": share, "seed": seed})
 
     def memory(self) -> int:
         """The most bytes of tensors during one more update, as the allocator counted them."""

@@ -51,20 +51,30 @@ class Operation(NamedTuple):
 
 
 Listener = Callable[[Operation], None]
+Run = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def as_it_is(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """Run an operation as torch would without a recorder."""
+    return function(*arguments, **keywords)
 
 
 OUTSIDE = "(outside the model)"
 
 
 class Recorder(TorchDispatchMode):
-    """Tells a listener of every operation while it is active. Never use it round a compiled function's first call."""
+    """Tells a listener of every operation while it is active. Never use it round a compiled function's first call.
 
-    def __init__(self, model: nn.Module, listener: Listener) -> None:
+    `run` computes the result in another way, as those who emulate a format do; operations it calls are not told.
+    """
+
+    def __init__(self, model: nn.Module, listener: Listener, run: Run = as_it_is) -> None:
         super().__init__()
         self._modules = [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules()]
-        self._listener = listener
+        self._listener, self._run = listener, run
         self._running: list[str] = []
         self._makers: dict[int, tuple[str, bool]] = {}
+        self._numbered = 0
         self._hooks: list[Any] = []
         self._attention = _NarrowAttention()
 
@@ -89,7 +99,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         (module, widened), backward = self._place()
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         self._listener(Operation(func, args, kwargs, result, module, backward, widened))
         return result
 
@@ -99,7 +109,11 @@ class Recorder(TorchDispatchMode):
         if node is not None and not self._running:
             return self._makers.get(node._sequence_nr(), (OUTSIDE, False)), True
         place = self._running[-1] if self._running else OUTSIDE, self._attention.inside
-        self._makers[torch._C._autograd._get_sequence_nr() - 1] = place
+        number = torch._C._autograd._get_sequence_nr()
+        # An operation that autograd makes no node for, such as counting batches, is not the maker of the last one.
+        if number != self._numbered:
+            self._makers[number - 1] = place
+            self._numbered = number
         return place, False
 
     def _begins(self, path: str) -> Callable[[nn.Module, Any], None]:

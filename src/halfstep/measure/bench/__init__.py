@@ -1,1 +1,1 @@
-"""One recipe in several precisions: time, memory, and whether accuracy is the same."""
+"""One recipe in several precisions, over the same seeds: speed, memory and accuracy in one table."""

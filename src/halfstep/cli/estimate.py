@@ -1,0 +1,116 @@
+"""`halfstep estimate`: how much memory a step will take, here or on a device that is not here, without running it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli._flag import flag
+from halfstep.cli._progress import progress
+from halfstep.cli._subject import TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
+from halfstep.errors import WrongUse
+
+if TYPE_CHECKING:
+    from halfstep.measure.case import Subject
+
+GROUP = "Choose"
+COMMAND = TAKES_SETTINGS
+_BATCH, _RECOMPUTE = "train.batch_size", "train.checkpoint_activations"
+
+
+def run(
+    context: typer.Context,
+    recipe: RecipeOrCase,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="One or several, by commas; fp32 and the device's own if left out.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option(help="Samples in a micro-batch, one or several; the case's own if left out.")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="a100-80gb, rtx4090, t4, ..., a size such as 4GB, or here; may be repeated."),
+    ] = None,
+    recompute: Annotated[str, typer.Option(help="Activations computed again in backward: both, on or off.")] = "both",
+    survive: Annotated[
+        str | None, typer.Option(help="Instead: would it survive these formats, such as fp16,fp8_e4m3.")
+    ] = None,
+    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+) -> None:
+    """How much memory a step will take, and the largest batch that fits, on any device, without running it."""
+    wanted = subject(recipe, context.args)
+    if survive:
+        _survive(wanted, _words([survive]), json)
+        return
+    from halfstep.measure.memory.report import Wish, report_of
+
+    wish = Wish(_words(device), _words(precision), _sizes(_words(batch)), recompute)
+    with progress("estimating", "precisions") as told:
+        report = report_of(wanted.open, wish, told)
+    report = {"subject": recipe, **report, "next": next_command(wanted, report)}
+    if json:
+        print_json(report)
+    else:
+        from halfstep.cli._estimate_page import show
+
+        show(report)
+    end(report)
+
+
+def _words(given: Iterable[str] | None) -> tuple[str, ...]:
+    return tuple(word.strip() for text in given or () for word in text.split(",") if word.strip())
+
+
+def _sizes(words: tuple[str, ...]) -> tuple[int, ...]:
+    wrong = [word for word in words if not word.isascii() or not word.isdigit()]
+    if wrong:
+        raise WrongUse(f"--batch {wrong[0]}", allowed="whole numbers, separated by commas", do="--batch 8,16")
+    return tuple(int(word) for word in words)
+
+
+def next_command(wanted: Subject, report: dict[str, Any]) -> str:
+    """What to type after reading the page."""
+    typed = shlex.join([wanted.text, *wanted.settings])
+    take = report["verdict"]["take"]
+    if take is None:
+        return f"halfstep estimate {typed} --device {_large_enough(report)}"
+    if wanted.is_own_code:
+        return f"halfstep plan {typed}"
+    kept = [word for word in wanted.settings if not word.startswith(f"{_BATCH}=")]
+    changes = [f"--{take['precision']}", f"{_BATCH}={take['batch']}"]
+    changes += [f"{_RECOMPUTE}=true"] if take["recompute"] else []
+    return shlex.join(["halfstep", "train", wanted.text, *kept, *changes])
+
+
+def _large_enough(report: dict[str, Any]) -> str:
+    """A size into which the smallest way would go; a guess where nothing was estimated."""
+    for page in report["devices"]:
+        device = page["device"]
+        peaks = [lever["peak"] for row in page["largest"] for lever in (row, *row["levers"])]
+        if peaks:
+            return f"{int((min(peaks) / (1 - device['margin']) + device['reserved']) / 2**30) + 1}GB"
+    return "24GB"
+
+
+def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
+    from halfstep.measure.survival import survival
+
+    case = wanted.open()
+    report: dict[str, Any] = {"subject": wanted.text, "survival": [], "interrupted": False}
+    try:
+        with progress("trying", "formats") as told:
+            for done, name in enumerate(formats, 1):
+                report["survival"].append(survival(case, format_name=name).as_dict())
+                told(done, len(formats))
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+    if json:
+        print_json(report)
+    else:
+        from halfstep.cli._survival_page import show
+
+        show(report["survival"])
+    end(report)

@@ -1,0 +1,41 @@
+"""`halfstep profile`: why a recipe or a case does not train faster in a lower precision."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from halfstep.cli._flag import flag
+from halfstep.cli._subject import TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
+
+GROUP = "Trouble"
+COMMAND = TAKES_SETTINGS
+
+
+def run(
+    context: typer.Context,
+    recipe: RecipeOrCase,
+    precision: Annotated[
+        str | None, typer.Option(help="The precision that should be faster; the recipe's own if left out.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+    device: Annotated[
+        str | None, typer.Option(help="A device as torch names it; the best one present if left out.")
+    ] = None,
+    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+) -> None:
+    """Why there is no speed-up: where a step's time goes, one cause, and one command to run."""
+    examined = subject(recipe, context.args)
+    from halfstep.cli._progress import progress
+    from halfstep.measure.profiling.profile import profile
+
+    with progress("profiling", "%") as tell:
+        report = profile(examined, precision=precision, seconds=seconds, device=device, progress=tell).as_dict()
+    if json:
+        print_json(report)
+    else:
+        from halfstep.cli._profile_page import show
+
+        show(report)
+    end(report)

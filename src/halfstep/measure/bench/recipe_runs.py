@@ -1,0 +1,107 @@
+"""A recipe trained in a process of its own for each arm and seed, by the command that a person would type."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.files import read_json, write_json
+from halfstep.measure.bench.journals import result_of
+from halfstep.measure.bench.results import RunFailed, RunResult
+from halfstep.train.checkpoint.generation import CHECKPOINTS
+
+_LAST_WORDS = 4000
+
+
+@dataclass(frozen=True)
+class RecipeArm:
+    """One arm of a recipe: its settings, and where its runs lie."""
+
+    text: str
+    settings: tuple[str, ...]
+    """What was typed, and what makes this arm."""
+    folder: Path
+    name: str
+    identity: Mapping[str, Any]
+    """What has to be as it was for a finished run to be taken instead of another one."""
+
+    def __call__(self, seed: int) -> RunResult:
+        """The result of an earlier bench in this folder, or that of a new run."""
+        known = {**self.identity, "seed": seed}
+        kept = self.beside(f"seed-{seed}")
+        found = read_json(kept)
+        if isinstance(found, dict) and found.get("identity") == known:
+            return RunResult.from_dict(found["result"])
+        result = self._train(seed)
+        write_json(kept, {"identity": known, "result": result.as_dict()})
+        return result
+
+    def beside(self, what: str) -> Path:
+        """Where something that was found out of this arm is kept."""
+        plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in self.name)
+        return self.folder / "runs" / f"{plain}-{what}.json"
+
+    def _train(self, seed: int) -> RunResult:
+        place = self.beside(f"seed-{seed}").with_suffix("")
+        if (place / "recipe.yaml").exists():  # of a run that did not end: a figure is of a run in one piece
+            shutil.rmtree(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-m", "halfstep", "train", self.text, *self.settings]
+        words += [f"train.seed={seed}", f"run.dir={place}", "train.strict=true", "--json"]
+        code, resident = run_to_end(words, place.with_suffix(".log"))
+        if code != 0:
+            raise RunFailed(_why(code, place.with_suffix(".log")))
+        result = result_of(place / "journal.jsonl", seed, resident)
+        shutil.rmtree(place / CHECKPOINTS, ignore_errors=True)  # nobody goes on with a finished run
+        return result
+
+
+def run_to_end(words: Sequence[str], log: Path) -> tuple[int, int | None]:
+    """The exit code, and the most bytes that the process had; it and its own processes end with us."""
+    with log.open("wb") as said:
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True)
+        try:
+            return _waited(child)
+        except BaseException:
+            _end(child)
+            raise
+
+
+def _waited(child: subprocess.Popen[bytes]) -> tuple[int, int | None]:
+    if not hasattr(os, "wait4"):
+        return child.wait(), None
+    import resource
+
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    unit = 1 if sys.platform == "darwin" else 1024
+    # A process begins as a copy of ours, whose size is counted as its own: only what is more than that is its own.
+    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return child.returncode, usage.ru_maxrss * unit if usage.ru_maxrss > ours else None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    child.wait()
+
+
+def _why(code: int, log: Path) -> str:
+    if code == -signal.SIGTERM or code == -9:
+        return "its process was ended from outside, as a system does that has no memory left"
+    lines = [line for line in log.read_text("utf-8", "replace")[-_LAST_WORDS:].splitlines() if line.strip()]
+    if not lines:
+        return f"its process ended with code {code}"
+    # Errors of ours begin with what was given; a traceback ends with what was raised.
+    return (lines[-1] if any(line.startswith("Traceback") for line in lines) else lines[0]).strip()

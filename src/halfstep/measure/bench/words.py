@@ -1,0 +1,183 @@
+"""The figures of a bench as words, once for every place where a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from halfstep.measure.bench.figures import Gain
+from halfstep.measure.bench.results import Metric
+from halfstep.measure.bench.row import Row
+from halfstep.measure.conditions import in_words
+from halfstep.measure.parity import Parity
+from halfstep.train.journal import numbers
+
+Cell = Callable[[Row, Row], str]
+"""What stands in a column, of a row and of the baseline's row."""
+POINTS = 100.0
+"""Points in a metric of 1."""
+NONE = "-"
+
+
+def sentence(row: Row, metric: Metric, seeds: int) -> str:
+    """One arm: `bf16: 1.70x as fast (1.62 to 1.79), 31 % less memory, same accuracy (...)`."""
+    if row.failed and not row.runs:
+        return f"{row.name}: failed: {row.failed}"
+    parts = [_speed_said(row.gain), *([] if row.less_memory is None else [_memory_said(row.less_memory)])]
+    parts.append(_parity_said(row.parity, metric))
+    few = f"; {len(row.runs)} of {seeds} seeds" if len(row.runs) < seeds else ""
+    failed = f"; then it failed: {row.failed}" if row.failed else ""
+    return f"{row.name}: {', '.join(parts)}{few}{failed}"
+
+
+def _speed_said(gain: Gain | None) -> str:
+    if gain is None:
+        return "speed not measured"
+    if gain.verdict == "can't tell":
+        return f"can't tell whether it is faster ({gain_in_words(gain)})"
+    return f"{gain.times:.2f}x as fast ({_range(gain)})"
+
+
+def gain_in_words(gain: Gain) -> str:
+    return f"{gain.times:.2f}x" + (f", {_range(gain)}" if gain.low is not None else "")
+
+
+def _range(gain: Gain) -> str:
+    return f"{gain.low:.2f} to {gain.high:.2f}"
+
+
+def _memory_said(less: float) -> str:
+    if abs(less) < 0.005:
+        return "as much memory"
+    return f"{abs(less):.0%}".replace("%", " %") + (" less memory" if less > 0 else " more memory")
+
+
+def _parity_said(found: Parity | None, metric: Metric) -> str:
+    what = "accuracy" if metric.higher_is_better else metric.name
+    if found is None:
+        return f"{what} not measured"
+    word = f"can't tell about its {what}" if found.verdict == "can't tell" else f"{found.verdict} {what}"
+    aside = "; ".join(part for part in (difference(found, metric), found.note) if part)
+    return f"{word} ({aside})"
+
+
+def difference(found: Parity, metric: Metric) -> str:
+    """`difference -0.1 ± 0.3 points, margin 0.9`; of a loss in its own unit, where more is worse."""
+    scale, unit = (POINTS, " points") if metric.higher_is_better else (1.0, "")
+    margin = f"margin {found.margin * scale:.2g}"
+    if found.difference is None:
+        return ""
+    mean = found.difference * scale * (1 if metric.higher_is_better else -1)
+    around = "" if found.low is None else f" ± {_near((found.difference - found.low) * scale)}"
+    return f"difference {_near(mean, sign=True)}{around}{unit}, {margin}"
+
+
+def _near(number: float, sign: bool = False) -> str:
+    """A difference: two decimals where they say something."""
+    plus = "+" if sign else ""
+    return f"{number:{plus}.2f}" if abs(number) >= 0.01 or number == 0 else f"{number:{plus}.2g}"
+
+
+def columns(metric: Metric, price_per_hour: float | None) -> dict[str, Cell]:
+    """The whole table; its terminal form takes these in two parts."""
+    return {
+        **main_columns(metric),
+        "Samples/s": lambda row, base: _samples(row),
+        "Skipped": lambda row, base: skips(row),
+        "Time to fp32's loss": lambda row, base: reach(row),
+        "Whole run's peak": lambda row, base: NONE if row.peak_bytes is None else numbers.size(row.peak_bytes),
+        "Energy per epoch": lambda row, base: energy(row),
+        **({} if price_per_hour is None else {"Cost of a run": lambda row, base: _cost(row, price_per_hour)}),
+    }
+
+
+def main_columns(metric: Metric) -> dict[str, Cell]:
+    """What decides."""
+    return {
+        "Precision": lambda row, base: row.name,
+        "Speed": _speed,
+        "Time per epoch": lambda row, base: _time(row),
+        "Memory usage": _memory,
+        f"Final {metric.name}": lambda row, base: _metric(row),
+        "Accuracy": _accuracy,
+    }
+
+
+def _speed(row: Row, base: Row) -> str:
+    if row.failed and not row.runs:
+        return "failed"
+    if row is base:
+        return "1.00x (baseline)"
+    if row.gain is None:
+        return NONE
+    told = f"{row.gain.times:.2f}x" + (f" ({_range(row.gain)})" if row.gain.low is not None else "")
+    return told if row.gain.verdict != "can't tell" else f"{told}, can't tell"
+
+
+def _time(row: Row) -> str:
+    return NONE if row.seconds_per_epoch is None else numbers.duration(row.seconds_per_epoch.mean)
+
+
+def _memory(row: Row, base: Row) -> str:
+    if row.memory is None or row.memory.peak is None:
+        return NONE
+    how = "" if row.memory.measured is not None else " predicted"
+    share = "" if row.less_memory is None else f" ({1.0 - row.less_memory:.0%})"
+    return f"{numbers.size(row.memory.peak)}{share}{how}"
+
+
+def _metric(row: Row) -> str:
+    if not row.runs:
+        return NONE
+    if row.metric is None:
+        return "not finite"
+    spread = "" if row.metric.sd is None else f" ± {numbers.value(row.metric.sd)}"
+    return f"{numbers.value(row.metric.mean)}{spread}"
+
+
+def _accuracy(row: Row, base: Row) -> str:
+    if row is base:
+        return "baseline"
+    return row.parity.verdict if row.parity else NONE
+
+
+def _samples(row: Row) -> str:
+    found = row.samples_per_second
+    if found is None:
+        return NONE
+    around = "" if found.low is None else f" ± {numbers.speed(found.mean - found.low)}"
+    return f"{numbers.speed(found.mean)}{around}"
+
+
+def skips(row: Row) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in row.skipped.items()) or ("none" if row.runs else NONE)
+
+
+def reach(row: Row) -> str:
+    """How long until fp32's final loss."""
+    found = row.time_to_loss
+    if found is None:
+        return NONE
+    if found.seconds is None:
+        return "not reached"
+    some = "" if found.reached == found.runs else f" (in {found.reached} of {found.runs} runs)"
+    return f"{numbers.duration(found.seconds)}{some}"
+
+
+def energy(row: Row) -> str:
+    return "not measured" if row.joules_per_epoch is None else f"{row.joules_per_epoch.mean / 3600:.3g} Wh"
+
+
+def _cost(row: Row, price_per_hour: float) -> str:
+    cost = row.cost(price_per_hour)
+    return NONE if cost is None else f"{cost:.3g}"
+
+
+def footnote(conditions: Mapping[str, Any], seeds: Sequence[int]) -> str:
+    """What the figures are of, and what they were measured under."""
+    told = f"{in_words(dict(conditions))}. " if "flags" in conditions else ""
+    return (
+        f"{told}Seeds {', '.join(map(str, seeds))}. Speed: against strict fp32 with the same seed, with its 95 % "
+        "interval. Memory: the tensors of one update. Accuracy: the same where the 90 % interval of the mean "
+        "difference lies within the margin, the larger of half a point and three standard deviations of fp32."
+    )

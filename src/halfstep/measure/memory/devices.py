@@ -1,0 +1,176 @@
+"""Devices that may not be here, as data: how much memory they have, what of it a step can take, what they can do."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+
+from halfstep.errors import UnknownName, WrongUse
+from halfstep.precision.abilities import Ability, Device, ability
+from halfstep.precision.hardware import describe, present
+
+GIB = 1 << 30
+HERE = "here"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib|mb|m)", re.IGNORECASE)
+_VENDORS = re.compile(r"nvidia|geforce|amd|instinct|tesla|quadro")
+_LONG_NAME_ENDS = ("pcie", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device that memory is estimated for."""
+
+    id: str
+    """What to type for it."""
+    device: Device
+    memory: int
+    """In bytes: all of it, as its vendor states."""
+    reserved: int
+    """Assumed to be taken by the process itself: the driver's context and its libraries."""
+    margin: float
+    """The share of the rest that is left alone, because an allocator cannot fill every gap."""
+
+    @property
+    def usable(self) -> int:
+        """What the tensors of a step may take."""
+        return max(0, int((self.memory - self.reserved) * (1 - self.margin)))
+
+    @property
+    def rules(self) -> str:
+        """Whose rules of autocast hold there; AMD's GPUs are `cuda` to torch, as a GPU of unknown make is to us."""
+        return "cuda" if self.device.kind in ("cuda", "rocm", "other") else self.device.kind
+
+    def ability(self, format_name: str) -> Ability:
+        return ability(self.device, format_name)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "name": self.device.name,
+            "kind": self.device.kind,
+            "memory": self.memory,
+            "reserved": self.reserved,
+            "margin": self.margin,
+            "usable": self.usable,
+        }
+
+
+def device_named(text: str) -> Target:
+    """The device that a person means: a short name, a vendor's name, a size such as 24GB, `cpu` or `here`."""
+    size = _SIZE.fullmatch(text.strip())
+    if size:
+        return _of_size(float(size[1]), size[2].lower())
+    word = text.strip().lower()
+    if word.split(":")[0] in (HERE, *present()):
+        return _present(None if word == HERE else word)
+    matches = _matching(_plain(text))
+    if len(matches) == 1:
+        return _known(matches[0])
+    if matches:
+        raise UnknownName(
+            f"device {text!r} comes in {len(matches)} sizes",
+            allowed=", ".join(matches),
+            do=f"name one: --device {matches[-1]}",
+        )
+    raise _unknown(text)
+
+
+def device_ids() -> list[str]:
+    """The short names of all devices that are known as data."""
+    return list(_by_id())
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(resources.files(__package__).joinpath("devices.json").read_text(encoding="utf-8"))
+    return read
+
+
+@functools.cache
+def _by_id() -> dict[str, dict[str, Any]]:
+    return {row["id"]: row for row in _data()["devices"]}
+
+
+def _known(name: str) -> Target:
+    row = _by_id()[name]
+    capability = tuple(row["capability"]) if "capability" in row else None
+    return _target(
+        name,
+        Device(kind=row["kind"], name=row["name"], capability=capability, arch=row.get("arch", "")),
+        int(row["gib"] * GIB),
+    )
+
+
+def _target(name: str, device: Device, memory: int) -> Target:
+    reserved = _data()["reserved_gib"]
+    return Target(name, device, memory, int(reserved.get(device.kind, reserved["other"]) * GIB), _data()["margin"])
+
+
+def _of_size(amount: float, unit: str) -> Target:
+    """GB and GiB are one here, because vendors of GPUs write GB for what is nearly GiB."""
+    memory = int(amount * (GIB if unit.startswith("g") else GIB >> 10))
+    name = f"{amount:g}{'GB' if unit.startswith('g') else 'MB'}"
+    target = _target(name, Device(kind="other", name=f"a GPU with {name}"), memory)
+    if not target.usable:
+        raise WrongUse(
+            f"a device with {name}",
+            allowed=f"more than the {target.reserved / GIB:g} GiB that a process is assumed to take for itself",
+            do="--device 4GB, or the name of a device",
+        )
+    return target
+
+
+def _present(place: str | None) -> Target:
+    """The best device of this machine, or the one that torch calls by this name."""
+    device = describe(place)
+    return _target(place or HERE, device, _memory_of(device))
+
+
+def _memory_of(device: Device) -> int:
+    kind = torch.device(device.place).type
+    if kind in ("cuda", "xpu"):
+        return int(getattr(torch, kind).get_device_properties(torch.device(device.place)).total_memory)
+    if kind == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return main_memory()
+
+
+def main_memory() -> int:
+    """Of this machine, in bytes."""
+    try:
+        import psutil
+    except ImportError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(psutil.virtual_memory().total)
+
+
+def _plain(text: str) -> str:
+    """A name as it is compared: no vendor, no connector, no spaces."""
+    words = [word for word in re.split(r"[\s_-]+", text.strip().lower()) if word not in _LONG_NAME_ENDS]
+    return _VENDORS.sub("", "".join(words))
+
+
+def _matching(plain: str) -> list[str]:
+    """Exactly this name, also with its memory said beside it; else those that differ by their memory only."""
+    for name, row in _by_id().items():
+        if plain in (_plain(name), _plain(row["name"]), f"{_plain(name)}{row['gib']}gb"):
+            return [name]
+    return [name for name in _by_id() if plain and _plain(re.sub(r"-\d+gb$", "", name)) == plain]
+
+
+def _unknown(text: str) -> UnknownName:
+    plain = {_plain(name): name for name in _by_id()}
+    near = difflib.get_close_matches(_plain(text), plain, n=1, cutoff=0.6)
+    return UnknownName(
+        f"device {text!r} is not known",
+        allowed=f"{', '.join(_by_id())}, a size such as 24GB, {', '.join(present())}, {HERE}",
+        do=f"did you mean {plain[near[0]]!r}?" if near else "say its memory instead: --device 24GB",
+    )

@@ -1,0 +1,61 @@
+"""Code that needs a number while there are none: told as an error that names its line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from halfstep.errors import WrongUse
+
+_NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_NUMPY = ".numpy() is not supported for tensor subclasses"
+_NOT_THEIRS = (
+    str(Path(torch.__file__).parent),
+    *(str(Path(__file__).parents[2] / floor) for floor in ("measure", "observe", "precision")),
+)
+_KINDS = {
+    "_local_scalar_dense": "reads a number out of a tensor, as item(), float() and `if` do,",
+    "equal": "compares two tensors by their numbers",
+    "nonzero": "makes a tensor whose size depends on numbers, as a boolean mask in brackets does,",
+}
+
+
+@contextmanager
+def numbers_refused() -> Iterator[None]:
+    """Round a person's code on fake tensors."""
+    try:
+        yield
+    except _NEEDS_NUMBERS as error:
+        raise _refusal(error, str(error.func)) from error
+    except RuntimeError as error:
+        if _NUMPY not in str(error):
+            raise
+        raise _refusal(error, "numpy") from error
+
+
+def _refusal(error: BaseException, function: str) -> WrongUse:
+    name = function.removeprefix("aten.").partition(".")[0]
+    what = _KINDS.get(name, f"asks for numbers ({name})")
+    return WrongUse(
+        f"{asked_at(error)} {what} but memory is estimated without computing any",
+        allowed="code whose sizes and branches do not depend on the numbers in tensors",
+        do="use torch.where, or multiply by the mask; read a tensor after the step; or take that line out",
+    )
+
+
+def asked_at(error: BaseException) -> str:
+    """The innermost line of a person's own code, as file:line: its text."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
+    if not frames:
+        return "code outside any file"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno}: `{last.line}`" if last.line else f"{last.filename}:{last.lineno}"

@@ -1,0 +1,105 @@
+"""What an estimate comes to: does it fit, what would make it fit, and why memory is not halved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_HALF = 0.45
+"""What is saved above this counts as half."""
+
+
+def in_words(size: float) -> str:
+    """Bytes as a person reads them."""
+    for unit, words in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {words}" if size < 100 * unit else f"{size / unit:.0f} {words}"
+    return f"{size:.0f} B"
+
+
+def verdict(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer for each device in one sentence, and what to do with the first."""
+    lines = [_line(page) for page in report["devices"]]
+    return {
+        "lines": lines or ["nothing was estimated"],
+        "savings": [row for page in report["devices"][:1] for row in savings(page["columns"])],
+        "take": _take(report["devices"][0]) if lines else None,
+    }
+
+
+def main_column(page: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The one that the first line is about: the device's own precision at the first batch, run as the case is."""
+    columns = page["columns"]
+    if not columns:
+        return None
+    own = [column for column in columns if column["setting"]["precision"] == page["auto"]]
+    first: Mapping[str, Any] = (own or columns[-1:])[0]
+    return first
+
+
+def _line(page: Mapping[str, Any]) -> str:
+    column = main_column(page)
+    if column is None:
+        return f"{page['device']['id']}: nothing was estimated"
+    setting, device = column["setting"], page["device"]
+    how = f"in {setting['precision']}{' with recomputing' if setting['recompute'] else ''} at batch {column['samples']}"
+    word = "fits" if column["fits"] else "does not fit"
+    line = f"{word}: peak {in_words(column['peak'])} of {in_words(device['memory'])} on {device['id']} {how}"
+    return line + _farther(page, setting)
+
+
+def _farther(page: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
+    rows = {row["recompute"]: row for row in page["largest"] if row["precision"] == setting["precision"]}
+    row = rows.get(setting["recompute"])
+    if row is None:
+        return ""
+    if row["batch"]:
+        return f"; largest batch {row['batch']}{' or more' if row['at_least'] else ''}"
+    fitting = [lever for lever in row["levers"] if lever["fits"]]
+    short = f"; even {row['smallest']} is {in_words(row['missing'])} too much"
+    return f"{short}, but {_way(fitting[0])} fits" if fitting else f"{short}, however it is run"
+
+
+def _way(lever: Mapping[str, Any]) -> str:
+    return f"{lever['precision']}{' with recomputing' if lever['recompute'] else ''}"
+
+
+def savings(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each column against fp32's of the same batch and kind, with the reason where it is not half."""
+    wide = {_kind(column): column for column in columns if column["setting"]["precision"] == "fp32"}
+    rows = []
+    for column in columns:
+        base = wide.get(_kind(column))
+        if base is not None and base is not column and base["peak"]:
+            saved = 1 - column["peak"] / base["peak"]
+            rows.append({**_named(column), "saved": round(saved, 4), "why": _why(column, base, saved)})
+    return rows
+
+
+def _kind(column: Mapping[str, Any]) -> tuple[int, bool]:
+    return column["samples"], column["setting"]["recompute"]
+
+
+def _named(column: Mapping[str, Any]) -> dict[str, Any]:
+    setting = column["setting"]
+    return {"precision": setting["precision"], "batch": column["samples"], "recompute": setting["recompute"]}
+
+
+def _why(column: Mapping[str, Any], base: Mapping[str, Any], saved: float) -> str:
+    """What is to be known of this column and not of fp32's: what did not shrink."""
+    return "" if saved >= _HALF else "; ".join(note for note in column["notes"] if note not in base["notes"])
+
+
+def _take(page: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The setting to train with: as asked if that fits, else with the largest batch of the gentlest way that does."""
+    column = main_column(page)
+    if column is None:
+        return None
+    if column["fits"]:
+        return _named(column)
+    own = [row for row in page["largest"] if row["precision"] == page["auto"]]
+    for row in [*own, *page["largest"]]:
+        if row["batch"]:
+            batch = row["preferred"] or row["batch"]
+            return {"precision": row["precision"], "batch": batch, "recompute": row["recompute"]}
+    return None

@@ -1,0 +1,92 @@
+"""Which cell is taken, and in which words the others are passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from halfstep.measure.plan.cell import BASELINE_PRECISION, Cell, simplicity
+from halfstep.measure.timing import Speed
+from halfstep.precision.ladder import WORTH_IT
+
+FEWEST_PAIRS = 3
+"""Of fewer there is no interval to speak of."""
+SPLIT_WORTH_IT = 1.03
+"""Other micro-batches change what batch normalisation averages over; less gain than this is not worth that."""
+
+
+def choose(cells: Iterable[Cell], *, fp32: float = 1.0, has_batch_norm: bool = False) -> Cell:
+    """The fastest, but a cell replaces a simpler one only where its interval lies wholly above. The first is the base.
+
+    A narrower precision has to gain more than its roundings are worth, over the best that fp32 can do.
+    """
+    best, *others = cells
+    for cell in sorted(others, key=lambda cell: simplicity(cell.setting)):
+        if cell.can_be_chosen and _replaces(cell, best, fp32, has_batch_norm):
+            best = cell
+    return best
+
+
+def is_fp32(cell: Cell) -> bool:
+    return cell.setting.precision == BASELINE_PRECISION
+
+
+def _replaces(cell: Cell, simpler: Cell, fp32: float, has_batch_norm: bool) -> bool:
+    if not is_fp32(cell) and _speedup(cell) < WORTH_IT * fp32:
+        return False
+    split = cell.setting.microbatches != simpler.setting.microbatches
+    if split and has_batch_norm and _speedup(cell) < SPLIT_WORTH_IT * _speedup(simpler):
+        return False
+    return wholly_above(cell.speed, simpler.speed)
+
+
+def wholly_above(one: Speed | None, other: Speed | None) -> bool:
+    if one is None or other is None or one.pairs < FEWEST_PAIRS:
+        return False
+    return one.low > other.high
+
+
+def _speedup(cell: Cell) -> float:
+    return cell.speed.speedup if cell.speed else 0.0
+
+
+def by_speed(cells: Iterable[Cell]) -> list[Cell]:
+    """Those that can be chosen, the fastest first."""
+    return sorted((cell for cell in cells if cell.can_be_chosen), key=_speedup, reverse=True)
+
+
+def runner_up(choice: Cell, cells: Sequence[Cell]) -> tuple[Cell | None, str]:
+    """The fastest of the others, and why it was not taken."""
+    others = [cell for cell in by_speed(cells) if cell.setting != choice.setting]
+    if not others:
+        return None, ""
+    other = others[0]
+    return other, _why_not(other, choice)
+
+
+def _why_not(other: Cell, choice: Cell) -> str:
+    assert other.speed is not None
+    if choice.speed is None or wholly_above(choice.speed, other.speed) or _speedup(other) < _speedup(choice):
+        beside = f"{other.speed.speedup:.2f}x against {_speedup(choice):.2f}x"
+        return beside if wholly_above(choice.speed, other.speed) else f"{beside}; their intervals overlap"
+    if other.speed.pairs < FEWEST_PAIRS:
+        return f"{other.speed.pairs} pairs were measured, too few for a verdict"
+    if not wholly_above(other.speed, choice.speed):
+        return f"{other.speed.speedup:.2f}x, but the intervals overlap, and the choice is simpler"
+    if not is_fp32(other) and is_fp32(choice):
+        return f"{other.speed.speedup:.2f}x is less than {WORTH_IT}x what fp32 can do: not worth its roundings"
+    return f"{other.speed.speedup:.2f}x: too little gained for what it changes"
+
+
+def why_stay(choice: Cell, cells: Iterable[Cell]) -> str:
+    """Why a plan stays in fp32: what the narrower formats did here."""
+    narrow = [cell for cell in cells if not is_fp32(cell)]
+    best = next((cell for cell in by_speed(narrow) if cell.speed), None)
+    if best is not None and best.speed is not None:
+        found = best.speed
+        words = f"{best.setting} is {found.speedup:.2f}x ({found.low:.2f} to {found.high:.2f}, {found.pairs} pairs)"
+        if _speedup(best) < WORTH_IT * _speedup(choice):
+            return f"{words}, less than {WORTH_IT}x what fp32 does"
+        return f"{words}, which overlaps with fp32's {_speedup(choice):.2f}x: no verdict"
+    if narrow:
+        return "; ".join(f"{cell.setting} ({cell.cut or 'not measured'})" for cell in narrow[:3])
+    return "this device computes in no narrower format natively"

@@ -1,0 +1,153 @@
+"""`profile`: measure where a step's time goes, and end with one cause and one command to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import WrongUse
+from halfstep.measure.case import Case, LossFunction, Subject, case_of
+from halfstep.measure.process import ArmFailed, ArmProcess
+from halfstep.measure.profiling.causes import Cause, found
+from halfstep.measure.profiling.endings import verdict
+from halfstep.measure.profiling.examined import STAGES, Examined
+from halfstep.measure.profiling.facts import Facts, read_facts
+from halfstep.measure.setting import Setting
+from halfstep.precision.names import AUTO, read_precision
+
+Progress = Callable[[int, int], None]
+_WHOLE = 100
+_NOTHING_YET: dict[str, Any] = {"format": "fp32", "kind": "other", "conditions": {}}
+"""What a profile says that was interrupted before it began."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time goes, why there is no speed-up, and what to do about it."""
+
+    facts: Facts
+    cause: Cause
+    others: tuple[Cause, ...]
+    """Causes that explain less."""
+    conditions: Mapping[str, Any]
+    interrupted: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Stages that could not be measured, and why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "subject": " ".join(self.facts.subject),
+            "cause": self.cause.as_dict(),
+            "others": [cause.as_dict() for cause in self.others],
+            "facts": self.facts.as_dict(),
+            "skipped": dict(self.skipped),
+            "conditions": dict(self.conditions),
+            "interrupted": self.interrupted,
+        }
+
+
+def profile(
+    subject: Subject | Case | nn.Module,
+    loss_fn: LossFunction | None = None,
+    batch: Any = None,
+    *,
+    precision: str | None = None,
+    seconds: float = 60.0,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Why this does not train faster in a lower precision. A subject is measured in a process of its own.
+
+    A batch may be a DataLoader, which is read as training would read it. `seconds` is about how long to measure. Ctrl-C
+    ends it with what there is, if there is anything.
+    """
+    if not seconds > 0:
+        raise WrongUse(f"seconds={seconds}", allowed="a time above 0", do="leave it out, or give it 60")
+    if precision is not None:
+        read_precision(precision)  # a wrong word is told here, before a process is started for it
+    if isinstance(subject, Subject):
+        words, own_code = (subject.text, *subject.settings), subject.is_own_code
+    else:
+        words, own_code = (), True
+    known: dict[str, Any] = {"subject": words, "own_code": own_code, "asked": precision or AUTO, **_NOTHING_YET}
+    with _asking(subject, loss_fn, batch, precision, device) as ask:
+        skipped: dict[str, str] = {}
+        interrupted = _ask_all(ask, known, skipped, seconds, progress)
+    facts = read_facts(known)
+    cause = verdict(facts)
+    others = tuple(one for one in found(facts) if one != cause)
+    return Profile(facts, cause, others, known["conditions"], interrupted, skipped)
+
+
+Ask = Callable[[str, float], dict[str, Any]]
+
+
+def _ask_all(
+    ask: Ask, known: dict[str, Any], skipped: dict[str, str], seconds: float, progress: Progress | None
+) -> bool:
+    """Stage by stage; whether it was interrupted. What one of them cannot measure the others may."""
+    done = 0.0
+    try:
+        known.update(ask("", 0.0))
+        for name, stage in ({} if known["passed_over"] else STAGES).items():
+            try:
+                known.update(ask(name, seconds * stage.share))
+            except ArmFailed as error:
+                if name == "warming":  # it does not even run
+                    raise WrongUse(str(error), allowed="a step that runs", do="run it by itself first") from None
+                skipped[name] = str(error)
+            done += stage.share
+            if progress is not None:
+                progress(round(done * _WHOLE), _WHOLE)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+class _Elsewhere(ArmProcess):
+    """The same stages in a process of its own."""
+
+    module = f"{__package__}.child"
+
+    def __init__(self, subject: Subject, precision: str | None, device: str | None) -> None:
+        super().__init__(subject, Setting(), device)
+        self._begin["precision"] = precision
+
+    def __enter__(self) -> _Elsewhere:
+        return self
+
+    def ask(self, stage: str, seconds: float) -> dict[str, Any]:
+        return self._ask({"do": stage, "seconds": seconds}) if stage else self.open()
+
+
+@contextmanager
+def _asking(
+    subject: Subject | Case | nn.Module,
+    loss_fn: LossFunction | None,
+    batch: Any,
+    precision: str | None,
+    device: str | torch.device | None,
+) -> Iterator[Ask]:
+    if isinstance(subject, Subject):
+        with _Elsewhere(subject, precision, None if device is None else str(device)) as away:
+            yield away.ask
+        return
+    if isinstance(subject, nn.Module):
+        subject = _case(subject, loss_fn, batch)
+    examined = Examined(subject, precision, device)
+    yield lambda stage, seconds: STAGES[stage].measure(examined, seconds) if stage else examined.describe()
+
+
+def _case(model: nn.Module, loss_fn: LossFunction | None, batch: Any) -> Case:
+    if loss_fn is None or batch is None:
+        raise WrongUse(
+            f"profile({type(model).__name__}) without a loss_fn and a batch",
+            allowed="a model, loss_fn(model, batch) and a batch or a DataLoader; or a Subject",
+            do="profile(model, loss_fn, batch)",
+        )
+    return case_of(model, loss_fn, batch)

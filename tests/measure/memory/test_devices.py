@@ -1,0 +1,108 @@
+"""Devices as data: what people type for them, how much of them a step may take, what they can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import resources
+
+import pytest
+
+from halfstep.errors import UnknownName, WrongUse
+from halfstep.measure.memory.devices import GIB, device_ids, device_named, main_memory
+from halfstep.measure.memory.report import own_choice
+
+ROWS = json.loads(resources.files("halfstep.measure.memory").joinpath("devices.json").read_text())["devices"]
+
+
+def test_there_are_many_and_each_is_found_by_its_short_and_its_long_name() -> None:
+    assert len(device_ids()) == len(set(device_ids())) == len(ROWS) >= 25
+    for row in ROWS:
+        for text in (row["id"], row["id"].upper(), row["name"]):
+            assert device_named(text).id == row["id"], text
+        assert device_named(row["id"]).memory == row["gib"] * GIB
+        assert row.get("capability") or row.get("arch")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("RTX 4090", "rtx4090"),
+        ("rtx-4090", "rtx4090"),
+        ("rtx_4090", "rtx4090"),
+        (" RTX 4090 24GB ", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA A100 80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb"),
+        ("h100", "h100-80gb"),
+        ("Tesla T4", "t4"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_spelling_is_tolerant(typed: str, meant: str) -> None:
+    assert device_named(typed).id == meant
+
+
+def test_a_name_of_two_sizes_lists_both() -> None:
+    with pytest.raises(UnknownName) as told:
+        device_named("NVIDIA A100")
+    assert told.value.allowed == "a100-40gb, a100-80gb"
+    assert "--device a100-80gb" in told.value.do
+
+
+@pytest.mark.parametrize(("typed", "near"), [("rtx409", "rtx4090"), ("a100-80g", "a100-80gb"), ("l40", "l40s")])
+def test_an_unknown_name_offers_the_nearest(typed: str, near: str) -> None:
+    with pytest.raises(UnknownName, match=f"did you mean '{near}'"):
+        device_named(typed)
+
+
+@pytest.mark.parametrize("typed", ["", "   ", "zzz", "-4GB", "4XB", "GB", "nan GB", "a100-60gb"])
+def test_nonsense_is_refused(typed: str) -> None:
+    with pytest.raises(UnknownName):
+        device_named(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "gib"),
+    [("4GB", 4), ("24 GiB", 24), ("4g", 4), ("4096MB", 4), ("4000MB", 4000 / 1024), ("1.5gb", 1.5), ("99999GB", 99999)],
+)
+def test_a_size_is_a_device_of_which_nothing_else_is_known(typed: str, gib: float) -> None:
+    target = device_named(typed)
+    assert target.memory == int(gib * GIB)
+    assert target.rules == "cuda"
+    assert "nothing is known" in target.ability("bf16").reason
+
+
+def test_what_a_process_takes_and_a_margin_are_left_alone() -> None:
+    target = device_named("4GB")
+    assert target.usable == int((4 * GIB - target.reserved) * 0.95)
+    assert 0 < target.reserved < GIB
+    with pytest.raises(WrongUse, match=r"0\.5GB"):
+        device_named("0.5GB")
+
+
+def test_this_machine_is_known_by_its_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device_named("cpu").memory == main_memory() == pytest.approx(pages, rel=0.01)
+    assert device_named("cpu").rules == "cpu"
+    monkeypatch.setitem(sys.modules, "psutil", None)  # not installed
+    assert main_memory() == pages
+
+
+def test_a_t4_only_emulates_bf16_and_is_given_fp16() -> None:
+    t4 = device_named("t4")
+    assert not t4.ability("bf16").native
+    assert "emulated" in t4.ability("bf16").reason
+    assert own_choice(t4) == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [("a100-80gb", "bf16"), ("v100-16gb", "fp16"), ("p100", "fp16"), ("gtx1080ti", "fp32"), ("mi300x", "bf16"),
+     ("4GB", "bf16")],
+)  # fmt: skip
+def test_what_auto_would_take(name: str, choice: str) -> None:
+    assert own_choice(device_named(name)) == choice

@@ -1,0 +1,162 @@
+"""Cases on fake tensors: built there, or converted, and never at the cost of the person's model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from halfstep.measure.allocator import peak_bytes
+from halfstep.measure.batches import resized, size_of
+from halfstep.measure.case import Case, Subject, case_of
+from halfstep.measure.memory.building import built, fake_mode
+from halfstep.measure.memory.kernels import hidden_bytes
+from halfstep.measure.memory.placing import placed
+from halfstep.measure.memory.timeline import BACKWARD, Timeline
+from halfstep.observe.recorder import Operation, Recorder
+from tests.support.cases import loss_fn
+
+
+class NeedsNumbers(nn.Module):
+    """Reads a number while it is built, as a drop path's schedule does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        self.layer = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.layer.weight
+        self.layer.bias.requires_grad_(False)
+        self.register_buffer("table", torch.arange(4.0))
+        self.plain = torch.ones(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.layer(x)) + self.table
+        return out
+
+
+def all_fake(model: nn.Module) -> bool:
+    return all(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_case_is_built_without_memory() -> None:
+    mode = fake_mode()
+    case = built(Subject("tests.support.cases:convolutions").open, mode)
+    assert all_fake(case.model)
+    assert all(isinstance(tensor, FakeTensor) for tensor in case.batch)
+    with mode:
+        assert size_of(resized(case.batch, 1000)) == 1000
+
+
+def test_a_model_that_needs_numbers_is_built_for_real_and_converted() -> None:
+    made: list[Case] = []
+
+    def make() -> Case:
+        made.append(case_of(NeedsNumbers(), loss_fn, (torch.randn(2, 4), torch.zeros(2, dtype=torch.long))))
+        return made[-1]
+
+    case = built(make, fake_mode())
+    model, real = case.model, made[-1].model
+    assert all_fake(model)
+    assert isinstance(model, NeedsNumbers)
+    assert isinstance(model.plain, FakeTensor)
+    assert model.rates == [0.0, 0.25, 0.5]
+    assert model.tied.weight is model.layer.weight
+    assert model.layer.weight.requires_grad
+    assert not model.layer.bias.requires_grad
+    assert isinstance(model.layer.weight, nn.Parameter)
+    assert model is not real
+    assert not any(isinstance(tensor, FakeTensor) for tensor in (*real.parameters(), *real.buffers()))
+
+
+def test_a_converted_model_is_no_copy_and_has_no_gradients() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.grad = torch.ones(4, 4)
+    case = built(lambda: case_of(model, loss_fn, (torch.randn(2, 4), torch.zeros(2, dtype=torch.long))), fake_mode())
+    assert case.model.weight.grad is None
+    assert torch.equal(model.weight.grad, torch.ones(4, 4))
+    assert case.model is not model
+
+
+def test_an_error_of_the_persons_own_is_theirs() -> None:
+    def broken() -> Case:
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        built(broken, fake_mode())
+
+
+def test_placing_lays_kernels_out_and_keeps_ties() -> None:
+    mode = fake_mode()
+    with mode:
+        model = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8))
+        model[1].weight = model[0].weight
+        placed(model, torch.device("cpu"), channels_last=True)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not model[0].weight.is_contiguous()
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert model[0].weight.requires_grad
+
+
+def test_a_timeline_knows_when_memory_comes_and_goes_and_keeps_none_alive() -> None:
+    timeline = Timeline()
+    with fake_mode(), Recorder(nn.Identity(), timeline):
+        x = torch.empty(100)
+        y = (x + 1).view(10, 10)  # a view is no memory
+        del x
+        z = y * 2
+        y.mul_(3)
+        del y
+        timeline.begin(BACKWARD)
+        torch.empty(0)
+    assert [(block.bytes, block.part) for block in timeline.blocks] == [
+        (400, "temporary"),
+        (400, "temporary"),
+        (400, "activations"),
+        (0, "temporary"),
+    ]
+    first, second, third, _ = timeline.blocks
+    assert first.died < third.born  # gone before z was made
+    assert second.died < timeline.now
+    assert third.died > timeline.now
+    assert [block.format for block in timeline.kept] == ["fp32"]
+    del z
+    assert third.died == timeline.now
+
+
+CASES = [
+    # format, by channels, image (how many, channels, size), channels out, kernel, stride
+    (torch.float32, False, (2, 64, 32), 64, 3, 1),
+    (torch.float32, False, (2, 64, 64), 64, 3, 2),
+    (torch.float32, False, (2, 40, 64), 72, 3, 1),  # blocks that are not full
+    (torch.float32, False, (2, 16, 64), 1, 3, 1),
+    (torch.float32, False, (1, 512, 8), 512, 3, 1),
+    (torch.float32, True, (1, 512, 8), 512, 3, 1),
+    (torch.bfloat16, False, (1, 512, 8), 512, 3, 1),
+    (torch.bfloat16, True, (1, 512, 8), 512, 3, 1),
+]
+
+
+@pytest.mark.parametrize(("dtype", "by_channels", "image", "out", "kernel", "stride"), CASES)
+def test_what_convolutions_take_inside_is_what_the_allocator_saw(
+    dtype: torch.dtype, by_channels: bool, image: tuple[int, int, int], out: int, kernel: int, stride: int
+) -> None:
+    count, channels, size = image
+    layout = torch.channels_last if by_channels else torch.contiguous_format
+    x = torch.randn(count, channels, size, size, dtype=dtype).contiguous(memory_format=layout)
+    weight = torch.randn(out, channels, kernel, kernel, dtype=dtype).contiguous(memory_format=layout)
+    rest = (None, [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+    gradient = torch.randn_like(torch.ops.aten.convolution.default(x, weight, *rest))
+    for function, given in (
+        (torch.ops.aten.convolution.default, (x, weight, *rest)),
+        (torch.ops.aten.convolution_backward.default, (gradient, x, weight, *rest, [True, True, False])),
+    ):
+        result = function(*given)
+        real = peak_bytes(partial(function, *given), torch.device("cpu"), [])
+        made = sum(t.nbytes for t in (result if isinstance(result, tuple) else (result,)) if t is not None)
+        predicted = made + hidden_bytes(Operation(function, given, {}, result, "", True, False))
+        assert predicted == pytest.approx(real, rel=0.1)

@@ -1,0 +1,135 @@
+"""The largest batch: exact, whatever shape the peak has as a function of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import HalfstepError, WrongUse
+from halfstep.measure.case import Case, case_of
+from halfstep.measure.memory.accelerator_rules import ledger_on
+from halfstep.measure.memory.devices import device_named
+from halfstep.measure.memory.estimate import ledger_of
+from halfstep.measure.memory.fitting import MOST, largest_batch, levers
+from halfstep.measure.memory.ledger import PARTS, Ledger
+from halfstep.measure.setting import Setting
+from tests.support import cases
+
+
+def convolutions() -> Case:
+    return case_of(*cases.convolutions())
+
+
+def peaks(peak: Callable[[int], int]) -> Any:
+    """Ledgers with a peak of this shape, for searches that no model is needed for."""
+
+    def ledger(_make: Any, setting: Setting) -> Ledger:
+        batch = setting.batch or 4
+        parts = dict.fromkeys(PARTS, 0) | {"activations": peak(batch)}
+        return Ledger(setting, "", batch, parts, parts, {}, {}, "")
+
+    return ledger
+
+
+SHAPES: dict[str, Callable[[int], int]] = {
+    "a line": lambda b: 1000 + 7 * b,
+    "the update hides it": lambda b: max(50_000, 9 * b),
+    "steps": lambda b: 64 * (b // 16 + 1),
+    "a square": lambda b: b * b + 3,
+    "slow, then fast": lambda b: b if b < 3000 else 3000 + 1000 * (b - 3000),
+    "fast, then slow": lambda b: 100 * b if b < 50 else 5000 + b,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("limit", [64, 4_003, 50_000, 99_999])
+@pytest.mark.parametrize("start", [None, 1, 7, 4096])
+def test_the_next_size_is_always_over(shape: str, limit: int, start: int | None) -> None:
+    peak = SHAPES[shape]
+    fit = largest_batch(convolutions, Setting(batch=start), limit, peaks(peak))
+    if peak(1) > limit:
+        assert (fit.batch, fit.missing, fit.ledger.samples) == (0, peak(1) - limit, 1)
+        return
+    assert peak(fit.batch) <= limit < peak(fit.batch + 1)
+    assert fit.ledger.samples == fit.batch
+    assert fit.batch - 8 < fit.preferred <= fit.batch
+    assert fit.preferred % 8 == 0
+    assert len(fit.searched) <= 30
+    assert all(taken == peak(batch) for batch, taken in fit.searched)
+
+
+def test_a_line_is_closed_in_few_ledgers() -> None:
+    assert len(largest_batch(convolutions, Setting(batch=8), 10**9, peaks(lambda b: 10**6 + 12_345 * b)).searched) <= 6
+
+
+def test_a_search_ends_where_nothing_grows() -> None:
+    fit = largest_batch(convolutions, Setting(), 10, peaks(lambda b: 5))
+    assert fit.batch == MOST
+    assert fit.as_dict()["at_least"]
+
+
+def test_a_size_that_cannot_run_is_stepped_over() -> None:
+    def peak(batch: int) -> int:
+        if batch == 1:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return 10 * batch
+
+    assert largest_batch(convolutions, Setting(), 55, peaks(peak)).batch == 5
+    with pytest.raises(HalfstepError, match="told"):
+        largest_batch(convolutions, Setting(), 55, peaks(lambda b: _raise(WrongUse("told"))))
+
+
+def _raise(error: Exception) -> int:
+    raise error
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: str) -> None:
+    """All sizes, one by one, with the ledgers of a GPU."""
+    target = device_named("4GB")
+
+    def on(make: Callable[[], Case], setting: Setting) -> Ledger:
+        return ledger_on(make, setting, target)
+
+    setting = Setting(precision=precision)
+    limit = on(convolutions, replace(setting, batch=9)).peak + 100
+    fit = largest_batch(convolutions, setting, limit, on)
+    within = [batch for batch in range(1, 14) if on(convolutions, replace(setting, batch=batch)).peak <= limit]
+    assert within == list(range(1, fit.batch + 1))
+    assert fit.batch == 9
+    assert fit.preferred == 8
+
+
+def test_a_device_s_own_memory_is_filled_to_the_last_sample() -> None:
+    def wide() -> Case:
+        return case_of(nn.Sequential(nn.Linear(1 << 20, 4), nn.Tanh()), lambda m, b: m(b).sum(), torch.ones(2, 1 << 20))
+
+    target = device_named("4GB")
+    fit = largest_batch(wide, Setting(), target.usable, lambda make, setting: ledger_on(make, setting, target))
+    assert fit.ledger.peak <= target.usable < fit.ledger.peak + 2 * (4 << 20)
+    assert 500 < fit.batch < 1000
+
+
+def test_levers_are_measured_and_not_promised() -> None:
+    def deep() -> Case:
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+        return case_of(nn.Sequential(*layers), lambda model, batch: model(batch).sum(), torch.randn(4096, 64))
+
+    def whole_batch(make: Callable[[], Case], setting: Setting) -> Ledger:
+        return ledger_of(make, replace(setting, batch=4096))
+
+    fit = largest_batch(deep, Setting(), 10 << 20, whole_batch)
+    assert fit.batch == 0
+    assert fit.missing == whole_batch(deep, Setting()).peak - (10 << 20)
+    ways = levers(fit, deep, "bf16", whole_batch)
+    assert [(way.setting.precision, way.setting.recompute) for way in ways] == [
+        ("bf16", False),
+        ("fp32", True),
+        ("bf16", True),
+    ]
+    assert all(way.peak < fit.ledger.peak for way in ways)

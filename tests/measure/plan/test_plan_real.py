@@ -1,0 +1,106 @@
+"""Plans of real models, small ones: in processes of their own, and in this one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import WrongUse
+from halfstep.measure.arm import Arm
+from halfstep.measure.case import Subject
+from halfstep.measure.plan.arms import ArmHere
+from halfstep.measure.plan.plan import HERE, plan
+from halfstep.measure.plan.probe import compare
+from halfstep.measure.plan.room import Room, free_bytes
+from halfstep.measure.plan.space import facts_of
+from halfstep.measure.process import ArmFailed, ArmProcess
+from halfstep.measure.setting import Setting
+from tests.support import cases
+
+LINEAR = Subject("tests.support.cases:linear")
+
+
+def test_a_person_s_own_objects_are_planned_in_this_process_and_left_as_they_were() -> None:
+    model, loss_fn, batch = cases.convolutions()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told: list[tuple[int, int]] = []
+    found = plan(model, loss_fn, batch, seconds=4, device="cpu", progress=lambda *seen: told.append(seen))
+    assert found.conditions["arms"] == HERE
+    assert found.choice.speed is not None
+    assert found.choice.setting.batch == 4
+    assert found.ladder[0].setting == found.baseline
+    assert len(found.baseline.as_dict()) == 6
+    assert told
+    assert all(0 <= done <= of == 4 for done, of in told)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    measured = [cell for cell in found.ladder if cell.speed]
+    assert all(cell.trail[0] == pytest.approx(measured[0].trail[0], rel=0.02) for cell in measured)
+
+
+def test_a_model_alone_is_refused() -> None:
+    with pytest.raises(WrongUse, match="without a loss_fn"):
+        plan(nn.Linear(2, 2))
+
+
+def test_the_trail_is_the_losses_of_the_updates_that_were_timed() -> None:
+    case = LINEAR.open()
+    arm = Arm(case, Setting("bf16"))
+    arm.seconds(3)
+    assert arm.trail == Arm(case, Setting("bf16")).losses(3)
+    with ArmProcess(LINEAR, Setting("bf16")) as away:
+        away.open()
+        away.seconds(3)
+        assert away.trail(2) == arm.trail[:2]
+        assert away.graphs() == 0
+        away.nudge(1e-3)
+        assert away.losses(1) != arm.losses(1)
+
+
+def test_a_nudge_moves_every_weight_a_little_and_the_same_way_each_time() -> None:
+    case = LINEAR.open()
+    one, other = Arm(case, Setting()), Arm(case, Setting())
+    one.nudge(1e-3)
+    other.nudge(1e-3)
+    for moved, again, before in zip(
+        one.model.parameters(), other.model.parameters(), case.model.parameters(), strict=True
+    ):
+        assert torch.equal(moved, again)
+        assert not torch.equal(moved, before)
+        torch.testing.assert_close(moved, before, rtol=1e-2, atol=0.0)
+
+
+def test_bf16_keeps_parity_on_a_real_model_and_a_broken_one_does_not() -> None:
+    case = LINEAR.open()
+    fp32, bf16 = (Arm(case, Setting(name)).losses(20) for name in ("fp32", "bf16"))
+    assert compare(fp32, bf16).verdict == "holds"
+    assert compare(fp32, [loss * 1.1 for loss in bf16]).verdict == "fails"
+
+
+def test_what_compiles_nothing_is_told() -> None:
+    arm = ArmHere(LINEAR.open(), Setting(), "cpu")
+    arm.open()
+    arm.seconds()
+    assert arm.graphs() == 0
+    arm.close()
+    broken = ArmHere(Subject("tests.support.cases:broken").open(), Setting(), "cpu")
+    broken.open()
+    with pytest.raises(ArmFailed, match="IndexError"):
+        broken.seconds()
+
+
+def test_facts_are_read_from_the_case() -> None:
+    facts = facts_of(Subject("tests.support.cases:convolutions").open())
+    assert (facts.has_images, facts.has_batch_norm, facts.samples) == (True, True, 4)
+    assert (facts.optimizer, facts.learning_rate) == ("AdamW", 1e-4)
+    recipe = facts_of(Subject("classification_tiny", ("train.batch_size=6", "train.microbatches=2")).open())
+    assert (recipe.samples, recipe.now.batch, recipe.now.microbatches) == (12, 6, 2)
+
+
+def test_free_memory_is_known_here_and_unknown_memory_holds_everything() -> None:
+    free = free_bytes(torch.device("cpu"))
+    assert free is None or 2**20 < free < 2**60
+    assert Room(None, lambda setting: 2**60).fits(Setting())
+    assert not Room(2**30, lambda setting: 2**30).fits(Setting())
+    assert Room(2**30, lambda setting: 2**29).fits(Setting())
+    assert not Room(2**30, lambda setting: 2**29).fits(Setting(), Setting("bf16"))

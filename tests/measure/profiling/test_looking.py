@@ -1,0 +1,259 @@
+"""What a profile looks at: kernels, layers, channels, torch's switches, compilations and data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep import island
+from halfstep.errors import WrongUse
+from halfstep.measure.arm import Arm
+from halfstep.measure.case import Data, Subject, case_of
+from halfstep.measure.profiling.examined import Examined, fp32_means
+from halfstep.measure.profiling.feeding import fed
+from halfstep.measure.profiling.kernels import TINY, Seen, kernels_of, summed
+from halfstep.measure.profiling.layers import channels, look, misaligned
+from halfstep.measure.profiling.padding import measured, padded
+from halfstep.measure.profiling.warming import first_steps
+from halfstep.measure.setting import Setting
+from halfstep.measure.stopwatch import Stopwatch
+from halfstep.precision.flags import fp32_scope
+from halfstep.precision.registry import precision_named
+from tests.support.cases import linear, loss_fn
+
+CPU = torch.device("cpu")
+STEP = "halfstep: a step"
+MS = 1_000_000
+BF16, FP32 = ("c10::BFloat16",) * 3, ("float",) * 3
+
+
+def on_cpu() -> list[Seen]:
+    """A step of 100 ms whose parts are round numbers, and one that was disturbed."""
+    return [
+        Seen(STEP, 0, 100 * MS, number=1),
+        Seen("aten::linear", 1 * MS, 41 * MS, number=2, dtypes=BF16),
+        Seen("aten::to", 1 * MS, 11 * MS, number=3, dtypes=FP32),
+        Seen("aten::copy_", 1 * MS, 11 * MS, number=4, dtypes=FP32),
+        Seen("aten::addmm", 11 * MS, 41 * MS, number=5, dtypes=BF16),
+        Seen("aten::mm", 41 * MS, 51 * MS, number=6, dtypes=FP32),
+        Seen("aten::relu", 51 * MS, 56 * MS, number=7, dtypes=FP32),
+        Seen("aten::view", 56 * MS, 56 * MS + TINY - 1, number=8, dtypes=FP32),
+        Seen("autograd::engine::evaluate_function: AddmmBackward0", 57 * MS, 77 * MS, number=9),
+        Seen("aten::mkldnn_convolution", 60 * MS, 75 * MS, number=10, dtypes=BF16),
+        Seen("Optimizer.step#AdamW.step", 80 * MS, 95 * MS, number=11),
+        Seen("aten::mm", 82 * MS, 92 * MS, number=12, dtypes=FP32),
+        Seen(STEP, 200 * MS, 900 * MS, number=13),
+        Seen("aten::mm", 200 * MS, 900 * MS, number=14, dtypes=FP32),
+    ]
+
+
+def test_time_is_shared_out_among_parts_of_the_step_that_was_disturbed_least() -> None:
+    found = summed(on_cpu())
+    assert found.shares == pytest.approx(
+        {"narrow": 0.45, "fp32": 0.10, "copies": 0.10, "update": 0.10, "other": 0.05, "host": 0.20}
+    )
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert found.convolutions == pytest.approx(0.15)
+    assert found.top["addmm [bf16]"] == pytest.approx(0.30)
+
+
+def test_an_accelerators_own_time_counts_and_the_rest_is_the_hosts() -> None:
+    events = [
+        Seen(STEP, 0, 100 * MS, number=1),
+        Seen("aten::mm", 0, 1 * MS, number=2, dtypes=BF16),
+        Seen("cudaLaunchKernel", 0, 1 * MS, number=3),
+        Seen("aten::copy_", 1 * MS, 2 * MS, number=4, dtypes=FP32, thread=2),
+        Seen("sm80_xmma_gemm_bf16", 5 * MS, 35 * MS, asked_by=2, on_device=True),
+        Seen("elementwise_kernel", 35 * MS, 45 * MS, asked_by=4, on_device=True),
+    ]
+    found = summed(events)
+    assert found.shares["narrow"] == pytest.approx(0.30)
+    assert found.shares["copies"] == pytest.approx(0.10)
+    assert found.shares["host"] == pytest.approx(0.60)
+
+
+def test_without_events_everything_is_the_hosts() -> None:
+    assert summed([]).shares["host"] == 1.0
+
+
+def test_the_profiler_is_heard() -> None:
+    model, given = nn.Linear(512, 512), torch.randn(512, 512)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(given).float().sum().backward()
+
+    step()
+    found = kernels_of(step, CPU, steps=2)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert found.shares["narrow"] > 0.05
+    assert found.shares["fp32"] < 0.05
+    wide = kernels_of(lambda: model(given).sum().backward(), CPU, steps=2)
+    assert wide.shares["narrow"] == 0.0
+    assert wide.shares["fp32"] > 0.2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(8, 12, 3, padding=1)
+        self.body = nn.Sequential(nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1))
+        self.depthwise = nn.Conv2d(12, 12, 3, groups=12)
+        self.even = nn.Conv2d(16, 16, 1)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.depthwise(self.body(self.stem(images)))
+        return self.head(found.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def net() -> tuple[nn.Module, Any, Any]:
+    return Net(), loss_fn, (torch.randn(2, 8, 10, 10), torch.randint(0, 10, (2,)))
+
+
+def test_layers_with_odd_channels_are_found_by_name_with_their_work() -> None:
+    arm = Arm(case_of(*net()), Setting("bf16"), observe=False)
+    looked = look(arm.model, arm.step)
+    groups = misaligned(looked)
+    assert [[layer.name for layer in layers] for layers, _ in groups] == [["body.0", "body.2"], ["stem"]]
+    assert sum(share for _, share in groups) <= 1.0
+    assert groups[0][1] > groups[1][1] > 0.05
+    assert looked.work.by_format == {"bf16": sum(looked.flops.values())}
+    assert looked.work.wide == {}
+    assert channels(arm.model.get_submodule("depthwise")) is None
+    assert "even" not in {layer.name for layer in looked.layers}  # it did not run
+
+
+def test_work_in_fp32_is_put_down_to_the_island_it_is_on() -> None:
+    model, loss, batch = net()
+    arm = Arm(case_of(island(model, "body"), loss, batch), Setting("bf16"), observe=False)
+    work = look(arm.model, arm.step).work
+    assert list(work.wide) == ["body"]
+    assert work.islands == ("body",)
+    assert work.wide["body"] == work.by_format["fp32"]
+    assert 0.5 < work.wide_share < 1.0
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "then"),
+    [
+        (nn.Linear(9, 30, bias=False), (4, 5, 9), (16, 32)),
+        (nn.Conv2d(7, 9, 3, stride=2, padding=1, dilation=2), (2, 7, 12, 12), (8, 16)),
+        (nn.ConvTranspose2d(7, 8, 2, stride=2, output_padding=1), (2, 7, 6, 6), (8, 8)),
+        (nn.Conv1d(3, 5, 3), (2, 3, 12), (8, 8)),
+    ],
+)
+def test_a_padded_layer_is_the_same_but_for_its_channels(
+    layer: Any, shape: tuple[int, ...], then: tuple[int, int]
+) -> None:
+    wide = padded(layer)
+    assert type(wide) is type(layer)
+    assert channels(wide) == then
+    assert (wide.bias is None) == (layer.bias is None)
+    where = -1 if isinstance(layer, nn.Linear) else 1
+    given = list(shape)
+    given[where] = then[0]
+    out, before = wide(torch.randn(given)).shape, layer(torch.randn(shape)).shape
+    assert out[where] == then[1]
+    assert [n for i, n in enumerate(out) if i != where % len(out)] == [
+        n for i, n in enumerate(before) if i != where % len(before)
+    ]
+
+
+def test_padding_is_timed_on_what_came_into_the_layer() -> None:
+    arm = Arm(case_of(*net()), Setting("bf16"), observe=False)
+    (layers, share), *_ = misaligned(look(arm.model, arm.step))
+    found = measured(layers, share, precision_named("bf16"), CPU, seconds=0.05)
+    assert found.names == ("body.0", "body.2")
+    assert (found.channels, found.padded) == ("12->12", "16->16")
+    assert found.seconds > 0 < found.padded_seconds
+    assert 0 < found.low <= found.high
+
+
+def test_switches_that_make_fp32_faster_are_read() -> None:
+    assert fp32_means(CPU) == "ieee"
+    with fp32_scope("tf32", CPU):
+        assert fp32_means(CPU) == "tf32"
+    conv: Any = torch.backends.mkldnn.conv  # type: ignore[attr-defined]
+    before = conv.fp32_precision
+    try:
+        conv.fp32_precision = "bf16"
+        assert fp32_means(CPU) == "bf16"
+    finally:
+        conv.fp32_precision = before
+    assert fp32_means(CPU) == "ieee"
+    assert fp32_means(torch.device("meta")) == "ieee"
+
+
+def test_code_that_asks_for_nothing_is_profiled_in_what_suits_the_device() -> None:
+    case = Subject("tests.support.cases:linear").open()
+    assert Examined(case, "bfloat16").precision.name == "bf16"
+    assert Examined(case, "fp32").precision.name == "fp32"
+    assert Examined(case).precision.name in ("bf16", "fp16", "fp32")
+
+
+def test_a_precision_that_a_run_would_refuse_is_described_and_not_timed() -> None:
+    examined = Examined(Subject("tests.support.cases:linear").open(), "tf32")
+    found = examined.describe()
+    assert found["passed_over"] is True
+    assert found["native"] is False
+    assert "tf32" in found["why"]
+
+
+def test_compilations_are_counted_step_by_step() -> None:
+    calls = 0
+    layer = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager", dynamic=False)
+    def compiled(given: Tensor, number: int) -> Tensor:
+        return layer(given) * number  # type: ignore[no-any-return]
+
+    def always() -> None:
+        nonlocal calls
+        calls += 1
+        compiled(torch.ones(2, 4), calls)
+
+    found = first_steps(always, Stopwatch(CPU), seconds=60)
+    assert len(found.compiled) >= 4
+    assert all(found.compiled[1:5])
+    assert "number" in found.reason
+    assert all(spent <= took for spent, took in zip(found.compiling, found.seconds, strict=True))
+    torch._dynamo.reset()
+    once = first_steps(lambda: compiled(torch.ones(2, 4), 3), Stopwatch(CPU), seconds=60)
+    assert once.compiled[0] > 0
+    assert not any(once.compiled[1:])
+    torch._dynamo.reset()
+
+
+def test_waiting_for_data_is_told_from_computing() -> None:
+    case = case_of(*linear())
+
+    def batches() -> Iterator[Any]:
+        for _ in range(3):  # shorter than what is asked of it
+            time.sleep(0.05)
+            yield case.batch
+
+    def read() -> Any:
+        time.sleep(0.05)
+        return case.batch
+
+    arm = Arm(case, Setting("fp32", microbatches=2), observe=False)
+    found = fed(arm, Data(batches, read, workers=0), seconds=0.5)
+    assert found.wait >= 0.1  # two batches a step
+    assert found.read >= 0.1
+    assert found.read_cpu < found.read / 2
+    assert found.wait_share > 0.5
+    assert found.warming is not None
+    assert not any(found.warming.compiled)
+
+
+def test_data_without_a_batch_is_an_error_not_a_loop() -> None:
+    case = case_of(*linear())
+    arm = Arm(case, Setting("fp32"), observe=False)
+    with pytest.raises(WrongUse, match="no batch"):
+        fed(arm, Data(lambda: iter(()), lambda: case.batch, workers=0), seconds=0.1)

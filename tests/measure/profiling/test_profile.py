@@ -1,0 +1,126 @@
+"""A whole profile: of situations whose effect no busy machine can hide, of live objects, and interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.errors import HalfstepError, WrongUse
+from halfstep.measure.case import Subject
+from halfstep.measure.profiling import reading
+from halfstep.measure.profiling.examined import STAGES
+from halfstep.measure.profiling.profile import profile
+from tests.support.cases import linear, loss_fn
+
+HERE = "benchmarks.profile_situations"
+
+
+@pytest.mark.parametrize(
+    ("situation", "precision", "cause"),
+    [
+        ("slow_dataset", "bf16", "slow-data"),
+        ("half_convolutions", "fp16", "reference-kernels"),
+        ("recompiling", "bf16", "recompiling"),
+    ],
+)
+def test_a_situation_is_named(situation: str, precision: str, cause: str) -> None:
+    told: list[tuple[int, int]] = []
+    found = profile(
+        Subject(f"{HERE}:{situation}"), precision=precision, seconds=2, progress=lambda *news: told.append(news)
+    )
+    assert found.cause.id == cause, found.cause
+    assert found.cause.command
+    assert sum(found.facts.shares.values()) == pytest.approx(1.0)
+    assert found.conditions["torch"] == torch.__version__
+    assert told[-1] == (100, 100)
+    assert not found.skipped
+    assert not found.interrupted
+
+
+def test_switches_of_the_cases_own_code_are_seen_in_its_process_and_leave_ours_alone() -> None:
+    before = torch.get_float32_matmul_precision()
+    found = profile(Subject(f"{HERE}:tf32_baseline"), precision="bf16", seconds=2)
+    assert torch.get_float32_matmul_precision() == before
+    assert found.facts.fp32_means == "bf16"
+    assert found.facts.race is not None
+    assert found.facts.race.own_fp32 is not None
+    assert found.facts.race.own_fp32 > 0
+
+
+def test_live_objects_are_profiled_in_this_process_and_not_changed() -> None:
+    model, loss, batch = linear()
+    before = [p.detach().clone() for p in model.parameters()]
+    found = profile(model, loss, batch, precision="bf16", seconds=1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert found.facts.asked == "bf16"
+    assert found.facts.feeding is None
+    assert found.facts.work is not None
+    assert found.facts.work.by_format.keys() == {"bf16"}
+    assert found.as_dict()["facts"]["ceiling"] >= 1.0
+
+
+def test_a_step_that_cannot_run_is_told_in_three_parts() -> None:
+    with pytest.raises(HalfstepError, match="IndexError") as told:
+        profile(Subject("tests.support.cases:broken"), precision="bf16", seconds=1)
+    assert told.value.do
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    model, loss, batch = linear()
+    for seconds in (0.0, -1.0, float("nan")):
+        with pytest.raises(WrongUse, match="seconds"):
+            profile(model, loss, batch, seconds=seconds)
+    with pytest.raises(WrongUse, match="without a loss_fn"):
+        profile(model)
+    with pytest.raises(HalfstepError, match="bf61"):
+        profile(model, loss, batch, precision="bf61")
+
+
+def test_a_stage_that_fails_is_skipped_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfstep.measure.process import ArmFailed
+
+    def fails(_examined: Any, _seconds: float) -> dict[str, Any]:
+        raise ArmFailed("the disk is gone")
+
+    monkeypatch.setitem(STAGES, "feeding", STAGES["feeding"]._replace(measure=fails))
+    found = profile(*linear(), precision="bf16", seconds=0.5)
+    assert found.skipped == {"feeding": "the disk is gone"}
+    assert found.facts.work is not None
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_what_was_measured_before_an_interruption_is_kept(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_examined: Any, _seconds: float) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(STAGES, stage, STAGES[stage]._replace(measure=interrupt))
+    found = profile(*linear(), precision="bf16", seconds=0.5)
+    assert found.interrupted
+    assert found.cause.command
+    assert (found.facts.warming is None) == (stage == "warming")
+    assert dataclasses.asdict(found.facts)["misaligned"] == ()
+
+
+def test_reading_can_be_looked_at_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    reading.main([f"{HERE}:slow_dataset"])
+    took = float(capsys.readouterr().out.split()[0])
+    assert took >= 320.0  # 16 samples of 20 ms
+    with pytest.raises(WrongUse, match="one batch"):
+        reading.main(["tests.support.cases:linear"])
+    with pytest.raises(WrongUse, match="nothing to read"):
+        reading.main([])
+
+
+def test_a_loss_of_sum_and_count_has_an_fp32_of_its_own() -> None:
+    from halfstep.measure.case import case_of
+    from halfstep.measure.profiling.examined import Plain
+    from halfstep.measure.setting import Setting
+
+    model, _, batch = linear()
+    plain = Plain(case_of(model, lambda m, b: (loss_fn(m, b) * 8, 8), batch), torch.device("cpu"), Setting())
+    before = [p.detach().clone() for p in plain._model.parameters()]
+    plain.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, plain._model.parameters(), strict=True))
