@@ -51,11 +51,11 @@ def parity(base: Sequence[float], arm: Sequence[float], *, points: float, higher
 
     The margin is `points`, or three standard deviations of fp32 over its seeds, whichever is more. The arm is the
 
-    - *same* where the 90 % interval of the mean difference lies above minus the margin: it is not worse by as much;
-      that it may be better is noted,
+    - *same* where the 90 % interval of the mean difference lies inside the margin on both sides, which is two one-sided
+      tests at 5 %,
     - *worse* where the mean lies below minus the margin and the interval below zero, or where a metric of it is no
       number,
-    - and else nothing can be told, as with fewer than three pairs.
+    - and else nothing can be told, as with fewer than three pairs; where it is at least not worse, that is noted.
 
     Moving an arm down moves its interval down and nothing else, so no *worse* becomes *same* by it.
     """
@@ -82,11 +82,14 @@ def parity(base: Sequence[float], arm: Sequence[float], *, points: float, higher
 
 
 def _judged(mean: float, low: float, high: float, margin: float) -> tuple[Verdict, str]:
-    if low >= -margin:
-        better = "better by more than the margin" if low > margin else "the same or better"
-        return "same", better if high > margin else ""
+    if -margin <= low and high <= margin:
+        return "same", ""
     if mean < -margin and high < 0.0:
         return "worse", "" if high < -margin else "by about the margin or more"
+    if low > margin:
+        return "can't tell", "not worse: better by more than the margin, which a precision alone does not explain"
+    if low >= -margin:
+        return "can't tell", "not worse; more seeds would show whether it is the same"
     return "can't tell", "the interval reaches across the margin; more seeds would narrow it"
 
 
