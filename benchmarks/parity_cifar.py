@@ -206,7 +206,8 @@ def main() -> None:
         conditions=told,
         progress=Progress(),
     )
-    text = f"`{told['command']}`\n\n{bench.markdown()}\n{last_line(bench)}\n"
+    under = "; ".join(f"{name} {value}" for name, value in told.items() if name not in ("command", "flags"))
+    text = f"`{told['command']}`\n\n{bench.markdown()}\nConditions: {under}.\n\n{last_line(bench)}\n"
     if given.record and not bench.interrupted:
         from halfstep.draw.bars import draw_bars
 

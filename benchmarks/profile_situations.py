@@ -33,8 +33,8 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-class Slow(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that take their time, as a far-away disk does."""
+class Far(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that take their time to come, as from a far-away disk. No core is busy meanwhile."""
 
     def __init__(self, seconds: float, width: int = 256) -> None:
         self.seconds, self.width = seconds, width
@@ -43,8 +43,20 @@ class Slow(Dataset[tuple[Tensor, Tensor]]):
         return 4096
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        time.sleep(self.seconds)
+        self.prepare()
         return torch.full((self.width,), number / 4096), torch.tensor(number % CLASSES)
+
+    def prepare(self) -> None:
+        time.sleep(self.seconds)
+
+
+class Laborious(Far):
+    """Samples that take this long to compute, as large pictures do that are decoded."""
+
+    def prepare(self) -> None:
+        until = time.thread_time() + self.seconds
+        while time.thread_time() < until:
+            pass
 
 
 def _perceptron(width: int, depth: int = 4, inward: int | None = None) -> nn.Sequential:
@@ -59,14 +71,14 @@ def _labelled(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def slow_dataset() -> Case:
-    """A sample takes 20 ms to come, a batch 320 ms: all cores of a workstation could not keep up."""
-    return _perceptron(256), loss_fn, DataLoader(Slow(0.02), batch_size=16)
+    """A sample takes a core 20 ms, a batch 320 ms: all cores of a workstation could not keep up."""
+    return _perceptron(256), loss_fn, DataLoader(Laborious(0.02), batch_size=16)
 
 
 def too_few_workers() -> Case:
-    """Reading takes as long as computing, one after the other; two workers would hide it."""
+    """Reading takes about as long as computing, one after the other, and is mostly waiting: workers would hide it."""
     model = _perceptron(1024, depth=8, inward=256)
-    return model, loss_fn, DataLoader(Slow(0.0003), batch_size=64)
+    return model, loss_fn, DataLoader(Far(0.0003), batch_size=64)
 
 
 def tiny_model() -> Case:
@@ -75,11 +87,13 @@ def tiny_model() -> Case:
 
 
 def misaligned_channels() -> Case:
-    """Convolutions of 127 channels, one fewer than a multiple of 8."""
-    width = 127
-    layers = [nn.Conv2d(width, width, 5, stride=2, padding=2) for _ in range(2)]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
-    images = torch.randn(8, width, 28, 28).to(memory_format=torch.channels_last)
+    """Convolutions of 255 channels, one fewer than a multiple of 8, which take long strides."""
+    width = 255
+    model = nn.Sequential(
+        nn.Conv2d(16, width, 1), nn.Conv2d(width, width, 3, stride=4, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES),
+    )  # fmt: skip
+    images = torch.randn(32, 16, 28, 28).to(memory_format=torch.channels_last)
     return model.to(memory_format=torch.channels_last), loss_fn, _labelled(images)  # type: ignore[call-overload]
 
 

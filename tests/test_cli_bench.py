@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from halfstep.cli._bench_page import next_command, show
+from halfstep.cli.bench import signals_as_ctrl_c
 from halfstep.cli.main import build
 from halfstep.measure.bench.comparing import compare
 from halfstep.measure.bench.report import Bench
@@ -97,7 +99,7 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130(tmp_path: Path) -> None:
     assert (tmp_path / "bench.md").exists()
 
 
-def _wait_for_child_of(process: int) -> None:
+def _wait_for_child_of(process: int, words: bytes = b"halfstep") -> int:
     """Until the first arm has begun."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -107,10 +109,64 @@ def _wait_for_child_of(process: int) -> None:
                 command = path.with_name("cmdline").read_bytes()
             except OSError:
                 continue
-            if int(fields[1]) == process and b"halfstep" in command:
-                return
+            if int(fields[1]) == process and words in command:
+                return int(path.parent.name)
         time.sleep(0.1)
     pytest.fail("no arm was started")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for the child in /proc")
+def test_a_system_that_stops_it_leaves_no_training_behind(tmp_path: Path) -> None:
+    small = ["train.steps=100000", "data.samples=24", "train.batch_size=4", "data.size=16"]
+    words = ["bench", "classification_tiny", *small, "--precisions", "fp32", "--json", "--out", str(tmp_path)]
+    child = subprocess.Popen([sys.executable, "-m", "halfstep", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        run = _wait_for_child_of(child.pid, b"halfstep\0train")
+        child.terminate()
+        said, _ = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert json.loads(said)["interrupted"] is True
+    assert child.returncode == 130
+    deadline = time.monotonic() + 20  # the system may take a moment to clear it away
+    while Path(f"/proc/{run}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{run}").exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="has no such signal")
+def test_signals_stop_as_ctrl_c_does_and_only_meanwhile() -> None:
+    names = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(which) for which in names]
+    for which in names:
+        with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c():
+            signal.raise_signal(which)
+    assert [signal.getsignal(which) for which in names] == before
+
+
+@pytest.mark.parametrize("below", [[], ["deeper"]])
+def test_a_file_for_a_folder_is_refused_beforehand(below: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    done = halfstep("bench", CASE, "--out", tmp_path.joinpath("file", *below))
+    assert done.exit_code == 73, done.output
+    assert "which is a file" in done.stderr
+    assert "--out NEW" in done.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_bench_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text('{"name": "other:case"}')
+    done = halfstep("bench", CASE, "--out", tmp_path)
+    assert done.exit_code == 73, done.output
+    assert "a bench of other:case" in done.stderr
+
+
+def test_a_baseline_that_failed_is_no_success(tmp_path: Path) -> None:
+    done = halfstep("bench", "tests.support.cases:broken", "--precisions", "fp32", "--out", tmp_path)
+    assert done.exit_code == 70, done.output
+    assert "fp32: failed" in done.stdout
+    assert done.stdout.splitlines()[-1] == "do: mend what fp32 failed of, then the same command again"
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"][0]["failed"]
 
 
 def made(**speeds: float) -> Bench:
@@ -145,6 +201,25 @@ def test_the_page_fits_and_has_the_verdict_first(
 
 def test_what_to_type_next_follows_from_what_is_known() -> None:
     assert next_command(made(bf16=50.0)) == "do: halfstep train some_recipe 'a.b=c d' precision=fp32"
-    assert next_command(made(bf16=100.0)).endswith("bench some_recipe 'a.b=c d' --seeds 5")
+    assert next_command(made(bf16=100.0)).endswith("bench some_recipe 'a.b=c d' --precisions fp32,bf16 --seeds 5")
     assert next_command(made(bf16=120.0, fp16=150.0)).endswith("precision=fp16")
     assert os.linesep not in next_command(made(bf16=0.0))
+    assert next_command(made(bf16=100.0, fp16=0.0)).endswith("--precisions fp32,bf16 --seeds 5")
+
+
+def test_what_to_type_next_is_nothing_that_failed() -> None:
+    again = ", then the same command again"
+    assert (
+        next_command(replace(made(bf16=120.0), rows=made(bf16=0.0).rows[::-1]))
+        == f"do: mend what bf16 failed of{again}"
+    )
+    whole = made(bf16=120.0)
+    lost = replace(whole.baseline, runs=(replace(whole.baseline.runs[0], metric=float("nan")),))
+    assert (
+        next_command(replace(whole, rows=(lost, *whole.rows[1:])))
+        == f"do: make fp32 train to a finite top1 first{again}"
+    )
+    late = replace(whole.rows[1], failed="no room")
+    assert next_command(replace(whole, rows=(whole.baseline, late))).endswith("precision=fp32")
+    assert "goes on where it was" in next_command(replace(whole, interrupted=True))
+    assert "goes on" not in next_command(replace(whole, name="my:case", interrupted=True))

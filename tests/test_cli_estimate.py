@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,39 @@ def refused():
 
 def large():
     return nn.Linear(1 << 15, 1 << 15), lambda model, batch: model(batch).sum(), torch.ones(4, 1 << 15)
+
+def shape():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(5, 2))
+    return model, lambda model, batch: model(batch).sum(), torch.ones(4, 8)
+
+def single():
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), lambda model, batch: model(batch).sum(), torch.ones(1, 8)
+
+def as_long_by_accident():
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["image"]) @ batch["matrix"], batch["label"])
+    batch = {{"image": torch.ones(3, 8), "label": torch.tensor([0, 1, 2]), "matrix": torch.ones(3, 3)}}
+    return nn.Linear(8, 3), loss, batch
+
+def recurrent():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTM(8, 8, batch_first=True)
+        def forward(self, x):
+            return self.cell(x)[0]
+    return Net(), lambda model, batch: model(batch).sum(), torch.ones(4, 5, 8)
+
+def frozen():
+    return nn.Linear(8, 8).requires_grad_(False), lambda model, batch: model(batch).sum(), torch.ones(4, 8)
+
+def many_modules():
+    built.append(1)
+    float(torch.ones(1))  # cannot be built on tensors without numbers
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(50)]
+    return nn.Sequential(*layers), lambda model, batch: model(batch).sum(), torch.ones(4, 8)
+
+built = []
 
 def value_needed():
     def loss(model, batch):
@@ -70,7 +104,7 @@ def test_the_first_line_answers_and_the_last_one_can_be_typed() -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.strip().splitlines()
     assert lines[0].startswith("fits: peak ")
-    assert "of 16.00 GiB on t4 in fp16 at batch 8; largest batch " in " ".join(lines[:2])
+    assert "of 16.00 GiB on t4 in fp16 at batch 8; no limit found up to batch 1048576" in " ".join(done.stdout.split())
     assert lines[-1] == f"next: halfstep plan {CASE}"
     page = " ".join(done.stdout.split())
     assert "bf16: not native on NVIDIA Tesla T4: compute capability 7.5 < 8.0: bf16 is emulated" in page
@@ -89,7 +123,7 @@ def test_the_page_fits_80_columns_and_has_no_colour_in_a_pipe() -> None:
 
 
 def test_json_is_strict_and_adds_up() -> None:
-    report = report_of(CASE, "--device", "rtx 4090,4GB", "--batch", "8,16")
+    report = report_of(CASE, "--device", "rtx 4090,4GB", "--batch", "8,16", "--recompute", "both")
     first, second = report["devices"]
     assert [page["device"]["id"] for page in (first, second)] == ["rtx4090", "4GB"]
     assert first["device"]["usable"] > second["device"]["usable"] > 0
@@ -177,12 +211,16 @@ def test_ctrl_c_before_anything_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (["--device", "rtx409"], "did you mean 'rtx4090'"),
         (["--device", "a100"], "a100-40gb, a100-80gb"),
+        (["--device", "cuda:0"], "--device a100-80gb"),
+        (["--device", "cpu:7"], "has no cpu:7"),
+        (["--device", "a1000"], "is another card"),
+        (["--batch", str(10**20)], "up to 1048576"),
         (["--batch", "0"], "1 sample or more"),
         (["--batch", "eight"], "whole numbers"),
         (["--batch", "-3"], "whole numbers"),
         (["--precision", "fp17"], "did you mean"),
         (["--precision", "fp8"], "--survive fp8_e4m3"),
-        (["--recompute", "maybe"], "both, off, on"),
+        (["--recompute", "maybe"], "auto, both, off, on"),
     ],
 )
 def test_wrong_words_are_told_before_anything_is_built(words: list[str], told: str) -> None:
@@ -196,6 +234,81 @@ def test_a_loss_that_needs_a_value_is_refused_with_its_line(own: str) -> None:
     done = halfstep(f"{own}:value_needed", "--device", "4GB")
     assert done.exit_code not in (0, 1)
     assert f"{own}.py" in done.stderr
+
+
+def test_an_error_of_their_own_is_told_once_with_their_line(own: str, tmp_path: Path) -> None:
+    for case, said in (("shape", "same reduction dim"), ("single", "more than 1 value per channel")):
+        done = halfstep(f"{own}:{case}", "--device", "a100-80gb")
+        assert done.exit_code == 78
+        lines = done.stderr.splitlines()
+        told = [line for line in lines if said in line]
+        assert len(told) == 1
+        assert told[0].startswith(str(tmp_path / f"{own}.py:"))
+        assert "Traceback" not in done.stderr
+    assert "--batch 2 runs" in lines[-1]
+    assert halfstep(f"{own}:single", "--device", "4GB", "--batch", 2).exit_code == 0
+
+
+def test_nothing_to_train_is_told(own: str) -> None:
+    done = halfstep(f"{own}:frozen", "--device", "4GB")
+    assert done.exit_code == 78
+    assert "do: " in done.stderr
+
+
+def test_a_batch_that_cannot_be_resized_keeps_its_own_column(own: str) -> None:
+    report = report_of(f"{own}:as_long_by_accident", "--device", "4GB", "--precision", "fp32")
+    (page,) = report["devices"]
+    assert [column["samples"] for column in page["columns"]] == [3]
+    assert page["largest"] == []
+    (row,) = page["not_searched"]
+    assert "batch['image'] (3, 8), batch['label'] (3,), batch['matrix'] (3, 3) were taken as samples" in row["why"]
+    asked = halfstep(f"{own}:as_long_by_accident", "--device", "4GB", "--batch", 6)
+    assert asked.exit_code == 78
+    assert "batch['matrix'] (3, 3) were taken as samples" in asked.stderr
+    page_of_it = " ".join(halfstep(f"{own}:as_long_by_accident", "--device", "4GB").stdout.split())
+    assert "were taken as samples" in page_of_it
+    assert "(the model itself)" in page_of_it
+
+
+def test_a_fallback_is_told_in_the_first_line_and_facts_of_this_cpu_are_not(own: str) -> None:
+    report = report_of(f"{own}:recurrent", "--device", "a100-80gb", "--precision", "fp32,fp16,bf16")
+    assert report["verdict"]["lines"][0].startswith("fits, by the CPU's rules: peak ")
+    notes = [note for column in report["devices"][0]["columns"] for note in column["notes"]]
+    assert notes
+    assert not [note for note in notes if "here" in note or "on a CPU" in note]
+
+
+def test_a_deep_model_takes_few_ledgers_and_is_built_once(own: str) -> None:
+    import importlib
+
+    before = time.process_time()
+    report = report_of(f"{own}:many_modules", "--device", "t4")
+    assert time.process_time() - before < 60
+    assert len(importlib.import_module(own).built) <= 2
+    (page,) = report["devices"]
+    assert {column["setting"]["recompute"] for column in page["columns"]} == {False}
+    assert all(len(row["searched"]) <= 4 for row in page["largest"])
+
+
+def test_recomputing_is_tried_by_itself_where_it_is_needed(own: str) -> None:
+    report = report_of(f"{own}:large", "--device", "4GB", "--precision", "fp32")
+    assert [c["setting"]["recompute"] for c in report["devices"][0]["columns"]] == [False, True]
+
+
+def test_survival_ends_in_a_command_with_its_subject() -> None:
+    done = halfstep(CASE, "--survive", "bf16")
+    assert done.exit_code == 0
+    assert f"halfstep plan {CASE} " in done.stdout
+    refused = halfstep(CASE, "--survive", ",")
+    assert refused.exit_code == 78
+    assert "--survive fp16,fp8_e4m3" in refused.stderr
+
+
+def test_ctrl_c_while_a_case_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_import.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert halfstep("own_import:case", "--survive", "fp16").exit_code == 130
+    assert halfstep("own_import:case", "--json").exit_code == 130
 
 
 def test_help_says_what_it_takes() -> None:

@@ -17,7 +17,10 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.measure.plan import plan as planning
+from halfstep.measure.plan.growth import Growth
 from halfstep.measure.plan.plan import Plan
+from halfstep.measure.setting import Setting
+from halfstep.measure.timing import Speed
 from halfstep.train.recipe.sources import read_recipe
 from tests.measure.plan.clockwork import World, planned
 from tests.measure.plan.test_plan_choice import FAST
@@ -39,7 +42,7 @@ def clockwork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     changed: dict[str, Any] = {}
 
     def quick(given: object, **_named: object) -> Plan:
-        return replace(planned(World(FAST, noise=0.02)), conditions=CONDITIONS, name="clockwork", **changed)
+        return replace(planned(World(FAST, noise=0.02)), **{"conditions": CONDITIONS, "name": "clockwork", **changed})
 
     monkeypatch.setattr(planning, "plan", quick)
     return changed
@@ -106,6 +109,56 @@ def test_on_a_terminal_it_asks_and_never_replaces_unasked(clockwork: Any, monkey
     assert file.read_text() == "mine"
     answered("y\n")
     assert read_recipe(str(file)).raw["precision"] == "bf16"
+
+
+def test_ctrl_c_at_the_question_is_a_no(clockwork: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.cli.plan.has_terminal", lambda: True)
+    result = CliRunner().invoke(main.build(), ["plan", "classification_tiny"], input="")  # as click tells Ctrl-C
+    assert result.exit_code == 130
+    assert "nothing was written; to write the recipe, type" in result.output
+    assert not Path("runs").exists()
+
+
+def test_commands_repeat_the_options_and_offer_a_free_name(clockwork: Any) -> None:
+    words = ["--seconds", "25", "--device", "cpu", "--grow-batch"]
+    file = Path("runs/plan-classification_tiny.yaml")
+    wanted = f"halfstep plan classification_tiny {' '.join(words)} --yes --write"
+    assert f"{wanted} {file}" in call("plan", "classification_tiny", *words).output
+    file.parent.mkdir()
+    file.write_text("mine")
+    assert f"{wanted} runs/plan-classification_tiny-2.yaml" in call("plan", "classification_tiny", *words).output
+    taken = call("plan", "classification_tiny", "--yes")
+    assert "give --write runs/plan-classification_tiny-2.yaml" in taken.stderr
+    clockwork["interrupted"] = True
+    assert (
+        f"halfstep plan classification_tiny {' '.join(words)}\n" in call("plan", "classification_tiny", *words).output
+    )
+
+
+def test_a_larger_batch_is_announced_and_its_warm_up_fits_the_run(clockwork: Any) -> None:
+    speed = Speed(1.0, 6.0, 5.9, 6.1, 31)
+    clockwork["growth"] = Growth(2, Setting("bf16", batch=32), speed, 0.0002, "square root scaling", 500)
+    clockwork["growth_ended"] = "64 samples: not measured: no time was left"
+    result = call("plan", "classification_tiny", "--grow-batch", "--yes", "train.epochs=40")
+    assert result.exit_code == 0, result.output
+    text = Path("runs/plan-classification_tiny.yaml").read_text()
+    raw = read_recipe("runs/plan-classification_tiny.yaml").raw
+    warm_up = raw["schedule"]["warmup_steps"]
+    assert 1 <= warm_up < 500
+    words = f"changes the optimisation: batch 16 -> 32, learning rate 0.0002, {warm_up} updates of warm-up"
+    assert text.splitlines()[1] == f"# {words}"
+    assert words in " ".join(result.output.split())
+    short = call("plan", "classification_tiny", "--grow-batch", "train.steps=30")
+    assert (
+        "schedule.warmup_steps=3 " in f"{short.output.replace(chr(10), ' ')} " or "3 updates of warm-up" in short.output
+    )
+    clockwork["growth"] = None
+    assert "larger batch" in call("plan", "classification_tiny", "--grow-batch").output
+
+
+def test_other_work_on_the_machine_is_told(clockwork: Any) -> None:
+    clockwork["conditions"] = {**CONDITIONS, "load": 3.1}
+    assert "load 3.1 on 2 cores before measuring began" in " ".join(call("plan", "classification_tiny").output.split())
 
 
 def test_links_and_other_endings_are_refused_before_anything_is_measured(clockwork: Any) -> None:

@@ -30,7 +30,7 @@ FACTS = Facts(
     kernels=Kernels({"host": 0.05, "narrow": 0.4, "fp32": 0.2, "copies": 0.1, "update": 0.1, "other": 0.15}),
     fp32_kernels=Kernels({"host": 0.02, "narrow": 0.0, "fp32": 0.78, "copies": 0.05, "update": 0.05, "other": 0.1}),
     work=Work({"bf16": 800, "fp32": 200}, {"head": 150, "neck\x1b[31m": 50}),
-    misaligned=(Misaligned(("body.0", "body.2"), "127->127", "128->128", 0.9, 0.01, 0.004, 2.2, 2.8),),
+    misaligned=(Misaligned(("body.0", "body.2"), "127->127", "128->128", 0.9, 0.01, 0.004, 2.2, 2.8, "Conv2d"),),
     feeding=Feeding(0.12, 0.07, 0.07, 0.0, 0, 8, 0),
 )
 
@@ -59,7 +59,7 @@ def test_the_page_begins_with_the_cause_and_what_to_type(
     for words in (
         "4.55x if matrix work took no time",
         "2.00x of strict fp32",
-        "body.0, body.2",
+        'layers "body.0", "body.2"',
         "head",
         "misaligned-channels",
     ):
@@ -73,6 +73,18 @@ def test_the_page_of_next_to_nothing(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[1].startswith("not-measured")
     lines = page(replace(FACTS, asked="fp32", format="fp32", feeding=None, misaligned=()), capsys)
     assert lines[0].startswith("already-fast: nothing is wrong, and nothing narrower than fp32 was asked for")
+
+
+def test_one_pair_is_no_speed_on_the_page_and_a_busy_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    few = replace(FACTS, race=Race(0.1, 0.05, 1.82, 1.82, 1.82, 1), feeding=None, misaligned=(), work=None)
+    text = " ".join(" ".join(page(few, capsys)).split())
+    assert "not measured well enough: 1 pair" in text
+    assert "1.82x" not in text
+    assert "other work disturbs" not in text
+    cause = verdict(FACTS)
+    busy = Profile(FACTS, cause, (), {**CONDITIONS, "load": 7.5}).as_dict()
+    _profile_page.show(json.loads(json.dumps(busy)))
+    assert "other work disturbs" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_prints_one_json_object() -> None:
@@ -102,7 +114,8 @@ def test_ctrl_c_prints_what_there_is(stage: str, monkeypatch: pytest.MonkeyPatch
     assert report["interrupted"] is True
     assert (report["facts"]["warming"] is None) == (stage == "")
     assert report["facts"]["kernels"] is None
-    assert report["cause"]["command"] == f"halfstep profile {CASE} --precision bf16"
+    assert report["cause"]["command"] == f"halfstep profile {CASE} --precision bf16 --seconds 4"
+    assert report["skipped"]["padding"] == "interrupted"
 
 
 def test_wrong_words_are_told() -> None:

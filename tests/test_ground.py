@@ -1,6 +1,7 @@
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,17 @@ def test_a_ratio_finds_a_known_slowdown() -> None:
     assert 0.002 < ratio.added_seconds < 0.008
 
 
-def test_arms_are_interleaved_and_take_turns_at_being_first() -> None:
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd", "abcde"])
+def test_arms_are_interleaved_and_each_is_as_often_first_as_last(names: str) -> None:
     order: list[str] = []
-    arms = {name: (lambda name=name: order.append(name)) for name in ("a", "b", "c")}  # type: ignore[misc]
+    arms = {name: (lambda name=name: order.append(name)) for name in names}  # type: ignore[misc]
     seen: list[tuple[int, int]] = []
-    clock.ratios(arms, baseline="a", pairs=6, progress=lambda done, all_: seen.append((done, all_)))
-    rounds = [order[start : start + 3] for start in range(0, 18, 3)]
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
-    assert {turn[0] for turn in rounds} == {"a", "b", "c"}
-    assert seen[-1] == (6, 6)
+    pairs = 2 * len(names)
+    clock.ratios(arms, baseline="a", pairs=pairs, progress=lambda done, all_: seen.append((done, all_)))
+    rounds = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
+    assert all(sorted(turn) == list(names) for turn in rounds)
+    assert Counter(turn[0] for turn in rounds) == Counter(turn[-1] for turn in rounds) == dict.fromkeys(names, 2)
+    assert seen[-1] == (pairs, pairs)
 
 
 def test_seconds_is_an_average() -> None:

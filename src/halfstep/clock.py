@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+FEWEST_FOR_INTERVAL = 6
+"""Values: the range of six holds the median with 97 %, that of five with 94 %."""
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -31,12 +34,16 @@ def seconds(call: Callable[[], object], calls: int) -> float:
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], turns: int) -> Iterator[dict[str, float]]:
-    """Ask every timer once a turn, each time beginning with another one, and give each turn's times."""
-    names = list(timers)
+    """Ask every timer once a turn, in an order that is turned round each time, and give each turn's times."""
     for turn in range(turns):
-        shift = turn % len(names)
-        order = names[shift:] + names[:shift]
-        yield {name: timers[name]() for name in (order if turn % 2 else reversed(order))}
+        yield {name: timers[name]() for name in order(list(timers), turn)}
+
+
+def order(names: Sequence[str], turn: int) -> list[str]:
+    """In which they are asked in this turn: another one begins after every two, and the second goes backwards."""
+    shift = turn // 2 % len(names)
+    shifted = [*names[shift:], *names[:shift]]
+    return shifted[::-1] if turn % 2 else shifted
 
 
 def ratios(
@@ -59,7 +66,10 @@ def ratios(
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, by order alone; of fewer than six values, all of their range."""
+    """Where the median lies with 95 % confidence, by order alone.
+
+    Of fewer values than `FEWEST_FOR_INTERVAL` it is all of their range, which holds the median less surely.
+    """
     each = sorted(values)
     cut = max(0, math.floor(len(each) / 2 - 0.98 * math.sqrt(len(each))))
     return each[cut], each[-1 - cut]

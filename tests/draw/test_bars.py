@@ -29,6 +29,7 @@ def row(name: str, times: float | None = 1.0, **changed: Any) -> dict[str, Any]:
 
 def drawn(folder: Path, *rows: dict[str, Any], higher_is_better: bool = True) -> np.ndarray[Any, Any]:
     bench = {"name": "a bench", "metric": {"name": "top1", "higher_is_better": higher_is_better}, "rows": list(rows)}
+    bench["margin"] = {"size": 0.02}
     draw_bars(bench, folder / "bars.png")
     return np.asarray(Image.open(folder / "bars.png").convert("RGB"))
 
@@ -92,3 +93,24 @@ def test_a_failed_drawing_leaves_the_old_picture(tmp_path: Path) -> None:
         drawn(tmp_path, {"name": "nothing else"})
     assert (tmp_path / "bars.png").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["bars.png"]
+
+
+def grey(picture: np.ndarray[Any, Any]) -> int:
+    """Pixels of the margin around fp32: a quarter of its grey on white, in the right third."""
+    right = picture[:, 2 * picture.shape[1] // 3 :].astype(int)
+    return int((abs(right - 0xE5) <= 1).all(axis=2).sum())
+
+
+def red(picture: np.ndarray[Any, Any]) -> int:
+    return int((picture == (0xB2, 0x18, 0x2B)).all(axis=2).sum())
+
+
+def test_an_arm_that_collapsed_leaves_the_margin_readable(whole: np.ndarray[Any, Any], tmp_path: Path) -> None:
+    found = drawn(tmp_path, row("fp32"), row("bf16", 2.0, runs=[{"metric": 0.1}, {"metric": 0.11}]))
+    assert grey(found) > grey(whole) / 6 > 0
+    assert red(found) > 0 == red(whole)
+
+
+def test_runs_without_a_finite_metric_are_marked(whole: np.ndarray[Any, Any], tmp_path: Path) -> None:
+    found = drawn(tmp_path, row("fp32"), row("bf16", 2.0, runs=[{"metric": 0.9}, {"metric": "NaN"}]))
+    assert red(found) > 0 == red(whole)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 from halfstep.errors import HalfstepError
 from halfstep.measure.arm import Arm
-from halfstep.measure.case import Subject
+from halfstep.measure.case import Case, Subject, case_of
+from halfstep.measure.conditions import busy, conditions, in_words
 from halfstep.measure.process import ArmFailed, ArmProcess, ArmTooSlow
 from halfstep.measure.setting import Setting
-from halfstep.measure.timing import Speed, race, warm
+from halfstep.measure.timing import Race, Speed, race, warm
+from tests.support import cases
 
 LINEAR = Subject("tests.support.cases:linear")
 
@@ -84,10 +92,13 @@ def test_warming_up_ends_when_three_times_agree() -> None:
 def test_a_race_pairs_times_and_gives_no_verdict_where_it_cannot() -> None:
     found = race({"base": Clockwork(2.0), "fast": Clockwork(1.0), "noisy": Clockwork(1.9, 2.1, 1.9, 2.1)},
                  baseline="base", pairs=20)  # fmt: skip
-    assert found["fast"] == Speed(1.0, 2.0, 2.0, 2.0, 20)
-    assert found["fast"].verdict == "faster"
-    assert found["base"].verdict == "can't tell"
-    assert race({"base": Clockwork(1.0), "slow": Clockwork(4.0)}, baseline="base", pairs=8)["slow"].verdict == "slower"
+    assert not found.interrupted
+    assert found.speeds["fast"] == Speed(1.0, 2.0, 2.0, 2.0, 20)
+    assert found.speeds["fast"].verdict == "faster"
+    assert found.speeds["base"].verdict == "can't tell"
+    two = {"base": Clockwork(1.0), "slow": Clockwork(4.0)}
+    assert race(two, baseline="base", pairs=6).speeds["slow"].verdict == "slower"
+    assert race(two, baseline="base", pairs=5).speeds["slow"].verdict == "can't tell", "five pairs are no 95 %"
 
 
 def test_a_race_ends_in_time_and_on_ctrl_c_with_what_it_has() -> None:
@@ -97,5 +108,116 @@ def test_a_race_ends_in_time_and_on_ctrl_c_with_what_it_has() -> None:
                 raise KeyboardInterrupt
             return super().seconds(steps)
 
-    assert race({"a": Interrupted(1.0)}, baseline="a", pairs=10)["a"].pairs == 3
-    assert race({"a": Clockwork(1.0)}, baseline="a", pairs=10, seconds=0.0)["a"].pairs == 1
+    interrupted = race({"a": Interrupted(1.0)}, baseline="a", pairs=10)
+    assert interrupted.interrupted
+    assert interrupted.speeds["a"].pairs == 3
+    at_once = Interrupted(1.0)
+    at_once.calls = 3
+    assert race({"a": at_once}, baseline="a") == Race({}, interrupted=True)
+    late = race({"a": Clockwork(1.0)}, baseline="a", pairs=10, seconds=0.0)
+    assert late.speeds["a"].pairs == 1
+    assert not late.interrupted
+
+
+class Failing(Clockwork):
+    """An arm that cannot go on after some calls."""
+
+    def __init__(self, error: Exception, calls: int) -> None:
+        super().__init__(1.0)
+        self.error, self.most = error, calls
+
+    def seconds(self, steps: int = 1) -> float:
+        if self.calls == self.most:
+            raise self.error
+        return super().seconds(steps)
+
+
+def test_an_arm_that_fails_leaves_the_race_and_the_others_go_on() -> None:
+    error = ArmFailed("ValueError: call 61")
+    found = race({"a": Clockwork(2.0), "b": Failing(error, 4), "c": Clockwork(1.0)}, baseline="a", pairs=10)
+    assert found.failed == {"b": error}
+    assert found.speeds["b"].pairs == 4
+    assert found.speeds["c"].pairs == 10
+    alone = race({"a": Clockwork(2.0), "b": Failing(error, 4)}, baseline="a", pairs=10)
+    assert alone.speeds["a"].pairs < 10, "a baseline does not race with itself"
+    with pytest.raises(ArmFailed, match="call 61"):
+        race({"a": Failing(error, 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
+    late = race({"a": Failing(ArmTooSlow("time is up"), 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
+    assert late.speeds["b"].pairs == 4
+    assert "a" in late.failed
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no groups of processes here")
+def test_what_a_case_started_does_not_outlive_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sleepy.py").write_text(
+        "import subprocess\nfrom tests.support.cases import linear\n"
+        "def case():\n    print('pid', subprocess.Popen(['sleep', '60']).pid, file=open('pid', 'w'))\n"
+        "    return linear()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), str(tmp_path)]))
+    monkeypatch.chdir(tmp_path)
+    with ArmProcess(Subject("sleepy:case"), Setting()) as away:
+        away.open()
+        started = int(Path("pid").read_text().split()[1])
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 20, "it holds the standard error of the arm"
+    assert _is_gone(started)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_arm_ends_with_its_parent_even_in_a_long_step(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import os, time\nfrom tests.support.cases import linear\n"
+        "def case():\n    open('pid', 'w').write(str(os.getpid()))\n    time.sleep(60)\n    return linear()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c",
+         "from halfstep.measure.process import *; ArmProcess(Subject('endless:case'), Setting()).open()"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(tmp_path)])},
+    )  # fmt: skip
+    file, deadline = tmp_path / "pid", time.monotonic() + 60
+    while time.monotonic() < deadline and not (file.exists() and file.read_text()):
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    assert _is_gone(int(file.read_text()))
+
+
+def _is_gone(pid: int) -> bool:
+    """Within a few seconds; one that nobody has waited for is gone, too."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def dropping() -> Case:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 10))
+    return case_of(model, cases.loss_fn, (torch.randn(8, 64), torch.randint(0, 10, (8,))))
+
+
+def test_arms_draw_the_same_random_numbers_and_leave_the_callers_alone() -> None:
+    case = dropping()
+    before = torch.get_rng_state()
+    one, other = Arm(case, Setting()), Arm(case, Setting())
+    found: dict[Arm, list[float]] = {one: [], other: []}
+    for arm in (one, other, other, one):  # whoever takes turns with it
+        found[arm] += arm.losses(1)
+    assert found[one] == found[other]
+    assert found[one][0] != found[one][1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_conditions_show_what_reaches_the_device_and_warn_of_other_work() -> None:
+    found = conditions("cpu")
+    assert "cuda" not in in_words(found)
+    assert "cudnn" not in in_words(found)
+    assert "mkldnn.matmul" in in_words(found)
+    assert "cudnn.conv" in in_words({**found, "place": "cuda:0"})
+    assert busy({"load": 3.14, "cores": 2}).startswith("load 3.1 on 2 cores before measuring began")
+    assert busy({"load": 0.4, "cores": 2}) == busy({"load": None, "cores": 2}) == ""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from halfstep.errors import WrongUse
-from halfstep.measure.batches import placed, resized, size_of
+from halfstep.measure.batches import placed, resized, size_of, taken_as_samples
 from halfstep.measure.case import Subject, case_of
 from tests.support import cases
 
@@ -64,6 +67,42 @@ def test_a_loader_in_place_of_a_batch_is_data() -> None:
     assert torch.equal(data.read_batch()[0], case.batch[0])
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+class Together(TensorDataset):
+    def __getitems__(self, numbers: list[int]) -> list[tuple[torch.Tensor, ...]]:
+        return [(torch.tensor(float(number)),) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("loader", "batch"),
+    [
+        (DataLoader(Stream(), batch_size=3), [0, 1, 2]),
+        (DataLoader(Stream(), batch_size=None, collate_fn=lambda one: torch.tensor([one])), [0]),
+        (DataLoader(TensorDataset(torch.arange(5)), batch_size=None, collate_fn=lambda one: one[0].reshape(1)), [0]),
+        (
+            DataLoader(
+                Together(torch.arange(5)), batch_size=2, collate_fn=lambda some: torch.stack([x for (x,) in some])
+            ),
+            [0, 1],
+        ),
+    ],
+    ids=["stream", "stream of batches", "batches", "read together"],
+)
+def test_a_batch_is_read_here_as_the_loader_would(loader: DataLoader[Any], batch: list[int]) -> None:
+    case = case_of(nn.Linear(1, 1), cases.loss_fn, loader)
+    assert case.data is not None
+    assert case.data().read_batch().tolist() == case.batch.tolist() == batch
+
+
+def test_a_loader_without_a_batch_is_refused() -> None:
+    with pytest.raises(WrongUse, match="gives no batch"):
+        case_of(nn.Linear(1, 1), cases.loss_fn, DataLoader(TensorDataset(torch.zeros(0, 1)), batch_size=2))
+
+
 def test_a_batch_grows_and_shrinks_by_whole_samples() -> None:
     batch = {"image": torch.arange(6.0).reshape(3, 2), "label": torch.arange(3), "scale": torch.tensor(2.0), "n": 5}
     more, fewer = resized(batch, 5), resized(batch, 2)
@@ -86,3 +125,13 @@ def test_only_images_are_laid_out() -> None:
     )
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert label.is_contiguous()
+
+
+def test_a_batch_of_no_samples_is_refused() -> None:
+    with pytest.raises(WrongUse, match="0 samples"):
+        size_of({"image": torch.zeros(0, 3)})
+
+
+def test_tensors_that_another_size_changes_are_named() -> None:
+    batch = {"image": torch.zeros(3, 2), "by_accident": torch.zeros(3, 3), "scale": torch.tensor(1.0), "names": "abc"}
+    assert taken_as_samples(batch) == ["batch['image'] (3, 2)", "batch['by_accident'] (3, 3)"]

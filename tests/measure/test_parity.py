@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.measure.parity import Parity, half_a_point, parity, student
+from halfstep.measure.parity import Parity, half_a_point, margin_of, parity, student
 
 # Student's t at 95 % one-sided and 97.5 % one-sided, as the tables in books print it.
 TABLE = {
@@ -25,7 +25,7 @@ BASE = [0.90, 0.91, 0.92, 0.91, 0.91]
 
 
 def judged(base: list[float], arm: list[float], points: float = 0.005, higher_is_better: bool = True) -> Parity:
-    return parity(base, arm, points=points, higher_is_better=higher_is_better)
+    return parity(base, arm, margin_of(base, points=points), higher_is_better=higher_is_better)
 
 
 def moved(base: list[float], *by: float) -> list[float]:
@@ -79,9 +79,36 @@ def test_a_margin_is_never_below_half_a_point_and_a_wide_one_is_told() -> None:
     still = [0.9] * 4
     found = judged(still, moved(still, -0.004))
     assert (found.margin, found.verdict, found.note) == (0.005, "same", "")
+    assert not margin_of(still, points=0.005).wide
     assert judged(still, moved(still, -0.006)).verdict == "worse"
-    noisy = [0.1, 0.9, 0.5]
+    noisy = [0.88, 0.9, 0.92]
     assert "wide margin" in judged(noisy, noisy).note
+
+
+def test_a_margin_of_more_than_ten_points_tells_nothing_but_that_fp32_is_unsteady() -> None:
+    wild = [0.1, 0.9, 0.5]
+    assert margin_of(wild, points=0.005).unsteady
+    for by in (0.0, -0.05, -2.0, +2.0):
+        found = judged(wild, moved(wild, by))
+        assert (found.verdict, found.note) == ("can't tell", "fp32 itself is too unsteady from seed to seed")
+    assert judged(wild, [0.1, math.nan, 0.5]).verdict == "worse"
+    just = [0.9 - 0.0332, 0.9, 0.9 + 0.0332]  # three standard deviations are 0.0996
+    assert judged(just, just).verdict == "same"
+
+
+def test_metrics_that_never_vary_are_told() -> None:
+    still = [0.1, 0.1, 0.1]
+    found = judged(still, still)
+    assert (found.verdict, found.note) == ("same", "nothing varied: the metric is the same in every run")
+    assert judged(still, moved(still, 0.001)).note == ""
+
+
+def test_the_margin_is_of_all_seeds_of_fp32_whichever_an_arm_has() -> None:
+    margin = margin_of(BASE, points=0.005)
+    few = parity(BASE[:3], moved(BASE[:3], -0.001), margin, higher_is_better=True)
+    assert few.margin == margin.size == pytest.approx(3 * math.sqrt(0.0002 / 4))
+    assert margin.seeds == 5
+    assert margin_of([*BASE, math.nan], points=0.005).size == margin.size
 
 
 def test_losses_run_the_other_way() -> None:
@@ -120,7 +147,7 @@ def test_a_baseline_that_is_no_number_tells_nothing() -> None:
 
 def test_huge_metrics_do_not_overflow() -> None:
     huge = [1e308, 1.1e308, 0.9e308]
-    assert judged(huge, huge).verdict == "same"
+    assert judged(huge, huge, 0.02e308).verdict == "same"
     assert judged(huge, [-value for value in huge]).verdict == "can't tell"
 
 

@@ -169,10 +169,47 @@ def test_fp8_is_reported_as_it_is_and_with_a_scale_for_each_tensor() -> None:
     assert found.scaled is not None
     assert found.scaled.survives
     assert found.scaled.first_overflow is None
-    assert found.verdict.endswith("with a scale for each tensor it survives")
+    assert "with a scale for each tensor it survives (gradients differ by " in found.verdict
     assert found.scaled.gradient_error is not None
     assert 0.003 < found.scaled.gradient_error < 0.5
     assert "scale for each tensor" in found.do[0]
+
+
+def test_gradients_that_are_finite_and_lead_elsewhere_do_not_survive() -> None:
+    def steep(model: nn.Module, x: Tensor) -> Tensor:
+        return (60 * model(x).float()).sin().mean()  # a step that fp8 takes is a whole turn here, bf16's is not
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(64, 32)
+    found = survival(model, steep, x, format_name="fp8_e4m3")
+    assert found.first_overflow is None
+    assert found.gradient_lost is not None
+    assert found.gradient_lost < 0.1
+    assert found.gradient_error is not None
+    assert found.gradient_error > 0.5
+    assert not found.survives
+    assert found.verdict.startswith("fp8_e4m3: does not: its gradients differ from fp32's by ")
+    assert "bf16's by " in found.verdict
+    assert 'precision="bf16"' in found.do
+    assert survival(model, steep, x, format_name="bf16").survives
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_followed_step_by_step(kind: type[nn.RNNBase], name: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = kind(8, 16, batch_first=True), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.cell(x)[0])
+
+    before = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    found = survival(Net(), mse, torch.randn(4, 5, 8), format_name=name)
+    assert found.survives, found.verdict
+    assert "cell" in {module.module for module in found.modules}
+    assert torch._C._get_mkldnn_enabled() == before
 
 
 def test_a_model_that_is_not_finite_anyway() -> None:

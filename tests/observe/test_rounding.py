@@ -235,3 +235,10 @@ def test_fp32_work_is_left_alone() -> None:
     rounding, x = RoundedOutputs(FP16), torch.randn(4, 4)
     assert torch.equal(emulated(rounding, lambda: x @ x * 1e9), x @ x * 1e9)
     assert rounding.ranges.by_place == {}
+
+
+def test_a_result_that_is_no_tensor_stays_as_it_is() -> None:
+    """An operation may give nothing in one format where it gives a tensor in another."""
+    rounding = RoundedOutputs(FP16)
+    assert rounding._round(None, torch.float16) is None
+    assert rounding._round(3, torch.float16) == 3

@@ -14,6 +14,7 @@ from rich.text import Text
 from halfstep.cli._doctor_page import heading
 from halfstep.cli._printable import printable
 from halfstep.measure.memory.verdict import in_words
+from halfstep.measure.survival_report import THE_MODEL_ITSELF
 
 _MODULES = 5
 Column = Mapping[str, Any]
@@ -71,7 +72,7 @@ def _activations(columns: Sequence[Column], console: Console) -> Padding:
     for key, most in (("by_format", None), ("by_module", _MODULES)):
         table.add_section()
         for name in _largest(columns, key)[:most]:
-            table.add_row(printable(name), *(_size(column[key].get(name, 0)) for column in columns))
+            table.add_row(printable(name or THE_MODEL_ITSELF), *(_size(column[key].get(name, 0)) for column in columns))
     return _indented(table)
 
 
@@ -107,6 +108,8 @@ def _print_device(console: Console, page: Mapping[str, Any]) -> None:
         table.add_row(row["precision"], words, _peak(page, row), _reach(row), str(row["preferred"] or "-"))
     if table.row_count:
         console.print(_indented(table))
+    for why in dict.fromkeys(row["why"] for row in page["not_searched"]):
+        console.print(Padding(Text(printable(why), style="yellow"), (0, 0, 0, 2), expand=False))
     _print_abilities(console, page)
     for row in page["refused"]:
         console.print(Padding(Text(printable(f"{row['given']}\ndo: {row['do']}"), style="red"), (0, 0, 0, 2)))
@@ -124,7 +127,9 @@ def _peak(page: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 def _reach(row: Mapping[str, Any]) -> str:
     if not row["batch"]:
         return f"none: {in_words(row['missing'])} over"
-    return f"{row['batch']} or more" if row["at_least"] else f"{row['batch']}"
+    if row["at_least"]:
+        return f"no limit up to {row['batch']}"
+    return f"about {row['batch']}" if row["about"] else f"{row['batch']}"
 
 
 def _print_abilities(console: Console, page: Mapping[str, Any]) -> None:

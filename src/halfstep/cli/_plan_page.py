@@ -14,6 +14,8 @@ from rich.text import Text
 
 from halfstep.cli._doctor_page import heading, pairs
 from halfstep.cli._printable import printable
+from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.measure.conditions import busy, flags_in_words
 from halfstep.measure.plan.cell import INTERRUPTED, NO_TIME
 
 
@@ -39,13 +41,13 @@ def show_next(report: dict[str, Any]) -> None:
     console.print()
     if report["interrupted"]:
         _print_line(console, "interrupted: to measure the rest, type")
-        _print_line(console, f"  halfstep plan {_words(report)}")
+        _print_line(console, f"  halfstep plan {_again(report)}")
     elif report["written"]:
         _print_line(console, f"wrote {report['written']}; to train with it, type")
         _print_line(console, f"  halfstep train {_quoted(report['written'])}")
     elif report["file"]:
         _print_line(console, "nothing was written; to write the recipe, type")
-        _print_line(console, f"  halfstep plan {_words(report)} --yes --write {_quoted(report['file'])}")
+        _print_line(console, f"  halfstep plan {_again(report)} --yes --write {_quoted(report['file'])}")
         if not report["settings"]:
             _print_line(console, "or train with the same settings at once:")
             _print_line(console, f"  halfstep train {_words(report)} {_settings(report)}")
@@ -61,17 +63,27 @@ def _print_verdict(console: Console, report: dict[str, Any]) -> None:
     if report["stay"] and choice["name"] != "fp32":
         verdict.append(f", with {choice['name'].removeprefix('fp32, ')}")
     if speed and choice["setting"] != report["baseline"]:
-        interval = f"({speed['low']:.2f} to {speed['high']:.2f}, {speed['pairs']} pairs)"
-        verdict.append(f"  {speed['speedup']:.2f}x strict fp32 {interval}", style="not bold")
+        verdict.append(f"  {speed['speedup']:.2f}x strict fp32 ({_interval(speed)})", style="not bold")
     console.print(verdict)
+    if report["growth"]:
+        console.print(Text(report["growth"]["words"], style="yellow"))
     changed = _changed(report)
     console.print(Text(printable(f"{report['name']}: {changed or 'as it is now'}")))
     console.print(Text(printable(f"{report['device']['name']}: {_formats(report['formats'])}"), style="dim"))
     if any(cell["cut"] == NO_TIME for cell in report["ladder"]):
         more = f"not everything was measured in {report['seconds']:.0f} s: --seconds {_more(report)} sees more"
         console.print(Text(more, style="yellow"))
+    disturbed = busy(report["conditions"])
+    if disturbed:
+        console.print(Text(disturbed, style="yellow"))
     if report["interrupted"]:
         console.print(Text("interrupted: this is the best of what had been measured", style="yellow"))
+
+
+def _interval(speed: dict[str, Any]) -> str:
+    if speed["pairs"] < FEWEST_FOR_INTERVAL:
+        return f"{speed['pairs']} pairs, too few for an interval"
+    return f"{speed['low']:.2f} to {speed['high']:.2f}, {speed['pairs']} pairs"
 
 
 def _verdict(report: dict[str, Any]) -> str:
@@ -109,15 +121,17 @@ def _why(report: dict[str, Any]) -> dict[str, str]:
     found["parity"] = f"{parity['verdict']}: {parity['why']}{proof}"
     if report["runner_up"]:
         found["runner-up"] = f"{report['runner_up']['name']}: {report['why_not']}"
-    if report["growth"]:
-        found["larger batch"] = _growth(report["growth"])
+    if report["growth_ended"]:
+        grown = _growth(report["growth"]) if report["growth"] else "none"
+        found["larger batch"] = f"{grown}; {report['growth_ended']}"
     return found
 
 
 def _growth(growth: dict[str, Any]) -> str:
     return (
         f"{growth['setting']['batch']} samples: {growth['speed']['speedup']:.2f}x by samples; learning rate "
-        f"{growth['learning_rate']:.3g} ({growth['rule']}), {growth['warmup_steps']} steps of warm-up. {growth['note']}"
+        f"{growth['learning_rate']:.3g} ({growth['rule']}), {growth['warmup_steps']} updates of warm-up, "
+        f"{growth['note']}"
     )
 
 
@@ -140,11 +154,21 @@ def _row(cell: dict[str, Any], report: dict[str, Any]) -> list[str]:
         ">" if cell["setting"] == report["choice"]["setting"] else " ",
         "strict fp32" + cell["name"].removeprefix("fp32") if is_baseline else cell["name"],
         f"{speed['speedup']:.2f}x",
-        "-" if is_baseline else f"{speed['low']:.2f} to {speed['high']:.2f}",
+        _range(speed, is_baseline),
         str(speed["pairs"]),
         _time(speed["seconds"]),
-        f"{cell['peak'] / 2**20:,.0f} MiB" if cell["peak"] else "-",
+        _size(cell["peak"]) if cell["peak"] else "-",
     ]
+
+
+def _range(speed: dict[str, Any], is_baseline: bool) -> str:
+    if is_baseline:
+        return "-"
+    return f"{speed['low']:.2f} to {speed['high']:.2f}" if speed["pairs"] >= FEWEST_FOR_INTERVAL else "too few"
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size >= 10 * 2**20 else f"{size / 2**10:,.0f} KiB"
 
 
 def _cut(ladder: list[dict[str, Any]]) -> dict[str, str]:
@@ -166,7 +190,7 @@ def _conditions(report: dict[str, Any]) -> dict[str, str]:
         "torch": f"{found['torch']}, python {found['python']}, halfstep {found['halfstep']}",
         "device": f"{found['device']}{', ' + found['driver'] if found['driver'] else ''}",
         "threads": f"{found['threads']} on {found['cores']} cores, load {found['load']}",
-        "flags": ", ".join(f"{name} {value}" for name, value in found["flags"].items()),
+        "flags": flags_in_words(found),
         "arms": f"{found['arms']}, in turns; memory is predicted",
         "time": f"{report['seconds']:.0f} s",
     }
@@ -174,6 +198,11 @@ def _conditions(report: dict[str, Any]) -> dict[str, str]:
 
 def _words(report: dict[str, Any]) -> str:
     return shlex.join([report["subject"], *report["settings"]])
+
+
+def _again(report: dict[str, Any]) -> str:
+    """What was typed, with its options."""
+    return shlex.join([report["subject"], *report["settings"], *report["options"]])
 
 
 def _quoted(path: str) -> str:

@@ -11,6 +11,10 @@ from rich.text import Text
 
 from halfstep.cli._doctor_page import heading
 from halfstep.cli._printable import printable
+from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.measure.conditions import busy, in_words
+from halfstep.measure.profiling.facts import PARTS
+from halfstep.measure.profiling.words import count, duration, layers
 
 _BAR = 30
 _FINE = "already-fast"
@@ -35,10 +39,10 @@ def show(report: dict[str, Any]) -> None:
     _print_layers(console, facts)
     _print_others(console, report)
     if report["conditions"]:
-        from halfstep.measure.conditions import in_words
-
         heading(console, "Conditions")
         _indented(console, in_words(report["conditions"]), "dim")
+        if warning := busy(report["conditions"]):
+            _indented(console, warning, "yellow")
 
 
 def _print_speed(console: Console, facts: dict[str, Any]) -> None:
@@ -46,26 +50,31 @@ def _print_speed(console: Console, facts: dict[str, Any]) -> None:
     if race is None:
         return
     heading(console, "Speed", "a step on a fixed batch")
-    rows = {"strict fp32": _ms(race["fp32"])}
+    rows = {"strict fp32": duration(race["fp32"])}
     if race["own_fp32"] is not None:
-        rows[f"fp32 as set here ({facts['fp32_means']})"] = _ms(race["own_fp32"])
+        rows[f"fp32 as set here ({facts['fp32_means']})"] = duration(race["own_fp32"])
     if facts["asked"] != "fp32":
-        interval = f"{race['low']:.2f}-{race['high']:.2f}x over {race['pairs']} pairs"
-        rows[facts["asked"]] = f"{_ms(race['asked'])}, {race['speedup']:.2f}x of strict fp32 ({interval})"
+        rows[facts["asked"]] = f"{duration(race['asked'])}, {_gain(race)}"
     feeding = facts["feeding"]
     if feeding is not None:
-        rows["with data"] = f"{_ms(feeding['step'])}, of which {_ms(feeding['wait'])} waiting"
-        rows["speed-up with data"] = f"{facts['speedup_with_data']:.2f}x"
+        rows["with data"] = f"{duration(feeding['step'])}, of which {duration(feeding['wait'])} waiting"
+        if facts["speedup_with_data"] is not None:
+            rows["speed-up with data"] = f"{facts['speedup_with_data']:.2f}x"
     if facts["ceiling"] is not None:
         rows["ceiling"] = f"{facts['ceiling']:.2f}x if matrix work took no time at all"
     console.print(_grid(rows))
 
 
+def _gain(race: dict[str, Any]) -> str:
+    if race["pairs"] < FEWEST_FOR_INTERVAL:
+        return f"not measured well enough: {count(race['pairs'], 'pair')}"
+    interval = f"{race['low']:.2f}-{race['high']:.2f}x over {count(race['pairs'], 'pair')}"
+    return f"{race['speedup']:.2f}x of strict fp32 ({interval})"
+
+
 def _print_shares(console: Console, facts: dict[str, Any]) -> None:
     if not facts["shares"]:
         return
-    from halfstep.measure.profiling.facts import PARTS
-
     heading(console, "Where a step's time goes", f"in {facts['asked']}")
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -90,12 +99,12 @@ def _print_layers(console: Console, facts: dict[str, Any]) -> None:
             console.print(_grid({name: f"{share:.0%}" for name, share in shown.items()}))
     if facts["misaligned"]:
         heading(console, "Channels that are no multiple of 8", "forward and backward, as is and padded")
-        console.print(_grid({", ".join(row["names"][:_SHOWN]): _padding(row) for row in facts["misaligned"]}))
+        console.print(_grid({layers(row["names"], row["kind"]): _padding(row) for row in facts["misaligned"]}))
 
 
 def _padding(row: dict[str, Any]) -> str:
     return (
-        f"{row['channels']} {_ms(row['seconds'])}, {row['padded']} {_ms(row['padded_seconds'])}: "
+        f"{row['channels']} {duration(row['seconds'])}, {row['padded']} {duration(row['padded_seconds'])}: "
         f"{row['low']:.2f}-{row['high']:.2f}x; {row['flops_share']:.0%} of the FLOPs"
     )
 
@@ -119,7 +128,3 @@ def _grid(rows: dict[str, str]) -> Padding:
 
 def _indented(console: Console, words: str, style: str = "") -> None:
     console.print(Padding(Text(printable(words), style=style), (0, 0, 0, 2), expand=False))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -17,7 +17,7 @@ _MOST_MODULES = 10
 _WORTH_A_LINE = 0.01
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(found: list[dict[str, Any]], subject: str = "CASE") -> None:
     """Print all of them; the advice at the end is that of the first one that needs any."""
     console = Console(highlight=False)
     console.print()
@@ -30,13 +30,15 @@ def show(found: list[dict[str, Any]]) -> None:
     console.print()
     for note in dict.fromkeys(note for survival in found for note in survival["notes"]):
         console.print(Text(printable(note), style="dim"))
-    _print_advice(console, found)
+    _print_advice(console, found, subject)
 
 
 def _verdict(survival: dict[str, Any]) -> Text:
     name, _, words = survival["verdict"].partition(": ")
-    good = survival["survives"] or (survival["scaled"] or {}).get("survives", False)
-    return Text(name, style="bold green" if good else "bold red").append(f": {printable(words)}", style="not bold")
+    colour = "green" if survival["survives"] else "red"
+    if colour == "red" and (survival["scaled"] or {}).get("survives", False):
+        colour = "yellow"
+    return Text(name, style=f"bold {colour}").append(f": {printable(words)}", style="not bold")
 
 
 def _print_evidence(console: Console, survival: dict[str, Any]) -> None:
@@ -112,10 +114,10 @@ def _share(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else "<0.1%"
 
 
-def _print_advice(console: Console, found: list[dict[str, Any]]) -> None:
+def _print_advice(console: Console, found: list[dict[str, Any]], subject: str) -> None:
     advice = [line for survival in found if not survival["survives"] for line in survival["do"]]
     if not advice and found and all(survival["survives"] for survival in found):
-        advice = ["halfstep plan CASE    measures which of them is the fastest here"]
+        advice = [f"halfstep plan {subject}    measures which of them is the fastest here"]
     if not advice:
         return
     heading(console, "Do")

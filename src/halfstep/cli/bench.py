@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +13,11 @@ import typer
 from halfstep.cli._flag import flag
 from halfstep.cli._progress import progress
 from halfstep.cli._subject import TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
+from halfstep.errors import SOFTWARE
 
 GROUP = "Choose"
 COMMAND = TAKES_SETTINGS
+_STOPPING = ("SIGTERM", "SIGHUP")
 
 
 def run(
@@ -23,7 +28,7 @@ def run(
     ] = "fp32,bf16",
     seeds: Annotated[int, typer.Option(help="Runs of each precision; 3 or more for a verdict on accuracy.")] = 3,
     price_per_hour: Annotated[
-        float | None, typer.Option(help="Of the machine, in any currency: adds what a run costs.")
+        float | None, typer.Option(help="Of the machine, in any currency: adds what training costs.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where runs and reports go; runs/bench-RECIPE if left out.", metavar="FOLDER")
@@ -36,11 +41,12 @@ def run(
     """
     given = subject(recipe, context.args)
     from halfstep.measure.bench.bench import bench
-    from halfstep.measure.bench.writing import write_report
+    from halfstep.measure.bench.writing import check_folder, write_report
 
     words = [word for word in (part.strip() for part in precisions.split(",")) if word]
     folder = out or _folder(recipe)
-    with progress("bench", "jobs") as tell:
+    check_folder(folder, recipe)
+    with signals_as_ctrl_c(), progress("bench", "jobs") as tell:
         found = bench(
             given, precisions=words, seeds=seeds, folder=folder, price_per_hour=price_per_hour, progress=tell
         )  # fmt: skip
@@ -53,6 +59,23 @@ def run(
 
         show(found, files)
     end(report)
+    if found.baseline.failed:  # nothing was compared
+        raise typer.Exit(SOFTWARE)
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """A system that stops us, and a terminal that goes away, end a bench as Ctrl-C does: with what there is."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {which: signal.signal(which, stop) for name in _STOPPING if (which := getattr(signal, name, None))}
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def _folder(recipe: str) -> Path:

@@ -10,7 +10,7 @@ import typer
 
 from halfstep.cli._flag import flag
 from halfstep.cli._progress import progress
-from halfstep.cli._subject import TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
+from halfstep.cli._subject import INTERRUPTED, TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
 from halfstep.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -34,23 +34,37 @@ def run(
         list[str] | None,
         typer.Option(help="a100-80gb, rtx4090, t4, ..., a size such as 4GB, or here; may be repeated."),
     ] = None,
-    recompute: Annotated[str, typer.Option(help="Activations computed again in backward: both, on or off.")] = "both",
+    recompute: Annotated[
+        str, typer.Option(help="Activations computed again in backward: on, off, both, or auto: where it needs that.")
+    ] = "auto",
     survive: Annotated[
         str | None, typer.Option(help="Instead: would it survive these formats, such as fp16,fp8_e4m3.")
     ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """How much memory a step will take, and the largest batch that fits, on any device, without running it."""
-    wanted = subject(recipe, context.args)
-    if survive:
-        _survive(wanted, _words([survive]), json)
+    try:
+        _answer(subject(recipe, context.args), (device, precision, batch, recompute), survive, json)
+    except KeyboardInterrupt:  # while torch was imported: nothing is known yet
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _answer(
+    wanted: Subject,
+    asked: tuple[list[str] | None, list[str] | None, list[str] | None, str],
+    survive: str | None,
+    json: bool,
+) -> None:
+    if survive is not None:
+        _survive(wanted, _formats(survive), json)
         return
+    device, precision, batch, recompute = asked
     from halfstep.measure.memory.report import Wish, report_of
 
     wish = Wish(_words(device), _words(precision), _sizes(_words(batch)), recompute)
     with progress("estimating", "precisions") as told:
         report = report_of(wanted.open, wish, told)
-    report = {"subject": recipe, **report, "next": next_command(wanted, report)}
+    report = {"subject": wanted.text, **report, "next": next_command(wanted, report)}
     if json:
         print_json(report)
     else:
@@ -62,6 +76,13 @@ def run(
 
 def _words(given: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(word.strip() for text in given or () for word in text.split(",") if word.strip())
+
+
+def _formats(text: str) -> tuple[str, ...]:
+    names = _words([text])
+    if not names:
+        raise WrongUse(f"--survive {text!r}", allowed="formats, separated by commas", do="--survive fp16,fp8_e4m3")
+    return names
 
 
 def _sizes(words: tuple[str, ...]) -> tuple[int, ...]:
@@ -112,5 +133,5 @@ def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
     else:
         from halfstep.cli._survival_page import show
 
-        show(report["survival"])
+        show(report["survival"], shlex.join([wanted.text, *wanted.settings]))
     end(report)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,18 +17,20 @@ from halfstep.errors import FolderTaken, StorageFailed, WrongUse
 
 if TYPE_CHECKING:
     from halfstep.measure.case import Subject
-    from halfstep.train.recipe.overrides import Override
+    from halfstep.measure.plan.plan import Plan
     from halfstep.train.recipe.resolve import Resolved
+    from halfstep.train.setup import AnyRecipe
 
 GROUP = "Choose"
 COMMAND = TAKES_SETTINGS
 FOLDER = Path("runs")
+SECONDS = 180.0
 
 
 def run(
     context: typer.Context,
     recipe: RecipeOrCase,
-    seconds: Annotated[float, typer.Option(help="How long it may take, about.")] = 180.0,
+    seconds: Annotated[float, typer.Option(help="How long it may take, about.")] = SECONDS,
     device: Annotated[
         str | None, typer.Option(help="A device as torch names it; the best one present if left out.")
     ] = None,
@@ -53,9 +57,11 @@ def run(
             print_json(nothing)
         typer.echo("interrupted before anything was measured", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    found = _fitted(given, found)
     report = found.as_dict() | {
         "subject": given.text,
         "settings": list(given.settings),
+        "options": _options(seconds, device, grow_batch),
         "file": file and str(file),
         "written": None,
     }
@@ -63,15 +69,38 @@ def run(
         from halfstep.cli._plan_page import show
 
         show(report)
+    left = False
     if file is not None and not found.interrupted:
-        report["written"] = _offer(given, report, file, yes=yes, asks=not json)
+        try:
+            report["written"] = _offer(given, report, file, yes=yes, asks=not json)
+        except typer.Abort:  # Ctrl-C at the question is a no
+            left = True
+        report["file"] = report["written"] or str(_free(file))
     if json:
         print_json(report)
     else:
         from halfstep.cli._plan_page import show_next
 
         show_next(report)
+    if left:
+        raise typer.Exit(INTERRUPTED)
     end(report)
+
+
+def _options(seconds: float, device: str | None, grow_batch: bool) -> list[str]:
+    """As they were typed, for the commands that are printed."""
+    found = [] if seconds == SECONDS else ["--seconds", f"{seconds:g}"]
+    found += ["--device", device] if device else []
+    return [*found, *(["--grow-batch"] * grow_batch)]
+
+
+def _fitted(given: Subject, found: Plan) -> Plan:
+    """A warm-up for a larger learning rate is to be a small part of the run that it is written for."""
+    if found.growth is None or given.is_own_code:
+        return found
+    from halfstep.measure.plan.run_length import updates_of
+
+    return replace(found, growth=found.growth.within(updates_of(_changed(given, found.changes))))
 
 
 def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
@@ -89,8 +118,14 @@ def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
         raise WrongUse(f"--write {file}", allowed="a name that ends in .yaml", do=f"--write {file}.yaml")
     _refuse_link(file)
     if yes and file.exists():
-        raise FolderTaken(f"{file} is there already", allowed="a new file", do="give --write FILE with another name")
+        raise FolderTaken(f"{file} is there already", allowed="a new file", do=f"give --write {_free(file)}")
     return file
+
+
+def _free(file: Path) -> Path:
+    """This name, or the next one that is not taken."""
+    names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
+    return next(name for name in chain([file], names) if not (name.exists() or name.is_symlink()))
 
 
 def _refuse_link(file: Path) -> None:
@@ -120,26 +155,24 @@ def has_terminal() -> bool:
 
 def _text(given: Subject, report: dict[str, Any]) -> str:
     """A complete recipe, with what the plan changes in it."""
-    from halfstep.train.recipe.overrides import apply
     from halfstep.train.recipe.written import to_yaml
 
-    recipe = _resolved(given).recipe
-    changed = apply(recipe.model_dump(), _changes(report, recipe.train.steps))
     choice, device = report["choice"], report["device"]["name"]
     speed = f", {choice['speed']['speedup']:.2f}x strict fp32" if choice["speed"] else ""
     about = f"# halfstep plan {given.text}: {choice['name']}{speed} on {device}\n"
-    return about.replace("\r", " ") + to_yaml(type(recipe).model_validate(changed))
+    if report["growth"]:
+        about += f"# {report['growth']['words']}\n"
+    return about.replace("\r", " ") + to_yaml(_changed(given, report["changes"]))
 
 
-def _changes(report: dict[str, Any], steps: int | None) -> list[Override]:
-    """What the plan changes; a warm-up is to end before a short run does."""
-    from halfstep.train.recipe.overrides import Override
+def _changed(given: Subject, changes: dict[str, Any]) -> AnyRecipe:
+    """The recipe with what the plan changes in it."""
+    from halfstep.train.recipe.overrides import Override, apply
 
-    changes = dict(report["changes"])
-    key = "schedule.warmup_steps"
-    if key in changes and steps is not None:
-        changes[key] = min(changes[key], steps // 10)
-    return [Override(key, value) for key, value in changes.items()]
+    recipe = _resolved(given).recipe
+    changed = apply(recipe.model_dump(), [Override(key, value) for key, value in changes.items()])
+    found: AnyRecipe = type(recipe).model_validate(changed)
+    return found
 
 
 def _resolved(given: Subject) -> Resolved:

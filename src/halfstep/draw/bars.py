@@ -26,9 +26,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's colours, which people with any colour vision tell apart, and their lighter forms.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#444444")
-_BAR, _BASE, _GRID = "#0072B2", "#999999", "#DDDDDD"
+_BAR, _BASE, _GRID, _WRONG = "#0072B2", "#999999", "#DDDDDD", "#B2182B"
 _DPI, _HEIGHT, _PANEL = 100, 4.2, 4.0
 _LONGEST = 40
+_FAR = 5.0
+"""Margins from fp32 beyond which a dot is an arrow."""
 
 
 def draw_bars(bench: Mapping[str, Any], path: Path) -> None:
@@ -40,7 +42,7 @@ def draw_bars(bench: Mapping[str, Any], path: Path) -> None:
     speed, memory, metric = figure.subplots(1, 3)
     _speed(speed, rows)
     _memory(memory, rows)
-    _metric(metric, rows, bench["metric"])
+    _metric(metric, rows, bench)
     figure.suptitle(_printable(bench["name"]), fontsize=12, fontweight="bold")
     picture = io.BytesIO()
     canvas.print_png(picture)
@@ -66,7 +68,7 @@ def _speed(axes: Axes, rows: Rows) -> None:
         axes.set_ylim(0.0, 1.1 * max(1.0, *tops))
     else:
         _say(axes, "speed was not measured")
-    _name(axes, rows, ["" if gain is None else f"{gain['times']:.2f}x" for gain in gains])
+    _name(axes, rows, ["not measured" if gain is None else f"{gain['times']:.2f}x" for gain in gains])
 
 
 def _memory(axes: Axes, rows: Rows) -> None:
@@ -90,7 +92,7 @@ def _memory(axes: Axes, rows: Rows) -> None:
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False,
                 markerscale=0.3)  # fmt: skip
-    _name(axes, rows, [f"{height / size:,.3g} {unit}" if height else "" for height in heights])
+    _name(axes, rows, [f"{height / size:,.3g} {unit}" if height else "not measured" for height in heights])
 
 
 def _stack(axes: Axes, parts: Sequence[Mapping[str, float]]) -> None:
@@ -103,7 +105,8 @@ def _stack(axes: Axes, parts: Sequence[Mapping[str, float]]) -> None:
         below = [low + height for low, height in zip(below, heights, strict=True)]
 
 
-def _metric(axes: Axes, rows: Rows, metric: Mapping[str, Any]) -> None:
+def _metric(axes: Axes, rows: Rows, bench: Mapping[str, Any]) -> None:
+    metric = bench["metric"]
     name = _printable(metric["name"])
     axes.set_title(f"Final {name}, a dot for each seed")
     axes.set_ylabel(f"{name} ({'more' if metric['higher_is_better'] else 'less'} is better)")
@@ -112,17 +115,41 @@ def _metric(axes: Axes, rows: Rows, metric: Mapping[str, Any]) -> None:
     if not any(values):
         _say(axes, "there is no finite metric")
         return
-    margin = max((row["parity"]["margin"] for row in rows if row["parity"]), default=None)
-    if values[0] and margin is not None:
-        base = sum(values[0]) / len(values[0])
-        axes.axhspan(base - margin, base + margin, color=_BASE, alpha=0.25, linewidth=0, label="margin around fp32")
+    margin = (bench.get("margin") or {}).get("size")
+    centre = sum(values[0]) / len(values[0]) if values[0] else None
+    if centre is not None and margin is not None:
+        axes.axhspan(centre - margin, centre + margin, color=_BASE, alpha=0.25, linewidth=0, label="margin around fp32")
         axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    for place, own in enumerate(values):
-        _dots(axes, place, own)
-    axes.margins(y=0.15)
-    low, high = axes.get_ylim()
-    if metric["higher_is_better"] and all(0.0 <= number <= 1.0 for own in values for number in own):
-        axes.set_ylim(max(low, -0.02), min(high, 1.02))
+    low, high = _limits(values, centre, margin)
+    axes.set_ylim(low, high)
+    for place, (own, row) in enumerate(zip(values, rows, strict=True)):
+        _dots(axes, place, [number for number in own if low <= number <= high])
+        _outside(axes, place, [number for number in own if number < low], [number for number in own if number > high])
+        lost = len(row["runs"]) - len(own)
+        if lost:
+            axes.text(place, 0.5, f"{lost} of {len(row['runs'])}\nnot finite", transform=axes.get_xaxis_transform(),
+                      ha="center", va="center", fontsize=8, color=_WRONG, fontweight="bold")  # fmt: skip
+
+
+def _limits(values: Sequence[Sequence[float]], centre: float | None, margin: float | None) -> tuple[float, float]:
+    """All dots, but none so far from fp32 that the margin would be a line."""
+    known = [number for own in values for number in own]
+    low, high = min(known), max(known)
+    if centre is not None and margin:
+        low = max(min(low, centre - margin), centre - _FAR * margin)
+        high = min(max(high, centre + margin), centre + _FAR * margin)
+    room = 0.15 * (high - low) or 0.02 * abs(high) or 0.02
+    return low - room, high + room
+
+
+def _outside(axes: Axes, place: int, below: Sequence[float], above: Sequence[float]) -> None:
+    """An arrow to what lies outside the picture, with its mean."""
+    for numbers, edge, inside in ((below, 0.0, 0.16), (above, 1.0, 0.84)):
+        if numbers:
+            axes.annotate(f"{sum(numbers) / len(numbers):.3g}", xy=(place, edge), xytext=(place, inside),
+                          xycoords=axes.get_xaxis_transform(), textcoords=axes.get_xaxis_transform(), ha="center",
+                          va="center", fontsize=9, color=_WRONG,
+                          arrowprops={"arrowstyle": "->", "color": _WRONG})  # fmt: skip
 
 
 def _dots(axes: Axes, place: int, values: Sequence[float]) -> None:

@@ -14,8 +14,8 @@ from halfstep.measure.arm import Arm
 from halfstep.measure.batches import tensors
 
 _ALLOCATION = "[memory]"
-# The profiler greets on standard error where no GPU is, unless it is told not to before it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+# The profiler greets on standard error, unless it is told not to before it is first used; 5 leaves some of its lines.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device, held: Iterable[Tensor]) -> int:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.batches import resized, size_of
-from halfstep.measure.case import Case
+from halfstep.measure.case import SEED, Case
 from halfstep.measure.setting import Setting
 from halfstep.measure.stopwatch import Stopwatch
 from halfstep.precision.hardware import describe
+from halfstep.step.attempt import generator_states, set_generator_states
 from halfstep.step.report import StepReport
 from halfstep.step.transaction import Stepper
 from halfstep.step.window import Window
@@ -42,6 +45,7 @@ class Arm:
             self.model, case.optimizer(self.model), precision=setting.precision, strict=True, observe=observe
         )
         self._stopwatch = Stopwatch(self.device)
+        self._generators = _first_states(self.device)
         self.trail: list[float] = []
         """Losses of the updates so far: those that were applied, and those that were not finite."""
 
@@ -56,7 +60,7 @@ class Arm:
         return size_of(self.batch) * self.setting.microbatches
 
     def step(self) -> StepReport:
-        """One update."""
+        """One update, with the random numbers of whoever calls."""
         report = self.stepper.step(self.loss_fn, Window([self.batch] * self.setting.microbatches))
         if report.applied or not math.isfinite(report.loss):
             self.trail.append(report.loss)
@@ -64,11 +68,24 @@ class Arm:
 
     def seconds(self, steps: int = 1) -> float:
         """Of one update, averaged over `steps` in a row."""
-        return self._stopwatch.seconds(self.step, steps)
+        with self._own_random_numbers():
+            return self._stopwatch.seconds(self.step, steps)
 
     def losses(self, steps: int) -> list[float]:
         """Of `steps` more updates."""
-        return [self.step().loss for _ in range(steps)]
+        with self._own_random_numbers():
+            return [self.step().loss for _ in range(steps)]
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Every arm draws the same ones, whoever takes turns with it; the caller's go on as if it had not been."""
+        before = generator_states(self.device)
+        set_generator_states(self._generators, self.device)
+        try:
+            yield
+        finally:
+            self._generators = generator_states(self.device)
+            set_generator_states(before, self.device)
 
     @torch.no_grad()
     def nudge(self, share: float, seed: int = 1) -> None:
@@ -77,6 +94,12 @@ class Arm:
         for parameter in self.model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.mul_(1 + share * noise.to(parameter))
+
+
+def _first_states(device: torch.device) -> list[torch.Tensor]:
+    """Of generators that were just seeded: the CPU's, then the device's."""
+    kinds = dict.fromkeys((torch.device("cpu"), device))
+    return [torch.Generator(kind).manual_seed(SEED).get_state() for kind in kinds]
 
 
 def _graphs() -> int:

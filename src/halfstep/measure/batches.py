@@ -20,6 +20,12 @@ def tensors(batch: Any) -> list[Tensor]:
 def size_of(batch: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor that has any."""
     for tensor in tensors(batch):
+        if tensor.dim() and not tensor.shape[0]:
+            raise WrongUse(
+                f"a batch of 0 samples: its first tensor is of shape {tuple(tensor.shape)}",
+                allowed="1 sample or more along the first dimension",
+                do="return (model, loss_fn, batch) with such a batch",
+            )
         if tensor.dim():
             return int(tensor.shape[0])
     raise WrongUse(
@@ -27,6 +33,14 @@ def size_of(batch: Any) -> int:
         allowed="tensors, or tuples, lists and dicts of them, with samples along their first dimension",
         do="return (model, loss_fn, batch) with such a batch",
     )
+
+
+def taken_as_samples(batch: Any) -> list[str]:
+    """The tensors of a batch that another size changes, with their shapes: those as long as the first one."""
+    size = size_of(batch)
+    found = pytree.tree_flatten_with_path(batch)[0]
+    rows = [(path, leaf) for path, leaf in found if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size]
+    return [f"batch{pytree.keystr(path)} {tuple(leaf.shape)}" for path, leaf in rows]
 
 
 def resized(batch: Any, size: int) -> Any:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from halfstep.errors import WrongUse
+from halfstep.errors import HalfstepError, WrongUse, missing_extra
 from halfstep.measure.setting import Setting
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -75,7 +80,7 @@ class Subject:
             if not self.is_own_code:
                 from halfstep.measure.recipe_case import case_of_recipe
 
-                return case_of_recipe(self.text, self.settings)
+                return _trainable(case_of_recipe(self.text, self.settings))
             if self.settings:
                 raise WrongUse(
                     f"{' '.join(self.settings)} beside the case {self.text}",
@@ -88,13 +93,32 @@ class Subject:
 def case_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, name: str = "model") -> Case:
     """A case from a person's own objects; a DataLoader as the batch is data to be read, too."""
     if isinstance(batch, DataLoader):
-        return Case(name, model, loss_fn, next(iter(batch)), data=partial(_data_of, batch))
-    return Case(name, model, loss_fn, batch)
+        with torch.random.fork_rng(devices=[]):
+            first = next(iter(batch), None)
+        if first is None:
+            raise WrongUse(
+                f"{name} has a DataLoader that gives no batch",
+                allowed="one batch or more",
+                do="look at its dataset, its batch_size and its drop_last",
+            )
+        return _trainable(Case(name, model, loss_fn, first, data=partial(_data_of, batch)))
+    return _trainable(Case(name, model, loss_fn, batch))
+
+
+def _trainable(case: Case) -> Case:
+    if not any(parameter.requires_grad for parameter in case.model.parameters()):
+        raise WrongUse(
+            f"{case.name} has no parameter that is trained",
+            allowed="a model with at least one parameter that requires a gradient",
+            do="leave some of it unfrozen: parameter.requires_grad_(True), or less in model.freeze",
+        )
+    return case
 
 
 def _called(text: str) -> Case:
     make = _imported(text)
-    made = make()
+    with _own_code(text):
+        made = make()
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1])):
         shape = (
             f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
@@ -107,15 +131,50 @@ def _called(text: str) -> Case:
     return case_of(*made, name=text)
 
 
+@contextmanager
+def _own_code(text: str, passes: Callable[[BaseException], bool] = lambda _: False) -> Iterator[None]:
+    """What a person's code raises is told with the line that it comes from; what is halfstep's own passes."""
+    try:
+        yield
+    except Exception as error:
+        is_ours = isinstance(error, HalfstepError) or (isinstance(error, ImportError) and missing_extra(error))
+        if is_ours or passes(error):
+            raise
+        words = str(error).strip().partition("\n")[0]
+        module, _, name = text.partition(":")
+        raise WrongUse(
+            f"{text} raised {type(error).__name__}: {words} ({_line_of(error)})",
+            allowed="a function without arguments that returns (model, loss_fn, batch)",
+            do=f'mend it; all of the error: python -c "import {module} as m; m.{name}()"',
+        ) from error
+
+
+def _is_missing(module_name: str) -> Callable[[BaseException], bool]:
+    def is_missing(error: BaseException) -> bool:
+        return isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+
+    return is_missing
+
+
+def _line_of(error: Exception) -> str:
+    """The deepest line that is neither torch's, nor Python's, nor ours: file:line."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    others = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if not frame[0].startswith(others)]
+    file, line = (own or frames)[-1]
+    return f"{file}:{line}"
+
+
 def _imported(text: str) -> Callable[[], Any]:
     module_name, _, path = text.partition(":")
     if "" not in sys.path and "." not in sys.path:
         sys.path.insert(0, "")  # code beside which the command was typed
     try:
-        found: Any = importlib.import_module(module_name)
+        with _own_code(text, passes=_is_missing(module_name)):
+            found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
         raise WrongUse(
             f"there is no module {error.name!r} here, for the case {text}",
             allowed="module:callable, importable from this folder",
@@ -123,7 +182,7 @@ def _imported(text: str) -> Callable[[], Any]:
         ) from None
     for name in path.split("."):
         if not hasattr(found, name):
-            names = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+            names = [key for key, value in vars(found).items() if getattr(value, "__module__", None) == module_name]
             raise WrongUse(
                 f"{module_name} has no {name!r}",
                 allowed=", ".join(names[:10]) or "a function without arguments",
@@ -137,10 +196,14 @@ def _imported(text: str) -> Callable[[], Any]:
 
 def _data_of(loader: DataLoader[Any]) -> Data:
     def read_batch() -> Any:
-        sampler: Iterable[Sequence[int]] | None = loader.batch_sampler
-        if sampler is None:  # samples come as batches, or from a stream
-            return next(iter(loader))
-        collate: Any = loader.collate_fn
-        return collate([loader.dataset[number] for number in next(iter(sampler))])
+        numbers, collate, dataset = loader.batch_sampler, cast("Any", loader.collate_fn), cast("Any", loader.dataset)
+        if isinstance(dataset, IterableDataset):
+            stream = iter(dataset)
+            return collate(next(stream) if loader.batch_size is None else list(islice(stream, loader.batch_size)))
+        if numbers is None:  # each sample is a batch
+            return collate(dataset[next(iter(loader.sampler))])
+        wanted: list[int] = list(next(iter(numbers)))
+        together = getattr(dataset, "__getitems__", None)
+        return collate(together(wanted) if together else [dataset[number] for number in wanted])
 
     return Data(lambda: iter(loader), read_batch, loader.num_workers)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
-import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any
 
 from halfstep.errors import HalfstepError
 from halfstep.freed_memory import keep_freed_memory
+
+_MOST_BYTES = 2**16
 
 
 def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | None = None) -> None:
@@ -21,12 +24,34 @@ def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | N
     os.dup2(2, 1)  # whatever the person's code prints is not an answer
     keep_freed_memory()
     arm: Any = None
-    for line in sys.stdin:
-        question = json.loads(line)
+    for question in _questions():
         if arm is None:
             arm = _answered(answers, partial(open_case or _open, question))
         else:
             _answered(answers, partial(do or _do, arm, question))
+
+
+def _questions() -> Iterator[dict[str, Any]]:
+    """Heard beside the work, so that the end of the input ends a long step, too: a parent that was killed asks no more.
+
+    It is read without Python's own buffer, which an exit would wait for while a thread reads into it.
+    """
+    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def hear() -> None:
+        with open(0, "rb", buffering=0, closefd=False) as stream:
+            line = b""
+            while part := stream.read(_MOST_BYTES):
+                *whole, line = (line + part).split(b"\n")
+                for question in whole:
+                    heard.put(question)
+        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)  # whatever the person's code started ends, too
+        os._exit(0)
+
+    threading.Thread(target=hear, daemon=True).start()
+    while True:
+        yield json.loads(heard.get())
 
 
 def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

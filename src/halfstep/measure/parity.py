@@ -17,6 +17,8 @@ FEWEST = 3
 """Pairs below which an interval is too wide to say anything."""
 WIDE = 4.0
 """Times the smallest margin: from there on a margin lets much pass, and it is said."""
+UNSTEADY = 20.0
+"""Times the smallest margin, ten points: from there on nothing is told."""
 CONFIDENCE = 0.9
 """Of the interval; two tests at 5 %, one against each margin, are this interval inside both of them."""
 
@@ -38,6 +40,32 @@ class Parity:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Margin:
+    """How far an arm may lie from fp32 and still count as the same: one for all arms of a bench."""
+
+    size: float
+    smallest: float
+    """What it would be if fp32 did not differ from seed to seed."""
+    seeds: int
+    """Of fp32, that it was taken from."""
+
+    @property
+    def wide(self) -> bool:
+        return self.size > WIDE * self.smallest
+
+    @property
+    def unsteady(self) -> bool:
+        return self.size > UNSTEADY * self.smallest
+
+
+def margin_of(base: Sequence[float], *, points: float) -> Margin:
+    """`points`, or three standard deviations of fp32 over all of its seeds, whichever is more."""
+    finite = [value for value in base if math.isfinite(value)]
+    spread = statistics.stdev(finite) if len(finite) > 1 else 0.0
+    return Margin(max(points, SPREADS * spread), points, len(finite))
+
+
 def half_a_point(base: Sequence[float], *, higher_is_better: bool) -> float:
     """The smallest margin for a metric: 0.005 where more is better, 0.5 % of fp32's mean where it is a loss."""
     if higher_is_better:
@@ -46,22 +74,20 @@ def half_a_point(base: Sequence[float], *, higher_is_better: bool) -> float:
     return HALF_A_POINT * abs(statistics.mean(finite)) if finite else HALF_A_POINT
 
 
-def parity(base: Sequence[float], arm: Sequence[float], *, points: float, higher_is_better: bool) -> Parity:
-    """Compare the metrics of an arm with those of fp32, where each place in both is the same seed.
-
-    The margin is `points`, or three standard deviations of fp32 over its seeds, whichever is more. The arm is the
+def parity(base: Sequence[float], arm: Sequence[float], margin: Margin, *, higher_is_better: bool) -> Parity:
+    """Compare the metrics of an arm with those of fp32, where each place in both is the same seed. The arm is the
 
     - *same* where the 90 % interval of the mean difference lies inside the margin on both sides, which is two one-sided
       tests at 5 %,
     - *worse* where the mean lies below minus the margin and the interval below zero, or where a metric of it is no
       number,
-    - and else nothing can be told, as with fewer than three pairs; where it is at least not worse, that is noted.
+    - and else nothing can be told, as with fewer than three pairs or where fp32 itself is too unsteady; where the arm
+      is at least not worse, that is noted.
 
     Moving an arm down moves its interval down and nothing else, so no *worse* becomes *same* by it.
     """
     differences = [(a - b) * (1 if higher_is_better else -1) for b, a in zip(base, arm, strict=True)]
-    margin = max(points, SPREADS * _spread(base))
-    unsure = Parity("can't tell", margin, None, None, None, len(differences))
+    unsure = Parity("can't tell", margin.size, None, None, None, len(differences))
     if not all(map(math.isfinite, base)):
         return _noted(unsure, "fp32's own metric is no finite number")
     broken = sum(not math.isfinite(value) for value in arm)
@@ -71,14 +97,17 @@ def parity(base: Sequence[float], arm: Sequence[float], *, points: float, higher
         return _noted(unsure, "the metrics lie too far apart to be subtracted")
     if len(differences) < FEWEST:
         mean = statistics.mean(differences) if differences else None
-        return Parity("can't tell", margin, mean, None, None, len(differences), f"fewer than {FEWEST} seeds")
+        return Parity("can't tell", margin.size, mean, None, None, len(differences), f"fewer than {FEWEST} seeds")
     mean = statistics.mean(differences)
     low, high = mean_interval(differences, CONFIDENCE)
-    verdict, note = _judged(mean, low, high, margin)
-    if verdict == "same" and margin > WIDE * points:
-        wide = "a wide margin, as fp32 itself differs that much from seed to seed"
-        note = f"{note}; {wide}" if note else wide
-    return Parity(verdict, margin, mean, low, high, len(differences), note)
+    verdict, note = _judged(mean, low, high, margin.size)
+    if margin.unsteady:
+        verdict, note = "can't tell", "fp32 itself is too unsteady from seed to seed"
+    elif verdict == "same" and margin.wide:
+        note = "a wide margin, as fp32 itself differs that much from seed to seed"
+    elif len({*base, *arm}) == 1:
+        note = "nothing varied: the metric is the same in every run"
+    return Parity(verdict, margin.size, mean, low, high, len(differences), note)
 
 
 def _judged(mean: float, low: float, high: float, margin: float) -> tuple[Verdict, str]:
@@ -95,11 +124,6 @@ def _judged(mean: float, low: float, high: float, margin: float) -> tuple[Verdic
 
 def _noted(parity: Parity, note: str, verdict: Verdict = "can't tell") -> Parity:
     return Parity(verdict, parity.margin, None, None, None, parity.pairs, note)
-
-
-def _spread(base: Sequence[float]) -> float:
-    finite = [value for value in base if math.isfinite(value)]
-    return statistics.stdev(finite) if len(finite) > 1 else 0.0
 
 
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +21,8 @@ from halfstep.measure.setting import Setting
 
 CHILD = "halfstep.measure.child"
 _LAST_WORDS = 2000
+_PATIENCE = 1.0
+"""Seconds for the last words of a process that was ended."""
 
 
 class ArmFailed(Exception):
@@ -48,6 +52,7 @@ class ArmProcess:
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._last_words = ""
+        self._closed = False
         self._readers = [
             threading.Thread(target=reader, args=(stream,), daemon=True)
             for stream, reader in ((self._child.stdout, self._hear), (self._child.stderr, self._overhear))
@@ -70,8 +75,8 @@ class ArmProcess:
         """Of one update, averaged over `steps`; `limit` is for the answer, in seconds."""
         return float(self._ask({"do": "seconds", "steps": steps}, limit)["seconds"])
 
-    def losses(self, steps: int) -> list[float]:
-        return [float(loss) for loss in self._ask({"do": "losses", "steps": steps})["losses"]]
+    def losses(self, steps: int, limit: float | None = None) -> list[float]:
+        return [float(loss) for loss in self._ask({"do": "losses", "steps": steps}, limit)["losses"]]
 
     def trail(self, steps: int) -> list[float]:
         """Losses of the first `steps` updates that it has taken, while it was timed or otherwise."""
@@ -90,12 +95,18 @@ class ArmProcess:
         return int(self._ask({"do": "memory"})["bytes"])
 
     def close(self) -> None:
-        self._child.kill()
-        self._child.wait()
+        """End it, and whatever the person's code started there."""
+        if self._closed:
+            return
+        self._closed = True
+        _end(self._child)
         for reader in self._readers:
-            reader.join()
-        for stream in (self._child.stdin, self._child.stdout, self._child.stderr):
-            if stream is not None:
+            reader.join(_PATIENCE)
+        ended = [not reader.is_alive() for reader in self._readers]
+        streams = (self._child.stdin, self._child.stdout, self._child.stderr)
+        for stream, can_be_closed in zip(streams, (True, *ended), strict=True):
+            # What is still read cannot be closed; it ends with whoever left for a session of their own.
+            if stream is not None and can_be_closed:
                 with contextlib.suppress(OSError):  # a question that nobody read
                     stream.close()
 
@@ -117,6 +128,7 @@ class ArmProcess:
             line = None
         if line is None:
             self._child.wait()
+            self._readers[1].join(_PATIENCE)
             raise ArmFailed(self._why())
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
@@ -140,6 +152,14 @@ class ArmProcess:
             return "its process was ended from outside, as a system does that has no memory left"
         said = self._last_words.strip().splitlines()
         return said[-1] if said else f"its process ended with code {code}"
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left of its group
+            os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.wait()
 
 
 def _told(parts: dict[str, Any]) -> HalfstepError:

@@ -44,6 +44,8 @@ _ROUNDINGS: dict[str, MakeRounding] = {
 FORMAT_NAMES = tuple(_ROUNDINGS)
 TOLERATED_LOSS = 0.1
 """Of the norm of the parameters' gradients: when more vanishes, the model does not learn what it would in fp32."""
+TOLERATED_ERROR, TIMES_BF16 = 0.5, 3.0
+"""Of the norm of fp32's gradients: further from them than both this and so many times bf16 is, they lead elsewhere."""
 _SCALE_EACH = "train in fp8 with a scale for each tensor, as torchao and Transformer Engine do"
 _PARENTS_TRIED = 3
 _MOST_NAMED = 5
@@ -73,10 +75,15 @@ def survival(
     scaled = judged.survival(format_name, partial(_FP8[format_name], factor=over_the_whole_range))
     return replace(
         as_is,
-        verdict=f"{as_is.verdict}; with a scale for each tensor it {'survives' if scaled.survives else 'does not'}",
+        verdict=f"{as_is.verdict}; {_scaled_sentence(scaled)}",
         do=(_SCALE_EACH, *as_is.do) if scaled.survives and not as_is.survives else as_is.do,
         scaled=scaled,
     )
+
+
+def _scaled_sentence(scaled: Survival) -> str:
+    apart = "" if scaled.gradient_error is None else f" (gradients differ by {scaled.gradient_error:.0%})"
+    return f"with a scale for each tensor it {'survives' if scaled.survives else 'does not'}{apart}"
 
 
 def _case(model: nn.Module | Case, loss_fn: LossFunction | None, batch: Any) -> Case:
@@ -135,8 +142,14 @@ class _Judged:
         return step(self.case, self.device, make(), islands=islands)
 
     def _survives(self, outcome: Outcome) -> bool:
-        lost = _compared(self.reference.gradients, outcome.gradients)[1]
-        return outcome.fits and self.reference_is_finite and lost is not None and lost <= TOLERATED_LOSS
+        if not (outcome.fits and self.reference_is_finite):
+            return False
+        error, lost, _ = _compared(self.reference.gradients, outcome.gradients)
+        return error is not None and lost is not None and lost <= TOLERATED_LOSS and not self._too_far(error)
+
+    def _too_far(self, error: float) -> bool:
+        """Whether gradients are of no use any more, though all of them are finite."""
+        return error > TOLERATED_ERROR and error > TIMES_BF16 * self._bf16_error
 
     @cached_property
     def _bf16(self) -> Outcome:
@@ -167,6 +180,8 @@ class _Judged:
             return f"the loss is not finite though nothing overflows{place}: something that vanished is divided by"
         if lost is not None and lost > TOLERATED_LOSS:
             return f"gradients vanish: {lost:.0%} of their norm in fp32"
+        if error is not None and self._too_far(error):
+            return f"does not: its gradients differ from fp32's by {error:.0%}, bf16's by {self._bf16_error:.0%}"
         if isinstance(outcome.rounding, RoundedOperands):
             return f"survives; its gradients differ from fp32's by {error or 0.0:.1%}, bf16's by {self._bf16_error:.1%}"
         return f"survives; {_headroom(outcome)}, {_vanishing(outcome)}"

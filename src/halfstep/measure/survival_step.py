@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import WrongUse
@@ -65,6 +65,10 @@ def step(
     batch = pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
     with _undisturbed(device), ExitStack() as active:
         if rounding is not None:
+            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+                # oneDNN's kernel of a whole recurrent layer shows none of its numbers; without it, each step is seen.
+                active.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+                torch._C._set_mkldnn_enabled(False)
             active.enter_context(Recorder(model, rounding, rounding.run))
         with torch.autocast(device.type, dtype=rounding.carrier) if rounding else ExitStack():
             loss = _loss(case.loss_fn(model, batch))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 from halfstep import clock
+from halfstep.measure.process import ArmFailed, ArmTooSlow
 
 Verdict = Literal["faster", "slower", "can't tell"]
 Progress = Callable[[int, int], None]
@@ -27,7 +27,7 @@ class Timed(Protocol):
 
 @dataclass(frozen=True)
 class Speed:
-    """How one arm compares with the baseline: medians over pairs, with the median's 95 % interval."""
+    """How one arm compares with the baseline: medians over pairs, with the median's 95 % interval, or their range."""
 
     seconds: float
     """Of one update."""
@@ -39,7 +39,9 @@ class Speed:
 
     @property
     def verdict(self) -> Verdict:
-        """None is given where the interval holds 1: the two may be equally fast."""
+        """None is given where the interval holds 1, for the two may be equally fast; nor from too few pairs."""
+        if self.pairs < clock.FEWEST_FOR_INTERVAL:
+            return "can't tell"
         if self.low > 1.0:
             return "faster"
         return "slower" if self.high < 1.0 else "can't tell"
@@ -48,16 +50,28 @@ class Speed:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def warm(arm: Timed, *, seconds: float = 30.0) -> float:
+def warm(arm: Timed, *, seconds: float = 30.0, now: Callable[[], float] = time.perf_counter) -> float:
     """Step until three times in a row agree, or the time or the calls are used up; gives the last time."""
-    deadline = time.perf_counter() + seconds
+    deadline = now() + seconds
     last: list[float] = []
     for _ in range(_MOST_CALLS):
         last = [*last, arm.seconds()][-_IN_A_ROW:]
         stable = len(last) == _IN_A_ROW and max(last) - min(last) <= STABLE * statistics.median(last)
-        if stable or time.perf_counter() >= deadline:
+        if stable or now() >= deadline:
             break
     return last[-1]
+
+
+@dataclass(frozen=True)
+class Race:
+    """What a race came to."""
+
+    speeds: dict[str, Speed]
+    """Of every arm that was timed beside the baseline at least once."""
+    interrupted: bool = False
+    """Ctrl-C ended it."""
+    failed: dict[str, ArmFailed | ArmTooSlow] = field(default_factory=dict)
+    """Arms that could not go on, and why; they may have a speed from before."""
 
 
 def race(
@@ -68,24 +82,57 @@ def race(
     seconds: float = float("inf"),
     steps: int = 1,
     progress: Progress | None = None,
-) -> dict[str, Speed]:
+    now: Callable[[], float] = time.perf_counter,
+) -> Race:
     """Time warm arms against the baseline, in turns, until there are enough pairs or the time is up.
 
-    Ctrl-C ends it with what there is, if there is anything.
+    Ctrl-C ends it with what there is, and the result says so; so does an arm that has no time left for its answer.
+    An arm that fails leaves the race. There is no race without the baseline: where it fails, its error is raised.
     """
-    deadline = time.perf_counter() + seconds
-    rounds: list[dict[str, float]] = []
+    running = _Running(arms, baseline, steps)
+    deadline = now() + seconds
+    interrupted = False
     try:
-        for times in clock.interleaved({name: partial(arm.seconds, steps) for name, arm in arms.items()}, pairs):
-            rounds.append(times)
+        for turn in range(pairs):
+            running.take_turn(turn)
             if progress is not None:
-                progress(len(rounds), pairs)
-            if time.perf_counter() >= deadline:
+                progress(turn + 1, pairs)
+            if now() >= deadline or running.is_over:
                 break
     except KeyboardInterrupt:
-        if not rounds:
-            raise
-    return {name: _speed(rounds, name, baseline) for name in arms}
+        interrupted = True
+    return Race({name: speed for name in arms if (speed := running.speed(name))}, interrupted, running.failed)
+
+
+class _Running:
+    """A race under way."""
+
+    def __init__(self, arms: Mapping[str, Timed], baseline: str, steps: int) -> None:
+        self._arms, self._baseline, self._steps = dict(arms), baseline, steps
+        self._turns: list[dict[str, float]] = []
+        self.failed: dict[str, ArmFailed | ArmTooSlow] = {}
+        self.is_over = False
+
+    def take_turn(self, turn: int) -> None:
+        """A turn that is broken off is not counted."""
+        times: dict[str, float] = {}
+        for name in clock.order(list(self._arms), turn):
+            try:
+                times[name] = self._arms[name].seconds(self._steps)
+            except ArmTooSlow as error:
+                self.failed[name], self.is_over = error, True
+                return
+            except ArmFailed as error:
+                if name == self._baseline:
+                    raise
+                self.failed[name] = error
+                del self._arms[name]
+                self.is_over = len(self._arms) == 1
+        self._turns.append(times)
+
+    def speed(self, name: str) -> Speed | None:
+        both = [times for times in self._turns if name in times]
+        return _speed(both, name, self._baseline) if both else None
 
 
 def _speed(rounds: list[dict[str, float]], name: str, baseline: str) -> Speed:

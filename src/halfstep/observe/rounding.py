@@ -124,7 +124,7 @@ class RoundedOutputs(Rounding):
         return arguments[0]
 
     def _round(self, leaf: Any, dtype: torch.dtype | None) -> Any:
-        if dtype is None or leaf.dtype is dtype:
+        if dtype is None or not isinstance(leaf, Tensor) or leaf.dtype is dtype:
             return leaf
         narrow = leaf.to(dtype)
         if dtype is self.carrier:

@@ -11,9 +11,10 @@ import pytest
 
 from halfstep.errors import WrongUse
 from halfstep.measure.bench.comparing import compare
-from halfstep.measure.bench.figures import Gain
+from halfstep.measure.bench.figures import Gain, Raced
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.bench.results import Memory, Metric, RunFailed, RunResult
+from halfstep.measure.process import ArmFailed, ArmTooSlow
 
 TOP1 = Metric("top1", higher_is_better=True)
 NOISE = {1: 0.000, 2: 0.004, 3: -0.004, 4: 0.002, 5: -0.002}
@@ -45,9 +46,12 @@ def test_speed_memory_and_accuracy_in_one_sentence() -> None:
     assert row.gain.times == pytest.approx(1.7, rel=1e-3)
     assert row.less_memory == pytest.approx(0.31)
     assert found.verdicts == (
-        "bf16: 1.70x as fast (1.70 to 1.70), 31 % less memory, "
-        "same accuracy (difference -0.10 ± 0.00 points, margin 1.2)",
+        "bf16: 1.70x as fast (1.70 to 1.70), 31 % less memory, same accuracy (difference -0.10 ± 0.00 points)",
     )
+    assert found.asides == (
+        "margin 1.2 points for every precision: three standard deviations of fp32 over its 3 seeds",
+    )
+    assert found.markdown().count("margin 1.2 points") == 1
 
 
 def test_a_speed_that_may_be_equal_has_no_verdict() -> None:
@@ -160,7 +164,7 @@ def test_time_until_the_loss_of_fp32() -> None:
 def test_cost_is_the_time_of_all_epochs_at_a_price() -> None:
     found = benched({"fp32": arm(), "bf16": arm(speed=200.0)}, price_per_hour=36.0)
     assert [row.cost(36.0) for row in found.rows] == [pytest.approx(0.2), pytest.approx(0.1)]
-    assert "Cost of a run" in found.markdown()
+    assert "Cost of training" in found.markdown()
     assert benched({"fp32": arm()}).as_dict()["rows"][0]["cost"] is None
 
 
@@ -170,7 +174,7 @@ def test_markdown_has_every_column_and_as_many_cells_in_every_row() -> None:
     head, line, *rows = [row for row in text.splitlines() if row.startswith("|")]
     titles = (
         "Hardware", "Precision", "Speed", "Time per epoch", "Memory usage", "Final top1", "Accuracy", "Samples/s",
-        "Skipped", "Time to fp32's loss", "Whole run's peak", "Energy per epoch", "Cost of a run",
+        "Skipped", "Time to fp32's loss", "Whole run's peak", "Energy per epoch", "Cost of training",
     )  # fmt: skip
     assert [cell.strip() for cell in head.strip("|").split("|")] == list(titles)
     assert line == "|" + "---|" * len(titles)
@@ -185,7 +189,13 @@ def test_markdown_has_every_column_and_as_many_cells_in_every_row() -> None:
 def test_losses_are_told_in_their_own_unit() -> None:
     loss = Metric("loss", higher_is_better=False)
     found = benched({"fp32": arm(2.0), "bf16": arm(2.2)}, metric=loss)
-    assert found.verdicts[0].endswith("worse loss (difference +0.20 ± 0.00, margin 0.012)")
+    assert found.verdicts[0].endswith("worse loss (difference +0.20 ± 0.00)")
+    text = found.markdown()
+    assert "margin 0.012 for every precision" in text
+    assert "the larger of 0.5 % of fp32's loss" in text
+    assert "| Loss |" in text
+    assert "ccuracy" not in text
+    assert "point" not in text
 
 
 def test_a_bench_needs_an_arm() -> None:
@@ -197,10 +207,79 @@ def test_a_race_is_of_those_that_did_not_fail_and_decides_the_speed() -> None:
     def failing(seed: int) -> RunResult:
         raise RunFailed("broken")
 
-    def race(names: Sequence[str]) -> dict[str, Gain]:
-        return {name: Gain(3.0, 2.9, 3.1, 60) for name in names}
+    def race(names: Sequence[str]) -> Raced:
+        return Raced({name: Gain(3.0, 2.9, 3.1, 60) for name in names})
 
     found = benched({"fp32": arm(), "broken": failing, "bf16": arm()}, race=race)
     assert [row.gain and row.gain.times for row in found.rows] == [3.0, None, 3.0]
+    assert "from a race of all arms in turns, and samples/s from the runs" in found.markdown()
+    assert "race" not in benched({"fp32": arm(), "bf16": arm()}).markdown()
     lost = benched({"fp32": failing, "bf16": arm()}, race=race)
     assert [row.gain for row in lost.rows] == [None, None]
+
+
+@pytest.mark.parametrize("error", [ArmFailed("no room"), ArmTooSlow("no room"), WrongUse("no room")])
+def test_a_race_that_fails_takes_no_finished_run_away(error: Exception) -> None:
+    def race(names: Sequence[str]) -> Raced:
+        raise error
+
+    found = benched({"fp32": arm(), "bf16": arm(speed=170.0)}, race=race)
+    assert [len(row.runs) for row in found.rows] == [3, 3]
+    assert found.rows[1].gain is not None
+    assert found.rows[1].gain.times == pytest.approx(1.7, rel=1e-3)  # that of the runs
+    assert found.notes == ("speed is from the runs, as the race failed: no room",)
+    assert found.notes[0] in found.markdown()
+    assert not found.interrupted
+
+
+def test_an_arm_that_fails_in_the_race_has_the_speed_of_its_runs() -> None:
+    def race(names: Sequence[str]) -> Raced:
+        return Raced({name: Gain(3.0, 2.9, 3.1, 2) for name in names}, failed={"bf16": "no room"})
+
+    found = benched({"fp32": arm(), "bf16": arm(speed=170.0), "fp16": arm()}, race=race)
+    assert [row.gain and round(row.gain.times, 2) for row in found.rows] == [3.0, 1.7, 3.0]
+    assert found.notes == ("bf16: speed is from its runs, as it failed in the race: no room",)
+
+
+def test_ctrl_c_during_the_race_is_an_interrupted_bench_with_its_rows() -> None:
+    def race(names: Sequence[str]) -> Raced:
+        return Raced({name: Gain(3.0, 2.9, 3.1, 2) for name in names}, interrupted=True)
+
+    found = benched({"fp32": arm(), "bf16": arm()}, race=race)
+    assert found.interrupted
+    assert found.rows[1].gain == Gain(3.0, 2.9, 3.1, 2)
+
+
+def test_one_margin_of_all_seeds_of_fp32_for_every_arm() -> None:
+    def failing(seed: int) -> RunResult:
+        if seed == 4:
+            raise RunFailed("no room")
+        return arm()(seed)
+
+    found = benched({"fp32": arm(), "bf16": arm(), "half": failing}, seeds=5)
+    margins = [row.parity.margin for row in found.rows if row.parity]
+    # 0, 4, -4, 2 and -2 thousandths: a sum of squares of 40, over four.
+    assert margins == [pytest.approx(3 * math.sqrt(40 / 4) / 1000)] * 2
+    assert found.as_dict()["margin"]["size"] == margins[0]
+    assert found.as_dict()["margin"]["seeds"] == 5
+
+
+def test_a_mean_says_how_many_of_its_runs_were_finite() -> None:
+    def once_lost(seed: int) -> RunResult:
+        return RunResult(seed, math.nan if seed == 2 else 0.9)
+
+    found = benched({"fp32": arm(), "bf16": once_lost})
+    assert "(2 of 3 finite)" in found.markdown().splitlines()[-3]
+    assert [row["finite"] for row in found.as_dict()["rows"]] == [3, 2]
+    assert found.markdown().count("finite)") == 1
+
+
+def test_what_was_not_measured_is_called_so() -> None:
+    line = benched({"fp32": arm()}).markdown().splitlines()[-3]
+    assert line.count("not measured") == 3  # memory, peak and energy
+
+
+def test_other_work_on_the_machine_is_told() -> None:
+    found = benched({"fp32": arm()}, conditions={"load": 7.5, "cores": 2})
+    assert "load 7.5 on 2 cores" in found.markdown()
+    assert benched({"fp32": arm()}, conditions={"load": 0.0, "cores": 2}).asides == ()

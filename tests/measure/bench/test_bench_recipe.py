@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from halfstep.errors import HalfstepError, WrongUse
+from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
-from halfstep.measure.bench.recipe_runs import RecipeArm, run_to_end
+from halfstep.measure.bench.recipe_runs import Patience, RecipeArm, run_to_end
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.bench.results import RunFailed
 from halfstep.measure.bench.writing import write_report
@@ -97,6 +100,15 @@ def test_another_recipe_or_version_is_not_taken_for_the_same(both: tuple[Bench, 
     assert kept.read_bytes() == before
 
 
+def test_another_setting_does_not_destroy_what_is_there(both: tuple[Bench, Bench, Path]) -> None:
+    _, _, folder = both
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(FolderTaken, match="another recipe, setting") as error:
+        bench("classification_tiny", settings=["train.steps=2"], precisions=["bf16"], seeds=2, folder=folder)
+    assert error.value.do == "--out NEW"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("settings", "more", "said"),
     [
@@ -142,6 +154,57 @@ def test_a_process_ends_with_the_bench(tmp_path: Path) -> None:
         os.chdir(here)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_process_that_hangs_is_ended_and_says_so(tmp_path: Path) -> None:
+    code = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    with pytest.raises(RunFailed, match="did not end within"):
+        run_to_end([sys.executable, "-c", code.replace("'pid'", repr(str(tmp_path / "pid")))], tmp_path / "log", 2.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_patience_is_ten_times_the_slowest_run_and_at_least_ten_minutes() -> None:
+    patience = Patience()
+    assert patience.limit is None
+    patience.learn(None)
+    assert patience.limit is None
+    patience.learn(3.0)
+    assert patience.limit == 600.0
+    patience.learn(100.0)
+    patience.learn(50.0)
+    assert patience.limit == 1000.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system ends a process with its parent")
+def test_a_process_ends_even_where_the_bench_was_killed(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    inner = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    outer = (
+        "import pathlib, sys; from halfstep.measure.bench.recipe_runs import run_to_end; "
+        f"run_to_end([sys.executable, '-c', {inner!r}], pathlib.Path({str(tmp_path / 'log')!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", outer])
+    try:
+        assert _soon(lambda: pid.exists() and pid.read_text())
+    finally:
+        parent.kill()
+        parent.wait()
+    assert _soon(lambda: not _lives(int(pid.read_text())))
+
+
+def _soon(true: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + 60
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(true())
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_process_that_was_killed_says_so(tmp_path: Path) -> None:

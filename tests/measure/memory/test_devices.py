@@ -59,6 +59,22 @@ def test_an_unknown_name_offers_the_nearest(typed: str, near: str) -> None:
         device_named(typed)
 
 
+@pytest.mark.parametrize("typed", ["a1000", "rtx 5000 ada", "a4000", "h1000-80gb"])
+def test_another_card_is_not_offered_for_it(typed: str) -> None:
+    with pytest.raises(UnknownName) as told:
+        device_named(typed)
+    assert "did you mean" not in told.value.do
+    assert "--device 24GB" in told.value.do
+
+
+@pytest.mark.parametrize("typed", ["cpu:7", "cpu:x", "cpu:", "xpu:3", "cuda:99"])
+def test_a_device_that_this_machine_has_not_is_told_with_one_to_type(typed: str) -> None:
+    with pytest.raises(UnknownName, match=f"this machine has no {typed}") as told:
+        device_named(typed)
+    assert "--device a100-80gb" in told.value.do
+    assert device_named("cpu:0").device.kind == "cpu"
+
+
 @pytest.mark.parametrize("typed", ["", "   ", "zzz", "-4GB", "4XB", "GB", "nan GB", "a100-60gb"])
 def test_nonsense_is_refused(typed: str) -> None:
     with pytest.raises(UnknownName):

@@ -13,9 +13,11 @@ from halfstep.measure.allocator import peak_bytes
 from halfstep.measure.batches import resized, size_of
 from halfstep.measure.case import Case, Subject, case_of
 from halfstep.measure.memory.building import built, fake_mode
+from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.memory.kernels import hidden_bytes
 from halfstep.measure.memory.placing import placed
 from halfstep.measure.memory.timeline import BACKWARD, Timeline
+from halfstep.measure.setting import Setting
 from halfstep.observe.recorder import Operation, Recorder
 from tests.support.cases import loss_fn
 
@@ -128,6 +130,19 @@ def test_a_timeline_knows_when_memory_comes_and_goes_and_keeps_none_alive() -> N
     assert third.died == timeline.now
 
 
+def test_layers_that_are_copied_while_built_share_memory_with_their_views() -> None:
+    """nn.TransformerEncoder copies its layer; the copies' weights are no activations."""
+
+    def make() -> Case:
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        return case_of(nn.TransformerEncoder(layer, 3), lambda m, b: m(b).sum(), torch.randn(2, 5, 32))
+
+    real = make()
+    on_fakes, converted = (ledger_of(opened, Setting("fp32")) for opened in (make, lambda: real))
+    assert on_fakes.at_peak == converted.at_peak
+    assert on_fakes.by_module == converted.by_module
+
+
 CASES = [
     # format, by channels, image (how many, channels, size), channels out, kernel, stride
     (torch.float32, False, (2, 64, 32), 64, 3, 1),
@@ -160,3 +175,38 @@ def test_what_convolutions_take_inside_is_what_the_allocator_saw(
         made = sum(t.nbytes for t in (result if isinstance(result, tuple) else (result,)) if t is not None)
         predicted = made + hidden_bytes(Operation(function, given, {}, result, "", True, False))
         assert predicted == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("image", "weight", "groups", "layouts"),
+    [
+        ((4, 128, 8, 8), (256, 128, 2, 2), 1, (True, False, False)),  # only the image is laid out by channels
+        ((4, 128, 8, 8), (256, 128, 2, 2), 1, (False, False, True)),  # only the gradient
+        ((4, 192, 4, 4), (192, 1, 7, 7), 192, (True, False, True)),  # blocks for each group of one channel
+        ((4, 64, 16, 16), (64, 1, 7, 7), 64, (False, False, False)),  # no copies for the weight's gradient
+        ((8, 64, 1000), (64, 64, 9), 1, (False, False, False)),  # a line is an image of height 1
+    ],
+)
+def test_layouts_groups_and_lines(
+    dtype: torch.dtype,
+    image: tuple[int, ...],
+    weight: tuple[int, ...],
+    groups: int,
+    layouts: tuple[bool, bool, bool],
+) -> None:
+    def laid_out(shape: tuple[int, ...], by_channels: bool) -> Tensor:
+        layout = torch.channels_last if by_channels else torch.contiguous_format
+        return torch.randn(shape, dtype=dtype).contiguous(memory_format=layout)
+
+    x, kernel = laid_out(image, layouts[0]), laid_out(weight, layouts[1])
+    lines = len(image) - 2
+    rest = (None, [1] * lines, [weight[-1] // 2] * lines, [1] * lines, False, [0] * lines, groups)
+    gradient = laid_out(tuple(torch.ops.aten.convolution.default(x, kernel, *rest).shape), layouts[2])
+    given = (gradient, x, kernel, *rest, [True, True, False])
+    function = torch.ops.aten.convolution_backward.default
+    result = function(*given)
+    real = peak_bytes(partial(function, *given), torch.device("cpu"), [])
+    made = sum(tensor.nbytes for tensor in result if tensor is not None)
+    predicted = made + hidden_bytes(Operation(function, given, {}, result, "", True, False))
+    assert predicted == pytest.approx(real, rel=0.12)

@@ -84,6 +84,43 @@ def test_a_size_that_cannot_run_is_stepped_over() -> None:
         largest_batch(convolutions, Setting(), 55, peaks(lambda b: _raise(WrongUse("told"))))
 
 
+def test_what_fails_at_every_size_is_told_as_it_was_first() -> None:
+    def peak(batch: int) -> int:
+        raise ValueError(f"no batch of {batch}")
+
+    with pytest.raises(ValueError, match="no batch of 1"):
+        largest_batch(convolutions, Setting(), 55, peaks(peak))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_where_ledgers_are_dear_what_fits_is_near_the_end(shape: str) -> None:
+    peak = SHAPES[shape]
+    fit = largest_batch(convolutions, Setting(batch=4), 99_999, peaks(peak), tolerance=0.1)
+    assert peak(fit.batch) <= 99_999
+    assert fit.ledger.samples == fit.batch
+    assert fit.as_dict()["about"] is (fit.batch + 1 not in dict(fit.searched))
+
+
+def test_a_peak_that_hides_under_the_update_takes_four_ledgers() -> None:
+    """As of a large model: activations grow from the first sample, the peak only when they outgrow the gradients."""
+
+    def ledger(_make: Any, setting: Setting) -> Ledger:
+        batch = setting.batch or 1
+        fixed = {"weights": 40_000, "optimizer": 80_000}
+        backward, update = {"activations": 900 * batch, "temporary": 300 * batch}, {"gradients": 40_000}
+        at_peak = backward if sum(backward.values()) > 40_000 else update
+        empty = dict.fromkeys(PARTS, 0)
+        whole = empty | fixed | backward | update
+        return Ledger(setting, "", batch, empty | fixed | at_peak, whole, {}, {}, "")
+
+    fit = largest_batch(convolutions, Setting(batch=1), 360_000, ledger, tolerance=0.1)
+    assert len(fit.searched) <= 4
+    assert 180 <= fit.batch <= 200
+    exact = largest_batch(convolutions, Setting(batch=1), 360_000, ledger)
+    assert (exact.batch, exact.as_dict()["about"]) == (200, False)
+    assert len(exact.searched) <= 6
+
+
 def _raise(error: Exception) -> int:
     raise error
 

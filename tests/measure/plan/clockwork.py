@@ -38,6 +38,8 @@ class World:
     noise: float = 0.0
     compile_seconds: float = 20.0
     fails: Mapping[str, str] = field(default_factory=dict)
+    fails_after: Mapping[str, int] = field(default_factory=dict)
+    """Calls that an arm answers before it cannot go on."""
     losses: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     nudged: Callable[[int], float] | None = None
     interrupt_at: int | None = None
@@ -74,6 +76,8 @@ class Clockwork:
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         if self.name in self.world.fails:
             raise ArmFailed(self.world.fails[self.name])
+        if self.turns == self.world.fails_after.get(self.name):
+            raise ArmFailed(f"ValueError: call {self.turns + 1}")
         took = self.world.seconds.get(self.name, 2.0)
         whole = steps * took + (self.world.compile_seconds if self.setting.compile and not self.steps else 0.0)
         if limit is not None and whole > limit:
@@ -93,7 +97,7 @@ class Clockwork:
     def trail(self, steps: int) -> list[float]:
         return [self._loss(number) for number in range(min(self.steps, steps))]
 
-    def losses(self, steps: int) -> list[float]:
+    def losses(self, steps: int, limit: float | None = None) -> list[float]:
         begin, self.steps = self.steps, self.steps + steps
         self.world.passes(steps * self.world.seconds.get(self.name, 2.0))
         return [self._loss(number) for number in range(begin, self.steps)]

@@ -44,16 +44,16 @@ def fed(**changes: Any) -> Feeding:
 
 
 def padded(now: float, then: float, low: float, share: float = 0.9) -> Misaligned:
-    return Misaligned(("body.0", "body.2"), "127->127", "128->128", share, now, then, low, low + 0.1)
+    return Misaligned(("body.0", "body.2"), "127->127", "128->128", share, now, then, low, low + 0.1, "Conv2d")
 
 
 def test_nothing_is_wrong_with_what_is_fast() -> None:
     end = verdict(HEALTHY)
     assert end.id == "already-fast"
     assert end.sentence == "nothing is wrong: 2.86x of a possible 4.55x"
-    assert end.command == "halfstep plan mine:case --grow-batch"
+    assert end.command == "halfstep plan mine:case"
     recipe = replace(HEALTHY, own_code=False, subject=("cifar10", "train.batch_size=4"))
-    assert verdict(recipe).command == "halfstep train cifar10 train.batch_size=4"
+    assert verdict(recipe).command == "halfstep train cifar10 train.batch_size=4 precision=bf16"
 
 
 def test_more_speed_than_amdahl_allows_is_not_held_against_it() -> None:
@@ -73,9 +73,9 @@ def test_workers_are_too_few_where_more_would_hide_the_reading() -> None:
 @pytest.mark.parametrize(
     "feeding",
     [
-        fed(read=0.6, wait=0.09, cores=2),  # all cores together are too slow
+        fed(read=0.6, read_cpu=0.6, cores=8),  # all cores together are too slow
         fed(read_cpu=0.06, cores=2, threads=2),  # the step itself needs the cores that would read
-        fed(workers=8),  # there are enough of them
+        fed(read=6.0, wait=0.06, cores=2),  # so far away that no sensible number of workers is enough
     ],
 )
 def test_data_is_slow_where_no_number_of_workers_helps(feeding: Feeding) -> None:
@@ -83,6 +83,74 @@ def test_data_is_slow_where_no_number_of_workers_helps(feeding: Feeding) -> None
     assert cause.id == "slow-data"
     assert cause.share == pytest.approx(feeding.wait_share)
     assert cause.command.endswith("halfstep.measure.profiling.reading mine:case")
+
+
+def test_reading_that_only_waits_needs_workers_and_no_cores() -> None:
+    asleep = fed(read=0.16, read_cpu=0.0, cores=2, threads=2)
+    assert asleep.workers_needed == 4  # 160 ms to come, 40 ms to compute
+    assert verdict(replace(HEALTHY, feeding=asleep)).id == "too-few-workers"
+    busy = fed(read=0.16, read_cpu=0.16, cores=2, threads=2)
+    assert busy.at_best == pytest.approx((0.16 + 0.08) / 2)
+    assert verdict(replace(HEALTHY, feeding=busy)).id == "slow-data"
+
+
+def test_waiting_with_workers_enough_is_neither_slow_data_nor_nothing() -> None:
+    end = verdict(replace(HEALTHY, feeding=fed(workers=8)))
+    assert end.id == "no-cause"
+    assert "waiting for data takes 60% of a step, though 8 workers should be enough" in end.sentence
+
+
+def test_workers_that_start_anew_for_each_pass_are_told_from_slow_data() -> None:
+    feeding = fed(step=0.04, wait=0.0, read=0.04, workers=2, restarting=0.12)
+    cause = verdict(replace(HEALTHY, feeding=feeding))
+    assert cause.id == "restarted-workers"
+    assert cause.share == pytest.approx(0.75)
+    assert "persistent_workers=True" in cause.do
+    assert found(replace(HEALTHY, feeding=replace(feeding, restarting=0.004))) == []
+
+
+def test_beside_workers_a_step_takes_the_longer_of_computing_and_reading() -> None:
+    alone, beside = fed(wait=0.06, read=0.06), fed(step=0.06, wait=0.025, read=0.12, workers=2)
+    assert alone.fed(0.1) == pytest.approx(0.16)
+    assert beside.fed(0.1) == pytest.approx(0.1)
+    assert beside.fed(0.035) == pytest.approx(0.06)
+    assert replace(HEALTHY, feeding=beside).with_data == pytest.approx(0.1 / 0.06)
+    assert replace(HEALTHY, feeding=beside).ceiling_with_data == pytest.approx(0.1 / 0.06)
+
+
+def test_few_pairs_are_no_speed() -> None:
+    for speedup in (1.82, 0.5):
+        race = Race(0.1, 0.1 / speedup, speedup, speedup, speedup, pairs=1)
+        end = verdict(replace(HEALTHY, race=race, native=False, instead="fp16"))
+        assert end.id == "not-measured"
+        assert "not measured well enough: 1 pair of steps" in end.sentence
+        assert "x" not in end.sentence.replace("needs 6", "")
+        assert end.command == "halfstep profile mine:case --precision bf16 --seconds 240"
+        assert replace(HEALTHY, race=race, feeding=fed()).with_data is None
+
+
+def test_with_a_stage_skipped_nothing_is_said_to_be_right() -> None:
+    for facts in (HEALTHY, replace(HEALTHY, asked="fp32", format="fp32")):
+        end = verdict(replace(facts, skipped=("feeding",)))
+        assert end.id == "not-measured"
+        assert end.sentence.startswith("not measured: feeding.")
+        assert "nothing is wrong" not in end.sentence
+    # What was found is still named.
+    assert verdict(replace(HEALTHY, feeding=fed(), skipped=("padding",))).id == "too-few-workers"
+
+
+def test_steps_that_do_not_train_come_before_everything() -> None:
+    facts = replace(HEALTHY, idle="the loss is not finite: times say nothing", feeding=fed())
+    assert verdict(facts).id == "no-updates"
+    assert verdict(facts).sentence == facts.idle
+    assert found(facts) == []
+
+
+def test_slower_is_called_slower() -> None:
+    slow = Race(fp32=0.1, asked=0.112, speedup=0.89, low=0.87, high=0.92, pairs=60)
+    end = verdict(replace(HEALTHY, race=slow))
+    assert end.id == "no-cause"
+    assert end.sentence.startswith("bf16 is slower: 0.89x")
 
 
 def test_a_short_wait_is_no_cause() -> None:
@@ -96,6 +164,11 @@ def test_a_tiny_model_is_bound_by_its_program() -> None:
     )
     assert verdict(tiny).id == "tiny-model"
     assert verdict(tiny).share == pytest.approx(0.9)
+    # The share that is printed is the one that decides: of computing, whatever the wait.
+    waiting = [cause for cause in found(replace(tiny, feeding=fed())) if cause.id == "tiny-model"]
+    assert waiting[0].sentence.startswith("90% of computing a step is Python")
+    assert waiting[0].share == pytest.approx(0.9 * 0.4)
+    assert verdict(tiny).command.endswith("--grow-batch")
     # A compiled step was looked at as it was written; how much of it is dispatch is not known.
     assert verdict(replace(tiny, compiles=True)).id != "tiny-model"
 
@@ -104,7 +177,7 @@ def test_padding_counts_only_where_it_was_measured_to_gain() -> None:
     cause = verdict(replace(HEALTHY, misaligned=(padded(0.010, 0.005, low=1.8),)))
     assert cause.id == "misaligned-channels"
     assert cause.share == pytest.approx(0.6 * 0.9 * 0.5)
-    assert "body.0, body.2" in cause.evidence
+    assert 'layers "body.0", "body.2" (Conv2d)' in cause.evidence
     assert "128->128 channels instead of 127->127" in cause.do
     for layer in (padded(0.010, 0.005, low=0.99), padded(0.010, 0.0099, low=1.01), padded(0.010, 0.012, low=0.8)):
         assert found(replace(HEALTHY, misaligned=(layer,))) == []
@@ -115,8 +188,8 @@ def test_an_island_is_named_by_its_modules() -> None:
     work = Work({"bf16": 500, "fp32": 500}, {"body": 400, "head": 100}, islands=("body",))
     cause = verdict(replace(HEALTHY, kernels=kernels, work=work))
     assert cause.id == "fp32-island"
-    assert "50% of the matrix work still runs in fp32, in body, head" in cause.sentence
-    assert "take island() away from body" in cause.do
+    assert '50% of the matrix work still runs in fp32, in "body", "head"' in cause.sentence
+    assert 'take island() away from "body"' in cause.do
     # bf16 did 500 FLOPs in 3.5 ms where fp32 does 1000 in 78 ms: 11 times as fast
     assert cause.share == pytest.approx(0.5 * (1 - 1 / (500 / 0.0035 / (1000 / 0.078))))
     assert found(replace(HEALTHY, kernels=kernels, work=Work({"bf16": 950, "fp32": 50}, {"head": 50}))) == []

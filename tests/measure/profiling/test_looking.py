@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import island
-from halfstep.errors import WrongUse
 from halfstep.measure.arm import Arm
-from halfstep.measure.case import Data, Subject, case_of
+from halfstep.measure.case import Subject, case_of
 from halfstep.measure.profiling.examined import Examined, fp32_means
-from halfstep.measure.profiling.feeding import fed
 from halfstep.measure.profiling.kernels import TINY, Seen, kernels_of, summed
 from halfstep.measure.profiling.layers import channels, look, misaligned
 from halfstep.measure.profiling.padding import measured, padded
@@ -24,7 +20,7 @@ from halfstep.measure.setting import Setting
 from halfstep.measure.stopwatch import Stopwatch
 from halfstep.precision.flags import fp32_scope
 from halfstep.precision.registry import precision_named
-from tests.support.cases import linear, loss_fn
+from tests.support.cases import loss_fn
 
 CPU = torch.device("cpu")
 STEP = "halfstep: a step"
@@ -75,6 +71,27 @@ def test_an_accelerators_own_time_counts_and_the_rest_is_the_hosts() -> None:
     assert found.shares["narrow"] == pytest.approx(0.30)
     assert found.shares["copies"] == pytest.approx(0.10)
     assert found.shares["host"] == pytest.approx(0.60)
+
+
+@pytest.mark.parametrize(
+    ("names", "part"),
+    [
+        (
+            "convolution mkldnn_convolution convolution_backward cudnn_convolution slow_conv2d_forward",
+            "fp32",
+        ),
+        ("mm addmm bmm baddbmm matmul linear mv addmv dot _scaled_mm _linear_pointwise linear_backward", "fp32"),
+        ("scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu_backward", "fp32"),
+        ("lstm gru mkldnn_rnn_layer mkldnn_rnn_layer_backward _cudnn_rnn _cudnn_rnn_backward", "fp32"),
+        ("upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d _upsample_bilinear2d_aa", "other"),
+        ("upsample_trilinear3d_backward native_layer_norm native_batch_norm_backward _softmax lgamma cummax", "other"),
+        ("_convert_weight_to_int4pack sigmoid_backward max_pool2d_with_indices _thnn_fused_lstm_cell igamma", "other"),
+    ],
+)
+def test_matrix_work_is_known_by_its_whole_name(names: str, part: str) -> None:
+    for name in names.split():
+        events = [Seen(STEP, 0, MS, number=1), Seen(f"aten::{name}", 0, MS, number=2, dtypes=FP32)]
+        assert summed(events).shares[part] == pytest.approx(1.0), name
 
 
 def test_without_events_everything_is_the_hosts() -> None:
@@ -175,6 +192,36 @@ def test_padding_is_timed_on_what_came_into_the_layer() -> None:
     assert 0 < found.low <= found.high
 
 
+class Own(nn.Linear):
+    def forward(self, given: Tensor) -> Tensor:
+        return given[..., :1] * self.weight[0, 0]
+
+
+def test_layers_that_padding_cannot_be_compared_with_are_passed_over() -> None:
+    assert channels(Own(9, 9)) is None
+    replaced = nn.Linear(9, 9)
+    replaced.forward = lambda given: given  # type: ignore[method-assign]
+    assert channels(replaced) is None
+    model, loss, batch = net()
+    arm = Arm(case_of(island(model, "body"), loss, batch), Setting("bf16"), observe=False)
+    looked = look(arm.model, arm.step)
+    assert {"body.0", "body.2"} <= looked.wide
+    assert [[layer.name for layer in layers] for layers, _ in misaligned(looked, without=looked.wide)] == [["stem"]]
+
+
+def test_a_padded_layer_computes_the_gradients_that_the_layer_computes() -> None:
+    model, loss, batch = net()
+    model.get_submodule("stem").weight.requires_grad_(False)  # type: ignore[union-attr]
+    arm = Arm(case_of(model, loss, batch), Setting("bf16"), observe=False)
+    stem = next(layer for layer in look(arm.model, arm.step).layers if layer.name == "stem")
+    assert not stem.needs_gradient  # the first one
+    wide = padded(stem.module)
+    assert [p.requires_grad for p in wide.parameters()] == [False, True]
+    for parameter in stem.module.parameters():
+        parameter.requires_grad_(False)
+    assert measured([stem], 1.0, precision_named("bf16"), CPU, seconds=0.01).kind == "Conv2d"
+
+
 def test_switches_that_make_fp32_faster_are_read() -> None:
     assert fp32_means(CPU) == "ieee"
     with fp32_scope("tf32", CPU):
@@ -228,32 +275,3 @@ def test_compilations_are_counted_step_by_step() -> None:
     assert once.compiled[0] > 0
     assert not any(once.compiled[1:])
     torch._dynamo.reset()
-
-
-def test_waiting_for_data_is_told_from_computing() -> None:
-    case = case_of(*linear())
-
-    def batches() -> Iterator[Any]:
-        for _ in range(3):  # shorter than what is asked of it
-            time.sleep(0.05)
-            yield case.batch
-
-    def read() -> Any:
-        time.sleep(0.05)
-        return case.batch
-
-    arm = Arm(case, Setting("fp32", microbatches=2), observe=False)
-    found = fed(arm, Data(batches, read, workers=0), seconds=0.5)
-    assert found.wait >= 0.1  # two batches a step
-    assert found.read >= 0.1
-    assert found.read_cpu < found.read / 2
-    assert found.wait_share > 0.5
-    assert found.warming is not None
-    assert not any(found.warming.compiled)
-
-
-def test_data_without_a_batch_is_an_error_not_a_loop() -> None:
-    case = case_of(*linear())
-    arm = Arm(case, Setting("fp32"), observe=False)
-    with pytest.raises(WrongUse, match="no batch"):
-        fed(arm, Data(lambda: iter(()), lambda: case.batch, workers=0), seconds=0.1)

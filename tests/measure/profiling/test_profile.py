@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.case import Subject
 from halfstep.measure.profiling import reading
-from halfstep.measure.profiling.examined import STAGES
+from halfstep.measure.profiling.examined import STAGES, Examined
 from halfstep.measure.profiling.profile import profile
 from tests.support.cases import linear, loss_fn
 
@@ -68,6 +69,81 @@ def test_a_step_that_cannot_run_is_told_in_three_parts() -> None:
     assert told.value.do
 
 
+def nothing_opens() -> Any:
+    raise OSError("the disk is gone")
+
+
+def nothing_trains() -> Any:
+    model, loss, batch = linear()
+    return model.requires_grad_(False), loss, batch
+
+
+def nothing_to_read() -> Any:
+    model, loss, _ = linear()
+    return model, loss, torch.utils.data.DataLoader([], batch_size=4)  # type: ignore[var-annotated,arg-type]
+
+
+@pytest.mark.parametrize("name", ["nothing_opens", "nothing_trains", "nothing_to_read"])
+def test_what_cannot_be_opened_is_told_in_three_parts(name: str) -> None:
+    with pytest.raises(WrongUse) as told:
+        profile(Subject(f"tests.measure.profiling.test_profile:{name}"), precision="bf16", seconds=1)
+    assert told.value.allowed
+    assert told.value.do
+
+
+def test_a_loss_that_is_not_finite_or_an_empty_batch_gives_no_verdict_on_speed() -> None:
+    model, loss, (given, labels) = linear()
+    found = profile(model, loss, (given * float("nan"), labels), precision="bf16", seconds=0.5)
+    assert found.cause.id == "no-updates"
+    assert found.cause.sentence.startswith("the loss is not finite")
+    assert found.facts.race is None
+    assert found.others == ()
+    with pytest.raises(WrongUse, match="0 samples"):
+        profile(model, loss, (given[:0], labels[:0]), precision="bf16", seconds=0.5)
+
+
+def test_a_race_takes_the_pairs_that_a_claim_needs_even_where_time_is_short() -> None:
+    found = profile(*linear(), precision="bf16", seconds=0.001)
+    assert found.facts.race is None or found.facts.race.pairs < 60
+    model, loss, batch = linear()
+
+    def slow(model: Any, batch: Any) -> Any:
+        time.sleep(0.02)
+        return loss(model, batch)
+
+    found = profile(model, slow, batch, precision="bf16", seconds=0.5)  # 75 ms for pairs, and one takes 40
+    assert found.facts.race is not None
+    assert found.facts.race.pairs == 6
+
+
+def test_an_interrupted_race_keeps_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    model, loss, batch = linear()
+    raced = Examined.race
+
+    def interrupting(model: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += racing
+        if calls > 60:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    racing = 0
+
+    def racing_now(examined: Examined, seconds: float) -> dict[str, Any]:
+        nonlocal racing
+        racing = 1
+        return raced(examined, seconds)
+
+    monkeypatch.setitem(STAGES, "race", STAGES["race"]._replace(measure=racing_now))
+    found = profile(model, interrupting, batch, precision="bf16", seconds=100)
+    assert found.interrupted
+    assert found.facts.race is not None
+    assert found.facts.kernels is None
+    assert found.skipped["kernels"] == "interrupted"
+    assert "race" not in found.skipped
+
+
 def test_what_cannot_be_meant_is_refused() -> None:
     model, loss, batch = linear()
     for seconds in (0.0, -1.0, float("nan")):
@@ -112,6 +188,18 @@ def test_reading_can_be_looked_at_by_itself(capsys: pytest.CaptureFixture[str]) 
         reading.main(["tests.support.cases:linear"])
     with pytest.raises(WrongUse, match="nothing to read"):
         reading.main([])
+
+
+def test_the_own_fp32_is_run_as_the_other_arms_are() -> None:
+    from halfstep.measure.case import case_of
+    from halfstep.measure.profiling.examined import Plain
+    from halfstep.measure.setting import Setting
+    from tests.support.cases import convolutions
+
+    plain = Plain(case_of(*convolutions()), torch.device("cpu"), Setting(channels_last=True, batch=6))
+    assert plain._batch[0].shape[0] == 6
+    assert plain._batch[0].is_contiguous(memory_format=torch.channels_last)
+    plain.step()
 
 
 def test_a_loss_of_sum_and_count_has_an_fp32_of_its_own() -> None:

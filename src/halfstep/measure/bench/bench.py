@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import WrongUse
+from halfstep.errors import FolderTaken, WrongUse
 from halfstep.measure.bench import case_runs
 from halfstep.measure.bench.case_runs import CaseArm, race_of
 from halfstep.measure.bench.comparing import compare
 from halfstep.measure.bench.memory import MemoryOf
-from halfstep.measure.bench.recipe_runs import RecipeArm
+from halfstep.measure.bench.recipe_runs import Patience, RecipeArm
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.bench.results import Metric
 from halfstep.measure.case import Subject
@@ -107,13 +107,26 @@ def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder:
     recipes = {name: _recipe(subject, changed) for name, changed in changes.items()}
     task = task_class(recipes[BASELINE].task)
     same = {key: told["conditions"][key] for key in _SAME}
+    patience = Patience()
     runs, memories = {}, {}
     for name, changed in changes.items():
         words = (*subject.settings, *changed)
         identity = {"recipe": recipes[name].model_dump(mode="json"), **same}
-        runs[name] = RecipeArm(subject.text, words, folder, name, identity)
+        runs[name] = RecipeArm(subject.text, words, folder, name, identity, patience)
         memories[name] = MemoryOf(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
+    _check_kept(runs.values(), told["seeds"], folder)
     return compare(runs, metric=Metric(task.metric, task.higher_is_better), memories=memories, **told)
+
+
+def _check_kept(arms: Iterable[RecipeArm], seeds: Sequence[int], folder: Path) -> None:
+    """What another bench has found out is not overwritten."""
+    taken = next((found for arm in arms if (found := arm.others(seeds))), None)
+    if taken is not None:
+        raise FolderTaken(
+            f"{folder}, which has runs of another recipe, setting, device or version ({taken.name})",
+            allowed="a folder for each bench; the same command goes on in its own",
+            do="--out NEW",
+        )
 
 
 def _recipe(subject: Subject, changed: tuple[str, ...]) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.measure.bench.figures import Gain
+from halfstep.measure.bench.figures import Gain, Raced
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.bench.results import Memory, Metric, RunFailed, RunResult
 from halfstep.measure.bench.row import rows_of
@@ -16,7 +16,7 @@ from halfstep.measure.timing import Progress
 
 OneRun = Callable[[int], RunResult]
 """Trains one arm with a seed."""
-Race = Callable[[Sequence[str]], Mapping[str, Gain]]
+Race = Callable[[Sequence[str]], Raced]
 """Times the arms that are named beside one another."""
 
 
@@ -41,11 +41,10 @@ def compare(
     if not arms:
         raise WrongUse("a bench without arms", allowed="a baseline first, then others", do="name at least one")
     work = _Work(arms, seeds, memories or {}, race, progress)
-    interrupted = False
     try:
         work.do()
     except KeyboardInterrupt:
-        interrupted = True
+        work.interrupted = True
     return Bench(
         name=name,
         metric=metric,
@@ -54,7 +53,9 @@ def compare(
         settings=tuple(settings),
         conditions=conditions,
         price_per_hour=price_per_hour,
-        interrupted=interrupted,
+        interrupted=work.interrupted,
+        notes=tuple(work.notes),
+        raced=bool(work.gains),
     )
 
 
@@ -76,6 +77,8 @@ class _Work:
         self.failed: dict[str, str] = {}
         self.memories: dict[str, Memory] = {}
         self.gains: dict[str, Gain] = {}
+        self.notes: list[str] = []
+        self.interrupted = False
 
     def do(self) -> None:
         self._tell(0, self._jobs())
@@ -89,8 +92,20 @@ class _Work:
         if self._race is not None:
             left = [name for name in names if name not in self.failed]
             if names[0] in left:
-                self.gains.update(self._race(left))
+                self._time(left, self._race)
             self._advance()
+
+    def _time(self, names: Sequence[str], race: Race) -> None:
+        """A race that fails takes nothing away from what is finished: speed is then that of the runs."""
+        try:
+            raced = race(names)
+        except (HalfstepError, ArmFailed, ArmTooSlow) as error:
+            self.notes.append(f"speed is from the runs, as the race failed: {_reason(error)}")
+            return
+        self.gains.update({name: gain for name, gain in raced.gains.items() if name not in raced.failed})
+        self.interrupted = raced.interrupted
+        self.notes += [f"{name}: speed is from its runs, as it failed in the race: {why}"
+                       for name, why in raced.failed.items()]  # fmt: skip
 
     def _remember(self, name: str) -> None:
         self.memories[name] = self._measure[name]()
@@ -102,10 +117,8 @@ class _Work:
         if name not in self.failed:
             try:
                 work()
-            except HalfstepError as error:
-                self.failed[name] = error.given
-            except (RunFailed, ArmFailed, ArmTooSlow) as error:
-                self.failed[name] = str(error)
+            except (HalfstepError, RunFailed, ArmFailed, ArmTooSlow) as error:
+                self.failed[name] = _reason(error)
         self._advance()
 
     def _advance(self) -> None:
@@ -114,3 +127,7 @@ class _Work:
 
     def _jobs(self) -> int:
         return len(self._measure) + len(self._arms) * len(self._seeds) + (self._race is not None)
+
+
+def _reason(error: Exception) -> str:
+    return error.given if isinstance(error, HalfstepError) else str(error)

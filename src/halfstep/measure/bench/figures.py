@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from halfstep.measure.bench.results import RunResult
@@ -52,6 +52,16 @@ def gain_of(base: Sequence[RunResult], arm: Sequence[RunResult]) -> Gain | None:
 
 def gain_of_race(speed: Speed) -> Gain:
     return Gain(speed.speedup, speed.low, speed.high, speed.pairs)
+
+
+@dataclass(frozen=True)
+class Raced:
+    """What timing arms beside one another came to."""
+
+    gains: Mapping[str, Gain]
+    interrupted: bool = False
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Arms that did not get through the race, and why."""
 
 
 @dataclass(frozen=True)

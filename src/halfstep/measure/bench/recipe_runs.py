@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,27 @@ from halfstep.measure.bench.results import RunFailed, RunResult
 from halfstep.train.checkpoint.generation import CHECKPOINTS
 
 _LAST_WORDS = 4000
+_PR_SET_PDEATHSIG = 1
+_LOOK_EVERY = 0.05
+"""Seconds; a run's own figures are from its journal, so this costs none of them."""
+
+
+class Patience:
+    """How long a run may take, by what others took: one that hangs would hold up the rest for ever."""
+
+    SHORTEST = 600.0
+    TIMES = 10.0
+
+    def __init__(self) -> None:
+        self._slowest: float | None = None
+
+    def learn(self, seconds: float | None) -> None:
+        self._slowest = max(self._slowest or 0.0, seconds or 0.0) or None
+
+    @property
+    def limit(self) -> float | None:
+        """In seconds; none before a run has ended, as nobody knows how long the first one takes."""
+        return None if self._slowest is None else max(self.SHORTEST, self.TIMES * self._slowest)
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,8 @@ class RecipeArm:
     name: str
     identity: Mapping[str, Any]
     """What has to be as it was for a finished run to be taken instead of another one."""
+    patience: Patience = field(default_factory=Patience)
+    """Shared by the arms of a bench."""
 
     def __call__(self, seed: int) -> RunResult:
         """The result of an earlier bench in this folder, or that of a new run."""
@@ -39,8 +63,12 @@ class RecipeArm:
         kept = self.beside(f"seed-{seed}")
         found = read_json(kept)
         if isinstance(found, dict) and found.get("identity") == known:
-            return RunResult.from_dict(found["result"])
+            result = RunResult.from_dict(found["result"])
+            self.patience.learn(result.seconds)
+            return result
+        began = time.monotonic()
         result = self._train(seed)
+        self.patience.learn(time.monotonic() - began)
         write_json(kept, {"identity": known, "result": result.as_dict()})
         return result
 
@@ -49,6 +77,14 @@ class RecipeArm:
         plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in self.name)
         return self.folder / "runs" / f"{plain}-{what}.json"
 
+    def others(self, seeds: Sequence[int]) -> Path | None:
+        """A result that is kept here of another recipe or other conditions, if there is one: it is not ours to lose."""
+        for seed in seeds:
+            found = read_json(self.beside(f"seed-{seed}"))
+            if isinstance(found, dict) and found.get("identity") != {**self.identity, "seed": seed}:
+                return self.beside(f"seed-{seed}")
+        return None
+
     def _train(self, seed: int) -> RunResult:
         place = self.beside(f"seed-{seed}").with_suffix("")
         if (place / "recipe.yaml").exists():  # of a run that did not end: a figure is of a run in one piece
@@ -56,7 +92,7 @@ class RecipeArm:
         place.parent.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, "-m", "halfstep", "train", self.text, *self.settings]
         words += [f"train.seed={seed}", f"run.dir={place}", "train.strict=true", "--json"]
-        code, resident = run_to_end(words, place.with_suffix(".log"))
+        code, resident = run_to_end(words, place.with_suffix(".log"), self.patience.limit)
         if code != 0:
             raise RunFailed(_why(code, place.with_suffix(".log")))
         result = result_of(place / "journal.jsonl", seed, resident)
@@ -64,28 +100,53 @@ class RecipeArm:
         return result
 
 
-def run_to_end(words: Sequence[str], log: Path) -> tuple[int, int | None]:
+def run_to_end(words: Sequence[str], log: Path, limit: float | None = None) -> tuple[int, int | None]:
     """The exit code, and the most bytes that the process had; it and its own processes end with us."""
     with log.open("wb") as said:
-        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True)
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+                                 preexec_fn=_dying_with_us())  # fmt: skip
         try:
-            return _waited(child)
+            return _waited(child, limit)
         except BaseException:
             _end(child)
             raise
 
 
-def _waited(child: subprocess.Popen[bytes]) -> tuple[int, int | None]:
+def _dying_with_us() -> Callable[[], object] | None:
+    """On Linux a process may ask to be ended when the one that started it is gone, however that went."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl  # looked up here: little may be done between fork and exec
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _waited(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, int | None]:
     if not hasattr(os, "wait4"):
-        return child.wait(), None
+        try:
+            return child.wait(limit), None
+        except subprocess.TimeoutExpired:
+            raise _too_long(limit) from None
     import resource
 
-    _, status, usage = os.wait4(child.pid, 0)
+    deadline = time.monotonic() + (limit or float("inf"))
+    ended = 0
+    while not ended:
+        ended, status, usage = os.wait4(child.pid, os.WNOHANG)
+        if not ended:
+            if time.monotonic() > deadline:
+                raise _too_long(limit)
+            time.sleep(_LOOK_EVERY)
     child.returncode = os.waitstatus_to_exitcode(status)
     unit = 1 if sys.platform == "darwin" else 1024
     # A process begins as a copy of ours, whose size is counted as its own: only what is more than that is its own.
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return child.returncode, usage.ru_maxrss * unit if usage.ru_maxrss > ours else None
+
+
+def _too_long(limit: float | None) -> RunFailed:
+    return RunFailed(f"it did not end within {limit:.0f} s, {Patience.TIMES:.0f} times the slowest other run or more")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

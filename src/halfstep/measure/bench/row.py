@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from halfstep.measure.bench.figures import Average, Gain, TimeToLoss, average, gain_of, time_to_loss
 from halfstep.measure.bench.results import Memory, Metric, RunResult, spoken
-from halfstep.measure.parity import Parity, half_a_point, parity
+from halfstep.measure.parity import Margin, Parity, half_a_point, margin_of, parity
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -33,6 +34,11 @@ class Row:
     @property
     def metric(self) -> Average | None:
         return average([run.metric for run in self.runs])
+
+    @property
+    def finite(self) -> int:
+        """Runs whose metric is a number; the mean is of these."""
+        return sum(isfinite(run.metric) for run in self.runs)
 
     @property
     def samples_per_second(self) -> Average | None:
@@ -76,6 +82,7 @@ class Row:
             "name": self.name,
             "failed": self.failed,
             "seeds": [run.seed for run in self.runs],
+            "finite": self.finite,
             **{name: asdict(found) if (found := getattr(self, name)) else None for name in figures},
             "gain": self.gain.as_dict() if self.gain else None,
             "parity": spoken(self.parity.as_dict()) if self.parity else None,
@@ -99,6 +106,7 @@ def rows_of(
     """A row for each arm; the first one is what the others are compared with."""
     baseline, *_ = runs
     base = runs[baseline]
+    margin = margin_over(base, metric)
     return tuple(
         Row(
             name=name,
@@ -106,7 +114,7 @@ def rows_of(
             failed=failed.get(name, ""),
             memory=memories.get(name),
             gain=gains.get(name) or gain_of(base, own),
-            parity=None if name == baseline else _parity(base, own, metric),
+            parity=None if name == baseline else _parity(base, own, metric, margin),
             time_to_loss=time_to_loss(base, own),
             less_memory=_less(memories.get(baseline), memories.get(name)),
         )
@@ -114,15 +122,20 @@ def rows_of(
     )
 
 
-def _parity(base: Sequence[RunResult], arm: Sequence[RunResult], metric: Metric) -> Parity | None:
-    """Of the seeds that both have; fp32's spread, too, is that of these."""
+def margin_over(base: Sequence[RunResult], metric: Metric) -> Margin:
+    """Of all runs of the baseline, whichever of them an arm has, too."""
+    metrics = [run.metric for run in base]
+    return margin_of(metrics, points=half_a_point(metrics, higher_is_better=metric.higher_is_better))
+
+
+def _parity(base: Sequence[RunResult], arm: Sequence[RunResult], metric: Metric, margin: Margin) -> Parity | None:
+    """Of the seeds that both have."""
     metrics = {run.seed: run.metric for run in base}
     pairs = [(metrics[run.seed], run.metric) for run in arm if run.seed in metrics]
     if not pairs:
         return None
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    points = half_a_point(ours, higher_is_better=metric.higher_is_better)
-    return parity(ours, theirs, points=points, higher_is_better=metric.higher_is_better)
+    return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better)
 
 
 def _less(base: Memory | None, arm: Memory | None) -> float | None:

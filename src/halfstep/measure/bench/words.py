@@ -9,7 +9,7 @@ from halfstep.measure.bench.figures import Gain
 from halfstep.measure.bench.results import Metric
 from halfstep.measure.bench.row import Row
 from halfstep.measure.conditions import in_words
-from halfstep.measure.parity import Parity
+from halfstep.measure.parity import Margin, Parity
 from halfstep.train.journal import numbers
 
 Cell = Callable[[Row, Row], str]
@@ -17,6 +17,7 @@ Cell = Callable[[Row, Row], str]
 POINTS = 100.0
 """Points in a metric of 1."""
 NONE = "-"
+NOT_MEASURED = "not measured"
 
 
 def sentence(row: Row, metric: Metric, seeds: int) -> str:
@@ -25,14 +26,14 @@ def sentence(row: Row, metric: Metric, seeds: int) -> str:
         return f"{row.name}: failed: {row.failed}"
     parts = [_speed_said(row.gain), *([] if row.less_memory is None else [_memory_said(row.less_memory)])]
     parts.append(_parity_said(row.parity, metric))
-    few = f"; {len(row.runs)} of {seeds} seeds" if len(row.runs) < seeds else ""
+    few = f"; {len(row.runs)} of {seeds} {many(seeds, 'seed')}" if len(row.runs) < seeds else ""
     failed = f"; then it failed: {row.failed}" if row.failed else ""
     return f"{row.name}: {', '.join(parts)}{few}{failed}"
 
 
 def _speed_said(gain: Gain | None) -> str:
     if gain is None:
-        return "speed not measured"
+        return f"speed {NOT_MEASURED}"
     if gain.verdict == "can't tell":
         return f"can't tell whether it is faster ({gain_in_words(gain)})"
     return f"{gain.times:.2f}x as fast ({_range(gain)})"
@@ -53,23 +54,43 @@ def _memory_said(less: float) -> str:
 
 
 def _parity_said(found: Parity | None, metric: Metric) -> str:
-    what = "accuracy" if metric.higher_is_better else metric.name
+    what = kind(metric)
     if found is None:
-        return f"{what} not measured"
+        return f"{what} {NOT_MEASURED}"
     word = f"can't tell about its {what}" if found.verdict == "can't tell" else f"{found.verdict} {what}"
     aside = "; ".join(part for part in (difference(found, metric), found.note) if part)
-    return f"{word} ({aside})"
+    return f"{word} ({aside})" if aside else word
+
+
+def kind(metric: Metric) -> str:
+    """What a verdict is about."""
+    return "accuracy" if metric.higher_is_better else metric.name
 
 
 def difference(found: Parity, metric: Metric) -> str:
-    """`difference -0.1 ± 0.3 points, margin 0.9`; of a loss in its own unit, where more is worse."""
-    scale, unit = (POINTS, " points") if metric.higher_is_better else (1.0, "")
-    margin = f"margin {found.margin * scale:.2g}"
+    """`difference -0.1 ± 0.3 points`; of a loss in its own unit, where more is worse."""
+    scale, unit = _unit(metric)
     if found.difference is None:
         return ""
     mean = found.difference * scale * (1 if metric.higher_is_better else -1)
     around = "" if found.low is None else f" ± {_near((found.difference - found.low) * scale)}"
-    return f"difference {_near(mean, sign=True)}{around}{unit}, {margin}"
+    return f"difference {_near(mean, sign=True)}{around}{unit}"
+
+
+def margin_said(margin: Margin, metric: Metric) -> str:
+    """`margin 1.2 points for every precision: three standard deviations of fp32 over its 3 seeds`."""
+    scale, unit = _unit(metric)
+    spread = f"three standard deviations of fp32 over its {margin.seeds} seeds"
+    whence = spread if margin.size > margin.smallest else f"the smallest, {smallest(metric)}"
+    return f"margin {margin.size * scale:.2g}{unit} for every precision: {whence}"
+
+
+def smallest(metric: Metric) -> str:
+    return "half a point" if metric.higher_is_better else f"0.5 % of fp32's {metric.name}"
+
+
+def _unit(metric: Metric) -> tuple[float, str]:
+    return (POINTS, " points") if metric.higher_is_better else (1.0, "")
 
 
 def _near(number: float, sign: bool = False) -> str:
@@ -85,9 +106,9 @@ def columns(metric: Metric, price_per_hour: float | None) -> dict[str, Cell]:
         "Samples/s": lambda row, base: _samples(row),
         "Skipped": lambda row, base: skips(row),
         "Time to fp32's loss": lambda row, base: reach(row),
-        "Whole run's peak": lambda row, base: NONE if row.peak_bytes is None else numbers.size(row.peak_bytes),
+        "Whole run's peak": lambda row, base: NOT_MEASURED if row.peak_bytes is None else numbers.size(row.peak_bytes),
         "Energy per epoch": lambda row, base: energy(row),
-        **({} if price_per_hour is None else {"Cost of a run": lambda row, base: _cost(row, price_per_hour)}),
+        **({} if price_per_hour is None else {"Cost of training": lambda row, base: _cost(row, price_per_hour)}),
     }
 
 
@@ -99,7 +120,7 @@ def main_columns(metric: Metric) -> dict[str, Cell]:
         "Time per epoch": lambda row, base: _time(row),
         "Memory usage": _memory,
         f"Final {metric.name}": lambda row, base: _metric(row),
-        "Accuracy": _accuracy,
+        kind(metric).capitalize(): _accuracy,
     }
 
 
@@ -120,7 +141,7 @@ def _time(row: Row) -> str:
 
 def _memory(row: Row, base: Row) -> str:
     if row.memory is None or row.memory.peak is None:
-        return NONE
+        return NOT_MEASURED
     how = "" if row.memory.measured is not None else " predicted"
     share = "" if row.less_memory is None else f" ({1.0 - row.less_memory:.0%})"
     return f"{numbers.size(row.memory.peak)}{share}{how}"
@@ -132,7 +153,8 @@ def _metric(row: Row) -> str:
     if row.metric is None:
         return "not finite"
     spread = "" if row.metric.sd is None else f" ± {numbers.value(row.metric.sd)}"
-    return f"{numbers.value(row.metric.mean)}{spread}"
+    some = "" if row.finite == len(row.runs) else f" ({row.finite} of {len(row.runs)} finite)"
+    return f"{numbers.value(row.metric.mean)}{spread}{some}"
 
 
 def _accuracy(row: Row, base: Row) -> str:
@@ -165,7 +187,7 @@ def reach(row: Row) -> str:
 
 
 def energy(row: Row) -> str:
-    return "not measured" if row.joules_per_epoch is None else f"{row.joules_per_epoch.mean / 3600:.3g} Wh"
+    return NOT_MEASURED if row.joules_per_epoch is None else f"{row.joules_per_epoch.mean / 3600:.3g} Wh"
 
 
 def _cost(row: Row, price_per_hour: float) -> str:
@@ -173,11 +195,17 @@ def _cost(row: Row, price_per_hour: float) -> str:
     return NONE if cost is None else f"{cost:.3g}"
 
 
-def footnote(conditions: Mapping[str, Any], seeds: Sequence[int]) -> str:
+def footnote(conditions: Mapping[str, Any], seeds: Sequence[int], metric: Metric, *, raced: bool) -> str:
     """What the figures are of, and what they were measured under."""
     told = f"{in_words(dict(conditions))}. " if "flags" in conditions else ""
+    speed = "from a race of all arms in turns, and samples/s from the runs" if raced else "with the same seed"
     return (
-        f"{told}Seeds {', '.join(map(str, seeds))}. Speed: against strict fp32 with the same seed, with its 95 % "
-        "interval. Memory: the tensors of one update. Accuracy: the same where the 90 % interval of the mean "
-        "difference lies within the margin, the larger of half a point and three standard deviations of fp32."
+        f"{told}{many(len(seeds), 'Seed')} {', '.join(map(str, seeds))}. Speed: against strict fp32, {speed}, with its "
+        f"95 % interval. Memory: the tensors of one update. {kind(metric).capitalize()}: the same where the 90 % "
+        f"interval of the mean difference lies within the margin, the larger of {smallest(metric)} and three standard "
+        "deviations of fp32."
     )
+
+
+def many(count: int, word: str) -> str:
+    return word if count == 1 else f"{word}s"

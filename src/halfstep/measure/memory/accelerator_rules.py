@@ -37,6 +37,8 @@ FOLLOWED = (
     "forward and backward by CUDA's rules, on tensors that are only described; what a kernel takes inside itself is "
     "not counted; not verified on this device"
 )
+_OF_THIS_CPU = ("is not native here", "on a CPU", "held against a real run")
+"""Words of notes that are true of the CPU whose rules were followed, and not of the target."""
 NOT_FOLLOWED = (
     "by the CPU's rules, because CUDA's could not be followed without a GPU ({}); not verified on this device"
 )
@@ -56,11 +58,13 @@ def ledger_on(make_case: Callable[[], Case], setting: Setting, target: Target) -
     except Exception as error:
         # Kernels that ask the driver before they run: a recurrent layer of cuDNN, an extension of someone's own.
         reason = (str(error).splitlines() or [""])[0][:80] or type(error).__name__
-        return _marked(ledger_of(make_case, setting), target, NOT_FOLLOWED.format(reason))
+    # Outside of the handler, so that an error of the person's, which comes again, is told once.
+    return _marked(ledger_of(make_case, setting), target, NOT_FOLLOWED.format(reason))
 
 
 def _marked(ledger: Ledger, target: Target, note: str) -> Ledger:
-    return replace(ledger, device=target.id, verified=False, notes=(*ledger.notes, note))
+    notes = [said for said in ledger.notes if not any(words in said for words in _OF_THIS_CPU)]
+    return replace(ledger, device=target.id, verified=False, notes=(*notes, note))
 
 
 def ledger_by_cuda(make_case: Callable[[], Case], setting: Setting) -> Ledger:

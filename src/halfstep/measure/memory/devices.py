@@ -20,6 +20,7 @@ from halfstep.precision.hardware import describe, present
 GIB = 1 << 30
 HERE = "here"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib|mb|m)", re.IGNORECASE)
+_KINDS_OF_TORCH = ("cpu", "cuda", "hip", "rocm", "mps", "xpu")
 _VENDORS = re.compile(r"nvidia|geforce|amd|instinct|tesla|quadro")
 _LONG_NAME_ENDS = ("pcie", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
 
@@ -69,7 +70,9 @@ def device_named(text: str) -> Target:
     if size:
         return _of_size(float(size[1]), size[2].lower())
     word = text.strip().lower()
-    if word.split(":")[0] in (HERE, *present()):
+    kind, _, number = word.partition(":")
+    if kind in (HERE, *present(), *_KINDS_OF_TORCH):
+        _refuse_absent(text, kind, number)
         return _present(None if word == HERE else word)
     matches = _matching(_plain(text))
     if len(matches) == 1:
@@ -81,6 +84,18 @@ def device_named(text: str) -> Target:
             do=f"name one: --device {matches[-1]}",
         )
     raise _unknown(text)
+
+
+def _refuse_absent(text: str, kind: str, number: str) -> None:
+    """A device of this machine that it does not have."""
+    there = 0 if kind not in (HERE, *present()) else 1 if kind in (HERE, "cpu") else torch.accelerator.device_count()
+    if there and (":" not in text or (number.isascii() and number.isdigit() and int(number) < there)):
+        return
+    raise UnknownName(
+        f"this machine has no {text.strip()}",
+        allowed=f"{', '.join(present())}, {HERE}, or a device that is not here",
+        do="name one: --device a100-80gb, or its memory: --device 24GB",
+    )
 
 
 def device_ids() -> list[str]:
@@ -168,9 +183,17 @@ def _matching(plain: str) -> list[str]:
 
 def _unknown(text: str) -> UnknownName:
     plain = {_plain(name): name for name in _by_id()}
-    near = difflib.get_close_matches(_plain(text), plain, n=1, cutoff=0.6)
+    near = [plain[found] for found in difflib.get_close_matches(_plain(text), plain, n=1, cutoff=0.6)]
+    # Another number is another card: what is typed may be a beginning of the number, and not more.
+    meant = bool(near) and _number_of(near[0]).startswith(_number_of(text))
+    size = "say its memory instead: --device 24GB"
     return UnknownName(
         f"device {text!r} is not known",
         allowed=f"{', '.join(_by_id())}, a size such as 24GB, {', '.join(present())}, {HERE}",
-        do=f"did you mean {plain[near[0]]!r}?" if near else "say its memory instead: --device 24GB",
+        do=f"did you mean {near[0]!r}?" if meant else f"{size} ({near[0]} is another card)" if near else size,
     )
+
+
+def _number_of(name: str) -> str:
+    """The digits of a card's name, without those of its memory."""
+    return re.sub(r"\D", "", re.sub(r"[\s_-]\d+\s*gb?$", "", name.strip().lower()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ from halfstep.errors import WrongUse
 from halfstep.measure.batches import size_of, tensors
 from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of
 from halfstep.measure.memory.building import built, fake_mode
+from halfstep.measure.memory.covered import not_covered
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.memory.notes import notes_of
 from halfstep.measure.memory.reading import by_format, by_module, read
@@ -75,6 +78,9 @@ def ledger_of(make_case: Callable[[], Case], setting: Setting, device: torch.dev
         beside = _beside(arm, case)
     reading = read(arm.timeline, since)
     at_peak = _more(reading.at_peak, beside)
+    notes = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside))
+    if arm.timeline.not_covered and _could_be_verified(setting, precision, device):
+        notes = (*notes, not_covered(arm.timeline.not_covered))
     return Ledger(
         setting=setting,
         device=str(device),
@@ -84,10 +90,8 @@ def ledger_of(make_case: Callable[[], Case], setting: Setting, device: torch.dev
         by_format=by_format(arm.timeline.kept),
         by_module=by_module(arm.timeline.kept),
         moment=str(reading.moment),
-        verified=device.type == "cpu"
-        and setting == Setting(precision.name, batch=setting.batch)
-        and precision.name in _VERIFIED,
-        notes=notes_of(setting, precision, device, at_peak, _more(reading.wide, beside)),
+        verified=_could_be_verified(setting, precision, device) and not arm.timeline.not_covered,
+        notes=notes,
     )
 
 
@@ -95,6 +99,11 @@ def _precision(asked: str, device: torch.device) -> Precision:
     """The one that was asked for, whether or not the device has it natively."""
     name = read_precision(asked).name
     return precision_named(name) if name in precision_names() else choose_precision(name, device=device).precision
+
+
+def _could_be_verified(setting: Setting, precision: Precision, device: torch.device) -> bool:
+    plain = setting == Setting(precision.name, batch=setting.batch)
+    return device.type == "cpu" and plain and precision.name in _VERIFIED
 
 
 def _beside(arm: FakeArm, case: Case) -> dict[str, int]:
@@ -118,11 +127,23 @@ def _more(sizes: Mapping[str, int], beside: Mapping[str, int]) -> dict[str, int]
 
 
 def _like(optimizer: MakeOptimizer | torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
-    """A function that makes a fake model's optimizer: of the same kind, for the same parameters."""
+    """A function that makes a fake model's optimizer: like this one, with its groups and options, without state."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    kind: Any = type(optimizer)
-    options = optimizer.defaults
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in held}
-    return lambda fake: kind([p for name, p in fake.named_parameters() if name in names], **options)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def make(fake: nn.Module) -> torch.optim.Optimizer:
+        fakes = dict(fake.named_parameters())
+        # What deepcopy finds in its memo it does not copy. Parameters that are not the model's get no gradient here.
+        memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = names.get(id(parameter))
+            memo[id(parameter)] = torch.empty_like(parameter) if name is None else fakes[name]
+        twin = copy.deepcopy(optimizer, memo)
+        # Copies lose what a class keeps beside groups and state. A step that a schedule put there is the real one's.
+        for name, value in vars(optimizer).items():
+            if name not in vars(twin) and name != "step":
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    return make

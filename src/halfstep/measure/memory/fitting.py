@@ -17,10 +17,12 @@ MakeCase = Callable[[], Case]
 MakeLedger = Callable[[MakeCase, Setting], Ledger]
 MOST = 1 << 20
 """Nobody trains with more samples in a micro-batch; the search stops there."""
-_FAR, _LINES = 64, 7
-"""How many times as far a line is followed, and how often one is asked."""
+_LINES = 7
+"""How often a line is asked before sizes are halved."""
 PREFERRED = 8
 """Sizes of which matrix units like multiples."""
+_FIXED = ("weights", "buffers", "average", "optimizer")
+"""What no batch changes, and what is there throughout."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Fit:
     """Of that batch; of the smallest one that runs, where none fits."""
     searched: tuple[tuple[int, int], ...]
     """Every batch that a ledger was made for, with its peak, in order of size."""
+    next_is_over: bool = True
+    """Whether a ledger says that one sample more does not fit."""
 
     @property
     def preferred(self) -> int:
@@ -50,24 +54,28 @@ class Fit:
             "batch": self.batch,
             "preferred": self.preferred,
             "at_least": self.batch >= MOST,
+            "about": not self.next_is_over and 0 < self.batch < MOST,
             "peak": self.ledger.peak,
             "missing": self.missing,
             "searched": [list(pair) for pair in self.searched],
         }
 
 
-def largest_batch(make_case: MakeCase, setting: Setting, limit_bytes: int, ledger: MakeLedger = ledger_of) -> Fit:
-    """The largest micro-batch whose ledger stays within the limit, the next size being over it."""
-    search = _Search(make_case, setting, limit_bytes, ledger)
-    start = setting.batch or search.least()
-    if search.over(start):
-        least = search.least()
-        if search.over(least):
-            return search.fit(0, least)
-        low, high = least, start
-    else:
-        low, high = search.bracket(start)
-    while high - low > 1:
+def largest_batch(
+    make_case: MakeCase, setting: Setting, limit_bytes: int, ledger: MakeLedger = ledger_of, *, tolerance: float = 0.0
+) -> Fit:
+    """The largest micro-batch whose ledger stays within the limit, the next size being over it.
+
+    Where each ledger takes long, a `tolerance` ends the search at a batch that fits, as soon as no more than that share
+    of it is expected to lie between it and the end.
+    """
+    search = _Search(make_case, setting, limit_bytes, ledger, tolerance)
+    low, high = setting.batch or search.least(), MOST + 1
+    if search.over(low):
+        low, high = search.least(), low
+        if search.over(low):
+            return search.fit(0, low)
+    while high - low > 1 and not search.near(low):
         middle = search.proposed(low, high)
         low, high = (low, middle) if search.over(middle) else (middle, high)
     return search.fit(low, low)
@@ -87,6 +95,7 @@ class _Search:
     setting: Setting
     limit: int
     ledger: MakeLedger
+    tolerance: float
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     lines: int = 0
 
@@ -104,37 +113,58 @@ class _Search:
             self.peak(1)
         except HalfstepError:
             raise
-        except Exception:
-            self.peak(2)
+        except Exception as first:  # a person's code may raise anything
+            try:
+                self.peak(2)
+            except Exception:
+                raise first from None
             return 2
         return 1
 
-    def bracket(self, start: int) -> tuple[int, int]:
-        """A batch that fits and a larger one that does not; or the largest that is tried, and the next."""
-        low, nearby = start, min(MOST, 2 * start)
-        while low < MOST:
-            if self.over(nearby):
-                return low, nearby
-            # Small batches hide under the update, where a line would rise too slowly or not at all: never trust it far.
-            proposed = min(self.line(low, nearby) + 1, _FAR * nearby) if self.trusted() else 2 * nearby
-            low, nearby = nearby, min(MOST, max(nearby + 1, proposed))
-        return low, low + 1
-
-    def line(self, first: int, second: int) -> int:
-        """The batch at which a line through two peaks reaches the limit."""
-        slope = (self.peak(second) - self.peak(first)) / (second - first)
-        return second + math.floor((self.limit - self.peak(second)) / slope) if slope > 0 else MOST
+    def near(self, low: int) -> bool:
+        """Whether the end is expected so near to a batch that fits that it is not worth another ledger."""
+        if not self.tolerance or len(self.ledgers) == 1:
+            return False
+        return self.crossing() - low <= self.tolerance * low
 
     def proposed(self, low: int, high: int) -> int:
-        """Where the line crosses, or the one after it; the middle, once lines have been tried in vain."""
-        crossing = self.line(low, high)
-        return min(max(crossing, low + 1), high - 1) if self.trusted() else (low + high) // 2
-
-    def trusted(self) -> bool:
-        """Whether lines may still propose: a peak that is no line in the batch is halved in the end."""
+        """Where a line reaches the limit; the middle, or twice as much, once lines have been tried in vain."""
         self.lines += 1
-        return self.lines <= _LINES
+        if self.lines > _LINES:
+            return min(2 * low, MOST) if high > MOST > low else (low + high) // 2
+        crossing = self.crossing()
+        if self.tolerance:
+            crossing -= int(crossing * self.tolerance / 2)  # on the side that fits, where the search can end
+        elif high > MOST and len(self.ledgers) > 1:
+            crossing += 1  # to have an end, beyond which nothing is to be sought
+        return min(max(crossing, low + 1), high - 1)
+
+    def crossing(self) -> int:
+        """The batch at which a line through what is known is expected to reach the limit."""
+        near = sorted(self.ledgers, key=lambda size: abs(self.peak(size) - self.limit))
+        if len(near) == 1:
+            return self._by_activations(self.ledgers[near[0]])
+        if len(near) == 2:  # the smaller may hide under the update, where nothing grows: from what is always there
+            return _line(0, self._fixed, max(near), self.peak(max(near)), self.limit)
+        first, second = near[:2]
+        return _line(first, self.peak(first), second, self.peak(second), self.limit)
+
+    def _by_activations(self, ledger: Ledger) -> int:
+        """From one ledger, whose peak may be the update's: activations are what grows."""
+        return _line(0, self._fixed, ledger.samples, self._fixed + ledger.whole["activations"], self.limit)
+
+    @property
+    def _fixed(self) -> int:
+        ledger = next(iter(self.ledgers.values()))
+        return sum(ledger.whole.get(part, 0) for part in _FIXED)
 
     def fit(self, batch: int, shown: int) -> Fit:
         searched = tuple((size, ledger.peak) for size, ledger in sorted(self.ledgers.items()))
-        return Fit(batch, self.limit, self.ledgers[shown], searched)
+        ended = batch + 1 in self.ledgers and self.over(batch + 1)
+        return Fit(batch, self.limit, self.ledgers[shown], searched, ended)
+
+
+def _line(first: int, low: int, second: int, high: int, limit: int) -> int:
+    """Where a line through two peaks reaches the limit."""
+    slope = (high - low) / (second - first)
+    return min(MOST, second + math.floor((limit - high) / slope)) if slope > 0 else MOST

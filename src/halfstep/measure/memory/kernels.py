@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,19 @@ _FEW = 4
 """So few channels of an image oneDNN reads as they are."""
 
 
+_SMALL_KERNEL = 3
 _MANY, _SMALL = 16, 20480
 """Images for which a kernel of one pixel is worth oneDNN's while on one thread, and elements that never are."""
 
 
 def hidden_bytes(operation: Operation) -> int:
     """The most that an operation's kernel has at one moment beside its arguments and its results."""
-    if operation.function is _FORWARD and _by_onednn(*operation.arguments):
-        return _convolution(operation)
-    if operation.function is _BACKWARD and _by_onednn(*operation.arguments[1:]):
-        return _convolution_backward(operation)
+    if operation.function is _FORWARD:
+        arguments = _in_two_dimensions(operation.arguments, tensors=2)
+        return _convolution(arguments, _wide(operation.result)) if _by_onednn(*arguments) else 0
+    if operation.function is _BACKWARD:
+        arguments = _in_two_dimensions(operation.arguments, tensors=3)
+        return _convolution_backward(arguments) if _by_onednn(*arguments[1:]) else 0
     return 0
 
 
@@ -45,6 +49,19 @@ def sums_in_place(operation: Operation) -> bool:
         return False
     whole: bool = before.untyped_storage().nbytes() == before.nbytes
     return whole and not before._is_view()
+
+
+def _in_two_dimensions(arguments: Sequence[Any], tensors: int) -> list[Any]:
+    """torch runs a convolution over a line as one over an image of height 1. `tensors` come first, then a bias."""
+    images, (bias, stride, padding, dilation, transposed, more, *rest) = arguments[:tensors], arguments[tensors:]
+    if images[0].dim() != 3:
+        return list(arguments)
+    lines = [_wide(tensor) for tensor in images]
+    return [*lines, bias, [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], *rest]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
 def _by_onednn(image: Tensor, weight: Tensor, _bias: Any, stride: Any, _: Any, dilation: Any, *rest: Any) -> bool:
@@ -65,24 +82,24 @@ def _is_enough(image: Tensor, weight: Tensor, apart: bool, groups: int) -> bool:
     return groups > 1 or min(kernel) > 3 or image.shape[0] > 1 or image.numel() > _SMALL
 
 
-def _convolution(operation: Operation) -> int:
+def _convolution(arguments: Sequence[Any], result: Tensor) -> int:
     """Everything is copied into blocks of channels, and the result back; images laid out by channels stay as they are.
 
     The weight is put into blocks in any layout.
     """
-    image, weight, _, stride, _, _, transposed = operation.arguments[:7]
-    result: Tensor = operation.result
+    image, weight, _, stride, _, _, transposed = arguments[:7]
     if _by_channels(image) or _by_channels(weight):
-        return _weight_in_blocks(weight)
+        return _laid_out_anew(image, weight) + _weight_in_blocks(weight)
     out = _in_blocks(result)
     again = result.nbytes if _copied_twice(weight, max(stride) > 1 and transposed) else 0
-    return max(_image_in_blocks(image) + _weight_in_blocks(weight) + out - result.nbytes, out + again)
+    blocks = _image_in_blocks(image) + _weight_in_blocks(weight)
+    return _laid_out_anew(image, weight) + max(blocks + out - result.nbytes, out + again)
 
 
-def _convolution_backward(operation: Operation) -> int:
+def _convolution_backward(arguments: Sequence[Any]) -> int:
     """First the image's gradient, then the weight's: the second one is made while the first is there already."""
-    gradient, image, weight, _, stride, _, _, transposed = operation.arguments[:8]
-    for_image, for_weight = operation.arguments[10][:2]
+    gradient, image, weight, _, stride, _, _, transposed = arguments[:8]
+    groups, (for_image, for_weight, _) = arguments[9:11]
     laid_out = _by_channels(image) or _by_channels(weight)
     blocks = _weight_in_blocks(weight)
     results = (image.nbytes if for_image else 0) + (weight.nbytes if for_weight else 0)
@@ -93,10 +110,18 @@ def _convolution_backward(operation: Operation) -> int:
         moments += [_in_blocks(gradient) + blocks + out - results, out + image.nbytes + again - results]
     if for_weight:
         # Products of narrow numbers are summed in fp32; where images are laid out by channels a second copy is made.
-        sums = weight.numel() * FP32.bytes if is_narrow(weight.dtype) else 0
-        copies = 0 if laid_out else _in_blocks(gradient) + _image_in_blocks(image)
-        moments += [copies + blocks - weight.nbytes + sums, blocks + weight.nbytes if laid_out else blocks]
-    return int(max(moments))
+        made = _groups_in_blocks(weight, groups) if laid_out else blocks
+        sums = max(made, weight.nbytes) // weight.element_size() * FP32.bytes if is_narrow(weight.dtype) else 0
+        copied = not (laid_out or _is_large_of_one_channel(weight))
+        copies = _in_blocks(gradient) + _image_in_blocks(image) if copied else 0
+        moments += [copies + made - weight.nbytes + sums, made + weight.nbytes if laid_out else made]
+    return _laid_out_anew(gradient, image, weight) + int(max(moments))
+
+
+def _laid_out_anew(*given: Tensor) -> int:
+    """One tensor that is laid out by channels makes torch copy the others so; otherwise all are made contiguous."""
+    layout = _channels_first(given[0]) if any(_by_channels(t) for t in given[-2:]) else torch.contiguous_format
+    return sum(tensor.nbytes for tensor in given if not tensor.is_contiguous(memory_format=layout))
 
 
 def _copied_twice(weight: Tensor, spread: bool) -> bool:
@@ -106,8 +131,12 @@ def _copied_twice(weight: Tensor, spread: bool) -> bool:
 
 
 def _by_channels(tensor: Tensor) -> bool:
-    layout = torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
-    return tensor.dim() in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout)
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=_channels_first(tensor))
+
+
+def _channels_first(tensor: Tensor) -> torch.memory_format:
+    """The layout with a pixel's channels side by side."""
+    return torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
 
 
 def _image_in_blocks(image: Tensor) -> int:
@@ -123,6 +152,22 @@ def _weight_in_blocks(weight: Tensor) -> int:
     out, into = weight.shape[:2]
     if into <= _FEW:  # of an image, or one group for each channel
         return weight.nbytes
+    return weight.nbytes // max(out * into, 1) * _filled(out) * _filled(into)
+
+
+def _is_large_of_one_channel(weight: Tensor) -> bool:
+    """Its gradient is made in another way than that of a small one, whose images are copied into blocks."""
+    return weight.shape[1] == 1 and weight.shape[0] > 1 and max(weight.shape[2:]) > _SMALL_KERNEL
+
+
+def _groups_in_blocks(weight: Tensor, groups: int) -> int:
+    """A gradient of a weight for images laid out by channels: each group has blocks of its own, however few it fills.
+
+    Only for small kernels of one channel oneDNN has a way without.
+    """
+    out, into = weight.shape[0] // groups, weight.shape[1]
+    if groups == 1 or (out == into == 1 and not _is_large_of_one_channel(weight)):
+        return _weight_in_blocks(weight)
     return weight.nbytes // max(out * into, 1) * _filled(out) * _filled(into)
 
 

@@ -19,8 +19,12 @@ def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mo
 
 def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
     kernel = channels_last and tensor.dim() == 4 and isinstance(tensor, nn.Parameter)
+    plain = tensor.detach()
     if tensor.device == device and not kernel:
-        return tensor
-    layout = torch.channels_last if kernel else torch.preserve_format
-    there = torch.empty_like(tensor, device=device, memory_format=layout)
+        if plain.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+            return tensor
+        there = plain  # A fake that was deep-copied has other memory than its views, which would count twice.
+    else:
+        layout = torch.channels_last if kernel else torch.preserve_format
+        there = torch.empty_like(tensor, device=device, memory_format=layout)
     return nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there

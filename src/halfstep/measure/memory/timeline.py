@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep.formats import format_of, is_narrow
+from halfstep.measure.memory.covered import is_covered, name_of
 from halfstep.measure.memory.kernels import hidden_bytes, sums_in_place
 from halfstep.observe.recorder import OUTSIDE, Operation
 
@@ -58,6 +59,8 @@ class Timeline:
         self.phase = FORWARD
         self.kept: list[Block] = []
         """What the last forward left for its backward: activations."""
+        self.not_covered: dict[str, str] = {}
+        """Operations whose memory nobody has held against a real run, and the first module that ran each."""
         self._alive: dict[int, Block] = {}
         self._watched: dict[int, Any] = {}
         self._phase_began = 0
@@ -81,6 +84,8 @@ class Timeline:
         for tensor in _tensors((operation.arguments, dict(operation.keywords))):
             # Nobody told of it, so it was there before: a table of a loss, or a model beside the one that is trained.
             self._meet(tensor, "weights" if isinstance(tensor, nn.Parameter) else "buffers", operation.module, born=0)
+        if not is_covered(operation):
+            self.not_covered.setdefault(name_of(operation), operation.module)
         hidden = hidden_bytes(operation)
         if hidden:
             self.blocks.append(Block(hidden, self.now, module=operation.module, died=self.now))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from halfstep.precision.precision import Precision, widen
 from halfstep.step.transaction import ONLY
 from halfstep.train.recomputing import checkpoint_activations
 
+_LATER = 1000
+"""Updates that an optimizer is told it has taken. RAdam takes less memory in its first few; NAdam divides by 1 - it."""
 _SCALE = 2.0**16
 """Any loss scale: its size changes no memory."""
 
@@ -40,7 +43,7 @@ class FakeArm:
         settle(self.model)
         for parameter in self.model.parameters():
             parameter.grad = None
-        self.optimizer = case.optimizer(self.model)
+        self.optimizer = _as_it_runs(case.optimizer(self.model), device)
         self.timeline = Timeline()
         self.timeline.hold(self.model.parameters(), "weights")
         self.timeline.hold(self.model.buffers(), "buffers")
@@ -79,6 +82,22 @@ class FakeArm:
         return loss * _SCALE if self.precision.scaled else loss
 
 
+def _as_it_runs(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """With the choices that torch makes by looking at real parameters: on a GPU it updates all of them together."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise WrongUse(
+            f"{type(optimizer).__name__}, whose step runs the model as often as it likes",
+            allowed="optimizers that take a step from gradients that are there: step()",
+            do="estimate with the optimizer left out, and add its state by hand",
+        )
+    for group in optimizer.param_groups:
+        alone = group.get("fused") or group.get("differentiable") or isinstance(group.get("lr"), Tensor)
+        if device.type == "cuda" and not alone and group.get("foreach", False) is None:
+            group["foreach"] = True
+    return optimizer
+
+
 def _ready(loss: Any) -> Tensor:
     """A loss, or (sum, count), or a dict with one of these, as one number to differentiate."""
     if isinstance(loss, dict) and ONLY in loss:
@@ -101,4 +120,4 @@ class _AnyNumber(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._local_scalar_dense.default:
             return func(*args, **(kwargs or {}))
-        return 1.0 if args[0].is_floating_point() else 1
+        return float(_LATER) if args[0].is_floating_point() else _LATER

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_CPU_RULES = "by the CPU's rules"
+"""How a note begins where the device's own rules could not be followed."""
 _HALF = 0.45
 """What is saved above this counts as half."""
 
@@ -44,6 +46,8 @@ def _line(page: Mapping[str, Any]) -> str:
     setting, device = column["setting"], page["device"]
     how = f"in {setting['precision']}{' with recomputing' if setting['recompute'] else ''} at batch {column['samples']}"
     word = "fits" if column["fits"] else "does not fit"
+    if any(note.startswith(_CPU_RULES) for note in column["notes"]):
+        word += f", {_CPU_RULES}"
     line = f"{word}: peak {in_words(column['peak'])} of {in_words(device['memory'])} on {device['id']} {how}"
     return line + _farther(page, setting)
 
@@ -54,10 +58,17 @@ def _farther(page: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
     if row is None:
         return ""
     if row["batch"]:
-        return f"; largest batch {row['batch']}{' or more' if row['at_least'] else ''}"
+        return f"; {reach(row)}"
     fitting = [lever for lever in row["levers"] if lever["fits"]]
     short = f"; even {row['smallest']} is {in_words(row['missing'])} too much"
     return f"{short}, but {_way(fitting[0])} fits" if fitting else f"{short}, however it is run"
+
+
+def reach(row: Mapping[str, Any]) -> str:
+    """How far the batch goes where any fits."""
+    if row["at_least"]:
+        return f"no limit found up to batch {row['batch']}"
+    return f"largest batch about {row['batch']}, which fits" if row["about"] else f"largest batch {row['batch']}"
 
 
 def _way(lever: Mapping[str, Any]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.measure.plan.arms import MakeArm, RacingArm
 from halfstep.measure.plan.budget import Budget
-from halfstep.measure.process import ArmFailed
+from halfstep.measure.process import ArmFailed, ArmTooSlow
 from halfstep.measure.setting import Setting
 from halfstep.measure.timing import Speed, race, warm
 
@@ -20,16 +20,35 @@ MOST_STEPS = 50
 Tell = Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Raced:
+    """What a race came to, by settings."""
+
+    speeds: dict[Setting, Speed]
+    interrupted: bool = False
+    """Ctrl-C ended it; what it had measured is here all the same."""
+    failed: dict[Setting, ArmFailed | ArmTooSlow] = field(default_factory=dict)
+    """Who could not go on; they have left."""
+
+
+class _Limited:
+    """An arm that answers within the time of the plan, or not at all."""
+
+    def __init__(self, arm: RacingArm, budget: Budget) -> None:
+        self._arm, self._budget = arm, budget
+
+    def seconds(self, steps: int = 1) -> float:
+        return self._arm.seconds(steps, self._budget.left)
+
+
 class Arena:
     """Arms by their settings. Whoever enters stays open until it leaves."""
 
     def __init__(self, make_arm: MakeArm, budget: Budget, tell: Tell = lambda: None) -> None:
         self._make_arm, self._budget, self._tell = make_arm, budget, tell
         self._open: dict[Setting, RacingArm] = {}
-        self._steps = 1
+        self._updates: dict[Setting, float] = {}
         self.conditions: dict[str, Any] = {}
-        self.interrupted = False
-        """Ctrl-C ended the last race; what it had measured was given all the same."""
 
     def enter(self, setting: Setting, limit: float | None = None) -> None:
         """Open an arm, within `limit` seconds."""
@@ -56,27 +75,33 @@ class Arena:
             raise
 
     def warm(self, setting: Setting, seconds: float) -> float:
-        """Step until times agree; gives the last one."""
+        """Step until times agree; gives the last one. An arm that has no time left for that leaves."""
         self._tell()
-        return warm(self._open[setting], seconds=seconds)
-
-    def set_turn(self, seconds: float) -> None:
-        """How long an update of the baseline takes decides how many of them are a turn, for all arms alike."""
-        self._steps = min(MOST_STEPS, max(1, math.ceil(SHORTEST_TURN / max(seconds, 1e-9))))
+        arm = _Limited(self._open[setting], self._budget)
+        found = float(self._or_leave(setting, lambda: warm(arm, seconds=seconds, now=self._budget.now)))
+        self._updates[setting] = found
+        return found
 
     def turn_seconds(self, *updates: float) -> float:
         """Of one turn of arms whose updates take so long."""
-        return self._steps * sum(updates)
+        return _steps(max(updates)) * sum(updates)
 
-    def race(self, settings: Sequence[Setting], *, baseline: Setting, pairs: int) -> dict[Setting, Speed]:
-        """Time open arms in turns until there are enough pairs or the time is up."""
+    def race(self, settings: Sequence[Setting], *, baseline: Setting, pairs: int) -> Raced:
+        """Time open and warm arms in turns until there are enough pairs or the time is up."""
         names = {str(number): setting for number, setting in enumerate([baseline, *settings])}
-        arms = {name: self._open[setting] for name, setting in names.items()}
-        left = self._budget.left
-        deadline = time.perf_counter() + left
-        found = race(arms, baseline="0", pairs=pairs, seconds=left, steps=self._steps, progress=lambda *_: self._tell())
-        self.interrupted = found["0"].pairs < pairs and time.perf_counter() < deadline
-        return {names[name]: speed for name, speed in found.items()}
+        found = race(
+            {name: _Limited(self._open[setting], self._budget) for name, setting in names.items()},
+            baseline="0",
+            pairs=pairs,
+            seconds=self._budget.left,
+            steps=_steps(max(self._updates[setting] for setting in names.values())),
+            progress=lambda *_: self._tell(),
+            now=self._budget.now,
+        )
+        failed = {names[name]: error for name, error in found.failed.items()}
+        for setting in failed:
+            self.leave(setting)
+        return Raced({names[name]: speed for name, speed in found.speeds.items()}, found.interrupted, failed)
 
     def trail(self, setting: Setting, steps: int) -> tuple[float, ...]:
         return tuple(self._open[setting].trail(steps))
@@ -90,7 +115,7 @@ class Arena:
             losses: list[float] = []
             while len(losses) < steps and self._budget.left:
                 self._tell()
-                losses += arm.losses(1)
+                losses += arm.losses(1, self._budget.left)
             return losses
         finally:
             arm.close()
@@ -106,3 +131,8 @@ class Arena:
     def close(self) -> None:
         for setting in list(self._open):
             self.leave(setting)
+
+
+def _steps(slowest: float) -> int:
+    """Updates in a turn, for all arms alike: the slowest decides, or it would keep the others waiting."""
+    return min(MOST_STEPS, max(1, math.ceil(SHORTEST_TURN / max(slowest, 1e-9))))

@@ -21,7 +21,7 @@ class RacingArm(Protocol):
     def open(self, limit: float | None = None) -> dict[str, Any]: ...
     def seconds(self, steps: int = 1, limit: float | None = None) -> float: ...
     def trail(self, steps: int) -> list[float]: ...
-    def losses(self, steps: int) -> list[float]: ...
+    def losses(self, steps: int, limit: float | None = None) -> list[float]: ...
     def graphs(self) -> int: ...
     def nudge(self, share: float) -> None: ...
     def close(self) -> None: ...
@@ -43,23 +43,20 @@ class ArmHere:
         self._arm: Arm | None = None
 
     def open(self, limit: float | None = None) -> dict[str, Any]:
-        with _failures():
+        with _failures(), _told_late(limit):
             self._arm = Arm(self._case, self._setting, self._device, observe=observes(self._setting))
         return {"conditions": conditions(self._arm.device), "samples": self._arm.samples}
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
-        begin = time.perf_counter()
-        with _failures():
-            found = self._opened.seconds(steps)
-        if limit is not None and time.perf_counter() - begin > limit:
-            raise ArmTooSlow(f"no answer within {limit:.3g} s")
-        return found
+        with _failures(), _told_late(limit):
+            return self._opened.seconds(steps)
 
     def trail(self, steps: int) -> list[float]:
         return self._opened.trail[:steps]
 
-    def losses(self, steps: int) -> list[float]:
-        return self._opened.losses(steps)
+    def losses(self, steps: int, limit: float | None = None) -> list[float]:
+        with _failures(), _told_late(limit):
+            return self._opened.losses(steps)
 
     def graphs(self) -> int:
         return self._opened.graphs
@@ -81,8 +78,16 @@ def _failures() -> Iterator[None]:
     """What a person's code or a compiler raises is told as a process would tell it."""
     try:
         yield
-    except HalfstepError:
+    except (HalfstepError, ArmTooSlow):
         raise
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise ArmFailed(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
+
+
+@contextmanager
+def _told_late(limit: float | None) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    if limit is not None and time.perf_counter() - begin > limit:
+        raise ArmTooSlow(f"no answer within {limit:.3g} s")

@@ -11,11 +11,11 @@ class Budget:
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = seconds
-        self._now, self._begin = now, now()
+        self.now, self._begin = now, now()
 
     @property
     def spent(self) -> float:
-        return self._now() - self._begin
+        return self.now() - self._begin
 
     @property
     def left(self) -> float:

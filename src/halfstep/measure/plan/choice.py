@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.plan.cell import BASELINE_PRECISION, Cell, simplicity
 from halfstep.measure.timing import Speed
 from halfstep.precision.ladder import WORTH_IT
 
 FEWEST_PAIRS = 3
-"""Of fewer there is no interval to speak of."""
+"""Of fewer nothing is concluded, not even where there is nothing better."""
 SPLIT_WORTH_IT = 1.03
 """Other micro-batches change what batch normalisation averages over; less gain than this is not worth that."""
 
@@ -17,13 +18,20 @@ SPLIT_WORTH_IT = 1.03
 def choose(cells: Iterable[Cell], *, fp32: float = 1.0, has_batch_norm: bool = False) -> Cell:
     """The fastest, but a cell replaces a simpler one only where its interval lies wholly above. The first is the base.
 
-    A narrower precision has to gain more than its roundings are worth, over the best that fp32 can do.
+    A narrower precision has to gain more than its roundings are worth, over the best that fp32 can do. Cells with too
+    few pairs for an interval are looked at only where no other was measured for longer.
     """
     best, *others = cells
+    others = [cell for cell in others if has_interval(cell)] or others
     for cell in sorted(others, key=lambda cell: simplicity(cell.setting)):
         if cell.can_be_chosen and _replaces(cell, best, fp32, has_batch_norm):
             best = cell
     return best
+
+
+def has_interval(cell: Cell) -> bool:
+    """Whether enough pairs were measured for one, of a cell that can be chosen."""
+    return cell.can_be_chosen and cell.speed is not None and cell.speed.pairs >= FEWEST_FOR_INTERVAL
 
 
 def is_fp32(cell: Cell) -> bool:
@@ -43,6 +51,13 @@ def wholly_above(one: Speed | None, other: Speed | None) -> bool:
     if one is None or other is None or one.pairs < FEWEST_PAIRS:
         return False
     return one.low > other.high
+
+
+def interval(speed: Speed) -> str:
+    """The median's, with the pairs that it comes from; of few pairs there is none."""
+    if speed.pairs < FEWEST_FOR_INTERVAL:
+        return f"{speed.pairs} {'pair' if speed.pairs == 1 else 'pairs'}, too few for an interval"
+    return f"{speed.low:.2f} to {speed.high:.2f}, {speed.pairs} pairs"
 
 
 def _speedup(cell: Cell) -> float:
@@ -68,7 +83,7 @@ def _why_not(other: Cell, choice: Cell) -> str:
     if choice.speed is None or wholly_above(choice.speed, other.speed) or _speedup(other) < _speedup(choice):
         beside = f"{other.speed.speedup:.2f}x against {_speedup(choice):.2f}x"
         return beside if wholly_above(choice.speed, other.speed) else f"{beside}; their intervals overlap"
-    if other.speed.pairs < FEWEST_PAIRS:
+    if other.speed.pairs < FEWEST_FOR_INTERVAL:
         return f"{other.speed.pairs} pairs were measured, too few for a verdict"
     if not wholly_above(other.speed, choice.speed):
         return f"{other.speed.speedup:.2f}x, but the intervals overlap, and the choice is simpler"
@@ -83,7 +98,7 @@ def why_stay(choice: Cell, cells: Iterable[Cell]) -> str:
     best = next((cell for cell in by_speed(narrow) if cell.speed), None)
     if best is not None and best.speed is not None:
         found = best.speed
-        words = f"{best.setting} is {found.speedup:.2f}x ({found.low:.2f} to {found.high:.2f}, {found.pairs} pairs)"
+        words = f"{best.setting} is {found.speedup:.2f}x ({interval(found)})"
         if _speedup(best) < WORTH_IT * _speedup(choice):
             return f"{words}, less than {WORTH_IT}x what fp32 does"
         return f"{words}, which overlaps with fp32's {_speedup(choice):.2f}x: no verdict"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from halfstep.measure.plan.arms import ArmHere, MakeArm, observes
 from halfstep.measure.plan.budget import Budget
 from halfstep.measure.plan.cell import Cell, simplicity
 from halfstep.measure.plan.choice import is_fp32, runner_up
-from halfstep.measure.plan.growth import Growth, grow
+from halfstep.measure.plan.growth import Growing, Growth
 from halfstep.measure.plan.probe import Parity
 from halfstep.measure.plan.reasons import reasons
 from halfstep.measure.plan.room import Room, free_bytes
@@ -57,6 +58,8 @@ class Plan:
     runner_up: Cell | None
     why_not: str
     growth: Growth | None
+    growth_ended: str
+    """Why no larger batch was taken; empty where none was asked for."""
     conditions: dict[str, Any]
     seconds: float
     interrupted: bool
@@ -87,6 +90,7 @@ class Plan:
             "runner_up": self.runner_up.as_dict() if self.runner_up else None,
             "why_not": self.why_not,
             "growth": self.growth.as_dict() if self.growth else None,
+            "growth_ended": self.growth_ended,
             "changes": self.changes,
             "python": self.python,
             "conditions": self.conditions,
@@ -107,8 +111,12 @@ def plan(
 ) -> Plan:
     """Choose for a model, its loss and a batch; or for a RECIPE or `module:callable`, whose arms have processes of
     their own. `progress` is told the seconds spent, and those that there are."""
-    if not seconds > 0:
-        raise WrongUse(f"{seconds} seconds for a plan", allowed="more than 0", do=f"give {SECONDS:.0f}, or more")
+    if not 0 < seconds < math.inf:
+        raise WrongUse(
+            f"{seconds} seconds for a plan",
+            allowed="a number of seconds above 0, and not without end",
+            do=f"give --seconds {SECONDS:.0f}",
+        )
     budget = Budget(seconds)
     here = describe(device)
     where, make_case, make_arm = _opened(model_or_subject, loss_fn, batch, device)
@@ -120,12 +128,12 @@ def plan(
 
 def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -> Plan:
     """Search until the time is up or Ctrl-C comes, and make the best of what was found."""
-    interrupted, growth = False, None
+    interrupted, growing = False, Growing()
     try:
         search.run(final_share=0.5 if grow_batch else 0.9)
         leader, _ = search.decide()
         if grow_batch and leader.speed is not None:
-            growth = grow(search, leader.setting, leader.speed)
+            growing.run(search, leader.setting, leader.speed)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -145,7 +153,8 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
         ladder=tuple(cells),
         runner_up=second,
         why_not=why_not,
-        growth=growth,
+        growth=growing.found,
+        growth_ended=growing.ended if grow_batch else "",
         conditions={**(search.conditions or conditions(search.device.place)), "arms": where},
         seconds=search.seconds,
         interrupted=interrupted,

@@ -40,7 +40,7 @@ class Room:
         return self.free is None or sum(peaks) <= self.free * (1 - MARGIN)
 
     def why_not(self, setting: Setting) -> str:
-        return f"it would take {gigabytes(self.peak(setting) or 0)}, and {gigabytes(self.free or 0)} are free"
+        return f"it would take {size_in_words(self.peak(setting) or 0)}, and {size_in_words(self.free or 0)} are free"
 
     def _predicted(self, setting: Setting) -> int | None:
         if self._predict is None:
@@ -51,8 +51,10 @@ class Room:
             return None
 
 
-def gigabytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def size_in_words(size: int) -> str:
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**20:.0f} MiB" if size >= 10 * 2**20 else f"{size / 2**10:,.0f} KiB"
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -125,9 +125,12 @@ class Search:
 
     def measure_larger(self, setting: Setting) -> Cell:
         """Another update than the baseline's, measured beside it; it is no cell of the table."""
-        self._trials.measure(setting)
-        self._trials.arena.leave(setting)
-        return self.cells.pop(setting)
+        try:
+            self._trials.measure(setting)
+            return self.cells[setting]
+        finally:
+            self._trials.arena.leave(setting)
+            self.cells.pop(setting, None)
 
     def _look_again(self) -> None:
         """Where the choice lies further from fp32 than the margin, see how far fp32 lies from itself."""

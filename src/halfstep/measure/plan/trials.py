@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
+from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.plan.arena import Arena
 from halfstep.measure.plan.budget import Budget
 from halfstep.measure.plan.cell import INTERRUPTED, NO_TIME, Cell
 from halfstep.measure.plan.choice import by_speed
+from halfstep.measure.plan.fp32 import fails_in_fp32, no_step_in_time, refuse_broken_fp32
 from halfstep.measure.plan.probe import UPDATES
 from halfstep.measure.plan.room import Room
 from halfstep.measure.process import ArmFailed, ArmTooSlow
@@ -17,16 +20,25 @@ from halfstep.measure.setting import Setting
 from halfstep.measure.timing import Speed
 
 TOO_SLOW = 5.0
-"""A first step that takes this many times as long as strict fp32's is not waited for."""
+"""A first step, or a warm one, that takes this many times as long as strict fp32's is not waited for."""
 SHORTEST_LIMIT = 2.0
 """Seconds that every first step gets: small models prepare for longer than they compute."""
-SHORT_PAIRS, HOPELESS_PAIRS, LEAST_FINAL, FINAL_PAIRS = 5, 3, 6, 31
+SHORT_PAIRS, HOPELESS_PAIRS, LEAST_FINAL, FINAL_PAIRS = FEWEST_FOR_INTERVAL, 3, FEWEST_FOR_INTERVAL, 31
 HOPELESS = 1.5
 """Times as long as the fastest: such a setting is measured, but not for long."""
-WARM_UP = 4
-"""Updates that a warm-up takes, when it is planned for."""
+WARM_UP, WARM_CALLS = 4, 20
+"""Updates that a warm-up takes when it is planned for, and those that it may take."""
 COMPILE_SHARE, LEAST_COMPILE = 0.7, 5.0
 """A compiler gets this share of the time that can be spared, and is not begun with fewer seconds than these."""
+
+
+@contextmanager
+def _too_slow(why: str) -> Iterator[None]:
+    """Say in these words that an arm was not waited for."""
+    try:
+        yield
+    except ArmTooSlow:
+        raise ArmTooSlow(why) from None
 
 
 class Trials:
@@ -37,11 +49,13 @@ class Trials:
         self.cells: dict[Setting, Cell] = {}
         self.baseline = Setting()
         self._opening = self._first = 0.0
+        self._name = ""
 
     def measure_baseline(self, name: str, candidates: Sequence[Setting]) -> None:
         """The first of the candidates that fits: all are strict fp32, in more and more micro-batches."""
+        self._name = name
         for setting in candidates:
-            if self._opens_as_baseline(name, setting):
+            if self._opens_as_baseline(setting):
                 break
         else:
             raise WrongUse(
@@ -49,15 +63,16 @@ class Trials:
                 allowed="a model of which one update fits into the memory that is free",
                 do=f"see what it takes with `halfstep estimate {name}`",
             )
-        seconds = self.arena.warm(setting, seconds=self.budget.seconds / 6)
-        self.arena.set_turn(seconds)
-        self.cells[setting] = replace(
-            self.cells[setting],
-            speed=Speed(seconds, 1.0, 1.0, 1.0, 1),
-            trail=self.arena.trail(setting, UPDATES),
-        )
+        try:
+            seconds = self.arena.warm(setting, seconds=self.budget.seconds / 6)
+        except ArmTooSlow:  # the time is up, and one step is all that is known
+            seconds = self._first
+        except ArmFailed as error:
+            raise fails_in_fp32(name, error) from None
+        self.cells[setting] = replace(self.cells[setting], speed=Speed(seconds, 1.0, 1.0, 1.0, 1))
+        self._follow(setting)
 
-    def _opens_as_baseline(self, name: str, setting: Setting) -> bool:
+    def _opens_as_baseline(self, setting: Setting) -> bool:
         self.baseline = setting
         if not self.room.fits(setting):
             self.cells[setting] = Cell(setting, cut=self.room.why_not(setting), peak=self.room.peak(setting))
@@ -65,16 +80,14 @@ class Trials:
         self.cells[setting] = Cell(setting, cut=INTERRUPTED)
         before = self.budget.spent
         try:
-            self.arena.enter(setting)
+            self.arena.enter(setting, self.budget.left)
             self._opening = self.budget.spent - before
-            self._first = self.arena.first_step(setting)
+            self._first = self.arena.first_step(setting, self.budget.left)
+        except ArmTooSlow:
+            raise no_step_in_time(self._name, self.budget.seconds) from None
         except ArmFailed as error:
             if "memory" not in str(error).lower():
-                raise WrongUse(
-                    f"{name} does not train in strict fp32: {error}",
-                    allowed="a case or recipe whose step runs",
-                    do="mend it first: nothing can be compared with a step that fails",
-                ) from None
+                raise fails_in_fp32(self._name, error) from None
             self.cells[setting] = Cell(setting, cut=str(error))
             return False
         self.cells[setting] = Cell(setting, first_step=self._first, peak=self.room.peak(setting))
@@ -125,18 +138,24 @@ class Trials:
         left = self.budget.left - opening - (rest if self._has_rivals() else 2 * update)
         if setting.compile:
             return COMPILE_SHARE * left if COMPILE_SHARE * left >= LEAST_COMPILE else 0.0
-        return min(left, max(TOO_SLOW * self._first, SHORTEST_LIMIT))
+        return min(left, self._first_limit(setting))
+
+    def _first_limit(self, setting: Setting) -> float:
+        return max(TOO_SLOW * self._first * self._samples(setting), SHORTEST_LIMIT)
+
+    def _samples(self, setting: Setting) -> float:
+        """Times as many in one update as the baseline has: only a batch that was made larger has more."""
+        ours, theirs = ((found.batch or 1) * found.microbatches for found in (setting, self.baseline))
+        return ours / theirs
 
     def _time(self, cell: Cell) -> None:
-        setting, limit = cell.setting, self.budget.left
+        setting = cell.setting
         try:
-            self.arena.enter(setting, limit)
-            limit = self._limit(setting)
-            first = self.arena.first_step(setting, limit)
-            last = self.arena.warm(setting, seconds=self.budget.left / 4)
+            first, last = self._first_and_last(setting)
             trail = self.arena.trail(setting, UPDATES)
-        except ArmTooSlow:
-            self.cells[setting] = replace(cell, cut=self._too_slow(setting, limit))
+        except ArmTooSlow as error:
+            self.arena.leave(setting)
+            self.cells[setting] = replace(cell, cut=str(error))
             return
         except (ArmFailed, HalfstepError) as error:
             self.arena.leave(setting)
@@ -144,9 +163,28 @@ class Trials:
             self.cells[setting] = replace(cell, cut=f"it does not {'compile' if setting.compile else 'run'}: {words}")
             return
         self.cells[setting] = replace(cell, first_step=first, trail=trail)
-        hopeless = last > HOPELESS * self._seconds(self._fastest())
+        hopeless = last > HOPELESS * self._seconds(self._fastest()) * self._samples(setting)
         self.race([setting], HOPELESS_PAIRS if hopeless else self._short_pairs(last))
         self._keep_the_fastest()
+
+    def _first_and_last(self, setting: Setting) -> tuple[float, float]:
+        """Seconds of its first update and of a warm one; `ArmTooSlow` says why it is not waited for any longer."""
+        with _too_slow(NO_TIME):
+            self.arena.enter(setting, self.budget.left)
+        limit = self._limit(setting)
+        with _too_slow(self._why_too_slow(setting, limit)):
+            first = self.arena.first_step(setting, limit)
+        slowest = TOO_SLOW * self._seconds(self.baseline) * self._samples(setting)
+        with _too_slow(NO_TIME):
+            last = self.arena.warm(
+                setting, seconds=min(self.budget.left / 4, max(WARM_CALLS * slowest, SHORTEST_LIMIT))
+            )
+            if last > slowest:  # one more: something else may have held it up
+                last = min(last, self.arena.warm(setting, seconds=0.0))
+        if last > slowest:
+            base = self._seconds(self.baseline)
+            raise ArmTooSlow(f"an update takes {last:.3g} s once it is warm; strict fp32's takes {base:.3g} s")
+        return first, last
 
     def _has_rivals(self) -> bool:
         return any(cell.speed for setting, cell in self.cells.items() if setting != self.baseline)
@@ -157,24 +195,51 @@ class Trials:
         affordable = int(min(self._opening / 4, self.budget.left / 10) / max(turn, 1e-9))
         return max(SHORT_PAIRS, min(FINAL_PAIRS, affordable))
 
-    def _too_slow(self, setting: Setting, limit: float) -> str:
+    def _why_too_slow(self, setting: Setting, limit: float) -> str:
         if setting.compile:
             return f"compiling took more than the {limit:.0f} s that were left for it"
-        if limit < max(TOO_SLOW * self._first, SHORTEST_LIMIT):
+        if limit < self._first_limit(setting):
             return NO_TIME
         return f"its first step took more than {limit:.3g} s; strict fp32's took {self._first:.3g} s"
 
     def race(self, settings: list[Setting], pairs: int) -> None:
         """Open arms beside the baseline; Ctrl-C keeps what was measured, and passes."""
-        found = self.arena.race(settings, baseline=self.baseline, pairs=pairs)
-        for setting, speed in found.items():
+        try:
+            found = self.arena.race(settings, baseline=self.baseline, pairs=pairs)
+        except ArmFailed as error:
+            raise fails_in_fp32(self._name, error) from None
+        for setting, speed in found.speeds.items():
             before = self.cells[setting].speed
             if before is None or before.pairs <= speed.pairs:  # a race that was broken off knows less
                 self.cells[setting] = replace(self.cells[setting], speed=speed, cut="")
-        if self.arena.interrupted:
+        for setting, why in found.failed.items():
+            if isinstance(why, ArmFailed):
+                self._cut_failed(setting, why)
+            elif self.cells[setting].speed is None:
+                self.cells[setting] = replace(self.cells[setting], cut=NO_TIME)
+        if found.interrupted:
             raise KeyboardInterrupt
-        for setting in found:
-            self.cells[setting] = replace(self.cells[setting], trail=self.arena.trail(setting, UPDATES))
+        for setting in found.speeds:
+            self._follow(setting)
+
+    def _cut_failed(self, setting: Setting, error: ArmFailed) -> None:
+        self.cells[setting] = replace(self.cells[setting], cut=f"it failed while it was timed: {error}")
+
+    def _follow(self, setting: Setting) -> None:
+        """Read the losses of an arm that is still open; those of strict fp32 have to be some, and finite."""
+        if not self.arena.is_open(setting):
+            return
+        try:
+            trail = self.arena.trail(setting, UPDATES)
+        except ArmFailed as error:
+            if setting == self.baseline:
+                raise fails_in_fp32(self._name, error) from None
+            self.arena.leave(setting)
+            self._cut_failed(setting, error)
+            return
+        if setting == self.baseline:
+            refuse_broken_fp32(self._name, trail)
+        self.cells[setting] = replace(self.cells[setting], trail=trail)
 
     def _makes_room_for(self, setting: Setting) -> bool:
         """Arms that are open at once have to fit together; whoever is open beside the baseline goes, if need be."""

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.errors import PrecisionRefused
 from halfstep.measure.arm import Arm
 from halfstep.measure.batches import placed as placed_batch
-from halfstep.measure.batches import size_of
+from halfstep.measure.batches import resized, size_of
 from halfstep.measure.case import Case
 from halfstep.measure.conditions import conditions
 from halfstep.measure.profiling.facts import Race
@@ -30,20 +31,34 @@ from halfstep.precision.hardware import describe
 from halfstep.precision.ladder import choose_precision
 from halfstep.precision.names import AUTO, read_precision
 from halfstep.precision.registry import precision_named
+from halfstep.step.report import GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
+from halfstep.train.placing import placed
+from halfstep.train.recomputing import checkpoint_activations
 
 _STRICT = ("ieee", "none", "")
 _PADDED_GROUPS = 4
 _LONG_STEP = 1.0
+_MOST_PAIRS, _PATIENCE = 60, 4
+_LONGEST_FALL = 40
+"""Steps in which a loss scale may halve before its overflows are taken for something else."""
 _SWITCHES = {"cpu": ("mkldnn.matmul",), "cuda": ("cuda.matmul", "cudnn.conv")}
 
 
 class Plain:
-    """A step in fp32 as the person's own loop would take it: torch's switches stand as their code has set them."""
+    """A step in fp32 as the person's own loop would take it: torch's switches stand as their code has set them.
+
+    All else is as in the other arms: layout, compilation, batch.
+    """
 
     def __init__(self, case: Case, device: torch.device, setting: Setting) -> None:
-        self._model = copy.deepcopy(case.model).to(device)
+        self._model = placed(copy.deepcopy(case.model), device, setting.channels_last)
+        if setting.recompute:
+            checkpoint_activations(self._model)
+        if setting.compile:
+            self._model.compile()
         self._optimizer = case.optimizer(self._model)
-        self._batch = placed_batch(case.batch, device)
+        batch = placed_batch(case.batch, device, setting.channels_last)
+        self._batch = resized(batch, setting.batch or size_of(batch))
         self._loss_fn = case.loss_fn
         self._microbatches = setting.microbatches
         self._stopwatch = Stopwatch(device)
@@ -93,24 +108,32 @@ class Examined:
             "passed_over": self.passed_over,
             "compiles": self.case.setting.compile,
             "samples": size_of(self.case.batch),
+            "idle": "",
             "conditions": conditions(self.device),
         }
 
     def warming(self, seconds: float) -> dict[str, Any]:
-        found = first_steps(self.asked.step, Stopwatch(self.device), seconds)
-        return {"warming": asdict(found), "compiles": self.case.setting.compile or any(found.compiled)}
+        reports: list[StepReport] = []
+        found = first_steps(lambda: reports.append(self.asked.step()), Stopwatch(self.device), seconds)
+        while reports[-1].reason == GRADIENT_OVERFLOW and len(reports) < _LONGEST_FALL:
+            reports.append(self.asked.step())  # the loss scale has to find its place first
+        compiles = self.case.setting.compile or any(found.compiled)
+        return {"warming": asdict(found), "compiles": compiles, "idle": _idle(reports[-1])}
 
     def race(self, seconds: float) -> dict[str, Any]:
+        """Pairs enough for a claim, though they take longer than they may, but not many times as long."""
         arms: dict[str, Any] = {"fp32": self.strict, "asked": self.asked}
         if self.fp32_means not in _STRICT:
             arms["own fp32"] = Plain(self.case, self.device, self.case.setting)
-        for arm in arms.values():
-            warm(arm, seconds=seconds / 4)
-        speeds = race(arms, baseline="fp32", seconds=seconds / 2)
-        own = speeds["own fp32"].seconds if "own fp32" in speeds else None
-        won = speeds["asked"]
-        found = Race(speeds["fp32"].seconds, won.seconds, won.speedup, won.low, won.high, won.pairs, own)
-        return {"race": asdict(found)}
+        turn = sum(warm(arm, seconds=seconds / 4) for arm in arms.values())
+        pairs = min(_MOST_PAIRS, max(FEWEST_FOR_INTERVAL, int(seconds / 2 / max(turn, 1e-9))))
+        raced = race(arms, baseline="fp32", pairs=pairs, seconds=_PATIENCE * seconds)
+        if "asked" not in raced.speeds:
+            raise KeyboardInterrupt
+        own = raced.speeds["own fp32"].seconds if "own fp32" in raced.speeds else None
+        won = raced.speeds["asked"]
+        found = Race(raced.speeds["fp32"].seconds, won.seconds, won.speedup, won.low, won.high, won.pairs, own)
+        return {"race": asdict(found), "interrupted": raced.interrupted}
 
     def kernels(self, seconds: float) -> dict[str, Any]:
         """Of both steps; a long one is looked at once."""
@@ -124,7 +147,9 @@ class Examined:
         return {"work": asdict(self.looked.work)}
 
     def padding(self, seconds: float) -> dict[str, Any]:
-        groups = misaligned(self.looked)[:_PADDED_GROUPS]
+        # A layer alone is timed in the precision asked for: one that ran in fp32 cannot be compared with that.
+        narrow = self.precision.computes.name not in ("fp32", "tf32")
+        groups = misaligned(self.looked, without=self.looked.wide if narrow else ())[:_PADDED_GROUPS]
         each = seconds / max(1, len(groups))
         found = [measured(layers, share, self.precision, self.device, each) for layers, share in groups]
         return {"misaligned": [asdict(one) for one in found]}
@@ -160,19 +185,28 @@ class Examined:
 class Stage(NamedTuple):
     """A part of the examination, and the part of the time that it may take."""
 
-    words: str
     measure: Callable[[Examined, float], dict[str, Any]]
     share: float
 
 
 STAGES: dict[str, Stage] = {
-    "warming": Stage("first steps", Examined.warming, 0.15),
-    "feeding": Stage("steps with data", Examined.feeding, 0.15),
-    "race": Stage("against strict fp32", Examined.race, 0.3),
-    "kernels": Stage("kernels", Examined.kernels, 0.1),
-    "work": Stage("formats by layer", Examined.work, 0.05),
-    "padding": Stage("channels", Examined.padding, 0.25),
+    "warming": Stage(Examined.warming, 0.15),
+    "feeding": Stage(Examined.feeding, 0.15),
+    "race": Stage(Examined.race, 0.3),
+    "kernels": Stage(Examined.kernels, 0.1),
+    "work": Stage(Examined.work, 0.05),
+    "padding": Stage(Examined.padding, 0.25),
 }
+
+
+def _idle(report: StepReport) -> str:
+    """Why a step did not train; empty where it did."""
+    if report.applied:
+        return ""
+    what = (
+        "the loss is not finite" if report.reason == LOSS_NOT_FINITE else f"updates are not applied ({report.reason})"
+    )
+    return f"{what}: times of steps that are skipped say nothing"
 
 
 def fp32_means(device: torch.device) -> str:

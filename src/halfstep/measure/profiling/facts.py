@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from halfstep.clock import FEWEST_FOR_INTERVAL
 
 NARROW, WIDE, COPIES, UPDATE, OTHER, HOST, DATA = "narrow", "fp32", "copies", "update", "other", "host", "data"
 PARTS = {
@@ -17,6 +20,8 @@ PARTS = {
     UPDATE: "the optimizer's update",
 }
 """What the time of a step goes to. The shares of them add up to 1."""
+_WORKERS_A_CORE = 4
+_CLEARLY_LONGER = 1.25
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Misaligned:
     low: float
     high: float
     """95 % interval of how many times as fast the padded one is."""
+    kind: str = ""
+    """Of layer, as torch calls it."""
 
     @property
     def saved(self) -> float:
@@ -105,24 +112,42 @@ class Feeding:
     threads: int
     """Cores that the step itself keeps busy."""
     warming: Warming | None = None
+    restarting: float = 0.0
+    """Seconds more for each step because workers start anew with every pass over the data; not in `step`."""
 
     @property
     def wait_share(self) -> float:
         return self.wait / self.step if self.step > 0 else 0.0
 
     @property
+    def computing(self) -> float:
+        return self.step - self.wait
+
+    @property
+    def most_workers(self) -> int:
+        """As many as are worth a try: those that wait for a disk or a network need no core meanwhile."""
+        return _WORKERS_A_CORE * self.cores
+
+    @property
     def workers_needed(self) -> int:
-        computing = self.step - self.wait
-        for workers in range(1, self.cores):
-            if self.read <= workers * computing:
-                return workers
-        return self.cores
+        if not (self.at_best > 0 and math.isfinite(self.read / self.at_best)):
+            return 0
+        return min(self.most_workers, max(1, math.ceil(self.read / self.at_best)))
 
     @property
     def at_best(self) -> float:
-        """Seconds of a step if every core read, and computing and reading shared them without loss."""
-        computing = self.step - self.wait
-        return max(computing, self.read / self.cores, (self.read_cpu + computing * self.threads) / self.cores)
+        """Seconds of a step if workers wait side by side, and share the cores with the step where they compute."""
+        busy = (self.read_cpu + self.computing * self.threads) / self.cores
+        return max(self.computing, self.read / self.most_workers, busy)
+
+    @property
+    def outlasts_computing(self) -> bool:
+        """Even at best it is the data that a step waits for."""
+        return self.at_best > _CLEARLY_LONGER * self.computing
+
+    def fed(self, computing: float) -> float:
+        """Seconds of a step that computes this long: beside its workers, or after reading where it has none."""
+        return max(computing, self.read / self.workers) if self.workers else computing + self.wait
 
 
 @dataclass(frozen=True)
@@ -155,6 +180,14 @@ class Facts:
     own_code: bool = True
     subject: tuple[str, ...] = ()
     """What the command was given; empty for objects in Python."""
+    device: str | None = None
+    """As it was asked for."""
+    seconds: float = 60.0
+    """How long it was to measure, about."""
+    skipped: tuple[str, ...] = ()
+    """Stages that were not measured."""
+    idle: str = ""
+    """Why the steps did not train, so that their times say nothing; empty where they did."""
     fp32_means: str = "ieee"
     """How fp32 is multiplied as the case's own code has set torch's switches."""
     passed_over: bool = False
@@ -171,6 +204,11 @@ class Facts:
     @property
     def narrow(self) -> bool:
         return self.format not in ("fp32", "tf32", "fp64")
+
+    @property
+    def speed(self) -> Race | None:
+        """The race, if it had pairs enough for a claim."""
+        return self.race if self.race is not None and self.race.pairs >= FEWEST_FOR_INTERVAL else None
 
     @property
     def waiting(self) -> float:
@@ -192,18 +230,19 @@ class Facts:
     def ceiling_with_data(self) -> float | None:
         if self.fp32_kernels is None or self.race is None or self.feeding is None:
             return self.ceiling
-        whole = self.race.fp32 + self.feeding.wait
-        return amdahl(self.fp32_kernels.matrix * self.race.fp32 / whole) if whole > 0 else None
+        least = self.feeding.fed(self.race.fp32 * (1 - self.fp32_kernels.matrix))
+        return self.feeding.fed(self.race.fp32) / least if least > 0 else float("inf")
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "shares": self.shares, "ceiling": self.ceiling, "speedup_with_data": self.with_data}
 
     @property
     def with_data(self) -> float | None:
-        """The speed-up that is left when both wait for the same data."""
-        if self.race is None or self.feeding is None:
+        """The speed-up that is left when both wait for the same data; None where it is not known."""
+        if self.speed is None or self.feeding is None:
             return None
-        return (self.race.fp32 + self.feeding.wait) / (self.race.asked + self.feeding.wait)
+        asked = self.feeding.fed(self.speed.asked)
+        return self.feeding.fed(self.speed.fp32) / asked if asked > 0 else None
 
 
 def amdahl(share: float) -> float:
@@ -228,7 +267,8 @@ def read_facts(known: Mapping[str, Any]) -> Facts:
         if given.get(name) is not None:
             given[name] = _read(kind, given[name])
     given["misaligned"] = tuple(_read(Misaligned, one) for one in given.get("misaligned", ()))
-    given["subject"] = tuple(given.get("subject", ()))
+    for name in ("subject", "skipped"):
+        given[name] = tuple(given.get(name, ()))
     return Facts(**given)
 
 

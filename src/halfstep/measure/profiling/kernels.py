@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections import Counter, defaultdict
@@ -14,18 +13,24 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import halfstep.measure.allocator  # noqa: F401 (it tells the profiler not to greet, before its first use)
 from halfstep.measure.profiling.facts import COPIES, HOST, NARROW, OTHER, UPDATE, WIDE, Kernels
 
 TINY = 20_000
 """Nanoseconds. An operation on a CPU that takes less is all dispatch: the arithmetic in it is not what it costs."""
-_MATRIX = re.compile(r"mm_?$|mv$|baddbmm|addmm|bmm|conv(?!ert)|attention|linear(?!_)|lstm|gru|dot$")
+_MATRIX = re.compile(
+    r"(?:_?(?:int_|scaled_|grouped_|foreach_)*(?:b?add)?b?mm(?:_v2|_activation)?|(?:add)?mv|v?dot|matmul)_?"
+    r"|(?:_|mkldnn_|mkl_)?linear(?:_backward\w*|_pointwise)?"
+    r"|\w*conv(?:olution|_transpose|_depthwise|_tbc|[123]d)\w*"
+    r"|\w*attention\w*"
+    r"|lstm|gru|rnn_tanh|rnn_relu|_lstm_mps|(?:mkldnn|miopen|_cudnn)_rnn(?:_layer)?(?:_backward)?"
+)
+"""Names of operations, whole: an interpolation is called linear too, and a conversion begins like a convolution."""
 _CONVOLUTION = re.compile(r"conv(?!ert)")
 _COPY = re.compile(r"^(copy_|_to_copy|to|contiguous|clone|_copy_from\w*|_reshape_copy|mkldnn_reorder\w*)$")
 _OPERATION = re.compile(r"^(?!autograd::|torch::)\w+::(\w+)")
 _FORMATS = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
 _SHOWN = 5
-# The profiler greets on standard error where no GPU is, unless it is told not to before it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 
 class Seen(NamedTuple):
@@ -98,7 +103,7 @@ def summed(events: Iterable[Seen]) -> Kernels:
 def _part(operation: str, dtypes: tuple[str, ...]) -> str:
     if _COPY.match(operation):
         return COPIES
-    if not _MATRIX.search(operation):
+    if not _MATRIX.fullmatch(operation):
         return OTHER
     return NARROW if _format(dtypes) in ("bf16", "fp16") else WIDE
 

@@ -31,7 +31,7 @@ def padded(module: Any) -> nn.Module:
     inward, outward = map(next_multiple, before)
     bias, place = module.bias is not None, {"device": module.weight.device, "dtype": module.weight.dtype}
     if isinstance(module, nn.Linear):
-        return nn.Linear(inward, outward, bias, **place)
+        return _trained_alike(module, nn.Linear(inward, outward, bias, **place))
     names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
     more = {name: getattr(module, name) for name in names}
     if module.transposed:
@@ -39,8 +39,14 @@ def padded(module: Any) -> nn.Module:
     kind = next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn"))
     made: Any = kind(inward, outward, bias=bias, **more, **place)
     layout = layout_of(module.weight)
-    padded_layer: nn.Module = made if layout is torch.contiguous_format else made.to(memory_format=layout)
-    return padded_layer
+    return _trained_alike(module, made if layout is torch.contiguous_format else made.to(memory_format=layout))
+
+
+def _trained_alike(module: nn.Module, made: nn.Module) -> nn.Module:
+    """A weight that is frozen costs no gradient."""
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(getattr(module, name).requires_grad)
+    return made
 
 
 def measured(
@@ -69,7 +75,8 @@ def measured(
     low, high = clock.median_interval([times["now"] / times["padded"] for times in rounds])
     median = {name: statistics.median(times[name] for times in rounds) for name in timers}
     names = tuple(layer.name for layer in layers)
-    return Misaligned(names, _arrow(now), _arrow(then), share, median["now"], median["padded"], low, high)
+    kind = type(first.module).__name__
+    return Misaligned(names, _arrow(now), _arrow(then), share, median["now"], median["padded"], low, high, kind)
 
 
 def _least_disturbed(rounds: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -99,13 +106,14 @@ def _timer(
     given = torch.randn(shape, device=device).to(layer.dtype)
     if layer.layout is not torch.contiguous_format:
         given = given.to(memory_format=layer.layout)
-    given.requires_grad_()
+    given.requires_grad_(layer.needs_gradient)
 
     def step() -> None:
         with precision.scope(device):
             with precision.autocast(device):
                 out = module(given)
-            out.backward(torch.ones_like(out))
+            if out.requires_grad:
+                out.backward(torch.ones_like(out))
 
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return lambda: _own_seconds(step)

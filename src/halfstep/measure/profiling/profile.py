@@ -13,7 +13,8 @@ from torch import nn
 from halfstep.errors import WrongUse
 from halfstep.measure.case import Case, LossFunction, Subject, case_of
 from halfstep.measure.process import ArmFailed, ArmProcess
-from halfstep.measure.profiling.causes import Cause, found
+from halfstep.measure.profiling.cause import Cause
+from halfstep.measure.profiling.causes import found
 from halfstep.measure.profiling.endings import verdict
 from halfstep.measure.profiling.examined import STAGES, Examined
 from halfstep.measure.profiling.facts import Facts, read_facts
@@ -75,10 +76,11 @@ def profile(
     else:
         words, own_code = (), True
     known: dict[str, Any] = {"subject": words, "own_code": own_code, "asked": precision or AUTO, **_NOTHING_YET}
+    known |= {"device": None if device is None else str(device), "seconds": seconds}
     with _asking(subject, loss_fn, batch, precision, device) as ask:
         skipped: dict[str, str] = {}
         interrupted = _ask_all(ask, known, skipped, seconds, progress)
-    facts = read_facts(known)
+    facts = read_facts({**known, "skipped": tuple(skipped)})
     cause = verdict(facts)
     others = tuple(one for one in found(facts) if one != cause)
     return Profile(facts, cause, others, known["conditions"], interrupted, skipped)
@@ -92,21 +94,40 @@ def _ask_all(
 ) -> bool:
     """Stage by stage; whether it was interrupted. What one of them cannot measure the others may."""
     done = 0.0
+    left = dict(STAGES)
     try:
-        known.update(ask("", 0.0))
-        for name, stage in ({} if known["passed_over"] else STAGES).items():
+        known.update(_opened(ask))
+        left = {} if known["passed_over"] else left
+        while left and not known["idle"]:
+            name = next(iter(left))
             try:
-                known.update(ask(name, seconds * stage.share))
+                known.update(ask(name, seconds * left[name].share))
             except ArmFailed as error:
-                if name == "warming":  # it does not even run
-                    raise WrongUse(str(error), allowed="a step that runs", do="run it by itself first") from None
+                if name == "warming":
+                    raise _does_not_run(error) from None
                 skipped[name] = str(error)
-            done += stage.share
+            done += left.pop(name).share
             if progress is not None:
                 progress(round(done * _WHOLE), _WHOLE)
+            if known.pop("interrupted", False):
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
+        skipped.update(dict.fromkeys(left, "interrupted"))
         return True
     return False
+
+
+def _opened(ask: Ask) -> dict[str, Any]:
+    try:
+        return ask("", 0.0)
+    except ArmFailed as error:
+        raise _does_not_run(error) from None
+
+
+def _does_not_run(error: ArmFailed) -> WrongUse:
+    return WrongUse(
+        str(error), allowed="a model, a loss and a batch with which a step runs", do="run one by itself first"
+    )
 
 
 class _Elsewhere(ArmProcess):

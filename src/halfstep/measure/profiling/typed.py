@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from halfstep.measure.profiling.facts import Facts
 
-_IN_PYTHON = "profile(model, loss_fn, batch)"
+_LONGER = 4
+_PRECISION_FLAGS = ("--bf16", "--fp16", "--fp32", "--tf32")
 
 
 def again(facts: Facts) -> str:
     """Profile it anew, after the change."""
-    return _command("halfstep", "profile", *facts.subject, *_precision(facts)) if facts.subject else _IN_PYTHON
+    return _profile(facts, facts.asked)
+
+
+def longer(facts: Facts) -> str:
+    """Profile it anew, with more time."""
+    seconds = f"{_LONGER * facts.seconds:g}"
+    if not facts.subject:
+        return f"profile(model, loss_fn, batch, seconds={seconds})"
+    return _profile(facts, facts.asked, "--seconds", seconds)
 
 
 def changed(facts: Facts, setting: str) -> str:
     """Train the recipe with another setting; a person's own code is changed by hand, and profiled again."""
     if facts.own_code or not facts.subject:
         return again(facts)
-    return _command("halfstep", "train", *facts.subject, setting)
+    return _command("halfstep", "train", *_with(facts.subject, setting))
 
 
 def in_precision(facts: Facts, precision: str) -> str:
-    if not facts.subject:
-        return f'profile(model, loss_fn, batch, precision="{precision}")'
-    if facts.own_code:
-        return _command("halfstep", "profile", *facts.subject, "--precision", precision)
-    return _command("halfstep", "train", *facts.subject, f"precision={precision}")
+    if facts.own_code or not facts.subject:
+        return _profile(facts, precision)
+    return _command("halfstep", "train", *_with(facts.subject, f"precision={precision}"))
 
 
 def planned(facts: Facts) -> str:
-    return _command("halfstep", "plan", *facts.subject, "--grow-batch") if facts.subject else "halfstep plan --help"
+    return _command("halfstep", "plan", *facts.subject, *_device(facts)) if facts.subject else "halfstep plan --help"
+
+
+def grown(facts: Facts) -> str:
+    """A plan that may try larger batches."""
+    return f"{planned(facts)} --grow-batch" if facts.subject else planned(facts)
 
 
 def benched(facts: Facts) -> str:
@@ -40,9 +53,8 @@ def benched(facts: Facts) -> str:
 
 
 def trained(facts: Facts) -> str:
-    if facts.own_code or not facts.subject:
-        return planned(facts)
-    return _command("halfstep", "train", *facts.subject)
+    """The recipe in the precision that was measured."""
+    return planned(facts) if facts.own_code else changed(facts, f"precision={facts.asked}")
 
 
 def reading(facts: Facts) -> str:
@@ -53,8 +65,27 @@ def reading(facts: Facts) -> str:
     return _command("python", "-m", "cProfile", "-s", "cumulative", "-m", module, *facts.subject)
 
 
-def _precision(facts: Facts) -> tuple[str, ...]:
-    return ("--precision", facts.asked)
+def _profile(facts: Facts, precision: str, *more: str) -> str:
+    if not facts.subject:
+        return f'profile(model, loss_fn, batch, precision="{precision}")'
+    return _command("halfstep", "profile", *facts.subject, "--precision", precision, *_device(facts), *more)
+
+
+def _device(facts: Facts) -> tuple[str, ...]:
+    return ("--device", facts.device) if facts.device else ()
+
+
+def _with(words: Sequence[str], setting: str) -> list[str]:
+    """The words with a setting; one of the same name is replaced, however it was written."""
+    key = setting.partition("=")[0]
+    kept = [words[0]]
+    rest = iter(words[1:])
+    for word in rest:
+        if word == f"--{key}":
+            next(rest, None)  # its value stands apart
+        elif not (word.lstrip("-").startswith(f"{key}=") or (key == "precision" and word in _PRECISION_FLAGS)):
+            kept.append(word)
+    return [*kept, setting]
 
 
 def _command(*words: str) -> str:
