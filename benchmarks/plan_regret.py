@@ -3,10 +3,10 @@
     python benchmarks/plan_regret.py [resnet50] [unet] [resnet18_stock_stem_32] [--seconds 240] [--pairs 30] [--json]
 
 Run it from the root of the repository, on an idle machine. For each subject: `halfstep plan` within its time; then a
-sweep of every cell at the same global batch (strict fp32 and each precision that is native here, both layouts, eager
-and compiled, one micro-batch or two), each in a process of its own; then the sweep's winner and the plan's choice in
-turns, beside strict fp32. `speedup` is the choice over strict fp32, `of_best` the winner's time over the choice's, each
-the median over pairs; `aa` is the choice against a second process of itself.
+sweep of every cell at the same global batch (strict fp32 and each precision that is native here, both layouts, eager in
+one micro-batch or two, compiled in one), each in a process of its own; then the sweep's winner and the plan's choice
+in turns, beside strict fp32. `speedup` is the choice over strict fp32, `of_best` the winner's time over the choice's,
+each the median over pairs; `aa` is the choice against a second process of itself.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def cells(found: Plan) -> Iterator[Setting]:
     """Every cell at the plan's global batch."""
     native = [name for name, can in abilities(describe(found.device.place)).items() if can.native]
     batch = found.now.batch or 1
-    layouts = [(batch, 1), (batch // 2, 2)]
-    for precision, last, compiled, (size, pieces) in itertools.product(native, (False, True), (False, True), layouts):
+    ways = [(False, batch, 1), (False, batch // 2, 2), (True, batch, 1)]
+    for precision, last, (compiled, size, pieces) in itertools.product(native, (False, True), ways):
         yield Setting(precision, last, compiled, size, pieces)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -13,11 +14,9 @@ from halfstep.measure.allocator import peak_bytes
 from halfstep.measure.batches import resized, size_of
 from halfstep.measure.case import Case, Subject, case_of
 from halfstep.measure.memory.building import built, fake_mode
-from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.memory.kernels import hidden_bytes
 from halfstep.measure.memory.placing import placed
 from halfstep.measure.memory.timeline import BACKWARD, Timeline
-from halfstep.measure.setting import Setting
 from halfstep.observe.recorder import Operation, Recorder
 from tests.support.cases import loss_fn
 
@@ -130,17 +129,15 @@ def test_a_timeline_knows_when_memory_comes_and_goes_and_keeps_none_alive() -> N
     assert third.died == timeline.now
 
 
-def test_layers_that_are_copied_while_built_share_memory_with_their_views() -> None:
-    """nn.TransformerEncoder copies its layer; the copies' weights are no activations."""
-
-    def make() -> Case:
-        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
-        return case_of(nn.TransformerEncoder(layer, 3), lambda m, b: m(b).sum(), torch.randn(2, 5, 32))
-
-    real = make()
-    on_fakes, converted = (ledger_of(opened, Setting("fp32")) for opened in (make, lambda: real))
-    assert on_fakes.at_peak == converted.at_peak
-    assert on_fakes.by_module == converted.by_module
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_a_layer_that_was_copied_while_built_shares_memory_with_its_views() -> None:
+    """nn.TransformerEncoder copies its layer so; views of the weights would count as activations."""
+    with fake_mode():
+        layer = copy.deepcopy(nn.Linear(4, 4))
+        placed(layer, torch.device("cpu"), channels_last=False)
+        assert layer.weight.t().untyped_storage()._cdata == layer.weight.untyped_storage()._cdata
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.requires_grad
 
 
 CASES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from halfstep.measure.case import Case
 
+_COPIED = "Accessing the data pointer of FakeTensor"
+"""What torch says when a module on fakes is deep-copied, as nn.TransformerEncoder does with its layer."""
+
 
 def fake_mode() -> FakeTensorMode:
     """Real tensors that a person's loss brings along become fake when they are used."""
@@ -22,7 +26,8 @@ def fake_mode() -> FakeTensorMode:
 def built(make: Callable[[], Case], mode: FakeTensorMode) -> Case:
     """The case on fakes. A model that can be built on them costs nothing, however large; others are built for real."""
     try:
-        with mode:
+        with mode, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _COPIED)
             case = make()
     except Exception:  # it needs a value while it is built, or its own error, which comes again now
         case = make()

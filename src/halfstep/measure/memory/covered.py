@@ -38,6 +38,8 @@ _COPIES = (
 _HELD = frozenset(
     " ".join((_PRODUCTS, _ATTENTION, _NORMALISATIONS, _POOLING, _LOSSES, _ONE_BY_ONE, _SUMS, _COPIES)).split()
 )
+_IMAGES = 4
+"""Dimensions of images and of their kernels."""
 _UPDATES = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 _NOTHING = ("prim", "profiler")
 """Operations that compute nothing."""
@@ -49,6 +51,8 @@ def is_covered(operation: Operation) -> bool:
     if function.namespace in _NOTHING or function.is_view or torch.Tag.pointwise in function.tags:
         return True
     name = name_of(operation)
+    if name.startswith("convolution") and operation.arguments[1].dim() != _IMAGES:
+        return False  # networks of volumes and of signals were 5 % and 3 % off
     return function.namespace == "aten" and (name.removesuffix("_") in _HELD or name.startswith(_UPDATES))
 
 
