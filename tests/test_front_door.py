@@ -56,7 +56,7 @@ class Gone:
 sys.meta_path.insert(0, Gone())
 import halfstep
 LATER = ("halfstep.cli._", "halfstep.train", "halfstep.tasks", "halfstep.draw", "halfstep.doctor", "halfstep.__main__",
-         "halfstep.measure.recipe_case")
+         "halfstep.measure.recipe_case", "halfstep.measure.plan.run_length")
 found = [m.name for m in pkgutil.walk_packages(halfstep.__path__, "halfstep.", onerror=lambda name: None)]
 names = [name for name in found if not name.startswith(LATER)]
 for name in names:
