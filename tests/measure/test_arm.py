@@ -69,6 +69,13 @@ def test_an_arm_that_dies_or_hangs_is_told_apart() -> None:
             away.seconds()
 
 
+def test_no_time_left_is_too_slow_and_not_a_wait_without_end() -> None:
+    with ArmProcess(LINEAR, Setting()) as away:
+        away.open()
+        with pytest.raises(ArmTooSlow):
+            away.seconds(1, limit=-0.5)
+
+
 class Clockwork:
     """An arm that takes exactly as long as it is told, without taking it."""
 

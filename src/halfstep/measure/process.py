@@ -120,12 +120,10 @@ class ArmProcess:
         assert self._child.stdin is not None
         try:
             print(json.dumps(question), file=self._child.stdin, flush=True)
-            line = self._answers.get(timeout=limit)
-        except queue.Empty:
-            self.close()
-            raise ArmTooSlow(f"no answer within {limit:.3g} s") from None
         except (OSError, ValueError):  # its end of the pipe is closed, or ours
             line = None
+        else:
+            line = self._answer(limit)
         if line is None:
             self._child.wait()
             self._readers[1].join(_PATIENCE)
@@ -136,6 +134,14 @@ class ArmProcess:
         if "failed" in answer:
             raise ArmFailed(answer["failed"])
         return answer
+
+    def _answer(self, limit: float | None) -> str | None:
+        """The next line, within `limit` seconds; of no time at all there is none to be had."""
+        try:
+            return self._answers.get(timeout=None if limit is None else max(0.0, limit))
+        except queue.Empty:
+            self.close()
+            raise ArmTooSlow(f"no answer within {limit:.3g} s") from None
 
     def _hear(self, stream: IO[str]) -> None:
         for line in stream:
