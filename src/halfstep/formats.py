@@ -63,6 +63,12 @@ def format_of(dtype: torch.dtype) -> Format | None:
     return _BY_DTYPE.get(dtype)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of the format a dtype stores, or torch's own word for it."""
+    found = format_of(dtype)
+    return found.name if found else str(dtype).removeprefix("torch.")
+
+
 def is_narrow(dtype: torch.dtype) -> bool:
     """Floating point in fewer than 32 bits."""
     return dtype.is_floating_point and dtype.itemsize < 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from halfstep.formats import FP32, format_of
+from halfstep.formats import FP32, format_of, name_of
 from halfstep.observe.recorder import Operation
 from halfstep.precision.flags import computes_tf32
 
@@ -42,7 +42,6 @@ def computed_in(operation: Operation) -> str:
     """The name of the format that an operation with `flops` multiplied in."""
     # The second argument is an operand in every one of them; the first may be a bias.
     operand: Tensor = operation.arguments[1]
-    found = format_of(operand.dtype)
-    if found is FP32 and computes_tf32(operand.device):
+    if format_of(operand.dtype) is FP32 and computes_tf32(operand.device):
         return "tf32"
-    return found.name if found else str(operand.dtype).removeprefix("torch.")
+    return name_of(operand.dtype)

@@ -48,6 +48,8 @@ class Operation(NamedTuple):
     backward: bool
     widened: bool
     """Part of an attention with narrow inputs, which torch itself computes in fp32 where it has no kernel for it."""
+    node: int | None = None
+    """The number of the autograd node that a forward operation made, or that a backward operation is a part of."""
 
 
 Listener = Callable[[Operation], None]
@@ -98,23 +100,25 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        (module, widened), backward = self._place()
+        (module, widened), backward, node = self._place()
         result = self._run(func, args, kwargs)
-        self._listener(Operation(func, args, kwargs, result, module, backward, widened))
+        self._listener(Operation(func, args, kwargs, result, module, backward, widened, node))
         return result
 
-    def _place(self) -> tuple[tuple[str, bool], bool]:
+    def _place(self) -> tuple[tuple[str, bool], bool, int | None]:
         """Autograd numbers its nodes; the node that is running tells which forward operation it belongs to."""
-        node = torch._C._current_autograd_node()
-        if node is not None and not self._running:
-            return self._makers.get(node._sequence_nr(), (OUTSIDE, False)), True
+        running = torch._C._current_autograd_node()
+        if running is not None and not self._running:
+            made_by = running._sequence_nr()
+            return self._makers.get(made_by, (OUTSIDE, False)), True, made_by
         place = self._running[-1] if self._running else OUTSIDE, self._attention.inside
         number = torch._C._autograd._get_sequence_nr()
         # An operation that autograd makes no node for, such as counting batches, is not the maker of the last one.
-        if number != self._numbered:
-            self._makers[number - 1] = place
-            self._numbered = number
-        return place, False
+        if number == self._numbered:
+            return place, False, None
+        self._makers[number - 1] = place
+        self._numbered = number
+        return place, False, number - 1
 
     def _begins(self, path: str) -> Callable[[nn.Module, Any], None]:
         def begins(_module: nn.Module, _inputs: Any) -> None:

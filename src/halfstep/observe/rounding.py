@@ -103,7 +103,7 @@ class RoundedOutputs(Rounding):
         if becomes is None or not any(dtype and is_narrow(dtype) for dtype in becomes):
             return as_it_is(function, arguments, keywords)
         try:
-            wide = _run_wide(function, arguments, keywords)
+            wide = run_wide(function, arguments, keywords)
         except (RuntimeError, NotImplementedError):
             self.not_emulated.add(str(function._overloadpacket))
             return as_it_is(function, arguments, keywords)
@@ -119,7 +119,7 @@ class RoundedOutputs(Rounding):
         return result
 
     def _run_in_place(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        wide = _run_wide(function, arguments, keywords)
+        wide = run_wide(function, arguments, keywords)
         self._rounded.append(Rounded(wide, arguments[0].copy_(wide), self.format))
         return arguments[0]
 
@@ -160,7 +160,7 @@ class RoundedOperands(Rounding):
         given = list(arguments)
         for place, operand in zip(places, operands, strict=True):
             given[place] = self._operand(operand)
-        wide = _run_wide(function, tuple(given), keywords)
+        wide = run_wide(function, tuple(given), keywords)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(operands[0].dtype), wide)
 
     @torch.no_grad()
@@ -207,7 +207,8 @@ def _written(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping
 
 
 @torch.no_grad()
-def _run_wide(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+def run_wide(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """The same operation with narrow numbers widened to fp32."""
     arguments, keywords = pytree.tree_map(_wide, (arguments, dict(keywords)))
     device = next(leaf.device for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor))
     with torch.autocast(device.type, enabled=False):

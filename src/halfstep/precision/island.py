@@ -13,6 +13,7 @@ import inspect
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -45,6 +46,32 @@ def island(target: Any, *paths: str) -> Any:
         _raise_island(module)
         module._halfstep_inside = bool(paths)  # type: ignore[assignment]
     return target
+
+
+def lift_island(model: nn.Module, path: str) -> None:
+    """The module at `path` computes as the rest of the model again; its weights stay in fp32."""
+    module = model.get_submodule(path)
+    if isinstance(module, Island):
+        module.__class__ = module._halfstep_shore  # type: ignore[assignment]
+        del module._halfstep_inside
+
+
+@contextmanager
+def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
+    """Islands for as long as it lasts; those that were there before stay."""
+    new = {path: module for path in paths if not is_island(module := model.get_submodule(path))}
+    stored = [(tensor, tensor.data) for module in new.values() for tensor in (*module.parameters(), *module.buffers())]
+    try:
+        for path, module in new.items():
+            _raise_island(module)
+            module._halfstep_inside = bool(path)  # type: ignore[assignment]
+        yield
+    finally:
+        for path in new:
+            lift_island(model, path)
+        for tensor, data in stored:
+            if is_narrow(data.dtype):
+                tensor.data = data
 
 
 def is_island(module: nn.Module) -> bool:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfstep.step.lane import Lane
 from halfstep.step.synchronise import LossFunction
+
+
+class Factor(NamedTuple):
+    """What one optimizer's loss is multiplied and divided by before backward."""
+
+    scale: float
+    base: float | None
+    """What sums are divided by; None for means, and before the first sum."""
 
 
 class Attempt(NamedTuple):
@@ -20,6 +29,46 @@ class Attempt(NamedTuple):
     only: str | None
     generators: list[Tensor]
     """torch's generator states before the first micro-batch: the CPU's, then the device's."""
+    factors: Mapping[str, Factor]
+    """By optimizer; only of those that the step was for."""
+    versions: tuple[int, ...]
+    """How often each tensor of the batch had been written to before the step."""
+
+    @classmethod
+    def of(
+        cls,
+        lanes: Sequence[Lane],
+        loss_fn: LossFunction | None,
+        microbatches: Sequence[Any],
+        only: str | None,
+        device: torch.device,
+    ) -> Attempt:
+        """A step that begins now."""
+        factors = {lane.name: Factor(lane.scale.value, lane.base_count) for lane in lanes}
+        return cls(loss_fn, microbatches, only, generator_states(device), factors, versions_of(microbatches))
+
+    @property
+    def batch_changed(self) -> bool:
+        """Whether something has written into the batch since: a step from it would not be the same."""
+        return self.versions != versions_of(self.microbatches)
+
+
+def versions_of(tree: Any) -> tuple[int, ...]:
+    """Version counters of the tensors in plain containers, in order; those made under inference_mode have none."""
+    found: list[int] = []
+    _note_versions(tree, found)
+    return tuple(found)
+
+
+def _note_versions(tree: Any, found: list[int]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(-1 if tree.is_inference() else tree._version)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _note_versions(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _note_versions(item, found)
 
 
 def generator_states(device: torch.device) -> list[Tensor]:

@@ -43,7 +43,7 @@ def make_lanes(
         Lane(
             name,
             optimizer,
-            scale=_scale(_of(loss_scale, name, names), precision),
+            scale=scale_for(precision, _of(loss_scale, name, names)),
             schedule=checked_schedule(_of(schedule, name, names), optimizer),
             clip_norm=_limit("clip_norm", _of(clip_norm, name, names)),
             clip_value=_limit("clip_value", _of(clip_value, name, names)),
@@ -118,7 +118,7 @@ def _limit(name: str, given: Any) -> float | None:
     return float(given)
 
 
-def _scale(given: LossScale | None, precision: Precision) -> LossScale:
+def scale_for(precision: Precision, given: LossScale | None = None) -> LossScale:
     """fp16 has a loss scale and nothing else has one: without it gradients vanish, with it they gain nothing."""
     if given is None:
         return DynamicScale() if precision.scaled else NoScale()

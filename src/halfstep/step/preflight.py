@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep import world
-from halfstep.errors import WrongUse
+from halfstep.errors import TornUpdate, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow
 from halfstep.step.roster import owned_by
@@ -46,6 +46,21 @@ def check_surroundings(device: torch.device) -> None:
             "a step under torch.no_grad() or inference_mode()",
             allowed="a step where gradients are recorded",
             do="take the training loop out of it",
+        )
+
+
+def check_window(*, torn: bool, in_one: bool, empty: bool) -> None:
+    """Refuse to begin a window, or to change what it would run in, where that cannot be."""
+    if torn:
+        raise TornUpdate(
+            "an optimizer, schedule or average raised during the last update: the weights are neither old nor new",
+            do="load the last checkpoint into a new Stepper",
+        )
+    if in_one or empty:
+        raise WrongUse(
+            "step() in the middle of an open window" if in_one else "a Window without micro-batches",
+            allowed="one window at a time, of one micro-batch or more",
+            do="stepper.apply() or stepper.discard() first" if in_one else "skip empty windows",
         )
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep.errors import TornUpdate, WrongUse, same_keys, same_presence
+from halfstep.errors import same_keys, same_presence
 from halfstep.finding import Finding
 from halfstep.observe.watch import Observation, Watch
 from halfstep.precision.island import islands, settle
-from halfstep.precision.ladder import choose_precision
+from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.precision.precision import Precision
 from halfstep.step import preflight
 from halfstep.step.agreement import agree, token_of
-from halfstep.step.attempt import Attempt, generator_states
+from halfstep.step.attempt import Attempt
 from halfstep.step.buffers import Buffers
 from halfstep.step.lane import Lane
-from halfstep.step.lanes import ByName, differentiate, lane_named, make_lanes, report_of
+from halfstep.step.lanes import ByName, differentiate, lane_named, make_lanes, report_of, scale_for
 from halfstep.step.loss_scale import LossScale
 from halfstep.step.or_nothing import OrNothing
 from halfstep.step.report import GUARD, Guard, StepReport
@@ -72,22 +72,17 @@ class Stepper:
         self.model, self.guards, self.counts = model, list(guards), Counts()
         self.ema = checked_average(ema, model)
         self.device = next(model.parameters()).device
-        self.choice = choose_precision(precision, device=self.device, strict=strict)
-        self.precision = self.choice.precision
-        self.findings = list(self.choice.findings)
-        self._tell(stale)
-        self.precision.prepare(model, self.device)
-        settle(model)
+        self._observe = observe
         self.observed: Observation | None = None
+        self.findings: list[Finding] = []
+        self._compute_in(choose_precision(precision, device=self.device, strict=strict), optimizers)
+        self._tell(stale)
+        settle(model)
         self.attempt: Attempt | None = None
         self._lanes = make_lanes(optimizers, self.precision, loss_scale, schedule, clip_norm, clip_value)
         self._synchroniser = synchroniser(model, losses=len(self._lanes), ddp=ddp or {})
         self._buffers = Buffers(model)
         self._roster = Roster(model, optimizers.values())
-        self._autocast = self.precision.autocast(self.device)
-        self._scope = self.precision.scope(self.device)
-        if observe:
-            self._scope = Watch(self._scope, model, self.precision, done=self._watched)
         self._open: list[Lane] = []
         self._or_nothing, self._turns = OrNothing(self._abandon), Turns()
         self._begun = 0
@@ -95,8 +90,24 @@ class Stepper:
         """Raised by a process that wants all of them to stop: they learn of it with the next step."""
         self.hands = 0
         """Processes whose hand was up at the last step; the same number on all of them."""
-        self._unseen, self._idle = set(optimizers), set(islands(model))
         self._torn = False
+
+    def _compute_in(self, choice: Choice, optimizers: Iterable[str]) -> None:
+        """What really runs is watched anew until each of the optimizers was seen."""
+        self.choice, self.precision = choice, choice.precision
+        self.findings += choice.findings
+        self.precision.prepare(self.model, self.device)
+        self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)
+        self._unseen, self._idle = set(optimizers), set(islands(self.model))
+        if self._observe:
+            self._scope = Watch(self._scope, self.model, self.precision, done=self._watched)
+
+    def change_precision(self, name: str) -> None:
+        """Go on in another precision, between two steps; a loss scale begins anew."""
+        preflight.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
+        self._compute_in(choose_precision(name, device=self.device), self.optimizers)
+        for lane in self._lanes:
+            lane.scale = scale_for(self.precision)
 
     # -- the function form --------------------------------------------------------------------------------------
 
@@ -154,7 +165,7 @@ class Stepper:
         lanes = self._chosen(only)
         # Inside an outer autocast, even one that is off, casts of the weights would outlive the update.
         torch.clear_autocast_cache()
-        self.attempt = Attempt(loss_fn, microbatches, only, generator_states(self.device))
+        self.attempt = Attempt.of(lanes, loss_fn, microbatches, only, self.device)
         self._buffers.remember()
         for parameter in self._roster.strays:
             parameter.grad = None
@@ -238,17 +249,9 @@ class Stepper:
 
     def _check_ready(self, microbatches: Sequence[Any] | None) -> None:
         preflight.check_surroundings(self.device)
-        if self._torn:
-            raise TornUpdate(
-                "an optimizer, schedule or average raised during the last update: the weights are neither old nor new",
-                do="load the last checkpoint into a new Stepper",
-            )
-        if self._open or (microbatches is not None and not microbatches):
-            raise WrongUse(
-                "step() in the middle of an open window" if self._open else "a Window without micro-batches",
-                allowed="one window at a time, of one micro-batch or more",
-                do="stepper.apply() or stepper.discard() first" if self._open else "skip empty windows",
-            )
+        preflight.check_window(
+            torn=self._torn, in_one=bool(self._open), empty=microbatches is not None and not microbatches
+        )
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         self.findings += findings

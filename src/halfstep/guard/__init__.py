@@ -1,0 +1,1 @@
+"""When a step goes wrong: what made it, what cures it, and whether to go on."""

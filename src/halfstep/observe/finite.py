@@ -1,0 +1,38 @@
+"""Whether numbers are finite, and what they are where they are not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Kinds = frozenset[str]
+NAN, INF, MINUS_INF = "nan", "inf", "-inf"
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Reads the device: for looking closely, not for every step."""
+    return bool(torch.isfinite(_real(tensor)).all())
+
+
+def kinds_of(tensor: Tensor) -> Kinds:
+    """Which of nan, inf and -inf are in it."""
+    real = _real(tensor)
+    found = {NAN: real.isnan(), INF: real == torch.inf, MINUS_INF: real == -torch.inf}
+    return frozenset(kind for kind, where in found.items() if bool(where.any()))
+
+
+def largest_finite(tensor: Tensor) -> float:
+    """The largest absolute value that is finite; 0 where there is none."""
+    real = _real(tensor)
+    if not real.numel():
+        return 0.0
+    return float(torch.where(real.isfinite(), real.abs(), 0).max().item())
+
+
+def _real(tensor: Tensor) -> Tensor:
+    found = tensor.detach()
+    found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+    # There are few kernels for one byte, and all of fp8 fits into two.
+    return (
+        found.to(torch.float16 if found.dtype is torch.float8_e5m2 else torch.float32) if found.itemsize == 1 else found
+    )

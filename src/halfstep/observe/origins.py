@@ -1,0 +1,202 @@
+"""Where numbers that are not finite come from: the first operation that made them out of finite ones.
+
+Not every inf is trouble: masks are filled with -inf on purpose and softmax absorbs them, `empty` gives whatever was in
+memory, and the branch of a `where` that is not taken may be anything. So what is not finite is followed from operation
+to operation, and only what the loss or a gradient was reached by is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from halfstep.formats import name_of
+from halfstep.observe.code_line import running_line
+from halfstep.observe.finite import MINUS_INF, NAN, Kinds, all_finite, kinds_of, largest_finite
+from halfstep.observe.recorder import Operation
+from halfstep.observe.rounding import run_wide
+
+_aten = torch.ops.aten
+_UNSET = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+"""Their numbers are whatever was in memory, and nothing is meant by them."""
+BATCH = "the batch"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One of the tensors that an operation computed from."""
+
+    format: str
+    shape: tuple[int, ...]
+    largest: float
+    """The largest absolute value that is finite."""
+    has_zero: bool
+    kinds: Kinds
+
+
+@dataclass(frozen=True)
+class Made:
+    """An operation whose result is not finite, or a tensor that came from outside as such."""
+
+    order: int
+    name: str
+    """Such as aten.mul."""
+    module: str
+    backward: bool
+    line: str | None
+    """The line of the person's code; of a backward operation, the line of the forward one that it belongs to."""
+    kinds: Kinds
+    format: str
+    """Of the result."""
+    parents: tuple[Made, ...] = ()
+    on_purpose: bool = False
+    """Infinities that were asked for, as in a mask."""
+    outside: str | None = None
+    """What came from outside and was not finite before anything was computed: a weight, a buffer, the batch."""
+    given: tuple[Given, ...] = ()
+    in_fp32: float | None = None
+    """The largest absolute value of the result where the same is computed in fp32; None where that fails too."""
+
+    @property
+    def is_origin(self) -> bool:
+        return not self.parents and not self.on_purpose
+
+
+class Origins:
+    """A listener. After a step, `reaching(tensors)` tells what made them not finite."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.order = 0
+        self._bad: dict[int, tuple[StorageWeakRef, Made]] = {}
+        self._computed: dict[int, StorageWeakRef] = {}
+        self._lines: dict[int, str | None] = {}
+        self._outside: dict[int, Made] = {}
+        self._names = {_key(leaf): BATCH for leaf in _tensors(batch)}
+        self._names |= {
+            _key(buffer): f"buffer {name}" for name, buffer in model.named_buffers() if _has_numbers(buffer)
+        }
+        self._names |= {_key(weight): f"weight {name}" for name, weight in model.named_parameters()}
+
+    @torch.no_grad()
+    def __call__(self, operation: Operation) -> None:
+        self.order += 1
+        line = running_line()
+        if not operation.backward and operation.node is not None:
+            self._lines[operation.node] = line
+        if _is_view(operation):
+            return
+        written = _results(operation)
+        spoiled = [] if operation.function._overloadpacket in _UNSET else [t for t in written if not all_finite(t)]
+        if spoiled:
+            made = self._made(operation, spoiled, line)
+            for tensor in spoiled:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._bad[reference.cdata] = reference, made
+        for tensor in written:
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._computed[reference.cdata] = reference
+
+    def reaching(self, tensors: Iterable[Tensor]) -> Made | None:
+        """The first of those that spoiled any of these; None where all of them are finite."""
+        ends = [made for tensor in tensors if (made := self._of(tensor)) is not None]
+        found: dict[int, Made] = {}
+        while ends:
+            made = ends.pop()
+            if id(made) not in found:
+                found[id(made)] = made
+                ends += made.parents
+        return min((made for made in found.values() if made.is_origin), key=lambda made: made.order, default=None)
+
+    def _made(self, operation: Operation, spoiled: list[Tensor], line: str | None) -> Made:
+        kinds = frozenset[str]().union(*map(kinds_of, spoiled))
+        inputs = _tensors((operation.arguments, dict(operation.keywords)))
+        parents = [made for tensor in inputs if (made := self._of(tensor)) is not None]
+        guilty = tuple(made for made in parents if not made.on_purpose)
+        meant = frozenset[str]().union(*(made.kinds for made in parents if made.on_purpose))
+        on_purpose = not guilty and NAN not in kinds and (kinds <= meant or _asks_for_infinity(operation))
+        made = Made(
+            self.order,
+            str(operation.function._overloadpacket),
+            operation.module,
+            operation.backward,
+            line or self._lines.get(-1 if operation.node is None else operation.node),
+            kinds,
+            name_of(spoiled[0].dtype),
+            guilty,
+            on_purpose,
+        )
+        if not made.is_origin:
+            return made
+        return replace(made, given=tuple(map(_given, inputs)), in_fp32=_in_fp32(operation))
+
+    def _of(self, tensor: Tensor) -> Made | None:
+        """What made this tensor not finite; None where it is finite, or holds what was never set."""
+        if all_finite(tensor):
+            return None
+        key = _key(tensor)
+        if key in self._bad:
+            return self._bad[key][1]
+        return None if key in self._computed else self._from_outside(tensor, key)
+
+    def _from_outside(self, tensor: Tensor, key: int) -> Made:
+        if key not in self._outside:
+            kinds, name = kinds_of(tensor), self._names.get(key, "a constant")
+            # A constant of -inf is a mask. In a weight or in the batch it is not taken for one.
+            on_purpose = kinds == {MINUS_INF} and name != BATCH and not name.startswith("weight")
+            self._outside[key] = Made(
+                self.order, "", "", False, None, kinds, name_of(tensor.dtype), on_purpose=on_purpose, outside=name
+            )
+        return self._outside[key]
+
+
+def _given(tensor: Tensor) -> Given:
+    has_zero = bool((tensor == 0).any())
+    return Given(name_of(tensor.dtype), tuple(tensor.shape), largest_finite(tensor), has_zero, kinds_of(tensor))
+
+
+def _in_fp32(operation: Operation) -> float | None:
+    if any(a.alias_info is not None and a.alias_info.is_write for a in operation.function._schema.arguments):
+        return None  # its input is gone already
+    try:
+        wide = _tensors(run_wide(operation.function, operation.arguments, operation.keywords))
+    except (RuntimeError, NotImplementedError):
+        return None
+    return max(map(largest_finite, wide)) if wide and all(map(all_finite, wide)) else None
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and _has_numbers(leaf)]
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _results(operation: Operation) -> list[Tensor]:
+    """What was returned, and what was written into where nothing is, as by operations on lists of tensors."""
+    if operation.result is not None:
+        return _tensors(operation.result)
+    taken = operation.function._schema.arguments
+    given = {**dict(zip((a.name for a in taken), operation.arguments, strict=False)), **operation.keywords}
+    return _tensors([given.get(a.name) for a in taken if a.alias_info is not None and a.alias_info.is_write])
+
+
+def _is_view(operation: Operation) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in operation.function._schema.returns)
+
+
+def _asks_for_infinity(operation: Operation) -> bool:
+    leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
+    return any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)
