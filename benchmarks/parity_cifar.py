@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,14 @@ def last_line(bench: Bench) -> str:
     return " ".join(f"{name}={verdict.replace(' ', '_')}" for name, verdict in verdicts.items())
 
 
+def recorded(bench: Bench) -> dict[str, Any]:
+    """All but the curves of the losses, which are most of it and of which the rows have what is told."""
+    found = bench.as_dict()
+    for run in (run for row in found["rows"] for run in row["runs"]):
+        del run["curve"]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -211,7 +220,7 @@ def main() -> None:
     if given.record and not bench.interrupted:
         from halfstep.draw.bars import draw_bars
 
-        (HERE / "parity_cifar.json").write_text(json.dumps(bench.as_dict(), indent=1) + "\n")
+        (HERE / "parity_cifar.json").write_text(json.dumps(recorded(bench), indent=1) + "\n")
         (HERE / "parity_cifar.md").write_text(text)
         draw_bars(bench.as_dict(), HERE / "parity_cifar.png")
     print(text, end="")

@@ -119,6 +119,17 @@ def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownNam
     )
 
 
+def reason_in(error: BaseException) -> str:
+    """Why it failed, for a list of what did: of our errors only what was given, without what to do about it."""
+    return error.given if isinstance(error, HalfstepError) else str(error)
+
+
+def in_one_line(error: BaseException) -> str:
+    """What somebody else's code raised, with the name of its type, as the last line of a traceback has it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 _EXTRAS = {
     "train": {"matplotlib", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
     "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchmetrics", "torchvision", "webdataset"},

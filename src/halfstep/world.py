@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,11 @@ def size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if _together() else 0
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def agree(numbers: Tensor) -> Tensor:

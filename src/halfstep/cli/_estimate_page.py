@@ -13,7 +13,7 @@ from rich.text import Text
 
 from halfstep.cli._doctor_page import heading
 from halfstep.cli._printable import printable
-from halfstep.measure.memory.verdict import in_words
+from halfstep.measure.sizes import size_in_words
 from halfstep.measure.survival_report import THE_MODEL_ITSELF
 
 _MODULES = 5
@@ -59,9 +59,11 @@ def _parts(columns: Sequence[Column], console: Console) -> Padding:
     table = _table(console, "", [column["setting"]["precision"] for column in columns])
     for part in columns[0]["at_peak"]:
         if any(column["at_peak"][part] for column in columns):
-            table.add_row(part, *(in_words(column["at_peak"][part]) for column in columns))
+            table.add_row(part, *(size_in_words(column["at_peak"][part]) for column in columns))
     table.add_section()
-    table.add_row(Text("peak", style="bold"), *(Text(in_words(column["peak"]), style="bold") for column in columns))
+    table.add_row(
+        Text("peak", style="bold"), *(Text(size_in_words(column["peak"]), style="bold") for column in columns)
+    )
     if len({column["moment"] for column in columns}) > 1:
         table.add_row("when", *(printable(column["moment"]) for column in columns))
     return _indented(table)
@@ -86,7 +88,7 @@ def _largest(columns: Sequence[Column], key: str) -> list[str]:
 
 
 def _size(size: int) -> str:
-    return in_words(size) if size else "-"
+    return size_in_words(size) if size else "-"
 
 
 def _print_savings(console: Console, savings: Sequence[Mapping[str, Any]]) -> None:
@@ -100,7 +102,7 @@ def _print_savings(console: Console, savings: Sequence[Mapping[str, Any]]) -> No
 
 def _print_device(console: Console, page: Mapping[str, Any]) -> None:
     device = page["device"]
-    usable = f"{in_words(device['usable'])} of {in_words(device['memory'])} for tensors"
+    usable = f"{size_in_words(device['usable'])} of {size_in_words(device['memory'])} for tensors"
     heading(console, f"How far on {device['id']}", usable)
     table = _table(console, "precision", ["activations", "peak", "largest batch", "multiple of 8"])
     for row in page["largest"]:
@@ -120,13 +122,13 @@ def _peak(page: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     for column in page["columns"]:
         setting = column["setting"]
         if (setting["precision"], setting["recompute"]) == (row["precision"], row["recompute"]):
-            return in_words(column["peak"])
+            return size_in_words(column["peak"])
     return "-"
 
 
 def _reach(row: Mapping[str, Any]) -> str:
     if not row["batch"]:
-        return f"none: {in_words(row['missing'])} over"
+        return f"none: {size_in_words(row['missing'])} over"
     if row["at_least"]:
         return f"no limit up to {row['batch']}"
     return f"about {row['batch']}" if row["about"] else f"{row['batch']}"
@@ -145,7 +147,7 @@ def _print_notes(console: Console, report: Mapping[str, Any]) -> None:
     columns = [column for page in report["devices"] for column in page["columns"] if not column["setting"]["recompute"]]
     notes = dict.fromkeys(note for column in columns for note in column["notes"] if note not in said)
     assumed = dict.fromkeys(
-        f"assumed: {in_words(page['device']['reserved'])} are taken by the process itself, and "
+        f"assumed: {size_in_words(page['device']['reserved'])} are taken by the process itself, and "
         f"{page['device']['margin']:.0%} of the rest is left for gaps between tensors"
         for page in report["devices"]
     )

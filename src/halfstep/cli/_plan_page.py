@@ -17,6 +17,7 @@ from halfstep.cli._printable import printable
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.conditions import busy, flags_in_words
 from halfstep.measure.plan.cell import INTERRUPTED, NO_TIME
+from halfstep.measure.sizes import size_in_words
 
 
 def show(report: dict[str, Any]) -> None:
@@ -157,7 +158,7 @@ def _row(cell: dict[str, Any], report: dict[str, Any]) -> list[str]:
         _range(speed, is_baseline),
         str(speed["pairs"]),
         _time(speed["seconds"]),
-        _size(cell["peak"]) if cell["peak"] else "-",
+        size_in_words(cell["peak"]) if cell["peak"] else "-",
     ]
 
 
@@ -165,10 +166,6 @@ def _range(speed: dict[str, Any], is_baseline: bool) -> str:
     if is_baseline:
         return "-"
     return f"{speed['low']:.2f} to {speed['high']:.2f}" if speed["pairs"] >= FEWEST_FOR_INTERVAL else "too few"
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB" if size >= 10 * 2**20 else f"{size / 2**10:,.0f} KiB"
 
 
 def _cut(ladder: list[dict[str, Any]]) -> dict[str, str]:

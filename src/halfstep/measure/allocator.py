@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.measure.arm import Arm
-from halfstep.measure.batches import tensors
+from halfstep.measure.batches import bytes_of, tensors
 
 _ALLOCATION = "[memory]"
 # The profiler greets on standard error, unless it is told not to before it is first used; 5 leaves some of its lines.
@@ -29,12 +29,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device, held: Iterable[
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     return before + _highest(recorded)
-
-
-def bytes_of(held: Iterable[Tensor]) -> int:
-    """Of tensors together; memory that several of them share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    return sum(storages.values())
 
 
 def peak_of(arm: Arm) -> int:

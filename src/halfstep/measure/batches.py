@@ -1,7 +1,8 @@
-"""A batch of any shape: how many samples it has, the same with another number of them, and where it lies."""
+"""A batch of any shape: its samples, the same with another number of them, what it takes and where it lies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from halfstep.train.placing import moved
 def tensors(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in order."""
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def bytes_of(held: Iterable[Tensor]) -> int:
+    """Of tensors together; memory that several of them share counts once."""
+    # Told apart by the storages themselves: fake tensors have no address.
+    storages = [tensor.untyped_storage() for tensor in held]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def size_of(batch: Any) -> int:

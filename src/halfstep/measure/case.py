@@ -6,7 +6,6 @@ import importlib
 import re
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.errors import HalfstepError, WrongUse, missing_extra
+from halfstep.measure.code_lines import NO_FILE, lines_outside, place
 from halfstep.measure.setting import Setting
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -160,11 +160,9 @@ def _line_of(error: Exception) -> str:
     """The deepest line that is neither torch's, nor Python's, nor ours: file:line."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
-    others = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if not frame[0].startswith(others)]
-    file, line = (own or frames)[-1]
-    return f"{file}:{line}"
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    own = lines_outside(error, *installed, str(Path(__file__).parent), NO_FILE)
+    return place((own or lines_outside(error))[-1])
 
 
 def _imported(text: str) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, in_one_line
 from halfstep.freed_memory import keep_freed_memory
 
 _MOST_BYTES = 2**16
@@ -76,9 +76,18 @@ def _memory(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": peak_of(arm)}
 
 
+def _update(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
+    from halfstep.measure.stopwatch import Stopwatch
+
+    reports: list[Any] = []
+    seconds = Stopwatch(arm.device).seconds(lambda: reports.append(arm.step()))
+    return {"seconds": seconds, "loss": reports[0].loss, "reason": reports[0].reason}
+
+
 _DO: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "seconds": lambda arm, question: {"seconds": arm.seconds(question["steps"])},
     "losses": lambda arm, question: {"losses": arm.losses(question["steps"])},
+    "update": _update,
     "memory": _memory,
     "trail": lambda arm, question: {"losses": arm.trail[: question["steps"]]},
     "graphs": lambda arm, question: {"graphs": arm.graphs},
@@ -95,8 +104,7 @@ def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) 
         told = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
         answer = {"refused": told}
     except Exception as error:  # the person's code may raise anything
-        text = str(error).strip()
-        answer = {"failed": f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"}
+        answer = {"failed": in_one_line(error)}
     print(json.dumps(answer), file=answers, flush=True)
     return result
 

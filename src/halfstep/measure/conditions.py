@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halfstep import __version__
+from halfstep import __version__, world
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
 
@@ -29,15 +29,10 @@ def conditions(device: torch.device | str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "cores": cores(),
+        "cores": world.cores(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "flags": read_flags(),
     }
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_words(found: dict[str, Any]) -> str:

@@ -90,6 +90,10 @@ class ArmProcess:
         """Move every weight by about this share of itself."""
         self._ask({"do": "nudge", "share": share, "seed": seed})
 
+    def update(self, limit: float | None = None) -> dict[str, Any]:
+        """One more, and its `seconds`, its `loss`, and the `reason` where it was skipped."""
+        return self._ask({"do": "update"}, limit)
+
     def memory(self) -> int:
         """The most bytes of tensors during one more update, as the allocator counted them."""
         return int(self._ask({"do": "memory"})["bytes"])
@@ -99,7 +103,7 @@ class ArmProcess:
         if self._closed:
             return
         self._closed = True
-        _end(self._child)
+        end_process(self._child)
         for reader in self._readers:
             reader.join(_PATIENCE)
         ended = [not reader.is_alive() for reader in self._readers]
@@ -160,7 +164,8 @@ class ArmProcess:
         return said[-1] if said else f"its process ended with code {code}"
 
 
-def _end(child: subprocess.Popen[str]) -> None:
+def end_process(child: subprocess.Popen[Any]) -> None:
+    """One that was started with a session of its own, and all that it started there."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left of its group
             os.killpg(child.pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ from halfstep.tasks._folder import task_class
 from halfstep.tasks._resolving import resolved_recipe
 from halfstep.train.data.loader import TrainLoader
 from halfstep.train.freeze import freeze
-from halfstep.train.loaders import make_loaders
+from halfstep.train.loaders import make_train_loader
 from halfstep.train.optimizers import make_optimizer
 from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.setup import AnyRecipe, without_weights
@@ -55,7 +55,7 @@ def _setting(recipe: AnyRecipe) -> Setting:
 def _loader(task: Task, recipe: AnyRecipe, **changed: Any) -> TrainLoader:
     """As the recipe says, but in the main memory and laid out plainly: a setting lays a batch out as it wants it."""
     plain = recipe.model_copy(update={"train": recipe.train.model_copy(update={"channels_last": False, **changed})})
-    return make_loaders(task, plain, torch.empty(0).device).train
+    return make_train_loader(task, plain, torch.empty(0).device)
 
 
 def _data(task: Task, recipe: AnyRecipe) -> Data:

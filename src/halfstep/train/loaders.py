@@ -34,9 +34,24 @@ class Loaders:
 
 def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None) -> Loaders:
     """The loaders of this process; `workers` is what `auto` came to when the run began."""
-    train, seed = recipe.train, recipe.train.seed or 0
     source = _filled(task, "train")
     _same_everywhere(source, _filled(task, "val"))
+    train, reason = _train_loader(source, task, recipe, device, workers)
+    val = make_val_loader(task, recipe, device, train.workers)
+    data = _fingerprint(source, val.samples.source)
+    return Loaders(train, val, train.workers, data, [reason] if reason else [])
+
+
+def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
+    """For those who read batches without a run around them: what the samples are is not looked into."""
+    return _train_loader(_filled(task, "train"), task, recipe, device, None)[0]
+
+
+def _train_loader(
+    source: Source, task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None
+) -> tuple[TrainLoader, str]:
+    """The loader, and why it has as many workers as it has."""
+    train, seed = recipe.train, recipe.train.seed or 0
     samples = Samples(source, functools.partial(task.transform, "train"), seed)
     order = Order(len(source), seed)
     collate = functools.partial(task.collate, "train")
@@ -53,9 +68,7 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
         rank=world.rank(),
         size=world.size(),
     )
-    val = make_val_loader(task, recipe, device, workers)
-    data = _fingerprint(source, val.samples.source)
-    return Loaders(loader, val, workers, data, [reason] if reason else [])
+    return loader, reason
 
 
 def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:

@@ -70,8 +70,7 @@ def _take_own_device() -> None:
 
 def cores_each() -> int:
     """Cores of this machine for each process that trains on it."""
-    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, present // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, world.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def decided_once(decide: Callable[[], str]) -> str:

@@ -169,7 +169,7 @@ def test_a_setting_that_does_not_fit_says_how_much_it_lacks() -> None:
 
     world = World(FAST)
     plan = planned(world, room=Room(20 * 2**30, greedy))
-    assert cell(plan, "bf16 last").cut == "it would take 30.0 GiB, and 20.0 GiB are free"
+    assert cell(plan, "bf16 last").cut == "it would take 30.00 GiB, and 20.00 GiB are free"
     assert "bf16 last" not in world.opened
     assert key(plan.choice.setting) == "bf16"
 

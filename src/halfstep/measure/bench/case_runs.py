@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, reason_in
 from halfstep.measure.bench.figures import Raced, gain_of_race, smoothed
 from halfstep.measure.bench.results import Metric, RunResult
 from halfstep.measure.case import Subject
@@ -37,23 +37,11 @@ class CaseArm:
     setting: Setting
 
     def __call__(self, seed: int) -> RunResult:
-        with _Run(self.subject, self.setting) as run:
+        with ArmProcess(self.subject, self.setting) as run:
             opened = run.open(LIMIT)
             run.nudge(NUDGE, seed)
-            updates = [run.update() for _ in range(STEPS)]
+            updates = [run.update(LIMIT) for _ in range(STEPS)]
         return result_of(updates, seed, opened["samples"], opened["conditions"])
-
-
-class _Run(ArmProcess):
-    """An arm of which every update is told."""
-
-    module = f"{__package__}.case_child"
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def update(self) -> dict[str, Any]:
-        return self._ask({"do": "update"}, LIMIT)
 
 
 def result_of(
@@ -92,7 +80,7 @@ def race_of(arms: Mapping[str, CaseArm], names: Sequence[str]) -> Raced:
             except (HalfstepError, ArmFailed, ArmTooSlow) as error:
                 if name == names[0]:
                     raise
-                failed[name] = error.given if isinstance(error, HalfstepError) else str(error)
+                failed[name] = reason_in(error)
                 running.pop(name)
         found = race(running, baseline=names[0], seconds=RACE_SECONDS)
     gains = {name: gain_of_race(speed) for name, speed in found.speeds.items()}

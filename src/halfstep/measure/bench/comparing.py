@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from halfstep.errors import HalfstepError, WrongUse
+from halfstep.errors import HalfstepError, WrongUse, reason_in
 from halfstep.measure.bench.figures import Gain, Raced
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.bench.results import Memory, Metric, RunFailed, RunResult
@@ -100,7 +100,7 @@ class _Work:
         try:
             raced = race(names)
         except (HalfstepError, ArmFailed, ArmTooSlow) as error:
-            self.notes.append(f"speed is from the runs, as the race failed: {_reason(error)}")
+            self.notes.append(f"speed is from the runs, as the race failed: {reason_in(error)}")
             return
         self.gains.update({name: gain for name, gain in raced.gains.items() if name not in raced.failed})
         self.interrupted = raced.interrupted
@@ -118,7 +118,7 @@ class _Work:
             try:
                 work()
             except (HalfstepError, RunFailed, ArmFailed, ArmTooSlow) as error:
-                self.failed[name] = _reason(error)
+                self.failed[name] = reason_in(error)
         self._advance()
 
     def _advance(self) -> None:
@@ -127,7 +127,3 @@ class _Work:
 
     def _jobs(self) -> int:
         return len(self._measure) + len(self._arms) * len(self._seeds) + (self._race is not None)
-
-
-def _reason(error: Exception) -> str:
-    return error.given if isinstance(error, HalfstepError) else str(error)

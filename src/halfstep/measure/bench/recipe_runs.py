@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 from halfstep.files import read_json, write_json
 from halfstep.measure.bench.journals import result_of
 from halfstep.measure.bench.results import RunFailed, RunResult
+from halfstep.measure.process import end_process
 from halfstep.train.checkpoint.generation import CHECKPOINTS
 
 _LAST_WORDS = 4000
@@ -108,7 +108,7 @@ def run_to_end(words: Sequence[str], log: Path, limit: float | None = None) -> t
         try:
             return _waited(child, limit)
         except BaseException:
-            _end(child)
+            end_process(child)
             raise
 
 
@@ -147,15 +147,6 @@ def _waited(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, i
 
 def _too_long(limit: float | None) -> RunFailed:
     return RunFailed(f"it did not end within {limit:.0f} s, {Patience.TIMES:.0f} times the slowest other run or more")
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(child.pid, signal.SIGKILL)
-        else:
-            child.kill()
-    child.wait()
 
 
 def _why(code: int, log: Path) -> str:

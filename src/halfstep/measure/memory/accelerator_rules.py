@@ -6,12 +6,10 @@ and allocates nothing. Where it would ask a driver, it is answered in here.
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,23 +20,18 @@ from torch.utils import _pytree as pytree
 
 from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.measure.case import Case
+from halfstep.measure.code_lines import MEASURING, lines_outside, place
 from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import Target
 from halfstep.measure.memory.estimate import ledger_of
-from halfstep.measure.memory.ledger import Ledger
+from halfstep.measure.memory.ledger import Ledger, Note
 from halfstep.measure.setting import Setting
 
-_NOT_THEIRS = (
-    str(Path(torch.__file__).parent),
-    *(str(Path(__file__).parents[2] / floor) for floor in ("measure", "observe")),
-)
 _REFUSED = "unsafe to autocast"
 FOLLOWED = (
     "forward and backward by CUDA's rules, on tensors that are only described; what a kernel takes inside itself is "
     "not counted; not verified on this device"
 )
-_OF_THIS_CPU = ("is not native here", "on a CPU", "held against a real run")
-"""Words of notes that are true of the CPU whose rules were followed, and not of the target."""
 NOT_FOLLOWED = (
     "by the CPU's rules, because CUDA's could not be followed without a GPU ({}); not verified on this device"
 )
@@ -63,8 +56,8 @@ def ledger_on(make_case: Callable[[], Case], setting: Setting, target: Target) -
 
 
 def _marked(ledger: Ledger, target: Target, note: str) -> Ledger:
-    notes = [said for said in ledger.notes if not any(words in said for words in _OF_THIS_CPU)]
-    return replace(ledger, device=target.id, verified=False, notes=(*notes, note))
+    remarks = [remark for remark in ledger.remarks if not remark.only_here]
+    return replace(ledger, device=target.id, verified=False, remarks=(*remarks, Note(note)))
 
 
 def ledger_by_cuda(make_case: Callable[[], Case], setting: Setting) -> Ledger:
@@ -159,7 +152,5 @@ def _refusal(error: RuntimeError, precision: str) -> PrecisionRefused:
 
 def _asked_at(error: BaseException) -> str:
     """The innermost line of the person's own code."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+    lines = lines_outside(error, *MEASURING)
+    return place(lines[-1]) if lines else "an unknown line"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.measure.batches import size_of, tensors
+from halfstep.measure.batches import bytes_of, size_of, tensors
 from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of
 from halfstep.measure.memory.building import built, fake_mode
 from halfstep.measure.memory.covered import not_covered
-from halfstep.measure.memory.ledger import Ledger
+from halfstep.measure.memory.ledger import Ledger, Note
 from halfstep.measure.memory.notes import notes_of
 from halfstep.measure.memory.reading import by_format, by_module, read
 from halfstep.measure.memory.refusal import numbers_refused
@@ -78,9 +78,9 @@ def ledger_of(make_case: Callable[[], Case], setting: Setting, device: torch.dev
         beside = _beside(arm, case)
     reading = read(arm.timeline, since)
     at_peak = _more(reading.at_peak, beside)
-    notes = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside))
+    remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside))
     if arm.timeline.not_covered and _could_be_verified(setting, precision, device):
-        notes = (*notes, not_covered(arm.timeline.not_covered))
+        remarks = (*remarks, Note(not_covered(arm.timeline.not_covered), only_here=True))
     return Ledger(
         setting=setting,
         device=str(device),
@@ -91,7 +91,7 @@ def ledger_of(make_case: Callable[[], Case], setting: Setting, device: torch.dev
         by_module=by_module(arm.timeline.kept),
         moment=str(reading.moment),
         verified=_could_be_verified(setting, precision, device) and not arm.timeline.not_covered,
-        notes=notes,
+        remarks=remarks,
     )
 
 
@@ -111,15 +111,10 @@ def _beside(arm: FakeArm, case: Case) -> dict[str, int]:
     model = arm.model
     average = [*model.parameters(), *model.buffers()] if case.average else []
     return {
-        "average": _bytes_of(average),
-        "buffers": _bytes_of(model.buffers()),
-        "batch": _bytes_of(tensors(arm.batch)) * (arm.microbatches - 1),
+        "average": bytes_of(average),
+        "buffers": bytes_of(model.buffers()),
+        "batch": bytes_of(tensors(arm.batch)) * (arm.microbatches - 1),
     }
-
-
-def _bytes_of(held: Iterable[Tensor]) -> int:
-    """Of fake tensors together, which have no address; memory that several of them share counts once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
 
 def _more(sizes: Mapping[str, int], beside: Mapping[str, int]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from halfstep.measure.setting import Setting
@@ -20,6 +20,15 @@ PARTS = (
     "temporary",
 )
 """What memory is taken for. `cast copies` are autocast's, of weights; `activations` are kept for backward."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a reader of the figures has to know."""
+
+    text: str
+    only_here: bool = False
+    """True of the device whose rules were followed, and of no other that the ledger may stand for."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,16 @@ class Ledger:
     """When the peak is reached: `the backward of layer1.0.conv2`, `the update`."""
     verified: bool = False
     """Whether a run on such a device has been held against such a prediction."""
-    notes: tuple[str, ...] = field(default=())
-    """What a reader of the figures has to know."""
+    remarks: tuple[Note, ...] = ()
 
     @property
     def peak(self) -> int:
         return sum(self.at_peak.values())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The remarks, as they are shown."""
+        return tuple(remark.text for remark in self.remarks)
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
-
-import torch
 
 from halfstep.errors import WrongUse
+from halfstep.measure.code_lines import HALFSTEP, NO_FILE, TORCH, lines_outside, place_and_text
 
-_OURS = str(Path(__file__).parents[2])
-_TORCH = str(Path(torch.__file__).parent)
 _INSTALLED = "site-packages"
 _LONGEST = 200
 
 
 def raised_at(error: BaseException) -> str | None:
     """The innermost line that is a person's, as file:line: its text; of an installed package where there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OURS, _TORCH, "<"))]
-    own = [frame for frame in frames if _INSTALLED not in frame.filename] or frames
-    if not own:
-        return None
-    last = own[-1]
-    return f"{last.filename}:{last.lineno}: `{last.line}`" if last.line else f"{last.filename}:{last.lineno}"
+    lines = lines_outside(error, HALFSTEP, TORCH, NO_FILE)
+    own = [line for line in lines if _INSTALLED not in line.filename] or lines
+    return place_and_text(own[-1]) if own else None
 
 
 def in_one_line(error: BaseException) -> str:

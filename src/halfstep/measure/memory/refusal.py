@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -15,13 +12,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from halfstep.errors import WrongUse
+from halfstep.measure.code_lines import MEASURING, lines_outside, place_and_text
 
 _NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _NUMPY = ".numpy() is not supported for tensor subclasses"
-_NOT_THEIRS = (
-    str(Path(torch.__file__).parent),
-    *(str(Path(__file__).parents[2] / floor) for floor in ("measure", "observe", "precision")),
-)
 _KINDS = {
     "_local_scalar_dense": "reads a number out of a tensor, as item(), float() and `if` do,",
     "equal": "compares two tensors by their numbers",
@@ -54,8 +48,5 @@ def _refusal(error: BaseException, function: str) -> WrongUse:
 
 def asked_at(error: BaseException) -> str:
     """The innermost line of a person's own code, as file:line: its text."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
-    if not frames:
-        return "code outside any file"
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno}: `{last.line}`" if last.line else f"{last.filename}:{last.lineno}"
+    lines = lines_outside(error, *MEASURING)
+    return place_and_text(lines[-1]) if lines else "code outside any file"

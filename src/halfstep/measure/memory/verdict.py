@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from halfstep.measure.sizes import size_in_words
+
 _CPU_RULES = "by the CPU's rules"
 """How a note begins where the device's own rules could not be followed."""
 _HALF = 0.45
 """What is saved above this counts as half."""
-
-
-def in_words(size: float) -> str:
-    """Bytes as a person reads them."""
-    for unit, words in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {words}" if size < 100 * unit else f"{size / unit:.0f} {words}"
-    return f"{size:.0f} B"
 
 
 def verdict(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,8 +42,8 @@ def _line(page: Mapping[str, Any]) -> str:
     word = "fits" if column["fits"] else "does not fit"
     if any(note.startswith(_CPU_RULES) for note in column["notes"]):
         word += f", {_CPU_RULES}"
-    line = f"{word}: peak {in_words(column['peak'])} of {in_words(device['memory'])} on {device['id']} {how}"
-    return line + _farther(page, setting)
+    peak, memory = size_in_words(column["peak"]), size_in_words(device["memory"])
+    return f"{word}: peak {peak} of {memory} on {device['id']} {how}{_farther(page, setting)}"
 
 
 def _farther(page: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
@@ -60,7 +54,7 @@ def _farther(page: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
     if row["batch"]:
         return f"; {reach(row)}"
     fitting = [lever for lever in row["levers"] if lever["fits"]]
-    short = f"; even {row['smallest']} is {in_words(row['missing'])} too much"
+    short = f"; even {row['smallest']} is {size_in_words(row['missing'])} too much"
     return f"{short}, but {_way(fitting[0])} fits" if fitting else f"{short}, however it is run"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, in_one_line
 from halfstep.measure.arm import Arm
 from halfstep.measure.case import Case
 from halfstep.measure.conditions import conditions
@@ -81,8 +81,7 @@ def _failures() -> Iterator[None]:
     except (HalfstepError, ArmTooSlow):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise ArmFailed(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
+        raise ArmFailed(in_one_line(error)) from error
 
 
 @contextmanager

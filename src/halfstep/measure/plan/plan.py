@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -119,9 +118,9 @@ def plan(
         )
     budget = Budget(seconds)
     here = describe(device)
-    where, make_case, make_arm = _opened(model_or_subject, loss_fn, batch, device)
-    facts = facts_of(make_case())
-    room = Room(free_bytes(torch.device(here.place)), partial(_predicted_peak, make_case, here))
+    where, case, make_arm = _opened(model_or_subject, loss_fn, batch, device)
+    facts = facts_of(case)
+    room = Room(free_bytes(torch.device(here.place)), partial(_predicted_peak, case, here))
     arena = Arena(make_arm, budget, partial(_tell, budget, progress))
     return search_and_decide(Search(facts, here, Trials(arena, budget, room)), where, grow_batch=grow_batch)
 
@@ -163,23 +162,23 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
 
 def _opened(
     given: nn.Module | Subject | str, loss_fn: LossFunction | None, batch: Any, device: str | None
-) -> tuple[str, Callable[[], Case], MakeArm]:
-    """How arms are made: the only difference between a person's objects and a subject."""
+) -> tuple[str, Case, MakeArm]:
+    """The case, and how arms are made: the only difference between a person's objects and a subject."""
     if isinstance(given, nn.Module):
         if loss_fn is None or batch is None:
             raise WrongUse(
                 "a model without a loss_fn or a batch", allowed="plan(model, loss_fn, batch)", do="give all three"
             )
         case = case_of(given, loss_fn, batch)
-        return HERE, lambda: case, lambda setting: ArmHere(case, setting, device)
+        return HERE, case, lambda setting: ArmHere(case, setting, device)
     subject = given if isinstance(given, Subject) else Subject(given)
-    return ELSEWHERE, subject.open, lambda setting: ArmProcess(subject, setting, device, observe=observes(setting))
+    return ELSEWHERE, subject.open(), lambda setting: ArmProcess(subject, setting, device, observe=observes(setting))
 
 
-def _predicted_peak(make_case: Callable[[], Case], device: Device, setting: Setting) -> int:
+def _predicted_peak(case: Case, device: Device, setting: Setting) -> int:
     from halfstep.measure.memory.estimate import ledger_of
 
-    return ledger_of(make_case, setting, device.place).peak
+    return ledger_of(lambda: case, setting, device.place).peak
 
 
 def _tell(budget: Budget, progress: Progress | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from halfstep.measure.setting import Setting
+from halfstep.measure.sizes import size_in_words
 
 MARGIN = 0.1
 """Of the free memory, what is left alone: allocators round up, and predictions are not exact."""
@@ -49,12 +50,6 @@ class Room:
             return self._predict(setting)
         except Exception:  # a model that cannot be predicted can still be measured
             return None
-
-
-def size_in_words(size: int) -> str:
-    if size >= 2**30:
-        return f"{size / 2**30:.1f} GiB"
-    return f"{size / 2**20:.0f} MiB" if size >= 10 * 2**20 else f"{size / 2**10:,.0f} KiB"
 
 
 def free_bytes(device: torch.device) -> int | None:

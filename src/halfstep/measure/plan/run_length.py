@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfstep.tasks._folder import task_class
-from halfstep.train.loaders import make_loaders
+from halfstep.train.loaders import make_train_loader
 from halfstep.train.loop import planned_steps
 from halfstep.train.setup import AnyRecipe, without_weights
 
@@ -16,5 +16,5 @@ def updates_of(recipe: AnyRecipe) -> int:
         return int(recipe.train.steps)
     plain = without_weights(recipe)
     alone = plain.model_copy(update={"train": plain.train.model_copy(update={"num_workers": 0})})
-    loaders = make_loaders(task_class(plain.task)(plain), alone, torch.empty(0).device)
-    return planned_steps(plain, loaders.train.steps_per_epoch)
+    loader = make_train_loader(task_class(plain.task)(plain), alone, torch.empty(0).device)
+    return planned_steps(plain, loader.steps_per_epoch)

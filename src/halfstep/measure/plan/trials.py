@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.errors import HalfstepError, WrongUse
+from halfstep.errors import HalfstepError, WrongUse, reason_in
 from halfstep.measure.plan.arena import Arena
 from halfstep.measure.plan.budget import Budget
 from halfstep.measure.plan.cell import INTERRUPTED, NO_TIME, Cell
@@ -159,8 +159,8 @@ class Trials:
             return
         except (ArmFailed, HalfstepError) as error:
             self.arena.leave(setting)
-            words = error.given if isinstance(error, HalfstepError) else str(error)
-            self.cells[setting] = replace(cell, cut=f"it does not {'compile' if setting.compile else 'run'}: {words}")
+            verb = "compile" if setting.compile else "run"
+            self.cells[setting] = replace(cell, cut=f"it does not {verb}: {reason_in(error)}")
             return
         self.cells[setting] = replace(cell, first_step=first, trail=trail)
         hopeless = last > HOPELESS * self._seconds(self._fastest()) * self._samples(setting)

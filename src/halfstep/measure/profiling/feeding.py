@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from halfstep import world
 from halfstep.errors import WrongUse
 from halfstep.measure.arm import Arm
 from halfstep.measure.batches import placed
 from halfstep.measure.case import Data
-from halfstep.measure.conditions import cores
 from halfstep.measure.profiling.facts import Feeding, Warming
 from halfstep.measure.profiling.warming import Compilations
 from halfstep.step.window import Window
@@ -50,7 +50,7 @@ def fed(arm: Arm, data: Data, seconds: float) -> Feeding:
         read=read * each,
         read_cpu=read_cpu * each,
         workers=data.workers,
-        cores=cores(),
+        cores=world.cores(),
         threads=threads,
         warming=Warming(times, counts, compiling, next((why for why in reversed(reasons) if why), "")),
         restarting=_restarting(every, wait) if data.workers else 0.0,
