@@ -95,7 +95,7 @@ class Looked:
             return "SHA-256 on one core"
         if most == self.copying:
             return "copying out of the system's cache"
-        return "the disk" if 10 * self.from_disk > self.bytes else "other programs that use the cores"
+        return "the disk" if 10 * self.from_disk > self.bytes else "other programs on the cores"
 
 
 def look(folder: Path) -> Looked:
