@@ -131,8 +131,14 @@ def test_the_example_trains_and_skips_one_batch(precision: str) -> None:
     assert float(last.rpartition(" ")[2]) > 0.9
 
 
+def test_the_readme_names_the_command_that_names_a_nan() -> None:
+    line = next(line for line in README.splitlines() if line.startswith("halfstep replay "))
+    assert "the operation that made it, named" in line
+    assert (ROOT / "src" / "halfstep" / "cli" / "replay.py").is_file()
+
+
 def test_links_in_the_front_pages_lead_somewhere() -> None:
-    for page in ("README.md", "CONTRIBUTING.md", "zoo/README.md", "docs/step.md"):
+    for page in ("README.md", "CONTRIBUTING.md", "zoo/README.md", "docs/step.md", "docs/replay.md"):
         text = (ROOT / page).read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"

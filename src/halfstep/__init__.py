@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
+    from halfstep.guard.diagnose import diagnose as diagnose
+    from halfstep.guard.guardian import Guardian as Guardian
+    from halfstep.measure.audit.audit import audit as audit
     from halfstep.measure.bench.bench import bench as bench
     from halfstep.measure.memory.estimate import estimate as estimate
     from halfstep.measure.plan.plan import plan as plan
@@ -42,6 +45,7 @@ _HOMES = {
     "Ema": "step.riders",
     "Finding": "finding",
     "Guard": "step.report",
+    "Guardian": "guard.guardian",
     "HalfstepError": "errors",
     "Observation": "observe.watch",
     "Precision": "precision.precision",
@@ -51,8 +55,10 @@ _HOMES = {
     "Stepper": "step.transaction",
     "Task": "train.task",
     "Window": "step.window",
+    "audit": "measure.audit.audit",
     "bench": "measure.bench.bench",
     "choose_precision": "precision.ladder",
+    "diagnose": "guard.diagnose",
     "estimate": "measure.memory.estimate",
     "fit": "tasks._fit",
     "island": "precision.island",

@@ -15,6 +15,7 @@ HalfstepError
 ├── NoCheckpoint           a run that has been saved, and of which no checkpoint is whole
 ├── FolderTaken            a run's folder that cannot be used
 ├── StorageFailed          checkpoints that could not be written, again and again
+├── Diverged               a run that was given up: steps failed and nothing cured them
 ├── Stopped                a run that was asked to stop, and has saved what it had
 ├── Unsafe                 a file that would run code, or reach outside its folder
 └── MissingExtra           an optional package that is not installed
@@ -26,11 +27,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
 """Exit codes, as sysexits.h has them."""
 INCOMPATIBLE = 79
 """A saved state that belongs to another model, recipe or data set; sysexits.h has no word for it."""
+GAVE_UP = 80
+"""A run that cannot go on as it is: steps fail, and what may be tried has been."""
 
 
 class HalfstepError(Exception):
@@ -95,6 +99,16 @@ class FolderTaken(HalfstepError, RuntimeError):
 
 class StorageFailed(HalfstepError, RuntimeError):
     exit_code = STORAGE
+
+
+class Diverged(HalfstepError, RuntimeError):
+    """The weights are good: they are the last ones from before the trouble, as the message says."""
+
+    exit_code = GAVE_UP
+    verdict: Mapping[str, Any] | None = None
+    """What was found, as plain data; None where the step could not be run again."""
+    report: Any = None
+    """The StepReport of the last attempt."""
 
 
 class Stopped(HalfstepError, RuntimeError):

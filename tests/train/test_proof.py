@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.errors import StorageFailed, WrongUse
+from halfstep.guard.remedies import Remedies
 from halfstep.train.checkpoint.generation import Generation, generations
 from halfstep.train.journal.journal import Journal
 from halfstep.train.journal.jsonl import read_events
@@ -74,8 +75,8 @@ def recipe(tmp_path: Path, kind: type[Tiny], **settings: Any) -> Any:
 
 
 def building(kind: type[Tiny], made: Any) -> Build:
-    def build(where: Path, measured: Measured | None) -> Any:
-        return make_loop(kind(made), made, where, Journal(), measured=measured)
+    def build(where: Path, measured: Measured | None, cures: Remedies | None) -> Any:
+        return make_loop(kind(made), made, where, Journal(), measured=measured, cures=cures)
 
     return build
 
@@ -184,9 +185,9 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)
 
-    def blocked(where: Path, measured: Measured | None) -> Any:
+    def blocked(where: Path, measured: Measured | None, cures: Remedies | None) -> Any:
         (where / "checkpoints").write_text("in the way")
-        return build(where, measured)
+        return build(where, measured, cures)
 
     with pytest.raises(StorageFailed, match="nothing to resume from: no checkpoint of step 2: "):
         prove(blocked, [], 2, scratch(tmp_path))

@@ -256,7 +256,7 @@ def test_a_guard_that_refuses_does_so_before_anything_is_changed(tmp_path: Path)
     second, found = loop_of(Kind(), tmp_path), find(tmp_path)
     assert found is not None
     second.stepper.guards.append(Strict())
-    second.stepper.guards[0].before.append(0.5)
+    second.stepper.guards[-1].before.append(0.5)
     before = digest(second)
     with pytest.raises(StateMismatch, match="another length"):
         restore(second.live, found.state)

@@ -12,7 +12,7 @@ import typer
 
 from halfstep.cli._flag import flag
 from halfstep.cli._settings import TakesSettings
-from halfstep.errors import Stopped, WrongUse
+from halfstep.errors import Diverged, Stopped, WrongUse
 from halfstep.freed_memory import keep_freed_memory
 from halfstep.train.stopping import Stopping
 
@@ -40,7 +40,8 @@ def run(
 ) -> None:
     """Train a recipe. What follows it changes it: train.batch_size=4, or --batch_size 4, or --bf16.
 
-    A run that was interrupted goes on where it was, when it is started again with the same command.
+    A run that was interrupted goes on where it was, when it is started again with the same command. One whose steps
+    fail names what made them fail, and stops with exit code 80; with --guard repair it cures it and goes on.
     """
     if recipe.startswith("-"):
         raise WrongUse(f"{recipe} where RECIPE should be", allowed="RECIPE first", do=f"halfstep train RECIPE {recipe}")
@@ -67,10 +68,10 @@ def run(
         given = [name for name, is_given in accepted.items() if is_given]
         try:
             result = launch(resolved, task=own, new=new, quiet=json, command=_command(), notes=notes, accepted=given)
-        except Stopped as stopped:
+        except (Stopped, Diverged) as ended:
             if json:
                 raise
-            raise typer.Exit(stopped.exit_code) from None  # the journal has said it on the screen already
+            raise typer.Exit(ended.exit_code) from None  # the journal has said it on the screen already
     if json and os.environ.get("RANK", "0") == "0":
         from dataclasses import asdict
         from json import dumps

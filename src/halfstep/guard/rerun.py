@@ -6,6 +6,7 @@ holds on to it sees what it saw; its buffers, gradients and the random numbers a
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.observe.finite import all_finite
+from halfstep import world
+from halfstep.observe.finite import all_finite, local
 from halfstep.observe.origins import Made, Origins
-from halfstep.observe.recorder import Recorder
+from halfstep.observe.recorder import Recorder, as_written
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.attempt import Attempt, Factor, generator_states, set_generator_states
@@ -49,6 +51,8 @@ class Rerun:
     """What made them not finite; None where they are, and where compiled code hides it."""
     bad_parameters: tuple[str, ...] = ()
     """Parameters whose gradient is not finite, in the model's order."""
+    grad_norm: float = math.nan
+    """Over all parameters that this process has, without the scale that this ran with."""
 
 
 def rerun(model: nn.Module, attempt: Attempt, way: Way) -> Rerun:
@@ -63,7 +67,8 @@ def rerun(model: nn.Module, attempt: Attempt, way: Way) -> Rerun:
                 active.enter_context(Recorder(model, origins))
             set_generator_states(attempt.generators, device)
             losses = _run(model, attempt, way, device)
-        return _judged(model, losses, origins, way)
+        scale = max(factor.scale for factor in attempt.factors.values()) if way.scale is None else way.scale
+        return _judged(model, losses, origins, way, scale)
 
 
 def _run(model: nn.Module, attempt: Attempt, way: Way, device: torch.device) -> list[Tensor]:
@@ -85,19 +90,27 @@ def _weighed(given: Any, factors: Mapping[str, Factor], divide: int, scale: floa
     plain, scaled = [], []
     for name, factor in factors.items():
         loss, count = by_name[name] if isinstance(by_name[name], tuple) else (by_name[name], None)
-        mean = widen(loss) / (divide if count is None else (factor.base or count))
+        mean = widen(loss) / (divide if count is None else (factor.base or count * divide))
         plain.append(mean)
         scaled.append(mean * (factor.scale if scale is None else scale))
     return sum(plain[1:], plain[0]), sum(scaled[1:], scaled[0])
 
 
-def _judged(model: nn.Module, losses: Sequence[Tensor], origins: Origins, way: Way) -> Rerun:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def _judged(model: nn.Module, losses: Sequence[Tensor], origins: Origins, way: Way, scale: float) -> Rerun:
+    gradients = {as_written(name): local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     bad = tuple(name for name, gradient in gradients.items() if not all_finite(gradient))
     finite = not bad and all(map(all_finite, losses))
     # A loss that is not finite comes first: what its gradients are then says nothing more.
-    origin = origins.reaching(losses) or origins.reaching(gradients.values())
-    return Rerun(way, float(sum(loss.item() for loss in losses)), finite, origin, bad)
+    origin = None if way.compiled else origins.reaching(losses) or _of_gradients(model, gradients, origins)
+    norm = math.sqrt(sum(gradient.double().norm().item() ** 2 for gradient in gradients.values())) / scale
+    return Rerun(way, float(sum(loss.item() for loss in losses)), finite, origin, bad, norm)
+
+
+def _of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: Origins) -> Made | None:
+    found = origins.reaching(gradients.values())
+    if found is None or not any(map(world.is_shard, model.parameters())):
+        return found
+    return origins.reaching_backward() or found
 
 
 @contextmanager

@@ -5,12 +5,10 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-import torch
+from halfstep.observe.code_line import HALFSTEP, NO_FILE, TORCH
 
-HALFSTEP = str(Path(__file__).parents[1])
-TORCH = str(Path(torch.__file__).parent)
-NO_FILE = "<"
-"""How the name of code begins that is in no file."""
+__all__ = ["HALFSTEP", "MEASURING", "NO_FILE", "TORCH", "Line", "lines_outside", "place", "place_and_text"]
+
 MEASURING = (TORCH, *(str(Path(HALFSTEP) / floor) for floor in ("measure", "observe", "precision")))
 """What runs round a person's code, or a task's, while a step is followed on tensors that are only described."""
 

@@ -63,15 +63,12 @@ def step(
     if islands:
         island(model, *islands)
     batch = pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
-    with _undisturbed(device), ExitStack() as active:
+    with undisturbed(device), ExitStack() as active:
         if rounding is not None:
-            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-                # oneDNN's kernel of a whole recurrent layer shows none of its numbers; without it, each step is seen.
-                active.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-                torch._C._set_mkldnn_enabled(False)
+            active.enter_context(recurrent_steps_shown(model))
             active.enter_context(Recorder(model, rounding, rounding.run))
         with torch.autocast(device.type, dtype=rounding.carrier) if rounding else ExitStack():
-            loss = _loss(case.loss_fn(model, batch))
+            loss = one_loss(case.loss_fn(model, batch))
         (loss * scale).backward()
     # In fp64, so that the division takes nothing away.
     gradients = {
@@ -96,7 +93,19 @@ def step_with_loss_scale(
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def recurrent_steps_shown(model: nn.Module) -> Iterator[None]:
+    """oneDNN's kernel of a whole recurrent layer shows none of its numbers; without it, each step is seen."""
+    before = torch._C._get_mkldnn_enabled()
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
     """The same random numbers in every step, fp32 that is fp32, no compilation; everything as before afterwards."""
     states = generator_states(device)
     with ExitStack() as active:
@@ -108,12 +117,12 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _loss(given: Any) -> Tensor:
+def one_loss(given: Any) -> Tensor:
     """One scalar from a loss, from (sum, count), or from a dict of those."""
     if isinstance(given, dict) and given:
-        return torch.stack([_loss(part) for part in given.values()]).sum()
+        return torch.stack([one_loss(part) for part in given.values()]).sum()
     if isinstance(given, tuple) and len(given) == 2:
-        return _loss(given[0]).div(given[1])
+        return one_loss(given[0]).div(given[1])
     if isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
         return widen(given)
     what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"

@@ -10,12 +10,12 @@ from types import FrameType
 
 import torch
 
+HALFSTEP = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+NO_FILE = "<"
+"""How the name of code begins that is in no file."""
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
-_NOT_THEIRS = (
-    str(Path(__file__).parents[1]) + os.sep,
-    str(Path(torch.__file__).parent) + os.sep,
-    "<",
-)
+_NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 
 

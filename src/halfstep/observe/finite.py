@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from halfstep import world
 
 Kinds = frozenset[str]
 NAN, INF, MINUS_INF = "nan", "inf", "-inf"
@@ -29,8 +33,17 @@ def largest_finite(tensor: Tensor) -> float:
     return float(torch.where(real.isfinite(), real.abs(), 0).max().item())
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of it: looking at all of a tensor in shards would need every process to look."""
+    if not world.is_shard(tensor):
+        return tensor.detach()
+    shards: Any = tensor.detach()
+    mine: Tensor = shards.to_local()
+    return mine
+
+
 def _real(tensor: Tensor) -> Tensor:
-    found = tensor.detach()
+    found = local(tensor)
     found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
     # There are few kernels for one byte, and all of fp8 fits into two.
     return (

@@ -19,14 +19,20 @@ from torch.utils import _pytree as pytree
 
 from halfstep.formats import name_of
 from halfstep.observe.code_line import running_line
-from halfstep.observe.finite import MINUS_INF, NAN, Kinds, all_finite, kinds_of, largest_finite
-from halfstep.observe.recorder import Operation
+from halfstep.observe.finite import MINUS_INF, NAN, Kinds, all_finite, kinds_of, largest_finite, local
+from halfstep.observe.leaves import leaves
+from halfstep.observe.recorder import Operation, as_written
 from halfstep.observe.rounding import run_wide
 
 _aten = torch.ops.aten
 _UNSET = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 """Their numbers are whatever was in memory, and nothing is meant by them."""
 BATCH = "the batch"
+"""How the name of a tensor begins that came with it; the way to it follows, as in the batch[0]['image']."""
+CONSTANT = "a constant"
+OTHERS = "another process"
+_SENT = ("c10d", "_c10d_functional")
+"""Where the operations are that bring numbers of other processes."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Given:
     largest: float
     """The largest absolute value that is finite."""
     has_zero: bool
+    has_negative: bool
     kinds: Kinds
 
 
@@ -78,11 +85,11 @@ class Origins:
         self._computed: dict[int, StorageWeakRef] = {}
         self._lines: dict[int, str | None] = {}
         self._outside: dict[int, Made] = {}
-        self._names = {_key(leaf): BATCH for leaf in _tensors(batch)}
+        self._names = {_key(leaf): BATCH + path for path, leaf in leaves(batch) if _has_numbers(leaf)}
         self._names |= {
-            _key(buffer): f"buffer {name}" for name, buffer in model.named_buffers() if _has_numbers(buffer)
+            _key(buffer): f"buffer {as_written(name)}" for name, buffer in model.named_buffers() if _has_numbers(buffer)
         }
-        self._names |= {_key(weight): f"weight {name}" for name, weight in model.named_parameters()}
+        self._names |= {_key(weight): f"weight {as_written(name)}" for name, weight in model.named_parameters()}
 
     @torch.no_grad()
     def __call__(self, operation: Operation) -> None:
@@ -105,14 +112,11 @@ class Origins:
 
     def reaching(self, tensors: Iterable[Tensor]) -> Made | None:
         """The first of those that spoiled any of these; None where all of them are finite."""
-        ends = [made for tensor in tensors if (made := self._of(tensor)) is not None]
-        found: dict[int, Made] = {}
-        while ends:
-            made = ends.pop()
-            if id(made) not in found:
-                found[id(made)] = made
-                ends += made.parents
-        return min((made for made in found.values() if made.is_origin), key=lambda made: made.order, default=None)
+        return _first([made for tensor in tensors if (made := self._of(tensor)) is not None])
+
+    def reaching_backward(self) -> Made | None:
+        """The same for gradients of a model in shards, which other processes have a part in: nothing leads to them."""
+        return _first([made for _, made in self._bad.values() if made.backward])
 
     def _made(self, operation: Operation, spoiled: list[Tensor], line: str | None) -> Made:
         kinds = frozenset[str]().union(*map(kinds_of, spoiled))
@@ -131,6 +135,7 @@ class Origins:
             name_of(spoiled[0].dtype),
             guilty,
             on_purpose,
+            OTHERS if operation.function.namespace in _SENT and not guilty else None,
         )
         if not made.is_origin:
             return made
@@ -147,21 +152,42 @@ class Origins:
 
     def _from_outside(self, tensor: Tensor, key: int) -> Made:
         if key not in self._outside:
-            kinds, name = kinds_of(tensor), self._names.get(key, "a constant")
+            kinds, name = kinds_of(tensor), self._names.get(key, CONSTANT)
             # A constant of -inf is a mask. In a weight or in the batch it is not taken for one.
-            on_purpose = kinds == {MINUS_INF} and name != BATCH and not name.startswith("weight")
+            on_purpose = kinds == {MINUS_INF} and not name.startswith((BATCH, "weight"))
             self._outside[key] = Made(
                 self.order, "", "", False, None, kinds, name_of(tensor.dtype), on_purpose=on_purpose, outside=name
             )
         return self._outside[key]
 
 
+def _first(ends: list[Made]) -> Made | None:
+    """Of all that led to these."""
+    found: dict[int, Made] = {}
+    while ends:
+        made = ends.pop()
+        if id(made) not in found:
+            found[id(made)] = made
+            ends += made.parents
+    # A batch may bring a mask of -inf with it, which is to blame only where nothing else is.
+    origins = [made for made in found.values() if made.is_origin]
+    return min(origins, key=lambda made: (_may_be_a_mask(made), made.order), default=None)
+
+
+def _may_be_a_mask(made: Made) -> bool:
+    return made.outside is not None and made.outside.startswith(BATCH) and made.kinds == {MINUS_INF}
+
+
 def _given(tensor: Tensor) -> Given:
     has_zero = bool((tensor == 0).any())
-    return Given(name_of(tensor.dtype), tuple(tensor.shape), largest_finite(tensor), has_zero, kinds_of(tensor))
+    has_negative = not tensor.is_complex() and bool((tensor < 0).any())
+    shape = tuple(tensor.shape)
+    return Given(name_of(tensor.dtype), shape, largest_finite(tensor), has_zero, has_negative, kinds_of(tensor))
 
 
 def _in_fp32(operation: Operation) -> float | None:
+    if operation.function.namespace != "aten":
+        return None  # it may do more than compute: a second call of what sends numbers would wait without end
     if any(a.alias_info is not None and a.alias_info.is_write for a in operation.function._schema.arguments):
         return None  # its input is gone already
     try:
@@ -172,12 +198,13 @@ def _in_fp32(operation: Operation) -> float | None:
 
 
 def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
+    key: int = local(tensor).untyped_storage()._cdata
     return key
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and _has_numbers(leaf)]
+    found = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and _has_numbers(leaf)]
+    return list(map(local, found))
 
 
 def _has_numbers(tensor: Tensor) -> bool:

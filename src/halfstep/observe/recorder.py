@@ -5,10 +5,12 @@ Observed precision listens to it now; audits, replays and estimates are further 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._ops import OpOverload
 from torch.nn import functional
@@ -62,6 +64,7 @@ def as_it_is(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping
 
 
 OUTSIDE = "(outside the model)"
+_CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 class Recorder(TorchDispatchMode):
@@ -72,13 +75,18 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, listener: Listener, run: Run = as_it_is) -> None:
         super().__init__()
-        self._modules = [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules()]
+        self._modules = [(as_written(path), module) for path, module in model.named_modules()]
         self._listener, self._run = listener, run
         self._running: list[str] = []
         self._makers: dict[int, tuple[str, bool]] = {}
         self._numbered = 0
         self._hooks: list[Any] = []
         self._attention = _NarrowAttention()
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module whose forward is running."""
+        return self._running[-1] if self._running else OUTSIDE
 
     def __enter__(self) -> Recorder:
         for path, module in self._modules:
@@ -108,10 +116,12 @@ class Recorder(TorchDispatchMode):
     def _place(self) -> tuple[tuple[str, bool], bool, int | None]:
         """Autograd numbers its nodes; the node that is running tells which forward operation it belongs to."""
         running = torch._C._current_autograd_node()
+        place = self.module, self._attention.inside
         if running is not None and not self._running:
             made_by = running._sequence_nr()
-            return self._makers.get(made_by, (OUTSIDE, False)), True, made_by
-        place = self._running[-1] if self._running else OUTSIDE, self._attention.inside
+            place = self._makers.get(made_by, (OUTSIDE, False))
+            if not (torch.is_grad_enabled() and _computes_again()):
+                return place, True, made_by
         number = torch._C._autograd._get_sequence_nr()
         # An operation that autograd makes no node for, such as counting batches, is not the maker of the last one.
         if number == self._numbered:
@@ -129,3 +139,18 @@ class Recorder(TorchDispatchMode):
     def _ends(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         if self._running:
             self._running.pop()
+
+
+def as_written(path: str) -> str:
+    """Without the wrappers that torch.compile puts round modules."""
+    return ".".join(name for name in path.split(".") if name != "_orig_mod")
+
+
+def _computes_again() -> bool:
+    """Whether backward runs a piece of forward, as it does where activations were not kept."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

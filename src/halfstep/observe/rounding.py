@@ -137,7 +137,7 @@ class RoundedOutputs(Rounding):
         """What each result would be stored in; None where torch cannot tell without numbers."""
         known_by = (function, tuple(map(_kind, pytree.tree_leaves((arguments, dict(keywords))))))
         if known_by not in self._known:
-            self._known[known_by] = _asked(function, arguments, keywords)
+            self._known[known_by] = _of_group_norm(function, arguments) or _asked(function, arguments, keywords)
         return self._known[known_by]
 
 
@@ -228,6 +228,16 @@ def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.dtype | bool):
         return leaf
     return type(leaf).__name__
+
+
+def _of_group_norm(function: OpOverload, arguments: tuple[Any, ...]) -> list[torch.dtype | None] | None:
+    """torch's description of it leaves out narrow numbers with wide weights: statistics are as wide as the weights."""
+    places = {_aten.native_group_norm: (0, 1), _aten.native_group_norm_backward: (1, 4)}.get(function._overloadpacket)
+    if places is None:
+        return None
+    given, weight = (arguments[place] for place in places)
+    aside = (given if weight is None else weight).dtype
+    return [given.dtype, aside, aside]
 
 
 def _asked(

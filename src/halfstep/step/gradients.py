@@ -50,6 +50,12 @@ class Gradients:
         ]
         return torch.stack(shares).sum()
 
+    def first_not_finite(self) -> Tensor | None:
+        """The parameter of the first gradient here that is not; one read by the host, for steps that are skipped."""
+        reached = [p for p in self.parameters if p.grad is not None]
+        finite = torch.stack([norm.isfinite().cpu() for norm in torch._foreach_norm(self.local)]).tolist()
+        return next((p for p, good in zip(reached, finite, strict=True) if not good), None)
+
     def multiply_(self, factor: float) -> None:
         if factor != 1.0:
             torch._foreach_mul_(self.local, factor)

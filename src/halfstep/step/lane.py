@@ -57,6 +57,8 @@ class Lane:
         self.microbatches = 0
         self.divided = 1
         self.loss = self.norm = self.factor = math.nan
+        self.spoilt: Tensor | None = None
+        """The first parameter whose gradient is not finite, once the window was found to be so."""
 
     # -- the loss -----------------------------------------------------------------------------------------------
 
@@ -128,6 +130,7 @@ class Lane:
             return LOSS_NOT_FINITE
         if self.norm <= FP32.largest:
             return None
+        self.spoilt = self.gradients.first_not_finite()
         return GRADIENT_OVERFLOW if self.scale.can_fall else GRADIENT_NOT_FINITE
 
     def part(self) -> Part:

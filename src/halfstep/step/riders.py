@@ -101,6 +101,11 @@ class Ema:
         """The averaged parameters by name."""
         return dict(zip(self._names, self._averages, strict=True))
 
+    def average_of(self, parameter: Tensor) -> Tensor | None:
+        """The average of one parameter, where it is averaged."""
+        pairs = zip(self._parameters, self._averages, strict=True)
+        return next((average for p, average in pairs if p is parameter), None)
+
     def state_dict(self) -> dict[str, Any]:
         """References, as in torch's own: copy it to keep it while training goes on."""
         kept = {"averages": self.averages(), "buffers": dict(self._copies)}

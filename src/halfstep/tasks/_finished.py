@@ -14,11 +14,12 @@ from halfstep.errors import BadData
 from halfstep.files import read_json
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.tasks._folder import task_class
+from halfstep.train.cures import cures_of, placed_again
 from halfstep.train.keeping import BEST, FACTS, LAST
 from halfstep.train.placing import placed
 from halfstep.train.recipe.complaints import bad_recipe, complaints_from
 from halfstep.train.recipe.sources import read_recipe
-from halfstep.train.run_folder import RECIPE
+from halfstep.train.run_folder import RECIPE, RESULT
 from halfstep.train.setup import without_weights
 from halfstep.train.start import device_of
 from halfstep.train.task import Task
@@ -50,6 +51,11 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
     device = device_of(recipe.train.device)
     path = folder / WHICH[weights] if weights in WHICH else Path(weights)
     model = placed(model_with(task, path), device, recipe.train.channels_last)
+    if precision is None:
+        # As it was trained: in another precision, what its guard had cured may be no trouble.
+        cures = cures_of(read_json(folder / RESULT) or {})
+        placed_again(model, cures)
+        precision = cures.precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
     return Finished(folder, recipe, task, model.eval(), choice, device, path)
 

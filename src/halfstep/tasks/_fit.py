@@ -80,6 +80,7 @@ def launch(
                     folder,
                     journal,
                     measured=found.measured_for(recipe) if found else None,
+                    cures=found.cures_for(recipe) if found else None,
                     stopping=stopping,
                 )
                 resumed = take_up(loop, found, folder, accepted) if opened["state"] == UNFINISHED else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from halfstep.guard.remedies import Remedies
 from halfstep.tasks._finished import checked, recipe_in
 from halfstep.tasks._folder import task_class
 from halfstep.train.journal.journal import Journal
@@ -25,9 +26,9 @@ def rebuilding(folder: Path, own: Callable[[], type[Task]] | None) -> Build:
     """
     found = read_recipe(str(recipe_in(folder)))
 
-    def build(where: Path, measured: Measured | None) -> Loop:
+    def build(where: Path, measured: Measured | None, cures: Remedies | None) -> Loop:
         kind = own() if own else task_class(str(found.raw.get("task")))
         recipe = checked(found.raw, kind.schema, folder / RECIPE)
-        return make_loop(kind(recipe), recipe, where, Journal(), measured=measured)
+        return make_loop(kind(recipe), recipe, where, Journal(), measured=measured, cures=cures)
 
     return build

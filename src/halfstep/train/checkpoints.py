@@ -9,6 +9,7 @@ from halfstep.errors import HalfstepError, Stopped, StorageFailed
 from halfstep.train.checkpoint.commit import NotCommitted
 from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation
 from halfstep.train.checkpoint.saver import Saved, Saver
+from halfstep.train.checkpoint.spoilt import set_aside_since
 from halfstep.train.environment import environment
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.journal import Journal
@@ -34,6 +35,7 @@ class Checkpoints:
         self._live, self._saver, self._journal = live, saver, journal
         self._environment = environment(live.parts.stepper.device)
         self._asked_for = -1
+        self._held_back = False
         self.failures = 0
         self._failure = NotCommitted("it was never begun")
         self.last: Saved | None = None
@@ -43,6 +45,29 @@ class Checkpoints:
         """The run as it is between two steps."""
         self._asked_for = self._live.progress.attempts
         self._saver.save(State.of(self._live).snapshot(self._asked_for, self._environment))
+
+    def save_unless(self, alarmed: bool) -> None:
+        """The same, but for a run whose weights may be spoilt: the newest checkpoint is then one from before."""
+        if not alarmed:
+            self._held_back = False
+            self.save()
+        elif not self._held_back:
+            self._held_back = True
+            stays = f"{self.name} stays the newest" if self.name else "there is none yet"
+            text = f"no checkpoint of step {self._live.progress.attempts} while steps fail: {stays}"
+            self._journal.note(text, "warning")
+
+    def set_aside(self, since: int) -> None:
+        """Use no more those that were taken at or after this attempt, where there are older ones."""
+        self.finish()
+        if self.last is None or self.last.generation is None or self.last.attempt < since:
+            return
+        left = set_aside_since(self.last.generation.path.parent, since)
+        if left is not None:
+            self._journal.tell(
+                events.NOTE, text=f"{_name(self.last)} is set aside: its weights are spoilt", level="info"
+            )
+            self.last = Saved(left.attempt, left, None, seconds=0.0, blocked=0.0, bytes=0)
 
     def hear(self) -> None:
         """Tell what became of earlier saves; StorageFailed where too many in a row came to nothing."""
@@ -68,9 +93,9 @@ class Checkpoints:
         with contextlib.suppress(StorageFailed):  # the run ends already, and for a reason of its own
             self._tell(self._saver.news())
 
-    def stop(self, signal: str, planned: int) -> None:
-        """Save now, unless that is just being done, and end the run."""
-        if self._asked_for != self._live.progress.attempts:
+    def stop(self, signal: str, planned: int, alarmed: bool = False) -> None:
+        """Save now, unless that is just being done or the weights may be spoilt, and end the run."""
+        if self._asked_for != self._live.progress.attempts and not (alarmed and self._asked_for >= 0):
             self.save()
         self.stopped(signal, planned)
 

@@ -18,6 +18,7 @@ from halfstep.train.checkpoints import Checkpoints
 from halfstep.train.data.loader import TrainLoader, ValLoader
 from halfstep.train.data.source import Batch, Sample
 from halfstep.train.evaluation import evaluate, values
+from halfstep.train.guarding import Guarding
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.cutting import sizes
 from halfstep.train.journal.journal import Journal
@@ -52,6 +53,7 @@ class Loop:
         measured: Measured,
         data: dict[str, Any],
         saver: Saver,
+        guarding: Guarding,
         stopping: Stopping,
     ) -> None:
         self.task, self.recipe, self.parts = task, recipe, parts
@@ -74,12 +76,13 @@ class Loop:
         )
         self.progress, self.tally = self.live.progress, self.live.tally
         self.checkpoints = Checkpoints(self.live, saver, journal)
-        self.stopping = stopping
+        self.guarding, self.stopping = guarding, stopping
+        guarding.rolled_back = self.checkpoints.set_aside
         self.planned = planned_steps(recipe, train.steps_per_epoch)
         self.epochs = -(-self.planned // train.steps_per_epoch)
         self._measured = functools.partial(_loss, task, self.tally.metrics)
         self._plain = functools.partial(_loss, task, None)
-        self._observed, self._evaluated = False, 0.0
+        self._observed, self._evaluated = self.stepper.observed, 0.0
 
     def run(self) -> str:
         """Train to the end; the reason why it ended."""
@@ -156,19 +159,20 @@ class Loop:
         ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
             self.news.share()
-            self.checkpoints.save()
+            self.checkpoints.save_unless(self.guarding.alarmed)
         self.checkpoints.hear()
         self._stop_if_asked(self.stepper.hands)
 
     def _stop_if_asked(self, hands: int) -> None:
         if hands:
             self.news.share()
-            self.checkpoints.stop(self.stopping.asked or "another process", self.planned)
+            self.checkpoints.stop(self.stopping.asked or "another process", self.planned, self.guarding.alarmed)
 
     def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
         lr, due = self.parts.lr, self.progress.in_epoch % self.recipe.run.log_every == 0
         self.stepper.hand = self.stopping.asked is not None
-        report = self.stepper.step(self._measured if due else self._plain, Window(batch.tensors for batch in window))
+        batches = Window(batch.tensors for batch in window)
+        report = self.guarding.step(self._measured if due else self._plain, batches, again=self._plain)
         self.progress.attempts += 1
         self.progress.in_epoch += 1
         self.tally.add(report)
@@ -189,8 +193,8 @@ class Loop:
             reason=report.reason,
             **more,
         )
-        if not self._observed and self.stepper.observed is not None:
-            self._tell_observed()
+        self.guarding.heed(report, more.get("quarantined", ()))
+        self._tell_observed()
         if due:
             self._tell_speed()
         return report
@@ -203,9 +207,10 @@ class Loop:
         return {"ids": ids, "quarantined": guilty}
 
     def _tell_observed(self) -> None:
-        self._observed = True
+        """Once for each precision: a guard may change it on the way."""
         seen = self.stepper.observed
-        if seen is not None:
+        if seen is not None and seen is not self._observed:
+            self._observed = seen
             self.journal.tell(events.OBSERVED, expected=seen.expected, share=seen.share, text=str(seen))
 
     def _tell_speed(self) -> None:
@@ -219,13 +224,10 @@ class Loop:
             samples_per_second=rate,
             wait_share=waiting,
             seconds_left=per_step * (self.planned - self.progress.attempts),
-            train_metrics=self._measured_so_far(),
+            train_metrics=values(self.tally.metrics) if world.size() == 1 else {},  # rank 0 alone would read them
+            meters=self.guarding.readings,
             **self.telemetry(),
         )
-
-    def _measured_so_far(self) -> dict[str, float]:
-        """Metrics of this epoch's training; read by rank 0 alone, so several processes do without."""
-        return values(self.tally.metrics) if world.size() == 1 else {}
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import StorageFailed, WrongUse
+from halfstep.guard.remedies import Remedies
 from halfstep.train.checkpoint.generation import Generation
 from halfstep.train.checkpoint.reading import read_state
+from halfstep.train.cures import cures_in
 from halfstep.train.journal import journal as events
 from halfstep.train.loop import Loop
 from halfstep.train.measured import Measured
@@ -23,8 +25,8 @@ from halfstep.train.resuming import find, take_up
 from halfstep.train.start import generators_kept
 from halfstep.train.state import COMPONENTS, State
 
-Build = Callable[[Path, Measured | None], Loop]
-"""Everything anew, for a folder of its own, with what was measured when the run began."""
+Build = Callable[[Path, Measured | None, Remedies | None], Loop]
+"""Everything anew, for a folder of its own, with what was measured when the run began and what its guard placed."""
 Told = Callable[[int, int], None]
 """Hears how many steps are done, and of how many."""
 
@@ -77,12 +79,15 @@ def prove(build: Build, whole: Sequence[Generation], steps: int, folder: Path, t
     """
     with generators_kept():
         measured = Measured.from_dict(_read(whole[0]).measured) if whole else None
-        loop = build(_made(folder / "one"), measured)
+        loop = build(_made(folder / "one"), measured, None)
         begin = _begin(whole, loop.planned, steps)
+        cures = None if begin is None else cures_in(_read(begin).guards)
+        if cures is not None and cures.placed:
+            loop = build(folder / "one", measured, cures)
         counted = _Counted(told, 4 * steps)
         one = _whole_part(loop, begin, 2 * steps, counted)
         shutil.rmtree(folder / "one")
-        two = _in_two_parts(build, _made(folder / "two"), loop.live.measured, begin, steps, counted)
+        two = _in_two_parts(build, _made(folder / "two"), (loop.live.measured, cures), begin, steps, counted)
     return _judged(one, two, steps, begin.attempt if begin else 0)
 
 
@@ -102,16 +107,21 @@ def _whole_part(loop: Loop, begin: Generation | None, count: int, counted: _Coun
 
 
 def _in_two_parts(
-    build: Build, folder: Path, measured: Measured, begin: Generation | None, steps: int, counted: _Counted
+    build: Build,
+    folder: Path,
+    known: tuple[Measured, Remedies | None],
+    begin: Generation | None,
+    steps: int,
+    counted: _Counted,
 ) -> _Part:
-    first = build(folder, measured)
+    first = build(folder, *known)
     _put(first, begin)
     with _Going(first, counted) as going:
         losses = going.on(steps)
         _save(first)
     found = find(folder)
     assert found is not None
-    second = build(folder, found.measured)
+    second = build(folder, found.measured, cures_in(found.state.guards))
     take_up(second, found, folder, ())
     with _Going(second, counted) as going:
         return _Part(losses + going.on(steps), State.of(second.live))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,11 +14,13 @@ from halfstep.errors import BadData, HalfstepError, StateMismatch, same_keys
 from halfstep.train.data.changes import different
 from halfstep.train.data.fingerprint import Fingerprint
 from halfstep.train.fleeting import put_buffers, with_a_place
+from halfstep.train.guards_state import check_guards, put_guards, without_cures
 from halfstep.train.randomness import check_generators, set_generators
 from halfstep.train.recipe.changes import DATA, RECIPE, but_for_places, changes, listed, recipe_changed
 from halfstep.train.state import COMPONENTS, Live, State
 
-FORM = dict.fromkeys(COMPONENTS, 1) | {"optimizers": 2, "schedules": 2, "loss_scales": 2, "recipe": 0}
+FORM = dict.fromkeys(COMPONENTS, 1) | {"optimizers": 2, "schedules": 2, "loss_scales": 2}
+FORM |= {"recipe": 0, "guards": 0}
 """How many levels of each component have the same keys in every checkpoint of a run."""
 
 
@@ -110,6 +111,7 @@ def _adapted(now: State, saved: State) -> State:
         loss_scales={name: _scaled_on(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
         if same
         else now.loss_scales,
+        guards=saved.guards if same else without_cures(saved.guards),
         precision=now.precision,
     )
 
@@ -221,9 +223,7 @@ def _check_rest(live: Live, saved: State) -> None:
     check_generators(saved.random, live.parts.stepper.device)
     same_keys("the progress", vars(live.progress), saved.cursor["progress"])
     _check_shapes_of_schedules(live, saved)
-    for guard in _guards(live):
-        # A guard may refuse what it is given, and must not do so when half of the run is put back.
-        copy.deepcopy(guard).load_state_dict(saved.guards[guard.name])
+    check_guards(live.parts.stepper, saved.guards)
 
 
 def _check_shapes_of_schedules(live: Live, saved: State) -> None:
@@ -257,8 +257,7 @@ def _put(live: Live, saved: State) -> None:
     vars(live.progress).update(saved.cursor["progress"])
     live.samples.quarantined = set(live.progress.quarantined)
     live.budget.bad = set(saved.cursor["bad"])
-    for guard in _guards(live):
-        guard.load_state_dict(saved.guards[guard.name])
+    put_guards(live.parts.stepper, saved.guards)
     set_generators(saved.random, live.parts.stepper.device)
 
 
@@ -280,7 +279,3 @@ def _set_rates(live: Live) -> None:
         live.parts.optimizer.param_groups, schedule.lr_lambdas, schedule.base_lrs, strict=True
     ):
         group["lr"] = base * shape(schedule.last_epoch)
-
-
-def _guards(live: Live) -> list[Any]:
-    return [guard for guard in live.parts.stepper.guards if hasattr(guard, "state_dict")]

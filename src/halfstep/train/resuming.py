@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from halfstep import world
 from halfstep.errors import HalfstepError, StateMismatch
+from halfstep.guard.remedies import Remedies
 from halfstep.train.checkpoint.commit import sweep
 from halfstep.train.checkpoint.disk import Disk
 from halfstep.train.checkpoint.generation import BAD, CHECKPOINTS, Generation
 from halfstep.train.checkpoint.manifest import read_manifest
 from halfstep.train.checkpoint.reading import newest_whole, none_whole, read_state
+from halfstep.train.cures import cures_in
 from halfstep.train.environment import differences, environment
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.cutting import JOURNAL, cut_back, sizes
@@ -54,6 +56,10 @@ class Found:
     def measured_for(self, recipe: AnyRecipe) -> Measured | None:
         """The same, unless what is asked for has changed: then it is found out again."""
         return self.measured if self.state.recipe.get("precision") == recipe.precision else None
+
+    def cures_for(self, recipe: AnyRecipe) -> Remedies | None:
+        """What the run's guard had placed; for another precision than it was asked for then, it would be no cure."""
+        return cures_in(self.state.guards) if self.state.recipe.get("precision") == recipe.precision else None
 
 
 @dataclass(frozen=True)

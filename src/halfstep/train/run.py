@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from halfstep import __version__, world
-from halfstep.errors import RanksDisagree, Stopped
+from halfstep.errors import Diverged, RanksDisagree, Stopped
+from halfstep.guard.remedies import Remedies
 from halfstep.precision import flags
 from halfstep.train.checkpoint.generation import CHECKPOINTS
 from halfstep.train.checkpoint.saver import Saver
+from halfstep.train.giving_up import given_up
+from halfstep.train.guarding import Guarding
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.journal import Journal
 from halfstep.train.journal.telemetry import Telemetry
@@ -29,7 +32,7 @@ from halfstep.train.stopping import Stopping
 from halfstep.train.task import Task
 from halfstep.train.weights import digest
 
-INTERRUPTED, FAILED, STOPPED = "interrupted", "failed", "stopped"
+INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ def train(
     facts["notes"] = [*notes, *facts["notes"]]
     told = None if resumed is None else resumed.as_dict()
     journal.tell(events.START, label=label, dir=str(folder), command=command, resumed=told, **facts)
-    reason, more = FAILED, {}
+    reason: str = FAILED
+    more: dict[str, Any] = {}
     try:
         if resumed is not None and resumed.changed:
             # Under its new settings, so that they need not be accepted again.
@@ -73,12 +77,17 @@ def train(
     except Stopped:
         reason, more = STOPPED, {"signal": loop.stopping.asked, "checkpoint": loop.checkpoints.name}
         raise
+    except Diverged as error:
+        reason, ending = GAVE_UP, given_up(loop, error, command)
+        more = ending.as_dict()
+        raise ending.error from error
     finally:
         loop.checkpoints.close()
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         told = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
-        journal.tell(events.END, reason=reason, **told, **more)
-    loop.keeper.result(_result(run, loop.parts))
+        cures = loop.guarding.cures
+        journal.tell(events.END, reason=reason, cures=[str(cure) for cure in cures.placed], **told, **more)
+    loop.keeper.result({**_result(run, loop.parts), "cures": cures.as_dict()})
     return run
 
 
@@ -89,11 +98,13 @@ def make_loop(
     journal: Journal,
     *,
     measured: Measured | None = None,
+    cures: Remedies | None = None,
     stopping: Stopping | None = None,
 ) -> Loop:
     """Everything built, and no step taken yet.
 
-    `measured` is what an earlier launch of this run found out; its checkpoint has the weights, too.
+    `measured` is what an earlier launch of this run found out, and `cures` what its guard had placed; its checkpoint
+    has the weights, too.
     """
     starting = recipe
     if measured is not None:
@@ -108,6 +119,7 @@ def make_loop(
         total=planned_steps(recipe, per_epoch),
         per_epoch=per_epoch,
         precision=measured.precision if measured else None,
+        cures=cures,
     )
     parts.notes += loaders.notes
     options = recipe.checkpoint
@@ -123,6 +135,7 @@ def make_loop(
         measured=measured or Measured(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
         data=loaders.data,
         saver=Saver(folder / CHECKPOINTS, keep=options.keep, party=world.Party(), background=options.background),
+        guarding=Guarding(parts.stepper, recipe.guard, journal, folder),
         stopping=stopping or Stopping(),
     )
 

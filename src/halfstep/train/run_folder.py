@@ -21,7 +21,7 @@ RECIPE = "recipe.yaml"
 RESULT = "result.json"
 """Written last, by a run that came to its end."""
 FILES = (RECIPE, "journal.jsonl", "train.log")
-FOLDERS = ("checkpoints", "pictures", "tensorboard", "wandb")
+FOLDERS = ("checkpoints", "pictures", "tensorboard", "trouble", "wandb")
 """Where a run writes into what is there already; other files it replaces."""
 MOST_RUNS = 10_000
 ANOTHER = "add --new for a folder of its own"

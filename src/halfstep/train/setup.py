@@ -11,10 +11,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import world
 from halfstep.errors import BadRecipe
+from halfstep.guard.remedies import Remedies
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.step.loss_scale import DynamicScale
 from halfstep.step.riders import Ema
 from halfstep.step.transaction import Stepper
+from halfstep.train.cures import placed_again
 from halfstep.train.data.order import derive
 from halfstep.train.freeze import freeze
 from halfstep.train.optimizers import make_optimizer
@@ -40,8 +42,12 @@ class Parts:
     schedule: LambdaLR
     shape: Shape
     stepper: Stepper
-    choice: Choice
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def choice(self) -> Choice:
+        """The precision of the run, which a guard may have changed on the way."""
+        return self.stepper.choice
 
     @property
     def lr(self) -> float:
@@ -50,17 +56,28 @@ class Parts:
 
 
 def prepare(
-    task: Task, recipe: AnyRecipe, device: torch.device, *, total: int, per_epoch: int, precision: str | None = None
+    task: Task,
+    recipe: AnyRecipe,
+    device: torch.device,
+    *,
+    total: int,
+    per_epoch: int,
+    precision: str | None = None,
+    cures: Remedies | None = None,
 ) -> Parts:
     """Build everything for `total` updates, `per_epoch` of them in an epoch.
 
-    `precision` is the one that `auto` came to when the run began; it is not measured again.
+    `precision` is the one that `auto` came to when the run began; it is not measured again. `cures` are what the run's
+    guard had placed when it was saved, and come over it.
     """
     train = recipe.train
     seed = train.seed or 0
     seed_all(seed)  # the same weights on every process ...
     model, notes = make_model(task, recipe, device)
     seed_all(derive(seed, world.rank()))  # ... and other dropout on each
+    if cures is not None:
+        notes += placed_again(model, cures)
+        precision = cures.precision or precision
     optimizer = make_optimizer(recipe.optimizer, model)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
     choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
@@ -74,7 +91,7 @@ def prepare(
         ema=Ema(model, train.ema) if train.ema is not None else None,
         loss_scale=_loss_scale(recipe.loss_scale) if choice.precision.scaled else None,
     )
-    return Parts(model, optimizer, schedule, shape, stepper, choice, notes)
+    return Parts(model, optimizer, schedule, shape, stepper, notes)
 
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:

@@ -17,6 +17,7 @@ from halfstep.train.checkpoint.packing import pack, unpack
 from halfstep.train.data.budget import Budget
 from halfstep.train.data.samples import Samples
 from halfstep.train.fleeting import fleeting
+from halfstep.train.guards_state import stateful
 from halfstep.train.measured import Measured
 from halfstep.train.progress import Progress
 from halfstep.train.randomness import read_generators
@@ -92,9 +93,7 @@ class State:
                 "data": dict(live.data),
                 "journal": live.journal(),
             },
-            guards={
-                guard.name: guard.state_dict() for guard in live.parts.stepper.guards if hasattr(guard, "state_dict")
-            },
+            guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
             recipe=live.recipe.model_dump(mode="json"),
             precision={"name": stepper["precision"], "islands": sorted(islands(live.parts.model))},
             measured=live.measured.as_dict(),

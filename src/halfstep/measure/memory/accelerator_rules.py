@@ -66,7 +66,7 @@ def ledger_by_cuda(make_case: Callable[[], Case], setting: Setting) -> Ledger:
         warnings.simplefilter("ignore")  # about tensors without memory, and a driver that is not here
         with gpu_pretended(), walked():
             try:
-                return ledger_of(lambda: _without_values(make_case()), setting, "cuda")
+                return ledger_of(lambda: without_values(make_case()), setting, "cuda")
             except RuntimeError as error:
                 if _REFUSED in str(error):
                     raise _refusal(error, setting.precision) from None
@@ -75,7 +75,7 @@ def ledger_by_cuda(make_case: Callable[[], Case], setting: Setting) -> Ledger:
                 torch.clear_autocast_cache()
 
 
-def _without_values(case: Case) -> Case:
+def without_values(case: Case) -> Case:
     """A described tensor made from a number keeps that number, and torch would move it to the GPU for real."""
     for tensor in (*case.model.buffers(), *pytree.tree_leaves(case.batch)):
         if isinstance(tensor, FakeTensor):

@@ -50,6 +50,8 @@ class Walk:
         if hasattr(node, "variable"):
             _accumulate(node.variable, gradients[0], self._is_shared(gradients[0]))
             return
+        # A node wants a place for each of its outputs, also for those that nothing was computed from.
+        gradients += [None] * (len(node._input_metadata) - len(gradients))
         call = node.apply if isinstance(node, torch.autograd.function.BackwardCFunction) else node
         found = call(*gradients)
         gradients.clear()

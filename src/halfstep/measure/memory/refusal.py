@@ -24,23 +24,23 @@ _KINDS = {
 
 
 @contextmanager
-def numbers_refused() -> Iterator[None]:
+def numbers_refused(why: str = "memory is estimated without computing any") -> Iterator[None]:
     """Round a person's code on fake tensors."""
     try:
         yield
     except _NEEDS_NUMBERS as error:
-        raise _refusal(error, str(error.func)) from error
+        raise _refusal(error, str(error.func), why) from error
     except RuntimeError as error:
         if _NUMPY not in str(error):
             raise
-        raise _refusal(error, "numpy") from error
+        raise _refusal(error, "numpy", why) from error
 
 
-def _refusal(error: BaseException, function: str) -> WrongUse:
+def _refusal(error: BaseException, function: str, why: str) -> WrongUse:
     name = function.removeprefix("aten.").partition(".")[0]
     what = _KINDS.get(name, f"asks for numbers ({name})")
     return WrongUse(
-        f"{asked_at(error)} {what} but memory is estimated without computing any",
+        f"{asked_at(error)} {what} but {why}",
         allowed="code whose sizes and branches do not depend on the numbers in tensors",
         do="use torch.where, or multiply by the mask; read a tensor after the step; or take that line out",
     )

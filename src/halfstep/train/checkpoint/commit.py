@@ -76,14 +76,14 @@ def commit(folder: Path, snapshot: Snapshot, *, keep: int, disk: Disk, party: Pa
     first = party.rank == 0
     generation = named(folder, snapshot.attempt, 0)
     try:
-        told = _all(party, lambda: _number(folder, snapshot, first))
+        told = by_all(party, lambda: _number(folder, snapshot, first))
         generation = named(folder, snapshot.attempt, told[0][1])
         _refuse_other_steps([attempt for attempt, _ in told])
-        _all(party, lambda: _begin(generation, disk) if first else None)
-        sealed = _all(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
+        by_all(party, lambda: _begin(generation, disk) if first else None)
+        sealed = by_all(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
         files = tuple(Sealed(*entry) for own in sealed for entry in own)
         manifest = Manifest(snapshot.attempt, party.size, files, snapshot.environment)
-        _all(party, lambda: _finish(generation, manifest, disk) if first else None)
+        by_all(party, lambda: _finish(generation, manifest, disk) if first else None)
     except NotCommitted:
         if first:
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def commit(folder: Path, snapshot: Snapshot, *, keep: int, disk: Disk, party: Pa
     return generation
 
 
-def _all(party: Party, do: Callable[[], Any]) -> list[Any]:
+def by_all(party: Party, do: Callable[[], Any]) -> list[Any]:
     """What each process made of its part; a failure of one is everyone's."""
     try:
         own = {"done": do()}

@@ -63,12 +63,13 @@ class Manifest:
 
 
 def with_seal(content: Mapping[str, Any]) -> bytes:
-    """JSON that holds the digest of all its bytes, so that a changed one is seen wherever it is, in any format."""
-    text = json.dumps({**content, "seal": _OPEN}, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    """JSON in the order of `content`, with the digest of all its bytes: a changed one is seen wherever it is."""
+    text = json.dumps({**content, "seal": _OPEN}, indent=1, allow_nan=False) + "\n"
     return text.replace(f'"seal": "{_OPEN}"', f'"seal": "{hashlib.sha256(text.encode()).hexdigest()}"').encode()
 
 
-def _is_sealed(text: bytes, seal: Any) -> bool:
+def is_sealed(text: bytes, seal: Any) -> bool:
+    """Whether text that `with_seal` made is as it was."""
     if not isinstance(seal, str) or not _SHA256.fullmatch(seal):
         return False
     return hashlib.sha256(text.replace(seal.encode(), _OPEN.encode())).hexdigest() == seal
@@ -80,7 +81,7 @@ def read_manifest(generation: Generation) -> Manifest:
     content = strict_json(text)
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise ValueError("no manifest of a checkpoint")
-    if not _is_sealed(text, content.get("seal")):
+    if not is_sealed(text, content.get("seal")):
         raise ValueError("changed since it was written")
     if content["format"] > FORMAT:
         raise NewerFormat(f"written in form {content['format']} by a later halfstep; this one reads up to {FORMAT}")

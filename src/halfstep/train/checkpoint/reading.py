@@ -43,7 +43,7 @@ class Verdict:
 def verified(generation: Generation, progress: Progress = lambda count: None) -> Verdict:
     """Whether a checkpoint is as it was written. Unsafe where somebody put something else in its place."""
     try:
-        _refuse_strangers(generation.path)
+        refuse_strangers(generation.path)
     except OSError as error:
         return Verdict(generation, None, _in_words(error), is_passing(error))
     try:
@@ -67,7 +67,7 @@ def verified(generation: Generation, progress: Progress = lambda count: None) ->
     return Verdict(generation, manifest, None)
 
 
-def _refuse_strangers(folder: Path) -> None:
+def refuse_strangers(folder: Path) -> None:
     """OSError for a link, which may lead anywhere; Unsafe for code that lies beside the files of a checkpoint."""
     if folder.is_symlink():
         raise OSError("a link, where a folder was made")
@@ -131,11 +131,16 @@ def _json(path: Path) -> Any:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
-        _check_header(path)
-        return load_file(path)
+        return load_tensors(path)
     except Exception as error:
         # A file that was made up ends in whatever the reader stumbles over: TypeError, OverflowError, RuntimeError, ...
         raise _damaged(path, error) from error
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or any error where it was made up."""
+    _check_header(path)
+    return load_file(path)
 
 
 def _check_header(path: Path) -> None:

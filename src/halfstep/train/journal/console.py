@@ -17,12 +17,13 @@ from rich.text import Text
 
 from halfstep.train.journal import journal, numbers, words
 from halfstep.train.journal.area import Clocks, area
-from halfstep.train.journal.endings import ending
+from halfstep.train.journal.endings import TO_TYPE, ending
 from halfstep.train.journal.journal import Event
 from halfstep.train.journal.latest import Latest
 from halfstep.train.journal.resuming import goes_on, resumed
 
 REFRESHES_A_SECOND = 4
+_LEVELS = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 class LiveConsole:
@@ -73,6 +74,8 @@ class LiveConsole:
             self._print(words.observed(event), "green")
         elif kind == journal.REPLACED:
             self._print(words.replaced(event), "yellow")
+        elif kind == journal.GUARD:
+            self._print_guard(event)
         elif kind == journal.NOTE:
             self._print(words.clean(event["text"]), "yellow" if event.get("level") == "warning" else "dim")
 
@@ -104,6 +107,12 @@ class LiveConsole:
         if event["reason"] != words.ORDINARY and words.is_told(nth):
             self._print(words.skip(event, nth), "yellow")
 
+    def _print_guard(self, event: Event) -> None:
+        first, *others = words.guard(event)
+        self._print(first, _LEVELS.get(event.get("level", ""), "yellow"))
+        for line in others:
+            self._print(line.strip(), "dim", indent=2)
+
     def _print_summary(self, event: Event) -> None:
         title, *rows, closing = words.summary(event, self._latest.metric)
         text = Text(title, style="bold").append("".join(f"\n{row}" for row in rows), style="not bold")
@@ -115,7 +124,11 @@ class LiveConsole:
         self._console.print()
         self._print(first, "bold green" if event["reason"] in ("finished", "early_stopping") else "bold yellow")
         for line in others:
-            self._print(line.strip(), indent=2)
+            if line.strip().startswith(TO_TYPE):
+                # Unbroken, whatever the width: it is to be copied.
+                self._console.print(Text(self._fitted(line), style="bold"), soft_wrap=True)
+            else:
+                self._print(line.strip(), indent=2)
 
     def _print(self, text: str, style: str = "", indent: int = 0) -> None:
         self._console.print(Padding(Text(self._fitted(text), style=style), (0, 0, 0, indent), expand=False))

@@ -10,15 +10,18 @@ from halfstep.train.journal.journal import Event
 from halfstep.train.journal.latest import Checkpoint, Latest
 from halfstep.train.journal.words import clean, named, several, skips
 
-STOPPED = "stopped"
+STOPPED, GAVE_UP = "stopped", "gave_up"
 _ENDINGS = {
     "finished": "Finished",
     "early_stopping": "Stopped early",
     "interrupted": "Interrupted",
     "failed": "Failed",
     STOPPED: "Stopped",
+    GAVE_UP: "Gave up",
 }
 _UNFINISHED = ("interrupted", "failed", STOPPED)
+TO_TYPE = "do:"
+"""What the line begins with that a person is to type."""
 _KEPT = ("best", "last", "curves")
 
 
@@ -27,16 +30,25 @@ def ending(event: Event, latest: Latest) -> list[str]:
     reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
     told = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
     lines = [f"{told}, {skips(event.get('skipped') or {})}"]
+    if event.get("why"):
+        lines += _in_lines(event["why"])
+    lines += [clean(f"  cured by the guard: {cure}") for cure in event.get("cures") or ()]
     if event["reason"] in _UNFINISHED:
         lines.append(f"  {_to_go_on(event, latest)}")
-    elif latest.checkpoint is not None:
+    elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
         lines.append(f"  last checkpoint: {_named(latest.checkpoint)}")
     best = event.get("best") or {}
     if best.get("value") is not None:
         lines.append(f"  best {named(best['metric'])}: {numbers.value(best['value'])}, in epoch {best['epoch']}")
     folder = latest.start.get("dir", "")
     kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
-    return lines + [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
+    lines += [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
+    return lines + _in_lines(event.get("kept")) + _in_lines(f"{TO_TYPE} {event['do']}" if event.get("do") else "")
+
+
+def _in_lines(text: str | None) -> list[str]:
+    """Text of several lines, each of which can be printed."""
+    return [f"  {clean(line)}" for line in (text or "").splitlines() if line.strip()]
 
 
 def _to_go_on(event: Event, latest: Latest) -> str:

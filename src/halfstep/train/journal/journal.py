@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 Event = dict[str, Any]
 """`event` (one of the names below), `time` (seconds that the run has taken), and fields of plain data."""
 
-START, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, NOTE, END = (
+START, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, GUARD, NOTE, END = (
     "start",
     "observed",
     "step",
@@ -19,6 +19,7 @@ START, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, NOTE, END = (
     "evaluating",
     "epoch",
     "saved",
+    "guard",
     "note",
     "end",
 )
@@ -67,6 +68,10 @@ class Journal:
             except Exception as failure:
                 # A full disk or a tracker without a network is no reason to lose what was trained.
                 self._leave_out(listener, failure)
+
+    def note(self, text: str, level: str) -> None:
+        """Anything else worth a line."""
+        self.tell(NOTE, text=text, level=level)
 
     def close(self) -> None:
         for listener in tuple(self.listeners):

@@ -30,6 +30,7 @@ class Plain:
             journal.REPLACED: lambda event: [words.replaced(event)],
             journal.EPOCH: lambda event: words.summary(event, self._latest.metric),
             journal.SAVED: self._saved,
+            journal.GUARD: words.guard,
             journal.NOTE: self._note,
             journal.END: lambda event: ending(event, self._latest),
         }

@@ -172,6 +172,12 @@ def skip(step: Event, nth: int) -> str:
     return text + (f" (from here every {THEN_EVERY}th; all are in the journal)" if nth == FIRST_SKIPS else "")
 
 
+def guard(event: Event) -> list[str]:
+    """What the guard said of a step or of what it did; the lines after the first are its evidence."""
+    first, *others = [clean(line) for line in str(event["text"]).splitlines() if line.strip()] or [""]
+    return [f"guard: {first}", *(f"  {line.strip()}" for line in others)]
+
+
 def replaced(event: Event) -> str:
     instead = f"sample {event['by']} stands in for it" if event["by"] >= 0 else "it is left out of the evaluation"
     return clean(f"cannot use {event['name']}: {event['reason']}; {instead}")

@@ -8,8 +8,8 @@ from typing import Any
 from halfstep.errors import StateMismatch
 from halfstep.train.recipe.written import different
 
-SAFE = ("about", "run.", "checkpoint.", "train.num_workers", "data.bad_samples")
-"""Settings that change no bit of what is trained: keys, and sections with their dot."""
+SAFE = ("about", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples")
+"""Settings that change no bit of what is trained while all goes well: keys, and sections with their dot."""
 PLACES = ("data.path", "data.masks", "data.val")
 """Where data lies: no difference where its files are the same."""
 RECIPE, DATA = "recipe", "data"

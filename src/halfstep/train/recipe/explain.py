@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from halfstep.train.recipe.fields import Json, Setting, places_in, settings_in
+from halfstep.train.recipe.fields import SHORT_FOR, Json, Setting, places_in, settings_in, short_for
 from halfstep.train.recipe.schema import ALSO
 from halfstep.train.recipe.words import FOREIGN_SECTIONS, PRECISION_WORDS
 
@@ -105,7 +105,7 @@ def value_in_words(value: Any) -> str:
 def _row(setting: Setting, words: Mapping[str, list[str]]) -> Row:
     short = [setting.name] if len(words[setting.name]) == 1 else []
     section = setting.key.rpartition(".")[0]
-    if setting.name == "name" and len(words[section]) == 1:
+    if setting.name in SHORT_FOR and len(words[section]) == 1:
         short = [section]
     # `--task FILE` names a file of one's own, which a recipe cannot.
     flags = [f"--{word}" for word in (*short, *setting.also) if word != "task"]
@@ -131,7 +131,7 @@ def _with_other_words(schema: Json) -> dict[str, Any]:
 
 def _or_its_name(schema: Json, name: str, field: Json) -> Json:
     """`optimizer: sgd` for `optimizer: {name: sgd}`."""
-    if f"{name}.name" not in settings_in(schema):
+    if short_for(name, settings_in(schema)) is None:
         return field
     return {**{key: value for key, value in field.items() if key != "$ref"}, "anyOf": [{"$ref": field["$ref"]}, _TEXT]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from halfstep.train.recipe.schema import ALSO
 
 Json = Mapping[str, Any]
+SHORT_FOR = ("name", "mode")
+"""Settings that their section's word stands for: `optimizer: sgd`, `--guard repair`."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,14 @@ def places_in(settings: Mapping[str, Setting]) -> dict[str, list[str]]:
     for key, setting in settings.items():
         for word in (setting.name, *setting.also):
             found[word].append(key)
-        if setting.name == "name":
+        if setting.name in SHORT_FOR:
             found[key.rpartition(".")[0]].append(key)
     return dict(found)
+
+
+def short_for(section: str, settings: Collection[str]) -> str | None:
+    """The key that a section's word alone stands for, where there is one."""
+    return next((key for name in SHORT_FOR if (key := f"{section}.{name}") in settings), None)
 
 
 def in_words(node: Json) -> str:

@@ -148,6 +148,21 @@ class CheckpointOptions(Section):
     """Write beside the training, from a copy of the state in main memory."""
 
 
+class GuardOptions(Section):
+    """What happens when steps go wrong. `guard: repair` is short for `guard: {mode: repair}`."""
+
+    mode: Literal["off", "watch", "repair"] = "watch"
+    """Name what spoils a step, and stop with exit code 80 where it goes on (watch); cure it and go on (repair)."""
+    skips_in_a_row: PositiveInt = 5
+    """Skipped steps in a row that end the run, or call for a cure; a loss scale that finds its place is not counted."""
+    skip_share: Fraction = 0.25
+    """The same, as a share of the last 100 steps."""
+    rollbacks: NonNegativeInt = 2
+    """repair: how often the run may go back to its last good state before it gives up."""
+    probation: PositiveInt = 1000
+    """repair: applied steps without trouble after which a cure is taken away again."""
+
+
 class RunOptions(Section):
     dir: str | None = None
     """The run's folder; `runs/RECIPE` if it is left out."""
@@ -182,4 +197,5 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     train: TrainOptions = TrainOptions()
     evaluate: EvaluateOptions = EvaluateOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    guard: GuardOptions = GuardOptions()
     run: RunOptions = RunOptions()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Contradiction
 from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, Named, is_off, is_on, read_claims, read_settings
-from halfstep.train.recipe.fields import places, sections_of, settings_of
+from halfstep.train.recipe.fields import places, sections_of, settings_of, short_for
 
 PRECISION_SWITCHES = (*SWITCHES, *FLAGS)
 PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", *FORMATS)
@@ -79,9 +79,10 @@ def _moves(raw: dict[str, Any], schema: Any) -> Iterator[tuple[str, str]]:
     """Move each word that has one meaning, and say which went where."""
     top, known, sections = set(schema.model_fields), places(schema), sections_of(schema)
     for section in sections:
-        if isinstance(raw.get(section), str) and f"{section}.name" in settings_of(schema):
-            raw[section] = {"name": raw[section]}
-            yield section, f"{section}.name"
+        key = short_for(section, settings_of(schema)) if isinstance(raw.get(section), str) else None
+        if key is not None:
+            raw[section] = {key.rpartition(".")[2]: raw[section]}
+            yield section, key
     for word in [word for word in raw if word not in top and word not in FOREIGN_SECTIONS]:
         if len(known.get(word, ())) == 1:
             yield from _move(raw, raw, word, word, known[word][0])

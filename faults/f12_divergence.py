@@ -1,0 +1,113 @@
+"""A learning rate that is ten thousand times too high from some step on: the run ends soon, and loses nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from faults import rig
+from faults.judged import first_wrong, outcome
+from faults.outcome import Outcome
+from halfstep.tasks import _fit
+from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation, generations, named, set_aside
+from halfstep.train.checkpoint.reading import newest_whole, read_state
+from halfstep.train.journal.jsonl import read_events
+from halfstep.train.loop import Loop
+from tests.support.digest import digest_of
+from tests.support.troubled import rate_times
+
+ID = "F12"
+WHAT = "a learning rate 10,000 times too high ends the run with 80 within 20 steps; its last good checkpoint stays"
+SEEDS = {False: 2, True: 10}
+TIMES, WITHIN, GAVE_UP = 1e4, 20, 80
+MODES = ("watch", "repair")
+
+
+@dataclass(frozen=True)
+class TooHigh:
+    """Breaks the learning rate of this process from an attempt on."""
+
+    since: int
+
+    def __call__(self) -> Callable[[], None]:
+        make_loop = _fit.make_loop
+
+        def built(*given: Any, **more: Any) -> Loop:
+            loop = make_loop(*given, **more)
+            rate_times(TIMES, self.since)(loop)
+            return loop
+
+        _fit.make_loop = built
+
+        def mend() -> None:
+            _fit.make_loop = make_loop
+
+        return mend
+
+
+def run(full: bool) -> Outcome:
+    trials: dict[str, str | None] = {}
+    latest = 0
+    with rig.scratch() as folder:
+        for mode in MODES:
+            for seed in range(SEEDS[full]):
+                onset = random.Random(seed).randrange(31, 60)
+                place = folder / f"{mode}-{seed}"
+                settings = {"train.seed": seed, "train.steps": 120, "guard.mode": mode, "checkpoint.keep": 3}
+                trials[f"{mode}, seed {seed}, from step {onset}"] = _trial(place, settings, onset)
+                latest = max(latest, rig.last_step(place) - onset)
+    return outcome(trials, f"gave up {latest} steps after the onset at most")
+
+
+def _trial(folder: Path, settings: dict[str, Any], onset: int) -> str | None:
+    # The same run with nothing wrong until then says what a good checkpoint is, to the bit.
+    good = folder.with_name(f"{folder.name}-good")
+    healthy = rig.run(good, {**settings, "checkpoint.keep": 100, "train.steps": 120})
+    code = rig.run(folder, settings, before=TooHigh(onset))
+    place = folder / CHECKPOINTS
+    left = generations(place)
+    return first_wrong(
+        ("the healthy run failed", lambda: healthy == 0),
+        (f"exit code {code}", lambda: code == GAVE_UP),
+        ("it went on for too long", lambda: rig.last_step(folder) - onset <= WITHIN),
+        ("more than two rollbacks", lambda: _rollbacks(folder) <= 2),
+        ("the newest checkpoint is not from before", lambda: left[0].attempt < onset <= left[0].attempt + 3),
+        ("the newest checkpoint is not whole", lambda: _newest(place) == left[0].name),
+        ("the last good checkpoint has other bits", lambda: _same(left[0], good / CHECKPOINTS)),
+        ("the error does not name it", lambda: left[0].name in rig.said(folder)),
+        ("a checkpoint is not finite", lambda: all(_is_finite(one) for one in _all(place))),
+    )
+
+
+def _rollbacks(folder: Path) -> int:
+    told = read_events(folder / "journal.jsonl")
+    return sum(event["event"] == "guard" and "rolled back" in event["text"] for event in told)
+
+
+def _newest(place: Path) -> str | None:
+    verdict, damaged = newest_whole(place)
+    return verdict.generation.name if verdict is not None and not damaged else None
+
+
+def _same(generation: Generation, place: Path) -> bool:
+    """But for the recipe and the journal, which are those of another run."""
+    twin = next(one for one in generations(place) if one.attempt == generation.attempt)
+    return _content(generation) == _content(twin)
+
+
+def _content(generation: Generation) -> str:
+    plain, tensors = read_state(generation, 0)
+    return digest_of({key: plain[key] for key in ("counts", "optimizers", "schedules", "guards")}, tensors)
+
+
+def _all(place: Path) -> list[Generation]:
+    aside = [named(place, 0, 0)._replace(path=path) for path in set_aside(place)]
+    return [*generations(place), *aside]
+
+
+def _is_finite(generation: Generation) -> bool:
+    _, tensors = read_state(generation, 0)
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values() if tensor.is_floating_point())

@@ -1,0 +1,43 @@
+"""A detector that learns from what it refused, and one that forgets what it learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.guard.alarms.spike import Spike
+from halfstep.step.report import StepReport
+
+
+@dataclass(frozen=True)
+class Defect:
+    WHAT: str
+    apply: Callable[[], None]
+    ROWS: tuple[str, ...] = ("F17",)
+
+
+def _learns_from_spikes() -> None:
+    passes = Spike.passes
+
+    def learning(spike: Spike, report: StepReport) -> bool:
+        passed = passes(spike, report)
+        if not passed:
+            for name, part in report.parts.items():
+                spike._of(name).add(part.loss)
+        return passed
+
+    Spike.passes = learning  # type: ignore[method-assign]
+
+
+def _forgets() -> None:
+    def forgetful(spike: Spike, state: Mapping[str, Any]) -> None:
+        """Begins anew, whatever was saved."""
+
+    Spike.load_state_dict = forgetful  # type: ignore[method-assign]
+
+
+MUTANTS = {
+    "M07": Defect("a refused loss enters the window of what is usual", _learns_from_spikes),
+    "M07-forgets": Defect("the window of what is usual is not restored", _forgets),
+}

@@ -1,0 +1,146 @@
+"""`halfstep replay`: a step that failed, run again here: which operation spoiled it, and what cures it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli._flag import flag
+from halfstep.cli._opened import OwnTask
+from halfstep.cli._subject import end
+from halfstep.errors import BadData, HalfstepError, reason_in
+
+if TYPE_CHECKING:
+    from halfstep.train.black_box.record import Record
+
+GROUP = "Trouble"
+
+
+def run(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The folder of a run, or of one failed step of it: RUN/trouble/000123."),
+    ],
+    attempt: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Which failed step; the newest if left out.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="Another precision than the step's.")] = None,
+    list: Annotated[bool, flag("--list", "List the failed steps that were recorded, and run nothing.")] = False,
+    task: OwnTask = None,
+    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+) -> None:
+    """Run a failed step again: the operation that made its NaN, whether precision caused it, and what cures it."""
+    from halfstep.cli import _replay_page as page
+
+    run_folder, found = _recorded(folder)
+    if list or not found:
+        listing = _listing(run_folder, found)
+        _print_json(listing) if json else page.show_list(listing)
+        return
+    report = _replayed(run_folder, _chosen(run_folder, found, attempt), precision, task)
+    _print_json(report) if json else page.show(report)
+    end(report)
+
+
+def _recorded(folder: Path) -> tuple[Path, list[Path]]:
+    """The run's folder, and its failed steps; of a failed step's own folder, that one."""
+    from halfstep.tasks._finished import recipe_in
+    from halfstep.train.black_box.places import RECORD, recorded_in
+    from halfstep.train.black_box.reading import run_of
+
+    if (folder / RECORD).is_file() and run_of(folder) != folder:
+        return recipe_in(run_of(folder)).parent, [folder]
+    return folder, recorded_in(recipe_in(folder).parent)
+
+
+def _chosen(run_folder: Path, found: list[Path], attempt: int | None) -> Path:
+    if attempt is None:
+        return found[-1]
+    for path in found:
+        if int(path.name) == attempt:
+            return path
+    raise BadData(
+        f"attempt {attempt:,} of {run_folder} was not recorded",
+        allowed=", ".join(str(int(path.name)) for path in found),
+        do=f"halfstep replay {run_folder} --attempt {int(found[-1].name)}",
+    )
+
+
+def _replayed(run_folder: Path, place: Path, precision: str | None, task: Path | None) -> dict[str, Any]:
+    from halfstep.cli._progress import progress
+    from halfstep.precision.names import read_precision
+    from halfstep.tasks._cure import advice, in_precision
+    from halfstep.tasks._folder import task_from_file
+    from halfstep.tasks._replayed import open_recorded
+    from halfstep.tasks._replaying import described, replay
+    from halfstep.train.black_box.reading import read
+
+    asked = read_precision(precision).name if precision else None
+    record = read(place)
+    replayed = open_recorded(record, precision=asked, own=task_from_file(task)[0] if task else None)
+    choice = replayed.choice
+    report: dict[str, Any] = {
+        "run": str(run_folder),
+        "recorded": described(record),
+        "precision": choice.precision.name,
+        "device": choice.device.name,
+        "verdict": None,
+        "same_culprit": None,
+        "reruns": [],
+        "notes": [*replayed.notes],
+        "do": "",
+        "command": "",
+        "interrupted": False,
+    }
+    try:
+        with progress("replaying", "reruns") as told:
+            verdict = replay(replayed, report, told)
+    except KeyboardInterrupt:
+        return {**report, "interrupted": True}
+    advised = advice(verdict or record.verdict, run_folder, replayed.recipe, task)
+    if verdict is None and choice.precision.name != record.precision:
+        advised = in_precision(choice.precision.name, run_folder, task)
+    return {**report, **advised._asdict()}
+
+
+def _listing(run_folder: Path, found: list[Path]) -> dict[str, Any]:
+    from halfstep.tasks._replaying import described
+
+    rows = []
+    for path in found:
+        record = _read(path)
+        known = {"attempt": int(path.name), "problem": record} if isinstance(record, str) else described(record)
+        rows.append({"path": str(path), **known})
+    return {"run": str(run_folder), "guard": _guard_of(run_folder), "troubles": rows}
+
+
+def _read(path: Path) -> Record | str:
+    from halfstep.train.black_box.reading import read
+
+    try:
+        return read(path)
+    except HalfstepError as error:
+        return reason_in(error)
+
+
+def _guard_of(run_folder: Path) -> str:
+    """What the run's recipe says about its guard, in its long form or its short one."""
+    from halfstep.train.recipe.sources import read_recipe
+    from halfstep.train.run_folder import RECIPE
+
+    section = read_recipe(str(run_folder / RECIPE)).raw.get("guard")
+    mode = section.get("mode") if isinstance(section, dict) else section
+    # YAML reads the word off as a truth value.
+    return "off" if mode in (False, "off") else str(mode or "watch")
+
+
+def _print_json(report: dict[str, Any]) -> None:
+    """Numbers that JSON has no sign for are words, as in the journal."""
+    from json import loads
+
+    from halfstep.cli._subject import print_json
+    from halfstep.train.journal.jsonl import as_line
+
+    print_json(loads(as_line(report)))

@@ -1,0 +1,170 @@
+"""A model as a picture: its tree of modules, as wide as their work and coloured by the format that it is done in."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import MissingExtra
+from halfstep.files import replacing
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+except ImportError as missing:
+    raise MissingExtra(
+        "matplotlib, which is not installed",
+        allowed="drawing a model with matplotlib",
+        do="pip install halfstep[train]",
+    ) from missing
+
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+COLOURS = {"bf16": "#56B4E9", "fp16": "#009E73", "fp32": "#E69F00", "tf32": "#F0E442", "fp64": "#D55E00"}
+OTHER = "#CC79A7"
+_ISLAND, _EDGE, _TEXT = "#B2182B", "#FFFFFF", "#222222"
+_WIDTH, _ROW, _ABOVE, _BELOW, _DPI = 14.0, 0.42, 0.5, 0.45, 100
+_DEEPEST = 12
+_NARROWEST = 0.0015
+"""Of the whole width: what is narrower is not drawn by itself, only in its parent's colours."""
+_LETTER = 0.0049
+"""Of the whole width."""
+_MODEL_ITSELF = "(the model itself)"
+
+
+@dataclass
+class Node:
+    """A module with what lies in it."""
+
+    name: str
+    path: str
+    flops: dict[str, int] = field(default_factory=dict)
+    """Of the whole subtree, by format."""
+    own: dict[str, int] = field(default_factory=dict)
+    """Of the module without those inside it."""
+    island: bool = False
+    children: dict[str, Node] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.flops.values())
+
+    def add(self, flops: Mapping[str, int]) -> None:
+        for name, count in flops.items():
+            self.flops[name] = self.flops.get(name, 0) + count
+
+    def stripes(self) -> Iterator[tuple[str, int]]:
+        """Its work by format, in the order in which what lies in it is drawn below."""
+        for child in self.children.values():
+            yield from child.stripes()
+        yield from self.own.items()
+
+
+def tree(rows: Sequence[Mapping[str, Any]], name: str) -> Node:
+    """Modules by their paths, with the work of everything below added up."""
+    root = Node(name, "")
+    for row in rows:
+        module = row["module"]
+        parts = [] if module == _MODEL_ITSELF else [module] if module.startswith("(") else module.split(".")
+        node, steps = root, [root]
+        for part in parts:
+            path = f"{node.path}.{part}" if node.path else part
+            node = node.children.setdefault(part, Node(part, path))
+            steps.append(node)
+        node.own = dict(row["flops"])
+        for step in steps:
+            step.add(row["flops"])
+            step.island |= row["island"] is not None and row["island"] == step.path and not module.startswith("(out")
+    return root
+
+
+def draw_model_formats(report: Mapping[str, Any], path: Path) -> None:
+    """Write a picture of an audit's plain data, whole or not at all."""
+    root = tree(report["modules"], "the model")
+    depth = min(_depth(root), _DEEPEST)
+    height = _ABOVE + _ROW * depth + _BELOW
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI)
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.015, _BELOW / height, 0.97, _ROW * depth / height))
+    axes.set_xlim(0, 1)
+    axes.set_ylim(depth, 0)
+    axes.axis("off")
+    if root.total:
+        for node, left, width, level in _placed(root, 0.0, 1.0, 0, depth):
+            _draw(axes, node, left, width, level)
+    else:
+        axes.text(0.5, depth / 2, "no matrix product or convolution was seen", ha="center", color=_TEXT)
+    figure.suptitle(
+        _printable(f"{report['subject']}: {report['verdict']}", 110),
+        x=0.015,
+        y=1 - 0.12 / height,
+        ha="left",
+        fontsize=12,
+    )
+    _legend(figure, root)
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    with replacing(path) as draft:
+        draft.write_bytes(picture.getvalue())
+
+
+def _depth(node: Node) -> int:
+    return 1 + max((_depth(child) for child in node.children.values() if child.total), default=0)
+
+
+def _placed(node: Node, left: float, width: float, level: int, depth: int) -> Iterator[tuple[Node, float, float, int]]:
+    """A parent above its children, each as wide as its part of the work."""
+    yield node, left, width, level
+    if level + 1 == depth:
+        return
+    for child in node.children.values():
+        part = width * child.total / node.total if node.total else 0.0
+        if part >= _NARROWEST:
+            yield from _placed(child, left, part, level + 1, depth)
+        left += part
+
+
+def _draw(axes: Axes, node: Node, left: float, width: float, level: int) -> None:
+    at = left
+    for name, stripe in groupby(node.stripes(), key=lambda stripe: stripe[0]):
+        part = width * sum(count for _, count in stripe) / node.total
+        axes.add_patch(Rectangle((at, level), part, 0.94, facecolor=COLOURS.get(name, OTHER), linewidth=0))
+        at += part
+    axes.add_patch(Rectangle((left, level), width, 0.94, fill=False, edgecolor=_EDGE, linewidth=0.8))
+    if node.island:
+        inset = min(0.0012, width / 4)
+        outline = Rectangle((left + inset, level + 0.05), width - 2 * inset, 0.84, fill=False, edgecolor=_ISLAND)
+        outline.set(linewidth=2.2, zorder=3)
+        axes.add_patch(outline)
+    letters = int((width - 0.003) / _LETTER)
+    words = _printable(node.name, letters) if letters >= min(len(node.name), 3) else ""
+    axes.text(left + width / 2, level + 0.47, words, ha="center", va="center", fontsize=8, color=_TEXT, clip_on=True)
+
+
+def _legend(figure: Figure, root: Node) -> None:
+    total = root.total or 1
+    shown = sorted(root.flops.items(), key=lambda item: -item[1])
+    handles = [Patch(color=COLOURS.get(name, OTHER), label=f"{name} {_percent(n / total)}") for name, n in shown]
+    if any(node.island for node, *_ in _placed(root, 0.0, 1.0, 0, _DEEPEST)):
+        handles.append(Patch(facecolor="white", edgecolor=_ISLAND, linewidth=2, label="island"))
+    if handles:
+        title = "width: share of FLOPs, forward and backward      "
+        handles.insert(0, Patch(facecolor="none", edgecolor="none", label=title))
+        look: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 1.2, "ncols": len(handles)}
+        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.01, 0.0), **look)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if 0.001 <= share < 1 else "100%" if share == 1 else "<0.1%"
+
+
+def _printable(text: str, longest: int) -> str:
+    """Text that is neither markup for formulas nor longer than its place."""
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    plain = plain if len(plain) <= longest else plain[: max(longest - 1, 0)] + "…"
+    return plain.replace("$", r"\$")

@@ -1,0 +1,86 @@
+"""What an operation did to make numbers that are not finite, in words."""
+
+from __future__ import annotations
+
+from halfstep.formats import FORMATS, FP32
+from halfstep.observe.finite import MINUS_INF, NAN
+from halfstep.observe.origins import Given, Made
+
+_DIVIDES = ("div", "reciprocal", "rsqrt", "pow", "remainder", "fmod")
+_LOGS = ("log", "log2", "log10", "log1p", "xlogy", "logit")
+_ROOTS = ("sqrt", "rsqrt", "pow", "std", "linalg_vector_norm", "norm")
+_SOFT = ("softmax", "attention")
+_AVERAGES = ("mean", "var", "std", "nll_loss", "mse_loss", "batch_norm", "layer_norm", "div")
+
+
+def deed_of(made: Made) -> str:
+    """As the end of a sentence that begins with the operation."""
+    if made.outside is not None:
+        return f"holds {_kinds(made)} before anything is computed"
+    return _too_large(made) or _of_zero(made) or _other(made)
+
+
+def limit_of(format: str) -> float:
+    """The largest number of a format; fp32's for what we have no word for."""
+    return FORMATS.get(format, FP32).largest
+
+
+def needs_other_code(made: Made) -> bool:
+    """Whether no smaller weight and no wider format would have helped: the code asks for what has no answer."""
+    return made.outside is None and not _too_large(made) and bool(_of_zero(made))
+
+
+def _too_large(made: Made) -> str:
+    """An exact number where the same operation fits fp32."""
+    limit = limit_of(made.format)
+    if made.in_fp32 is None or limit >= FP32.largest:
+        return ""
+    if made.in_fp32 > limit:
+        return f"makes {number(made.in_fp32)} in {made.format}, whose largest number is {number(limit)}"
+    return f"makes {_kinds(made)} in {made.format}, where fp32 makes {number(made.in_fp32)}"
+
+
+def _of_zero(made: Made) -> str:
+    name, given = _short(made.name), made.given
+    if any(word in name for word in _SOFT) and any(MINUS_INF in each.kinds for each in given):
+        return "is over a row that is all -inf"
+    if name in _LOGS and given:
+        return "takes the logarithm of a negative number" if NAN in made.kinds else "takes the logarithm of 0"
+    if name in _ROOTS and NAN in made.kinds and given and given[0].has_negative:
+        return "takes the root of a negative number"
+    if name in _DIVIDES and _divisor(name, given):
+        return "divides by zero"
+    if any(word in name for word in _AVERAGES) and any(0 in each.shape for each in given[:1]):
+        return "averages over nothing"
+    return ""
+
+
+def _divisor(name: str, given: tuple[Given, ...]) -> bool:
+    """Whether what it divides by has a zero in it; a plain number that it divides by is not among the tensors."""
+    if name in ("div", "remainder", "fmod"):
+        return len(given) < 2 or given[1].has_zero
+    return bool(given) and given[0].has_zero
+
+
+def _other(made: Made) -> str:
+    if NAN in made.kinds:
+        return f"makes {_kinds(made)} in {made.format} out of numbers up to {number(_largest(made))}"
+    format = made.format if made.format in FORMATS else FP32.name
+    return f"makes more than {format}'s largest number, {number(limit_of(format))}"
+
+
+def _largest(made: Made) -> float:
+    return max((each.largest for each in made.given), default=0.0)
+
+
+def _kinds(made: Made) -> str:
+    return " and ".join(sorted(made.kinds)) or "nothing finite"
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2].strip("_").removesuffix("_backward")
+
+
+def number(value: float) -> str:
+    """As people write it: 71,204 and 3.4e+38."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"

@@ -1,0 +1,113 @@
+"""A copy of the run in memory, to go back to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.step.transaction import Stepper
+
+FIRST_PAUSE = 5
+"""Steps between the first copies, doubled with each."""
+
+
+class Rewind:
+    """Weights, buffers, optimizers, schedules and averages of a step that was good.
+
+    What the run has lived through stays lived through: attempts and skips go on being counted, random numbers are not
+    drawn again and batches not seen again. Precision and loss scale stay as they are now.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._weights: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor | None] = {}
+        self._state: dict[str, Any] | None = None
+        self._pause, self._left = FIRST_PAUSE, 0
+
+    @property
+    def step(self) -> int | None:
+        """Updates that had been applied in what is kept; None before anything is."""
+        return None if self._state is None else int(self._state["counts"]["applied"])
+
+    def keep_if_due(self, every: int) -> None:
+        """Once for each good step: often in the beginning, where a hundred steps are much of what was learnt."""
+        self._left -= 1
+        if self._left <= 0:
+            self.keep()
+            self._left = self._pause = min(2 * self._pause, every)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the run as it is. The tensors of the last copy are written over where they fit."""
+        self._weights = _copies(dict(self._stepper.model.named_parameters(remove_duplicate=False)), self._weights)
+        self._buffers = _copies(_buffers(self._stepper.model), self._buffers)
+        self._state = None  # its memory is free for the new one
+        self._state = copy.deepcopy(self._stepper.state_dict())
+
+    @torch.no_grad()
+    def back(self) -> int:
+        """Put it back, and return the step that the run is at again."""
+        assert self._state is not None, "nothing was kept"
+        stepper, model = self._stepper, self._stepper.model
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in self._weights:
+                parameter.copy_(self._weights[name])
+        for name, kept in self._buffers.items():
+            _put_buffer(model, name, kept)
+        stepper.load_state_dict(self._mended(stepper.state_dict()))
+        return stepper.counts.applied
+
+    def _mended(self, now: Mapping[str, Any]) -> dict[str, Any]:
+        # Optimizers take over the tensors that they are given: a second copy, or the kept one would train along.
+        kept = copy.deepcopy(self._state)
+        assert kept is not None
+        kept["precision"] = now["precision"]
+        kept["counts"] = {**now["counts"], "applied": kept["counts"]["applied"], "skipped_in_a_row": 0}
+        for name, lane in kept["lanes"].items():
+            lane["loss_scale"] = now["lanes"][name]["loss_scale"]
+        return kept
+
+
+def _copies(current: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of these tensors, in the old copies' memory."""
+    copies = {}
+    for name, tensor in current.items():
+        before = old.get(name)
+        if before is not None and tensor is not None and _alike(before, tensor):
+            copies[name] = before.copy_(tensor)
+        else:
+            copies[name] = None if tensor is None else tensor.detach().clone()
+    return copies
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
+    """Those registered without a tensor, too: they may have one by the time that we go back."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+    }
+
+
+def _put_buffer(model: nn.Module, name: str, kept: Tensor | None) -> None:
+    path, _, own = name.rpartition(".")
+    slots = model.get_submodule(path)._buffers
+    current = slots.get(own)
+    if kept is None:
+        slots[own] = None
+    elif current is not None and current.shape == kept.shape:
+        try:
+            current.copy_(kept)
+        except RuntimeError:  # expanded: several of its elements share one place in memory
+            slots[own] = kept.clone()
+    else:
+        slots[own] = kept.clone()

@@ -1,0 +1,111 @@
+"""Whether each island of a model is needed: the same step without it, in the low format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from halfstep.measure.audit.watched import Watched
+from halfstep.measure.survival_report import where
+from halfstep.measure.survival_step import Gradients
+from halfstep.observe.ranges import BACKWARD, FORWARD, WEIGHTS
+
+LEAST_HEADROOM = 1.0
+"""Bits: a factor of two is soon gone in training."""
+_FURTHER, _CLEARLY = 1.5, 0.05
+"""Without an island that is needed, gradients are so many times further from fp32's, and by so much of their norm."""
+
+
+@dataclass(frozen=True)
+class IslandVerdict:
+    """One island of the model."""
+
+    path: str
+    needed: bool | None
+    """None where it could not be tried."""
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judged(
+    path: str, format_name: str, with_it: Watched, reference: Watched, without: Callable[[str], Watched]
+) -> IslandVerdict:
+    """By the step without it, against the step with it and the same in fp32."""
+    found = without(path)
+    if found.stopped is not None:
+        return IslandVerdict(path, True, f"without it the step ends: {found.stopped}")
+    reason = (
+        _overflows(path, found, with_it, format_name)
+        or _mistakes(found, with_it)
+        or _leads_elsewhere(found, with_it, reference)
+    )
+    if reason:
+        return IslandVerdict(path, True, f"without it {reason}")
+    if not with_it.fits:
+        return IslandVerdict(path, None, "the step is not finite with it either, so nothing can be told from it")
+    return IslandVerdict(path, False, f"{format_name} has room: {_room(path, found)}")
+
+
+def _overflows(path: str, found: Watched, with_it: Watched, format_name: str) -> str | None:
+    ranges = found.ranges
+    assert ranges is not None
+    event = ranges.first_on_the_way_forward
+    if with_it.fits and not found.fits:
+        event = event or ranges.first_overflow.get(BACKWARD)
+        return f"the step overflows {where(event)}" if event is not None else "the step is not finite"
+    headroom = _headroom(path, found)
+    if headroom < LEAST_HEADROOM:
+        near = f"are {headroom:.1f} bits from the end of" if headroom >= 0 else "do not fit"
+        return f"its numbers {near} {format_name}"
+    return None
+
+
+def _mistakes(found: Watched, with_it: Watched) -> str | None:
+    """What lint says of the step without it, and does not with it."""
+    before = {(one.finding.id, one.module) for one in with_it.spotted}
+    new = [one for one in found.spotted if (one.finding.id, one.module) not in before]
+    return f"{new[0].finding.id}: {new[0].finding.evidence}" if new else None
+
+
+def _leads_elsewhere(found: Watched, with_it: Watched, reference: Watched) -> str | None:
+    near, far = (_apart(reference.gradients, step.gradients) for step in (with_it, found))
+    if near is None or far is None or not (far > _FURTHER * near and far - near > _CLEARLY):
+        return None
+    return f"gradients differ from fp32's by {far:.0%}, with it by {near:.0%}"
+
+
+def _apart(wanted: Gradients | None, found: Gradients | None) -> float | None:
+    """Norm of the difference over the norm; None where it cannot be told."""
+    if not wanted or found is None:
+        return None
+    total = sum(_squares(true) for true in wanted.values())
+    apart = sum(_squares(true - found.get(name, torch.zeros_like(true))) for name, true in wanted.items())
+    return math.sqrt(apart / total) if total and math.isfinite(apart / total) else None
+
+
+def _squares(tensor: torch.Tensor) -> float:
+    return float(tensor.square().sum().item())
+
+
+def _inside(path: str, module: str) -> bool:
+    return not path or module == path or module.startswith(f"{path}.")
+
+
+def _headroom(path: str, found: Watched) -> float:
+    assert found.ranges is not None
+    places = found.ranges.by_place.items()
+    return min(
+        (r.headroom for (module, part), r in places if part in (WEIGHTS, FORWARD) and _inside(path, module)),
+        default=math.inf,
+    )
+
+
+def _room(path: str, found: Watched) -> str:
+    headroom = _headroom(path, found)
+    return "nothing in it is cast" if math.isinf(headroom) else f"{headroom:.1f} bits, and gradients as near to fp32's"

@@ -1,0 +1,72 @@
+"""Calls that do not belong under autocast: losses that CUDA refuses, and a training loop inside the loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from halfstep.finding import Finding
+from halfstep.observe.code_line import running_line
+
+_BCE = (functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+Tell = Callable[[Finding, str, str | None], None]
+"""Told a finding, its module and its line."""
+
+
+class Calls(TorchFunctionMode):
+    """Round the loss function, inside autocast."""
+
+    def __init__(self, device_type: str, tell: Tell) -> None:
+        super().__init__()
+        self._device_type, self._tell = device_type, tell
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Calls:
+        handle: Any = register_optimizer_step_pre_hook(self._steps)
+        self._hooks.callback(handle.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BCE and torch.is_autocast_enabled(self._device_type):
+            self._tell(refused_loss("binary_cross_entropy"), "", running_line())
+        if func in _BACKWARD:
+            self._tell(_loop("backward()", self._under()), "", running_line())
+        return func(*args, **(kwargs or {}))
+
+    def _steps(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._tell(_loop(f"{type(optimizer).__name__}.step()", self._under()), "", running_line())
+
+    def _under(self) -> str:
+        return ", under autocast" if torch.is_autocast_enabled(self._device_type) else ""
+
+
+def refused_loss(name: str) -> Finding:
+    return Finding(
+        "loss-refused",
+        "error",
+        f"{name} runs under autocast, and CUDA's autocast refuses it: a sigmoid in 16 bits is 0 or 1 too early",
+        "leave the sigmoid out and use F.binary_cross_entropy_with_logits, or keep it in fp32: "
+        "halfstep.island(nn.BCELoss())",
+    )
+
+
+def _loop(call: str, under: str) -> Finding:
+    return Finding(
+        "loop-in-loss",
+        "error",
+        f"{call} is called inside the loss function{under}: autocast belongs round forward and loss only",
+        "return the loss, and leave backward and the update to the loop: stepper.step(loss_fn, batch)",
+    )

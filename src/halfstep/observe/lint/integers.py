@@ -1,0 +1,77 @@
+"""Whole numbers beyond those that a format can count: timesteps and positions that become one another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.finding import Finding
+from halfstep.formats import FP32, Format
+from halfstep.observe.lint.seen import Seen, number
+
+_aten = torch.ops.aten
+_ARITHMETIC = (_aten.mul, _aten.add, _aten.sub, _aten.div)
+PACKETS = (_aten._to_copy, _aten.arange, *_ARITHMETIC)
+_FIX = (
+    "keep them in fp32 until they are embedded: {island}, or compute the embedding "
+    "under torch.autocast(device, enabled=False)"
+)
+
+
+def look(seen: Seen) -> Finding | None:
+    if not seen.has_values:
+        return None
+    if seen.packet is _aten.arange:
+        return _counted(seen.result, seen.format)
+    taken = seen.inputs[:1] if seen.packet is _aten._to_copy else [t for t in seen.inputs if not t.is_floating_point()]
+    for given in taken:
+        if _is_a_list_of_places(given):
+            found = _rounded(given, seen.format)
+            if found is not None:
+                return found
+    return None
+
+
+def _is_a_list_of_places(given: Tensor) -> bool:
+    """One number a sample or a token: pictures of whole numbers lose no more than any others do."""
+    sizes = [size for size in given.shape if size > 1]
+    return (
+        bool(given.dim()) and len(sizes) <= 2 and given.dtype is not torch.bool and not isinstance(given, nn.Parameter)
+    )
+
+
+def _rounded(given: Tensor, format: Format) -> Finding | None:
+    wide = given.detach().to(torch.float64)
+    largest = wide.max().item()
+    counts = format.largest_exact_integer
+    # Every large number of fp32 is whole, and a mask is negative.
+    if not counts < largest <= FP32.largest_exact_integer or wide.min() < 0 or not bool((wide == wide.round()).all()):
+        return None
+    after = wide.to(format.dtype).to(torch.float64)
+    changed = (wide != after).flatten()
+    if not changed.any():
+        return None
+    before, became = (t.flatten()[changed][0].item() for t in (wide, after))
+    left, distinct = after.unique().numel(), wide.unique().numel()
+    merged = f"; of {distinct} different ones {left} are left" if left < distinct else ""
+    return Finding(
+        "integers-rounded",
+        "warning",
+        f"whole numbers up to {number(largest)} are rounded to {format.name}, which counts to {counts}: "
+        f"{number(before)} becomes {number(became)}{merged}",
+        _FIX,
+    )
+
+
+def _counted(result: Tensor, format: Format) -> Finding | None:
+    counts, length = format.largest_exact_integer, result.numel()
+    wide = result.detach().to(torch.float64)
+    distinct = wide.unique().numel()
+    if distinct == length or wide.abs().max().item() < counts:
+        return None
+    return Finding(
+        "integers-rounded",
+        "warning",
+        f"arange of {length} numbers is counted in {format.name}, which counts to {counts}: {distinct} of them differ",
+        "make it in fp32, dtype=torch.float32, and cast what is computed from it",
+    )

@@ -1,0 +1,96 @@
+"""The listener that asks every rule about every operation, and tells each finding once, with its place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverloadPacket
+
+from halfstep.finding import Finding
+from halfstep.observe.code_line import running_line
+from halfstep.observe.lint import eps, integers, masks, positions, softmax, stored, sums, variance
+from halfstep.observe.lint.seen import Rule, seen
+from halfstep.observe.recorder import OUTSIDE, Operation
+
+_RULES: tuple[Any, ...] = (integers, positions, eps, sums, masks, softmax, variance)
+
+
+@dataclass(frozen=True)
+class Spotted:
+    """A finding and where it was made."""
+
+    finding: Finding
+    """Its evidence begins with the place."""
+    module: str
+    line: str | None
+    modules: tuple[str, ...] = field(default=())
+    """All modules in which the same line did the same."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.finding.as_dict(), "module": self.module, "line": self.line, "modules": list(self.modules)}
+
+
+class Lint:
+    """A listener. `spotted()` tells what was found, errors first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = {buffer.untyped_storage()._cdata: name for name, buffer in model.named_buffers()}
+        self._rules: dict[OpOverloadPacket, list[Rule]] = defaultdict(list)
+        for rule in _RULES:
+            self._add_rule(rule.PACKETS, rule.look)
+        differences = variance.Differences()
+        self._add_rule(differences.packets, differences)
+        self._found: dict[tuple[str, str], list[Spotted]] = {}
+        if (narrow := stored.look(model)) is not None:
+            self.tell(narrow, "", None)
+        for module, finding in positions.stored(model):
+            self.tell(finding, module, None)
+
+    @torch.no_grad()
+    def __call__(self, operation: Operation) -> None:
+        rules = self._rules.get(operation.function._overloadpacket)
+        looked_at = seen(operation, self._buffers) if rules else None
+        if not rules or looked_at is None:
+            return
+        for rule in rules:
+            finding = rule(looked_at)
+            if finding is not None:
+                self.tell(finding, operation.module, running_line())
+
+    def tell(self, finding: Finding, module: str, line: str | None) -> None:
+        """Keep a finding; of the same in many modules by one line of code, the first is told."""
+        self._found.setdefault((finding.id, line or module), []).append(Spotted(finding, module, line))
+
+    def spotted(self) -> tuple[Spotted, ...]:
+        merged = [_merged(group) for group in self._found.values()]
+        order = {"error": 0, "warning": 1, "note": 2}
+        return tuple(sorted(merged, key=lambda one: order[one.finding.severity]))
+
+    def _add_rule(self, packets: Iterable[OpOverloadPacket], rule: Rule) -> None:
+        for packet in dict.fromkeys(packets):
+            self._rules[packet].append(rule)
+
+
+def _merged(group: list[Spotted]) -> Spotted:
+    first = group[0]
+    modules = tuple(dict.fromkeys(one.module for one in group))
+    finding = replace(first.finding, evidence=_evidence(first, len(modules)), fix=_fix(first))
+    return replace(first, finding=finding, modules=modules)
+
+
+def _evidence(first: Spotted, modules: int) -> str:
+    module = "" if first.module in ("", OUTSIDE) else f"in {first.module}"
+    more = f" and {modules - 1} more" if modules > 1 and module else ""
+    place = " ".join(part for part in (first.line, f"{module}{more}") if part)
+    return f"{place}: {first.finding.evidence}" if place else first.finding.evidence
+
+
+def _fix(first: Spotted) -> str:
+    named = first.module not in ("", OUTSIDE)
+    island = f'island(model, "{first.module}")' if named else "halfstep.island round the function that does it"
+    return first.finding.fix.replace("{island}", island)

@@ -1,0 +1,65 @@
+"""Buffers whose numbers are told apart by small differences, such as frequencies, and lose them in a narrow format."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.finding import Finding
+from halfstep.formats import Format, format_of, is_narrow
+from halfstep.observe.lint.seen import Seen
+
+PACKETS = (torch.ops.aten._to_copy,)
+_FEWEST = 4
+_FIX = "keep the buffer in fp32 and cast what is computed from it: {island}"
+
+
+def look(seen: Seen) -> Finding | None:
+    """A buffer of numbers in order that is cast, some of which become equal."""
+    if seen.buffer is None or not seen.has_values or not seen.inputs[0].is_floating_point():
+        return None
+    line = _in_order(seen.inputs[0])
+    return None if line is None else _merged(seen.buffer, line, seen.format)
+
+
+def stored(model: nn.Module) -> list[tuple[str, Finding]]:
+    """Buffers that were counted in fp32 and are stored in less, as after model.half(), by the module they are of."""
+    found = []
+    for name, buffer in model.named_buffers():
+        format = format_of(buffer.dtype)
+        if format is None or not is_narrow(buffer.dtype) or buffer.numel() < _FEWEST:
+            continue
+        wide = buffer.detach().double().flatten()
+        steps, counts = wide.diff(), format.largest_exact_integer
+        whole = bool((wide == wide.round()).all()) and wide.max().item() >= counts
+        if whole and bool((steps >= 0).all()) and bool((steps == 0).any()) and bool((steps > 0).any()):
+            told = Finding(
+                "positions-merged",
+                "warning",
+                f"buffer {name} counts to {int(wide.max())} but is stored in {format.name}, which counts to {counts}: "
+                f"{wide.unique().numel()} of its {wide.numel()} numbers differ",
+                "cast the weights only, or register it after the cast: buffers stay in fp32",
+            )
+            found.append((name.rpartition(".")[0], told))
+    return found
+
+
+def _in_order(buffer: Tensor) -> Tensor | None:
+    """The numbers of a buffer that only grow or only fall; None of others."""
+    if buffer.numel() < _FEWEST or max(buffer.shape) != buffer.numel():
+        return None
+    line = buffer.detach().double().flatten()
+    steps = line.diff()
+    return line if bool((steps > 0).all() | (steps < 0).all()) else None
+
+
+def _merged(name: str, line: Tensor, format: Format) -> Finding | None:
+    left = line.to(format.dtype).unique().numel()
+    if left == line.numel():
+        return None
+    return Finding(
+        "positions-merged",
+        "warning",
+        f"buffer {name} holds {line.numel()} numbers in order; cast to {format.name}, {left} of them differ",
+        _FIX,
+    )

@@ -1,0 +1,25 @@
+"""Trained weights that are stored in a narrow format: small updates of them vanish."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from halfstep.finding import Finding
+from halfstep.formats import format_of, is_narrow
+
+
+def look(model: nn.Module) -> Finding | None:
+    narrow = {name: p for name, p in model.named_parameters() if p.requires_grad and is_narrow(p.dtype)}
+    if not narrow:
+        return None
+    first, parameter = next(iter(narrow.items()))
+    format = format_of(parameter.dtype)
+    assert format is not None
+    total = sum(1 for p in model.parameters() if p.requires_grad)
+    return Finding(
+        "weights-narrow",
+        "error",
+        f"{len(narrow)} of {total} trained weights are stored in {format.name}, {first} first: "
+        f"an update below {format.epsilon / 2:.1g} of a weight vanishes",
+        "model.float(), and ask for the precision instead: the step casts weights for computing only",
+    )

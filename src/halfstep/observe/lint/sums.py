@@ -1,0 +1,60 @@
+"""Sums, means and norms that end in a narrow format: too large for it, or counting further than it can."""
+
+from __future__ import annotations
+
+import torch
+
+from halfstep.finding import Finding
+from halfstep.observe.finite import all_finite, largest_finite
+from halfstep.observe.lint.seen import Seen, number
+
+_aten = torch.ops.aten
+PACKETS = (_aten.sum, _aten.cumsum, _aten.mean, _aten.norm, _aten.linalg_vector_norm, _aten.logsumexp, _aten.prod)
+
+
+def look(seen: Seen) -> Finding | None:
+    if not seen.has_values or not seen.inputs or not all(map(all_finite, seen.inputs)):
+        return None
+    if not all_finite(seen.result):
+        return _too_large(seen)
+    return _miscounted(seen) if seen.packet is _aten.cumsum else None
+
+
+def _too_large(seen: Seen) -> Finding | None:
+    wide = seen.in_fp32()
+    if wide is None or not largest_finite(wide) > seen.format.largest:
+        return None
+    return Finding(
+        "reduction-overflows",
+        "error",
+        f"{_name(seen)} over {_length(seen)} numbers is {number(largest_finite(wide))}, "
+        f"and {seen.format.name} ends at {number(seen.format.largest)}",
+        f"widen before it: halfstep.widen(x).{_name(seen)}(...), or {{island}}",
+    )
+
+
+def _miscounted(seen: Seen) -> Finding | None:
+    """Places found by counting ones: neighbours become one another. A sum is rounded once, as everything is."""
+    given = seen.inputs[0]
+    counts = seen.format.largest_exact_integer
+    if not float(seen.result.abs().max()) > counts or not bool(((given == 0) | (given == 1)).all()):
+        return None
+    wide = seen.in_fp32()
+    if wide is None or bool((wide == seen.result).all()):
+        return None
+    off = (wide - seen.result).abs().argmax()
+    true, found = wide.flatten()[off].item(), seen.result.flatten()[off].item()
+    return Finding(
+        "count-rounded",
+        "warning",
+        f"{_name(seen)} counts {number(true)} ones as {number(found)}: {seen.format.name} counts to {counts}",
+        "count in whole numbers or in fp32: mask.cumsum(-1) before the cast",
+    )
+
+
+def _length(seen: Seen) -> int:
+    return seen.inputs[0].numel() // max(seen.result.numel() if seen.packet is not _aten.cumsum else 1, 1)
+
+
+def _name(seen: Seen) -> str:
+    return {"linalg_vector_norm": "norm"}.get(name := str(seen.packet).removeprefix("aten."), name)

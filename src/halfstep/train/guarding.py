@@ -1,0 +1,115 @@
+"""The steps of a run under its guard: the recipe's settings go in, and what the guard says goes to the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import Diverged
+from halfstep.guard.alarms.spike import REFUSED
+from halfstep.guard.guardian import Guardian
+from halfstep.guard.limits import Limits
+from halfstep.guard.meters.meters import Meters
+from halfstep.guard.remedies import Remedies
+from halfstep.guard.told import Told
+from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
+from halfstep.step.synchronise import LossFunction
+from halfstep.step.transaction import Stepper
+from halfstep.step.window import Window
+from halfstep.train.black_box.writing import recording
+from halfstep.train.journal import journal as events
+from halfstep.train.journal.journal import Journal
+from halfstep.train.recipe.schema import GuardOptions
+
+OVERFLOWS = 3
+"""In a row, from which on they are no longer a loss scale that finds its place."""
+PROOF = 3
+"""Applied steps in a row by which weights show that they are good, after some that failed."""
+_ALARMING = (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, REFUSED)
+
+
+class Guarding:
+    """Takes the steps of a run; without a guard, as the Stepper does."""
+
+    def __init__(self, stepper: Stepper, options: GuardOptions, journal: Journal, folder: Path) -> None:
+        self._stepper, self._journal = stepper, journal
+        self.mode = options.mode
+        self._heard: list[Told] = []
+        """During a step: its own event comes first."""
+        self._notes: list[tuple[str, str]] = []
+        self._meters: Meters | None = None
+        self.guardian: Guardian | None = None
+        if options.mode != "off":
+            limits = Limits(**options.model_dump(exclude={"mode"}))
+            self._meters = Meters(stepper)
+            self.guardian = Guardian(
+                stepper,
+                mode=options.mode,
+                limits=limits,
+                tell=self._heard.append,
+                record=recording(folder, stepper.model, lambda *note: self._notes.append(note)),
+                meters=self._meters,
+            )
+        self.rolled_back: Callable[[int], None] = lambda attempt: None
+        """Told the attempt that the weights were from which the run went back from."""
+        self.applied_at = 0
+        """The attempt that the weights are from."""
+        self._applied = self._overflows = self._unproved = 0
+        self._ended: Diverged | None = None
+
+    def step(self, loss_fn: LossFunction, window: Window, again: LossFunction) -> StepReport:
+        """One step; `again` is what a failed one is run again with."""
+        if self.guardian is None:
+            return self._stepper.step(loss_fn, window)
+        try:
+            return self.guardian.step(loss_fn, window, again=again)
+        except Diverged as error:
+            if error.report is None:
+                raise
+            self._ended = error
+            report: StepReport = error.report
+            return report
+
+    def heed(self, report: StepReport, guilty: Sequence[int]) -> None:
+        """After a step was told of; `guilty` are its samples that are not finite themselves.
+
+        Diverged where the guard gave up.
+        """
+        if self._heard or self._notes:
+            self._tell()
+        if self._ended is not None:
+            raise self._ended
+        self._overflows = self._overflows + 1 if report.reason == GRADIENT_OVERFLOW else 0
+        if report.applied:
+            self._unproved, self.applied_at = max(0, self._unproved - 1), report.attempt
+        elif self._overflows >= OVERFLOWS or (not guilty and report.reason in _ALARMING):
+            self._unproved = PROOF
+        applied = self._stepper.counts.applied
+        if applied < self._applied:
+            self.rolled_back(self.applied_at)
+        self._applied = applied
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether the weights themselves may be spoilt: steps failed, and neither data nor a loss scale explains it."""
+        return self.guardian is not None and self._unproved > 0
+
+    @property
+    def cures(self) -> Remedies:
+        """What is placed now."""
+        return Remedies() if self.guardian is None else self.guardian.remedies
+
+    @property
+    def readings(self) -> dict[str, Any]:
+        """The newest numbers of the meters."""
+        return {} if self._meters is None else dict(self._meters.readings)
+
+    def _tell(self) -> None:
+        for told in self._heard:
+            if "do" not in told.facts:  # the last words of a run that gives up are those of its end
+                self._journal.tell(events.GUARD, kind=told.kind, level=told.level, text=told.text, facts=told.facts)
+        for text, level in self._notes:
+            self._journal.note(text, level)
+        self._heard.clear()
+        self._notes.clear()

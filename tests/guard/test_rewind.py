@@ -1,0 +1,114 @@
+"""A run goes back to where it was good: to the bit, as often as it must, and without its copy training along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import Ema, Stepper
+from halfstep.guard.rewind import Rewind
+from tests.support.digest import digest_of_run
+from tests.support.models import buffered_model
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def bad(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * float("nan")
+
+
+def stepper_for(precision: str = "fp32", **options: Any) -> Stepper:
+    model = buffered_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    return Stepper(model, optimizer, precision=precision, schedule=schedule, ema=Ema(model), observe=False, **options)
+
+
+def train(stepper: Stepper, steps: int) -> None:
+    for _ in range(steps):
+        stepper.step(square, torch.randn(6, 8))
+
+
+def test_back_twice_is_the_same_run_to_the_bit() -> None:
+    stepper = stepper_for()
+    train(stepper, 5)
+    rewind = Rewind(stepper)
+    rewind.keep()
+    good = digest_of_run(stepper)
+    for _ in range(2):
+        train(stepper, 3)
+        assert digest_of_run(stepper) != good
+        assert rewind.back() == rewind.step == 5
+        assert digest_of_run(stepper) == good
+
+
+def test_a_later_copy_replaces_an_earlier_one() -> None:
+    stepper = stepper_for()
+    rewind = Rewind(stepper)
+    assert rewind.step is None
+    rewind.keep()
+    train(stepper, 4)
+    rewind.keep()
+    good = digest_of_run(stepper)
+    train(stepper, 2)
+    assert rewind.back() == 4
+    assert digest_of_run(stepper) == good
+
+
+def test_before_the_first_step_there_is_no_optimizer_state_to_go_back_to() -> None:
+    stepper, fresh = stepper_for(), stepper_for()
+    rewind = Rewind(stepper)
+    rewind.keep()
+    train(stepper, 3)
+    assert rewind.back() == 0
+    torch.manual_seed(7)
+    train(stepper, 3)
+    torch.manual_seed(7)
+    train(fresh, 3)
+    assert digest_of_run(stepper) == digest_of_run(fresh)
+
+
+def test_attempts_and_skips_are_not_forgotten_and_nothing_is_drawn_again() -> None:
+    stepper = stepper_for()
+    train(stepper, 2)
+    rewind = Rewind(stepper)
+    rewind.keep()
+    train(stepper, 2)
+    stepper.step(bad, torch.randn(6, 8))
+    random = torch.get_rng_state()
+    rewind.back()
+    assert torch.equal(torch.get_rng_state(), random)
+    counts = stepper.counts
+    assert (counts.attempted, counts.applied, dict(counts.skipped)) == (5, 2, {"loss_not_finite": 1})
+    assert counts.skipped_in_a_row == 0
+
+
+def test_precision_and_loss_scale_stay_as_they_are_now() -> None:
+    stepper = stepper_for("fp16")
+    train(stepper, 2)
+    rewind = Rewind(stepper)
+    rewind.keep()
+    weights = [p.detach().clone() for p in stepper.model.parameters()]
+    stepper.change_precision("bf16")
+    train(stepper, 2)
+    rewind.back()
+    assert stepper.precision.name == "bf16"
+    assert stepper.state_dict()["lanes"]["loss"]["loss_scale"] == {}
+    assert all(torch.equal(a, b) for a, b in zip(weights, stepper.model.parameters(), strict=True))
+    train(stepper, 1)
+
+
+def test_a_buffer_that_came_or_grew_since_is_as_it_was() -> None:
+    stepper = stepper_for()
+    rewind = Rewind(stepper)
+    rewind.keep()
+    writes = stepper.model[2]
+    assert writes.last is None
+    writes.last, writes.constant = torch.ones(3), torch.ones(9)
+    rewind.back()
+    assert writes.last is None
+    assert torch.equal(writes.constant, torch.arange(4.0))

@@ -1,0 +1,470 @@
+"""A failed step on the disk: what is read is what was written, to the bit, and whatever else is there is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep import Stepper, world
+from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
+from halfstep.guard.rerun import Way, rerun
+from halfstep.guard.trouble import History, Trouble
+from halfstep.guard.verdict import Cause, Culprit, Cure, Verdict
+from halfstep.precision.island import islands
+from halfstep.precision.registry import precision_named
+from halfstep.step.attempt import Attempt
+from halfstep.step.report import StepReport
+from halfstep.step.window import Window
+from halfstep.train.black_box.loading import load_attempt, load_model
+from halfstep.train.black_box.places import RECORD, WEIGHTS, batch_of, place_of, recorded_in
+from halfstep.train.black_box.reading import read, run_of
+from halfstep.train.black_box.writing import recording, write
+from halfstep.train.checkpoint.commit import NotCommitted
+from halfstep.train.checkpoint.disk import Disk
+from halfstep.train.checkpoint.manifest import with_seal
+from tests.support.ranks import Ranks
+from tests.support.room import files_of_at_most
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Dropout, statistics, and a buffer that is not saved with the weights."""
+
+    grown: Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1)
+        self.register_buffer("grown", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.b(F.dropout(self.norm(self.a(x)), 0.5, self.training))
+        return hidden
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["x"]).float(), batch["y"])
+
+
+def bad_batch(seed: int = 0) -> Window:
+    draw = torch.Generator().manual_seed(seed)
+    batches = [{"x": torch.randn(6, 4, generator=draw), "y": torch.randn(6, 1, generator=draw)} for _ in range(2)]
+    batches[1]["x"][2, 1] = math.nan
+    return Window(batches)
+
+
+def verdict_of(cause: Cause = "data") -> Verdict:
+    culprit = Culprit("", "", False, None, "fp32", ("nan",), 3.5, None, math.inf, "the batch")
+    return Verdict(cause, f"{cause}: it holds nan", culprit, ("one line",), (Cure("skip", "leave it out", None),))
+
+
+def troubled(batch: Any = None, model: Net | None = None) -> tuple[Net, Trouble]:
+    """A model, and a step of it that was skipped."""
+    torch.manual_seed(3)
+    model = model or Net()
+    model.grown = torch.arange(5.0)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32", observe=False)
+    stepper.step(loss_fn, {"x": torch.randn(6, 4), "y": torch.randn(6, 1)})
+    report = stepper.step(loss_fn, bad_batch() if batch is None else batch)
+    assert not report.applied
+    assert stepper.attempt is not None
+    history = History((1.5, 0.25), (2.0, 1.0), (0.1, 0.1))
+    return model, Trouble(stepper.attempt, report, "fp32", (), history, verdict_of())
+
+
+def kept(folder: Path, model: nn.Module, trouble: Trouble, **more: Any) -> Path:
+    return write(folder, trouble, model, party=world.Party(), **more)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text("task: none\n")
+    return tmp_path
+
+
+# -- the same again ---------------------------------------------------------------------------------------------------
+
+
+def test_the_step_comes_back_to_the_bit(run: Path) -> None:
+    model, trouble = troubled()
+    before = rerun(model, trouble.attempt, Way(precision_named("fp32")))
+    again = rerun(model, trouble.attempt._replace(microbatches=trouble.attempt.microbatches[:1]), before.way)
+    record = read(kept(run, model, trouble))
+    assert (record.verdict, record.history, record.precision) == (trouble.verdict, trouble.history, "fp32")
+    assert record.report._replace(loss=0.0, grad_norm=0.0, parts={}) == trouble.report._replace(
+        loss=0.0, grad_norm=0.0, parts={}
+    )
+    assert math.isnan(record.report.loss)
+    assert math.isnan(record.report.parts["loss"].grad_norm)
+
+    torch.manual_seed(99)
+    other = Net()
+    load_model(record, other)
+    for (name, own), found in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(own, found), name
+    assert torch.equal(other.grown, torch.arange(5.0))
+    assert torch.equal(other.norm.running_mean, model.norm.running_mean)  # type: ignore[arg-type]
+    attempt = load_attempt(record, 0, loss_fn, CPU)
+    assert type(attempt.microbatches) is Window
+    assert attempt.factors == trouble.attempt.factors
+    assert torch.equal(attempt.microbatches[1]["x"].isnan(), bad_batch()[1]["x"].isnan())
+    assert not rerun(other, attempt, before.way).finite
+    half = rerun(other, attempt._replace(microbatches=attempt.microbatches[:1]), before.way)
+    assert (half.loss, half.finite) == (again.loss, True), "dropout drew the same numbers"
+
+
+def test_formats_layouts_and_islands_come_back(run: Path) -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    model, trouble = troubled()
+    model.a.weight.requires_grad_(False)
+    model.a.weight.data = model.a.weight.data.to(precision_named("bf16").computes.dtype)
+    rest = {"n": 3, "f": math.inf, "a": {1: (), "1": None}}
+    attempt = trouble.attempt._replace(microbatches=Window([(image, [torch.tensor([True])], rest)]))
+    record = read(kept(run, model, Trouble(attempt, trouble.report, "fp16", ("norm",), History(), verdict_of())))
+    other = Net()
+    load_model(record, other)
+    assert other.a.weight.dtype == model.a.weight.dtype
+    assert torch.equal(other.a.weight, model.a.weight)
+    assert list(islands(other)) == ["norm"]
+    ((found, (flag,), others),) = load_attempt(record, 0, loss_fn, CPU).microbatches
+    assert found.stride() == image.stride()
+    assert torch.equal(found, image)
+    assert (flag.dtype, others) == (torch.bool, rest)
+    assert list(others) == list(rest), "in their order"
+
+
+def test_a_batch_that_was_written_to_is_said_to_be(run: Path) -> None:
+    model, trouble = troubled()
+    trouble.attempt.microbatches[0]["x"].zero_()
+    assert read(kept(run, model, trouble)).batch_changed
+
+
+# -- what cannot be kept ----------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
+    model, trouble = troubled()
+    odd = trouble.attempt._replace(microbatches=[{"x": object()}])
+    place = kept(run, model, Trouble(odd, trouble.report, "fp32", (), History(), verdict_of()))
+    assert [path.name for path in place.iterdir()] == [RECORD]
+    record = read(place)
+    assert "holds a object" in record.without
+    assert record.verdict == trouble.verdict
+
+
+def test_a_type_that_no_file_knows_is_recorded_without(run: Path) -> None:
+    model, trouble = troubled()
+    odd = trouble.attempt._replace(microbatches=[torch.ones(2, dtype=torch.complex64)])
+    record = read(kept(run, model, Trouble(odd, trouble.report, "fp32", (), History(), verdict_of())))
+    assert "complex64" in record.without
+
+
+class Broken(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("a batch that cannot be looked at")
+
+
+def test_a_batch_that_breaks_when_it_is_looked_at_is_recorded_without(run: Path) -> None:
+    model, trouble = troubled()
+    odd = trouble.attempt._replace(microbatches=[Broken(x=1)])
+    record = read(kept(run, model, Trouble(odd, trouble.report, "fp32", (), History(), verdict_of())))
+    assert record.without == "a batch that cannot be looked at"
+
+
+def test_what_is_too_large_is_recorded_without(run: Path) -> None:
+    model, trouble = troubled()
+    place = kept(run, model, trouble, most=1000)
+    assert "at most 0.00 GiB are kept" in read(place).without
+    assert [path.name for path in place.iterdir()] == [RECORD]
+
+
+def test_an_empty_batch_is_kept(run: Path) -> None:
+    model, trouble = troubled()
+    empty = trouble.attempt._replace(microbatches=Window([{"x": torch.empty(0, 4)}]))
+    record = read(kept(run, model, Trouble(empty, trouble.report, "fp32", (), History(), verdict_of())))
+    assert load_attempt(record, 0, loss_fn, CPU).microbatches[0]["x"].shape == (0, 4)
+
+
+def test_a_full_disk_costs_the_record_and_not_the_run(run: Path) -> None:
+    model, trouble = troubled()
+    told: list[tuple[str, str]] = []
+    record = recording(run, model, lambda text, level: told.append((level, text)))
+    with files_of_at_most(100):
+        record(trouble)
+    assert list((run / "trouble").iterdir()) == []
+    record(trouble)
+    assert [level for level, _ in told] == ["warning", "info"]
+    assert "attempt 2 was not recorded: File too large" in told[0][1]
+    assert told[1][1].endswith(f"halfstep replay {run}")
+    assert read(recorded_in(run)[0]).report.attempt == 2
+
+
+class Failing(Disk):
+    """Fails at its nth operation."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if name.startswith("_") or not callable(found):
+            return found
+
+        def counted(*arguments: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(5, "made to fail")
+            return found(*arguments)
+
+        return counted
+
+
+def test_wherever_it_stops_what_was_there_is_whole(run: Path) -> None:
+    model, trouble = troubled()
+    first = kept(run, model, trouble)
+    second = Trouble(trouble.attempt, trouble.report._replace(attempt=7), "fp32", (), History(), verdict_of())
+    for at in range(1, 60):
+        disk = Failing(at)
+        try:
+            place = kept(run, model, second, disk=disk)
+        except NotCommitted:
+            assert 7 not in [int(path.name) for path in recorded_in(run)] or read(place_of(run, 7)).report.attempt == 7
+        else:
+            assert read(place).report.attempt == 7
+            if disk.left > 0:
+                break
+        load_model(read(first), Net())
+    assert at > 15
+    assert [path.name for path in (run / "trouble").iterdir() if path.name.endswith(".tmp")] == []
+
+
+# -- how many ---------------------------------------------------------------------------------------------------------
+
+
+def numbered(run: Path, *causes: Cause) -> list[int]:
+    model, trouble = troubled()
+    for attempt, cause in enumerate(causes, start=1):
+        report = trouble.report._replace(attempt=attempt)
+        kept(run, model, Trouble(trouble.attempt, report, "fp32", (), History(), verdict_of(cause)))
+    return [int(path.name) for path in recorded_in(run)]
+
+
+def test_the_oldest_of_a_cause_goes_first(run: Path) -> None:
+    assert numbered(run, "precision", "data", "data", "data", "data") == [1, 4, 5]
+
+
+def test_of_four_causes_the_oldest_goes(run: Path) -> None:
+    assert numbered(run, "precision", "data", "divergence", "compiler") == [2, 3, 4]
+
+
+def test_a_damaged_one_goes_before_any_other(run: Path) -> None:
+    assert numbered(run, "precision", "data", "divergence") == [1, 2, 3]
+    (place_of(run, 2) / RECORD).write_text("{}")
+    model, trouble = troubled()
+    report = trouble.report._replace(attempt=9)
+    kept(run, model, Trouble(trouble.attempt, report, "fp32", (), History(), verdict_of("precision")))
+    assert [int(path.name) for path in recorded_in(run)] == [1, 3, 9]
+
+
+def test_a_step_that_is_attempted_again_replaces_its_record(run: Path) -> None:
+    model, trouble = troubled()
+    kept(run, model, trouble)
+    kept(run, model, Trouble(trouble.attempt, trouble.report, "bf16", (), History(), verdict_of("hardware")))
+    assert [path.name for path in (run / "trouble").iterdir()] == ["000002"]
+    assert read(place_of(run, 2)).precision == "bf16"
+
+
+# -- damage and malice ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(run: Path) -> Path:
+    return kept(run, *troubled())
+
+
+def used(place: Path) -> None:
+    record = read(place)
+    load_model(record, Net())
+    load_attempt(record, 0, loss_fn, CPU)
+
+
+@pytest.mark.parametrize("name", [RECORD, WEIGHTS, batch_of(0)])
+def test_every_change_is_seen(place: Path, name: str) -> None:
+    path = place / name
+    whole = path.read_bytes()
+    for at in range(0, len(whole), max(1, len(whole) // 40)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises((BadData, Unsafe)):
+            used(place)
+    for cut in (b"", whole[:-1], whole + b" "):
+        path.write_bytes(cut)
+        with pytest.raises(BadData):
+            used(place)
+    path.unlink()
+    with pytest.raises(BadData, match=r"cannot be used(.|\n)*--list"):
+        used(place)
+    path.write_bytes(whole)
+    used(place)
+
+
+def changed(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """As somebody would who knows how the seal is made."""
+    content = json.loads((place / RECORD).read_text())
+    change(content)
+    content.pop("seal", None)
+    (place / RECORD).write_bytes(with_seal(content))
+
+
+def _set(*way: Any) -> Callable[[dict[str, Any]], None]:
+    *keys, last, value = way
+
+    def change(content: Any) -> None:
+        for key in keys:
+            content = content[key]
+        content[last] = value
+
+    return change
+
+
+HOSTILE = {
+    "a file outside": _set("files", "../../secret.safetensors", [1, "0" * 64]),
+    "an absolute file": _set("files", "/etc/passwd", [1, "0" * 64]),
+    "files that are a list": _set("files", []),
+    "a size that is a text": _set("files", WEIGHTS, ["1", "0" * 64]),
+    "no step": _set("step", None),
+    "no report": _set("step", "report", {}),
+    "an attempt below zero": _set("step", "report", "attempt", -1),
+    "a loss that is a text": _set("step", "report", "loss", "NaN"),
+    "parts that are a list": _set("step", "report", "parts", [1]),
+    "a cause of its own": _set("step", "verdict", "cause", "rm -rf"),
+    "a cure of its own": _set("step", "verdict", "cures", [{"kind": "run", "target": "x", "works": True}]),
+    "evidence that is a number": _set("step", "verdict", "evidence", [3]),
+    "a culprit with more": _set("step", "verdict", "culprit", "more", 1),
+    "a limit that is a text": _set("step", "verdict", "culprit", "limit", "much"),
+    "a history of texts": _set("step", "history", "losses", ["a"]),
+    "a history of its own": _set("step", "history", "x", []),
+    "an island that is nowhere": _set("step", "islands", ["nowhere"]),
+    "an island that is a number": _set("step", "islands", [3]),
+    "an environment that is a text": _set("environment", "mine"),
+    "no batches": _set("batches", []),
+    "batches that are a text": _set("batches", "many"),
+    "a batch that is a number": _set("batches", [3]),
+    "a batch without a tensor": _set("batches", 0, "microbatches", [{"$tensor": "absent"}]),
+    "a batch with wild strides": _set("batches", 0, "microbatches", 0, "x", "$strides", [2**60, 1]),
+    "factors of texts": _set("batches", 0, "factors", {"loss": ["a", None]}),
+    "factors that are too few": _set("batches", 0, "factors", {"loss": [1.0]}),
+    "other random numbers": _set("batches", 0, "generators", [{"$tensor": "step/microbatches/0/x"}]),
+    "no random numbers": _set("batches", 0, "generators", []),
+    "fleeting that is everything": _set("fleeting", {"a": 1}),
+    "a key too many": _set("mine", 1),
+    "a form of none": _set("format", "1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", HOSTILE)
+def test_a_record_that_was_made_up_is_refused_in_our_words(place: Path, which: str) -> None:
+    changed(place, HOSTILE[which])
+    with pytest.raises(HalfstepError) as told:
+        used(place)
+    assert told.value.exit_code in (65, 79)
+
+
+def test_a_record_that_is_no_json_object_is_refused(place: Path) -> None:
+    for text in (b"[]", b"3", b"{" * 10_000, b'{"format": NaN}', b'{"a":1,"a":2}', b"\xff\xfe"):
+        (place / RECORD).write_bytes(text)
+        with pytest.raises(BadData):
+            read(place)
+
+
+def test_a_later_form_says_so(place: Path) -> None:
+    changed(place, _set("format", 2))
+    with pytest.raises(StateMismatch, match="by a later halfstep"):
+        read(place)
+
+
+def test_a_pickle_beside_it_is_never_read(place: Path) -> None:
+    (place / "helper.bin").write_bytes(pickle.dumps([print] * 20))
+    with pytest.raises(Unsafe, match="can run code"):
+        read(place)
+
+
+def test_links_lead_nowhere(run: Path, place: Path, tmp_path: Path) -> None:
+    elsewhere = place.rename(tmp_path / "elsewhere")
+    place.symlink_to(elsewhere)
+    assert recorded_in(run) == []
+    with pytest.raises(BadData, match="a link"):
+        read(place)
+    place.unlink()
+    elsewhere.rename(place)
+    (place / WEIGHTS).rename(tmp_path / "weights")
+    (place / WEIGHTS).symlink_to(tmp_path / "weights")
+    with pytest.raises(BadData):
+        used(place)
+
+
+def test_another_model_is_refused_and_not_touched(place: Path) -> None:
+    model = Net(width=9)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StateMismatch, match="another model"):
+        load_model(read(place), model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model = Net()
+    model.register_buffer("extra", torch.ones(1))
+    with pytest.raises(StateMismatch, match=r"1 of its tensors are missing(.|\n)*extra"):
+        load_model(read(place), model)
+
+
+def test_the_run_of_a_failed_step_is_found(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_of(place) == run
+    assert run_of(run) == run
+    monkeypatch.chdir(run / "trouble")
+    assert run_of(Path(place.name)) == run
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+
+def _record_on(rank: int, folder: str, odd: int | None) -> list[str]:
+    torch.manual_seed(5)
+    model = Net()
+    batch = bad_batch(rank)
+    draws = [torch.get_rng_state()]
+    microbatches = [{"x": object()}] if rank == odd else batch
+    attempt = Attempt(loss_fn, microbatches, None, draws, {}, ())
+    report = StepReport(1, 2, False, "loss_not_finite", False, math.nan, math.nan, 1.0, {})
+    trouble = Trouble(attempt, report, "fp32", (), History(), verdict_of())
+    told: list[str] = []
+    recording(Path(folder), model, lambda text, level: told.append(level))(trouble)
+    return told
+
+
+def test_each_process_keeps_its_own_batch(run: Path, on_ranks: Ranks) -> None:
+    assert on_ranks(_record_on, str(run), None) == [["info"], ["info"]]
+    record = read(recorded_in(run)[0])
+    assert sorted(record.files) == [batch_of(0), batch_of(1), WEIGHTS]
+    for rank in (0, 1):
+        found = load_attempt(record, rank, loss_fn, CPU).microbatches
+        assert torch.equal(found[0]["x"], bad_batch(rank)[0]["x"])
+
+
+def test_a_batch_of_one_process_that_cannot_be_kept_is_everyones(run: Path, on_ranks: Ranks) -> None:
+    assert on_ranks(_record_on, str(run), 1) == [["info"], ["info"]]
+    record = read(recorded_in(run)[0])
+    assert (dict(record.files), record.batches) == ({}, ())
+    assert "holds a object" in record.without
+
+
+def test_a_failure_of_one_process_is_told_by_all(run: Path, on_ranks: Ranks) -> None:
+    (run / "trouble").write_text("in the way")
+    assert on_ranks(_record_on, str(run), None) == [["warning"], ["warning"]]
