@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from halfstep import Stepper
-from halfstep.guard.diagnose import diagnose
+from halfstep.guard.replay.diagnose import diagnose
 from halfstep.guard.trouble import History
 from halfstep.guard.verdict import WARM_UP, Verdict
 from halfstep.precision.registry import precision_named

@@ -32,7 +32,7 @@ from halfstep import Stepper, clock
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.limits import Limits
 from halfstep.guard.meters.meters import FIRST, Meters
-from halfstep.guard.rewind import Rewind
+from halfstep.guard.remedy.rewind import Rewind
 from halfstep.measure.conditions import busy, conditions, in_words
 
 RECORD = Path(__file__).with_suffix(".json")

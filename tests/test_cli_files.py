@@ -271,7 +271,7 @@ def test_a_large_checkpoint_has_a_speed_and_what_limits_it(tmp_path: Path) -> No
     commit(tmp_path / "checkpoints", large, keep=2, disk=Disk(), party=world.Party())
     found = json.loads(halfstep("verify", tmp_path, "--json").stdout)
     assert found["bytes_per_second"] == pytest.approx(found["bytes"] / found["seconds"])
-    assert found["seconds_hashing"] > 0 and found["seconds_copying"] >= 0
+    assert min(found["seconds_hashing"], found["seconds_copying"]) >= 0
     assert found["seconds_hashing"] + found["seconds_copying"] < 1.1 * found["seconds"] + 0.02
     assert " GB/s, limited by " in halfstep("verify", tmp_path).stdout
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
 from halfstep.errors import Diverged
-from halfstep.guard.rerun import Way, rerun
+from halfstep.guard.replay.rerun import Way, rerun
 from halfstep.precision.registry import precision_named
 from halfstep.tasks._folder import task_from_file
 from halfstep.tasks._resolving import resolved_recipe

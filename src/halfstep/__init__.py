@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
-    from halfstep.guard.diagnose import diagnose as diagnose
     from halfstep.guard.guardian import Guardian as Guardian
+    from halfstep.guard.replay.diagnose import diagnose as diagnose
     from halfstep.measure.audit.audit import audit as audit
     from halfstep.measure.bench.bench import bench as bench
     from halfstep.measure.memory.estimate import estimate as estimate

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, world
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
-from halfstep.guard.rerun import Way, rerun
+from halfstep.guard.replay.rerun import Way, rerun
 from halfstep.guard.trouble import History, Trouble
 from halfstep.guard.verdict import Cause, Culprit, Cure, Verdict
 from halfstep.precision.island import islands

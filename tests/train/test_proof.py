@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.errors import StorageFailed, WrongUse
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.train.checkpoint.generation import Generation, generations
 from halfstep.train.journal.journal import Journal
 from halfstep.train.journal.jsonl import read_events

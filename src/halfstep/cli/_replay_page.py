@@ -12,7 +12,7 @@ from rich.text import Text
 
 from halfstep.cli._doctor_page import heading, pairs
 from halfstep.cli._printable import printable
-from halfstep.guard.deed import number
+from halfstep.guard.replay.deed import number
 from halfstep.observe.recorder import OUTSIDE
 
 

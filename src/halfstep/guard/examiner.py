@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from halfstep.guard.compiled import uses_compiled
-from halfstep.guard.diagnose import diagnose
+from halfstep.guard.replay.compiled import uses_compiled
+from halfstep.guard.replay.diagnose import diagnose
 from halfstep.guard.streak import Streak
 from halfstep.guard.told import Kind, Level
 from halfstep.guard.trouble import History, Trouble

@@ -12,9 +12,9 @@ from halfstep.guard.alarms.spike import REFUSED, Spike
 from halfstep.guard.examiner import Examiner
 from halfstep.guard.farewell import farewell
 from halfstep.guard.limits import Limits
-from halfstep.guard.remedies import Remedies
-from halfstep.guard.remedy import Surgery
-from halfstep.guard.rewind import Rewind
+from halfstep.guard.remedy.remedies import Remedies
+from halfstep.guard.remedy.rewind import Rewind
+from halfstep.guard.remedy.surgery import Surgery
 from halfstep.guard.streak import Streak
 from halfstep.guard.told import Kind, Level, Told, warn
 from halfstep.guard.trouble import History, Trouble

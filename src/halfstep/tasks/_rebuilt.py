@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.tasks._finished import checked, recipe_in
 from halfstep.tasks._folder import task_class
 from halfstep.train.journal.journal import Journal

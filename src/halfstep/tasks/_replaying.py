@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from halfstep.guard.compiled import uses_compiled
-from halfstep.guard.diagnose import diagnose
-from halfstep.guard.rerun import Way
-from halfstep.guard.trials import Outcome, Trials
+from halfstep.guard.replay.compiled import uses_compiled
+from halfstep.guard.replay.diagnose import diagnose
+from halfstep.guard.replay.rerun import Way
+from halfstep.guard.replay.trials import Outcome, Trials
 from halfstep.guard.verdict import Culprit, Verdict
 from halfstep.precision.precision import Precision
 from halfstep.precision.registry import precision_named

@@ -10,7 +10,7 @@ from torch import nn
 
 from halfstep.errors import BadData
 from halfstep.guard.guardian import Guardian
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 
 
 def cures_in(guards: Mapping[str, Any]) -> Remedies | None:

@@ -11,7 +11,7 @@ from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.limits import Limits
 from halfstep.guard.meters.meters import Meters
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.guard.told import Told
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.synchronise import LossFunction

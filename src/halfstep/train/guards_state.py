@@ -8,7 +8,7 @@ from typing import Any
 
 from halfstep.errors import same_keys
 from halfstep.guard.guardian import Guardian
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.step.report import StepReport
 from halfstep.step.transaction import Stepper
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import StorageFailed, WrongUse
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.train.checkpoint.generation import Generation
 from halfstep.train.checkpoint.reading import read_state
 from halfstep.train.cures import cures_in

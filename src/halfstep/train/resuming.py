@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from halfstep import world
 from halfstep.errors import HalfstepError, StateMismatch
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.train.checkpoint.commit import sweep
 from halfstep.train.checkpoint.disk import Disk
 from halfstep.train.checkpoint.generation import BAD, CHECKPOINTS, Generation

@@ -12,7 +12,7 @@ import torch
 
 from halfstep import __version__, world
 from halfstep.errors import Diverged, RanksDisagree, Stopped
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.precision import flags
 from halfstep.train.checkpoint.generation import CHECKPOINTS
 from halfstep.train.checkpoint.saver import Saver

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import world
 from halfstep.errors import BadRecipe
-from halfstep.guard.remedies import Remedies
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.step.loss_scale import DynamicScale
 from halfstep.step.riders import Ema

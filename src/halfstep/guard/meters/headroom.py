@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from halfstep import world
 from halfstep.finding import Finding
 from halfstep.formats import Format
-from halfstep.guard.compiled import uses_compiled
 from halfstep.guard.meters.forecast import steps_left
 from halfstep.guard.meters.meter import Crossings, Meter, and_more
 from halfstep.guard.meters.sample import Sample, taking_turns
+from halfstep.guard.replay.compiled import uses_compiled
 from halfstep.precision.island import islands
 
 AT_ONCE = 64

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep import world
-from halfstep.guard.deed import number
+from halfstep.guard.replay.deed import number
 from halfstep.observe.finite import INF, MINUS_INF, NAN, all_finite, kinds_of
 from halfstep.observe.leaves import leaves
 from halfstep.observe.origins import BATCH

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from halfstep.guard.deed import number
-from halfstep.guard.trials import Outcome
+from halfstep.guard.replay.deed import number
+from halfstep.guard.replay.trials import Outcome
 from halfstep.guard.trouble import History
 from halfstep.observe.finite import all_finite, largest_finite
 from halfstep.observe.recorder import as_written

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import Stepper, Window
-from halfstep.guard.compiled import uses_compiled
-from halfstep.guard.rerun import Rerun, Way, rerun
+from halfstep.guard.replay.compiled import uses_compiled
+from halfstep.guard.replay.rerun import Rerun, Way, rerun
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.island import islands
 from halfstep.precision.registry import precision_named

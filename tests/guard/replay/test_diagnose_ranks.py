@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.guard.agreement import agreed
-from halfstep.guard.diagnose import diagnose
+from halfstep.guard.replay.agreement import agreed
+from halfstep.guard.replay.diagnose import diagnose
 from halfstep.guard.verdict import Culprit, Verdict
 from halfstep.precision.registry import precision_named
 from tests.support.models import plain_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from halfstep.errors import HalfstepError
-from halfstep.guard.compiled_calls import drop_compiled_calls
-from halfstep.guard.remedies import Remedies, Remedy
+from halfstep.guard.remedy.compiled_calls import drop_compiled_calls
+from halfstep.guard.remedy.remedies import Remedies, Remedy
 from halfstep.guard.verdict import Culprit, Cure, Verdict
 from halfstep.precision.island import island, islands, lift_island
 from halfstep.step.transaction import Stepper

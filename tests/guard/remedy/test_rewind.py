@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper
-from halfstep.guard.rewind import Rewind
+from halfstep.guard.remedy.rewind import Rewind
 from tests.support.digest import digest_of_run
 from tests.support.models import buffered_model
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from halfstep.guard.compiled_calls import drop_compiled_calls
+from halfstep.guard.remedy.compiled_calls import drop_compiled_calls
 from halfstep.precision.island import island
 
 RemedyKind = Literal["island", "precision", "eager"]

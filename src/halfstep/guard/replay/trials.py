@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from halfstep import world
-from halfstep.guard.deed import deed_of, limit_of, needs_other_code
-from halfstep.guard.rerun import Rerun, Way, rerun
+from halfstep.guard.replay.deed import deed_of, limit_of, needs_other_code
+from halfstep.guard.replay.rerun import Rerun, Way, rerun
 from halfstep.guard.verdict import Culprit
 from halfstep.observe.origins import CONSTANT, OTHERS, Made
 from halfstep.step.attempt import Attempt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from halfstep.guard.bad_batch import Spot
-from halfstep.guard.trials import Outcome
+from halfstep.guard.replay.bad_batch import Spot
+from halfstep.guard.replay.trials import Outcome
 from halfstep.guard.verdict import Culprit, Cure
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.precision import Precision

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from halfstep import Stepper
-from halfstep.guard.compiled_calls import drop_compiled_calls
-from halfstep.guard.remedies import Remedies, Remedy
-from halfstep.guard.remedy import Surgery
+from halfstep.guard.remedy.compiled_calls import drop_compiled_calls
+from halfstep.guard.remedy.remedies import Remedies, Remedy
+from halfstep.guard.remedy.surgery import Surgery
 from halfstep.guard.verdict import Culprit, Cure, Verdict
 from halfstep.precision.island import islands
 from tests.support.models import Coder

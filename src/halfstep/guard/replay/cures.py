@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from halfstep.formats import BF16, FP16
-from halfstep.guard.rerun import Way
-from halfstep.guard.trials import Outcome, Trials
+from halfstep.guard.replay.rerun import Way
+from halfstep.guard.replay.trials import Outcome, Trials
 from halfstep.guard.verdict import Culprit, Cure
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.abilities import ability

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper, Window, island
-from halfstep.guard.agreement import agreed
-from halfstep.guard.diagnose import diagnose
+from halfstep.guard.replay.agreement import agreed
+from halfstep.guard.replay.diagnose import diagnose
 from halfstep.guard.trouble import History
 from halfstep.guard.verdict import Culprit, Cure, Verdict
 from halfstep.precision.island import islands

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from halfstep.formats import FP32
-from halfstep.guard import bad_batch, wording
-from halfstep.guard.agreement import agreed
-from halfstep.guard.cures import cures_for
-from halfstep.guard.rerun import Way
-from halfstep.guard.trials import Outcome, Trials
+from halfstep.guard.replay import bad_batch, wording
+from halfstep.guard.replay.agreement import agreed
+from halfstep.guard.replay.cures import cures_for
+from halfstep.guard.replay.rerun import Way
+from halfstep.guard.replay.trials import Outcome, Trials
+from halfstep.guard.replay.weights import rate_evidence, strayed, weight_evidence
 from halfstep.guard.trouble import History
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, WARM_UP, Cure, Verdict
-from halfstep.guard.weights import rate_evidence, strayed, weight_evidence
 from halfstep.observe.origins import BATCH
 from halfstep.precision.precision import Precision
 from halfstep.precision.registry import precision_named

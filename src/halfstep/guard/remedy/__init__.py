@@ -1,0 +1,1 @@
+"""What can be done about it, smallest first, and undone again."""

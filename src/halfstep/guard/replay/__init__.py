@@ -1,0 +1,1 @@
+"""The failed step again, in several ways, until its cause is known."""
