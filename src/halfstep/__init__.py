@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
     from halfstep.guard.guardian import Guardian as Guardian
-    from halfstep.guard.replay.diagnose import diagnose as diagnose
+    from halfstep.guard.last_step import diagnose as diagnose
+    from halfstep.guard.limits import Limits as Limits
+    from halfstep.guard.meters.meters import Meters as Meters
     from halfstep.measure.audit.audit import audit as audit
     from halfstep.measure.bench.bench import bench as bench
     from halfstep.measure.memory.estimate import estimate as estimate
@@ -47,6 +49,8 @@ _HOMES = {
     "Guard": "step.report",
     "Guardian": "guard.guardian",
     "HalfstepError": "errors",
+    "Limits": "guard.limits",
+    "Meters": "guard.meters.meters",
     "Observation": "observe.watch",
     "Precision": "precision.precision",
     "StaticScale": "step.loss_scale",
@@ -58,7 +62,7 @@ _HOMES = {
     "audit": "measure.audit.audit",
     "bench": "measure.bench.bench",
     "choose_precision": "precision.ladder",
-    "diagnose": "guard.diagnose",
+    "diagnose": "guard.last_step",
     "estimate": "measure.memory.estimate",
     "fit": "tasks._fit",
     "island": "precision.island",

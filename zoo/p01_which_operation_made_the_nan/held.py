@@ -14,9 +14,7 @@ def run() -> Outcome:
     net = model()
     stepper = halfstep.Stepper(net, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16")
     report = stepper.step(loss_fn, batch())
-    assert stepper.attempt is not None
-    assert report.reason is not None
-    verdict = halfstep.diagnose(net, stepper.attempt, precision=stepper.precision, reason=report.reason)
+    verdict = halfstep.diagnose(stepper, report)
     culprit = verdict.culprit
     named = culprit is not None and (culprit.operation, culprit.module) == ("aten.mul", "1")
     in_line = culprit is not None and "plain.py:" in (culprit.line or "")

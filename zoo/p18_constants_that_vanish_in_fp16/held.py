@@ -15,9 +15,7 @@ def run() -> Outcome:
     found = [evidence for evidence in spotted if "1e-08 is 0" in evidence]
     stepper = halfstep.Stepper(net, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16")
     report = stepper.step(loss_fn, batch())
-    assert stepper.attempt is not None
-    assert report.reason is not None
-    verdict = halfstep.diagnose(net, stepper.attempt, precision=stepper.precision, reason=report.reason)
+    verdict = halfstep.diagnose(stepper, report)
     named = verdict.culprit is not None and verdict.culprit.operation == "aten.div"
     return Outcome(
         good=bool(found) and named and verdict.cause == "precision",

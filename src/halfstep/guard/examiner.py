@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from halfstep.guard.replay.compiled import uses_compiled
-from halfstep.guard.replay.diagnose import diagnose
+from halfstep.guard.last_step import diagnose
 from halfstep.guard.streak import Streak
 from halfstep.guard.told import Kind, Level
 from halfstep.guard.trouble import History, Trouble
@@ -61,10 +60,9 @@ class Examiner:
 
     def _diagnose(self, report: StepReport, streak: Streak, attempt: Attempt) -> None:
         model, precision, history = self._stepper.model, self._stepper.precision, self.history()
-        reason, compiled = report.reason or "", uses_compiled(model)
-        verdict = diagnose(model, attempt, precision=precision, reason=reason, history=history, compiled=compiled)
+        verdict = diagnose(self._stepper, report, again=attempt.loss_fn, history=history)
         known = streak.verdict is not None and streak.verdict.sentence == verdict.sentence
-        streak.verdict, streak.diagnosed = verdict, reason
+        streak.verdict, streak.diagnosed = verdict, report.reason or ""
         if verdict.cause != WARM_UP and self._record is not None:
             self._record(Trouble(attempt, report, precision.name, tuple(islands(model)), history, verdict))
         if not known:
