@@ -128,6 +128,23 @@ def test_ctrl_c_prints_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout.startswith("interrupted")
 
 
+def test_ctrl_c_before_anything_is_known_is_still_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = set(json.loads(run(CASE, "--precision", "bf16", "--json").stdout))
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for early in ("halfstep.cli.audit.subject", "halfstep.measure.case.Subject.open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(early, interrupted)
+            done = run(CASE, "--json", "--precision", "fp16")
+        assert done.exit_code == 130
+        report = json.loads(done.stdout)
+        assert set(report) == known
+        assert report["interrupted"] is True
+        assert report["next"] == f"halfstep audit {CASE} --precision fp16"
+
+
 def test_wrong_words_are_told(tmp_path: Path) -> None:
     done = run(CASE, "--picture", str(tmp_path / "formats.jpg"))
     assert done.exit_code == 78

@@ -181,7 +181,7 @@ def test_what_an_earlier_resume_set_aside_is_told_and_is_no_failure(copied: Path
     bad = newest(copied).rename(newest(copied).with_name(f"{newest(copied).name}.bad"))
     done = halfstep("verify", copied)
     assert done.exit_code == 0
-    assert f"{bad.name} was found damaged by an earlier resume" in done.stdout
+    assert f"{bad.name} was set aside by an earlier launch: it was damaged, or" in done.stdout
 
 
 @pytest.mark.parametrize("absent", ["all of it", "what is in it"])

@@ -92,6 +92,6 @@ def test_a_rate_that_is_too_high_is_told_with_a_lower_one(tmp_path: Path, monkey
     failed = halfstep(*typed)
     assert failed.exit_code == 80, failed.output
     do = failed.output.rstrip().splitlines()[-1]
-    assert do.endswith("optimizer.lr=1e+08 --accept-recipe-change")
+    assert do.endswith("optimizer.lr=0.002 --accept-recipe-change"), "what the recipe has"
     assert "--lr" not in do
     assert "divergence" in failed.output

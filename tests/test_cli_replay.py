@@ -174,15 +174,17 @@ def test_another_process_finds_the_same_culprit_and_the_same_loss_to_the_bit(pla
     assert report["notes"] == []
 
 
-def test_a_recipe_that_comes_with_halfstep(tmp_path: Path) -> None:
+def test_a_recipe_that_comes_with_halfstep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
-    done = halfstep("train", "classification_tiny", "optimizer.lr=1e6", "--bf16", "run.pictures=0", f"run.dir={folder}")
+    words = ["train", "classification_tiny", "optimizer.lr=1e6", "--bf16", "run.pictures=0", f"run.dir={folder}"]
+    monkeypatch.setattr("sys.argv", ["halfstep", *words])
+    done = halfstep(*words)
     assert done.exit_code == 80, done.output
     report = replayed(folder)
     assert report["verdict"]["cause"] == "divergence"
     assert report["same_culprit"] is True
-    assert report["command"].endswith("recipe.yaml optimizer.lr=100000 --accept-recipe-change")
-    assert "optimizer.lr=100000" in done.output, "as the run itself said"
+    assert report["command"].endswith("recipe.yaml optimizer.lr=0.002 --accept-recipe-change"), "what the recipe has"
+    assert "optimizer.lr=0.002 --accept-recipe-change" in done.output, "as the run itself said"
     headings = re.findall(r"\n\n(\w.*?)(?:  |\n)", halfstep("replay", folder).stdout)
     assert headings == ["The step", "Who did it", "Run again", "What shows it", "What to do"]
     shown = (Path(__file__).parents[1] / "docs" / "replay.md").read_text()

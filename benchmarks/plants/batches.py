@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,3 +82,34 @@ def count_of_zero() -> Scene:
         return (error / batch["count"]).mean()  # count of zero
 
     return Scene(Perceptron(), loss_fn, Window(batches))
+
+
+def written_in_an_object() -> Scene:
+    """As `written_in_place`, in a batch of a person's own class."""
+    scene = written_in_place()
+    x, y = scene.batch
+
+    def loss_fn(model: nn.Module, batch: SimpleNamespace) -> Any:
+        return scene.loss_fn(model, (batch.x, batch.y))
+
+    return Scene(scene.model, loss_fn, SimpleNamespace(x=x, y=y))
+
+
+def read_once() -> Scene:
+    """A batch that is empty when it is looked at again."""
+
+    def loss_fn(model: nn.Module, batch: Iterator[tuple[Tensor, Tensor]]) -> Any:
+        return squares(model, next(batch)) * torch.nan
+
+    return Scene(Perceptron(), loss_fn, iter([(torch.randn(6, 8), torch.randn(6, 4))]))
+
+
+def own_random_numbers() -> Scene:
+    """The loss draws from a generator of its own: first a negative number, then positive ones."""
+    own = torch.Generator().manual_seed(303)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        drawn = torch.randn(1, generator=own)
+        return squares(model, batch) + drawn.log().mean()  # own random numbers
+
+    return Scene(Perceptron(), loss_fn, (torch.randn(6, 8), torch.randn(6, 4)))

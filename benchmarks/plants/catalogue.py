@@ -115,6 +115,18 @@ def in_any_format() -> list[Plant]:
         *plants("exponential_of_hundred", ALL, _changed(faults.exponential_of_hundred),
                 Expected(cause, "aten.exp", ROOT, mark="exponential of 100")),
         *plants("by_zero", ALL, _changed(faults.by_zero), Expected(cause, "aten.div", ROOT, mark="by zero")),
+        *plants("by_little", "bf16 fp32", _changed(faults.by_little),
+                Expected(cause, "aten.div", ROOT, mark="by little", words=("more than",))),
+        *plants("square_of_large", "bf16 fp32", _changed(faults.square_of_large),
+                Expected(cause, "aten.pow", ROOT, mark="square of large")),
+        *plants("all_hidden", ALL, _with(Perceptron, losses.all_hidden),
+                Expected(cause, "aten.logsumexp", LOSS, mark="all hidden", words=("all -inf",))),
+        *plants("spread_of_a_sample", ALL, _with(Perceptron, losses.spread_of_a_sample),
+                Expected(cause, "aten.std", LOSS, mark="spread of a sample", words=("averages over nothing",))),
+        *plants("buffer_in_place", ALL, _faulty(faults.SpoilsItsBuffer),
+                Expected(cause, "aten.div_", "fault", mark="buffer in place", words=("divides by zero",))),
+        *plants("own_random_numbers", ALL, batches.own_random_numbers,
+                Expected(cause, "aten.log", LOSS, mark="own random numbers", words=("negative number",))),
         *plants("by_zero_in_pictures", "bf16 fp32", _faulty(lambda: Applies(faults.by_zero), Pictures),
                 Expected(cause, "aten.div", "fault", mark="by zero")),
         *plants("log_of_zero", ALL, _faulty(lambda: Applies(faults.log_of_zero)),
@@ -219,6 +231,9 @@ def in_the_batch() -> list[Plant]:
         *plants("far_outlier", ALL, batches.pixel(Plain, 1e38), Expected("data", words=(f"{pixel} reaches",))),
         *plants("written_in_place", "bf16 fp32", batches.written_in_place,
                 Expected("data", words=("written to in place",))),
+        *plants("written_in_an_object", "bf16 fp32", batches.written_in_an_object,
+                Expected("data", words=("written to in place",))),
+        *plants("read_once", "fp32", batches.read_once, Expected("data", words=("could not be run again",))),
     ]  # fmt: skip
 
 

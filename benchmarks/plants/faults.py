@@ -49,6 +49,15 @@ def vanishing_epsilon(h: Tensor) -> Tensor:
     return h / (nothing + 1e-8)  # epsilon
 
 
+def by_little(h: Tensor) -> Tensor:
+    """There is a zero, and nothing is divided by it."""
+    return (h.relu() * 1e20) / 1e-30 + h  # by little
+
+
+def square_of_large(h: Tensor) -> Tensor:
+    return (h.relu() * 1e25).pow(2) + h  # square of large
+
+
 def log_of_zero(h: Tensor) -> Tensor:
     nothing = h.detach() * 0
     return nothing.log() + h  # log of zero
@@ -205,3 +214,17 @@ class Scales(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return h * self.factor
+
+
+class SpoilsItsBuffer(nn.Module):
+    """An average that is divided by the number of updates, which is 0 at first."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.average.div_(0.0)  # buffer in place
+        return h * self.average

@@ -39,3 +39,15 @@ def hidden_target(model: nn.Module, batch: Batch) -> Tensor:
     forbidden = torch.tensor([False, True, False, False])
     logits = model(batch[0]).masked_fill(forbidden, -torch.inf)
     return F.cross_entropy(logits, torch.ones(len(logits), dtype=torch.int64))  # hidden target
+
+
+def all_hidden(model: nn.Module, batch: Batch) -> Tensor:
+    """A row of which a mask leaves nothing."""
+    scores = model(batch[0]).float()
+    hidden = torch.zeros_like(scores, dtype=torch.bool)
+    hidden[2] = True
+    return scores.masked_fill(hidden, -torch.inf).logsumexp(-1).mean()  # all hidden
+
+
+def spread_of_a_sample(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0])[:1].float().std(0, correction=1).mean()  # spread of a sample

@@ -125,6 +125,15 @@ def test_a_buffer_that_was_cast_with_the_model() -> None:
         (lambda model, x: F.normalize(model.layer(x)), "1e-12 is 0 in fp16"),
         (lambda model, x: model.layer(x).sigmoid().clamp(1e-4, 1 - 1e-6).log(), "the bound 0.999999 is 1 in fp16"),
         (lambda model, x: 1 - torch.full((9,), 1e-4, dtype=torch.float16), "1 - x is 1 in fp16 for 9 of 9"),
+        (lambda model, x: F.normalize(model.layer(x)), "by the CPU's rules: CUDA's autocast takes norms in fp32"),
+        (lambda model, x: torch.maximum(model.layer(x), torch.tensor(1e-9)), "maximum with it protects nothing"),
+        (lambda model, x: torch.minimum(model.layer(x), torch.tensor(1 - 1e-6)), "the bound 0.999999 is 1 in fp16"),
+        (lambda model, x: model.layer(x).clamp(-1 + 1e-6, 1).atanh(), "the bound -0.999999 is -1 in fp16"),
+        (lambda model, x: torch.logit(model.layer(x).sigmoid(), eps=1e-6), "the bound 0.999999 is 1 in fp16"),
+        (lambda model, x: torch.logit(model.layer(x).sigmoid(), eps=1e-9), "logit with it protects nothing"),
+        (lambda model, x: model.layer(x).masked_fill(x > 0, 1e-9), "masked_fill with it protects nothing"),
+        (lambda model, x: torch.full_like(model.layer(x), 1e-9), "full_like with it protects nothing"),
+        (lambda model, x: torch.where(x > 0, model.layer(x), 1e-9), "where with it protects nothing"),
     ],
 )
 def test_an_eps_that_vanishes(forward: Forward, words: str) -> None:
@@ -137,6 +146,12 @@ def test_an_eps_that_is_there_is_left_alone() -> None:
     assert spotted(lambda model, x: 1 / (model.layer(x).relu() + 1e-6), FP16) == []
     assert spotted(lambda model, x: 1 / (model.layer(x).relu() + 1e-8), BF16) == []
     assert spotted(lambda model, x: (model.layer(x).float() + 1e-12).log(), FP16) == []
+    assert spotted(lambda model, x: model.layer(x).clamp(-1.0001, 1.0001), FP16) == [], (
+        "a bound beyond 1 lets 1 through"
+    )
+    assert spotted(lambda model, x: torch.logit(model.layer(x).sigmoid(), eps=1e-3), FP16) == []
+    (found,) = spotted(lambda model, x: 1 / (model.layer(x).relu() + 1e-8), FP16)
+    assert "rules" not in found.finding.evidence, "no norm"
 
 
 def test_a_sum_that_does_not_fit() -> None:
@@ -155,12 +170,25 @@ def test_ones_that_are_counted_in_a_narrow_format() -> None:
     assert spotted(lambda model, x: torch.ones(1001, dtype=torch.bfloat16).sum()) == [], "rounded once"
 
 
+def put(into: Tensor, where: Any, value: float) -> Tensor:
+    into[where] = value
+    return into
+
+
 @pytest.mark.parametrize(
     ("forward", "severity"),
     [
         (lambda model, x: model.layer(x).masked_fill(x > 0, -1e9), "error"),
         (lambda model, x: model.layer(x) + torch.where(x > 0, 0.0, -1e9).half(), "warning"),
         (lambda model, x: model.layer(x) + -1e5, "warning"),
+        (lambda model, x: torch.where(x > 0, model.layer(x), -1e9), "warning"),
+        (lambda model, x: torch.where(x > 0, model.layer(x), torch.tensor(-1e9)), "warning"),
+        (lambda model, x: torch.where(x > 0, model.layer(x), torch.tensor(-1e9, dtype=torch.float16)), "warning"),
+        (lambda model, x: put(model.layer(x).clone(), x > 0, -1e9), "warning"),
+        (lambda model, x: put(model.layer(x).clone(), (slice(None), 0), -(10**9)), "warning"),
+        (lambda model, x: model.layer(x) + (x > 0).half() * -1e9, "warning"),
+        (lambda model, x: torch.full_like(model.layer(x), -1e9), "error"),
+        (lambda model, x: model.layer(x).clone().index_fill_(0, torch.tensor([0]), -1e9), "error"),
     ],
 )
 def test_a_mask_that_becomes_infinite(forward: Forward, severity: str) -> None:
@@ -173,10 +201,29 @@ def test_a_mask_that_becomes_infinite(forward: Forward, severity: str) -> None:
 def test_masks_that_fit_or_are_meant() -> None:
     assert spotted(lambda model, x: model.layer(x).masked_fill(x > 0, -torch.inf), FP16) == []
     assert spotted(lambda model, x: model.layer(x).masked_fill(x > 0, -1e9), BF16) == []
+    assert spotted(lambda model, x: torch.where(x > 0, model.layer(x), -torch.inf), FP16) == []
+    assert spotted(lambda model, x: put(model.layer(x).clone(), x > 0, -torch.inf), FP16) == []
+    assert spotted(lambda model, x: put(model.layer(x).float().clone(), x > 0, -1e9), FP16) == []
+    assert spotted(lambda model, x: model.layer(x) * 1e-4 * 1e6, FP16) == [], "the product fits"
     assert spotted(lambda model, x: model.layer(x) + torch.where(x > 0, 0.0, -6e4).half(), FP16) == []
     lowest = torch.finfo(torch.float32).min
     (found,) = spotted(lambda model, x: model.layer(x) + torch.where(x > 0, 0.0, lowest).bfloat16(), BF16)
     assert found.finding.id == "mask-overflows", "fp32's lowest number does not fit bf16 either"
+
+
+def angles(first: int, dtype: torch.dtype) -> Forward:
+    rates = 10000 ** (-torch.arange(16) / 16)
+    return lambda model, x: (torch.arange(first, first + 8)[:, None].to(dtype) * rates.to(dtype)).sin().bfloat16()
+
+
+def test_angles_that_cannot_be_told_apart() -> None:
+    found = one(angles(200, torch.bfloat16))
+    assert found.finding.id == "angles-rounded"
+    assert "sin of angles up to 116.5 in bf16, which has steps of 0.5 there" in found.finding.evidence
+    assert spotted(angles(200, torch.float32)) == []
+    assert spotted(angles(0, torch.bfloat16)) == []
+    assert spotted(lambda model, x: torch.arange(200, 208).bfloat16().cos()) == [], "whole numbers are exact"
+    assert spotted(lambda model, x: model.layer(x).sin()) == []
 
 
 def test_probabilities_that_are_not_those_computed() -> None:

@@ -238,3 +238,27 @@ def test_a_batch_that_holds_itself_has_an_end() -> None:
     batch.append(batch)
     assert 1 <= len(list(leaves(batch))) < 20
     assert list(leaves([])) == []
+
+
+# -- what is written into ------------------------------------------------------------------------------------------
+
+
+def test_an_operation_that_spoils_a_buffer_in_place_is_named() -> None:
+    model = Net(lambda h: h * model.factor.div_(0.0))
+    origins = Origins(model, ())
+    with Recorder(model, origins):
+        loss = model(torch.randn(4, 8)).square().mean()
+    found = origins.reaching([loss])
+    assert found is not None
+    assert (found.name, found.outside) == ("aten.div_", None)
+
+
+def test_what_was_bad_before_it_was_written_into_is_named_itself() -> None:
+    model = Net(lambda h: h * model.factor.mul_(2.0))
+    model.factor.fill_(torch.nan)
+    origins = Origins(model, ())
+    with Recorder(model, origins):
+        loss = model(torch.randn(4, 8)).square().mean()
+    found = origins.reaching([loss])
+    assert found is not None
+    assert found.outside == "buffer factor"

@@ -312,7 +312,7 @@ def test_every_change_is_seen(place: Path, name: str) -> None:
         with pytest.raises(BadData):
             used(place)
     path.unlink()
-    with pytest.raises(BadData, match=r"cannot be used(.|\n)*--list"):
+    with pytest.raises(BadData, match=r"cannot be used(.|\n)*no older one"):
         used(place)
     path.write_bytes(whole)
     used(place)

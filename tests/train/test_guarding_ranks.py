@@ -66,3 +66,13 @@ def test_both_give_up_at_the_same_step_with_the_same_checkpoint(on_ranks: Ranks,
     newest = generations(tmp_path / "run" / CHECKPOINTS)[0]
     assert newest.attempt == 30
     assert newest.name in one["said"]
+
+
+def launched(rank: int) -> list[str]:
+    from halfstep.train.giving_up import _launched
+
+    return _launched(["halfstep", "train", "mine.yaml"])
+
+
+def test_the_command_starts_as_many_processes_again(on_ranks: Ranks) -> None:
+    assert on_ranks(launched) == [["torchrun", "--nproc-per-node", "2", "-m", "halfstep", "train", "mine.yaml"]] * 2

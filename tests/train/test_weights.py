@@ -18,7 +18,7 @@ from torch import nn
 
 from halfstep.errors import BadData, BadRecipe, StateMismatch, UnknownName, Unsafe
 from halfstep.train.freeze import freeze
-from halfstep.train.weights import MOST_LINES, digest, finite, load_weights, save_weights
+from halfstep.train.weights import MOST_LINES, digest, finite, infinite_buffers, load_weights, save_weights
 
 
 def network(classes: int = 4, seed: int = 0) -> nn.Sequential:
@@ -167,6 +167,20 @@ def test_what_is_not_sound_is_known_before_it_is_saved(tmp_path: Path, place: st
     save_weights(model, tmp_path / "a.safetensors")
     with pytest.raises(BadData, match=place):
         load_weights(Causal(), tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("bad", ["inf", "-inf"])
+def test_a_buffer_that_was_finite_when_the_model_was_built_stays_so(tmp_path: Path, bad: str) -> None:
+    """Statistics of batches that overflowed; a mask beside them is infinite on purpose."""
+    model = nn.Sequential(Causal(), nn.BatchNorm1d(3))
+    infinite = infinite_buffers(model)
+    assert infinite == {"0.mask"}
+    assert finite(model, infinite)
+    model[1].running_var[1] = float(bad)
+    assert not finite(model, infinite)
+    save_weights(model, tmp_path / "a.safetensors")
+    with pytest.raises(BadData, match=r"1\.running_var"):
+        load_weights(nn.Sequential(Causal(), nn.BatchNorm1d(3)), tmp_path / "a.safetensors")
 
 
 def test_narrow_weights_are_widened(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def print_report(report: dict[str, Any]) -> None:
             console.print(f"  {printable(one['problem'])}", soft_wrap=True, markup=False)
     for name in report["set_aside"]:
         console.print(
-            f"[dim]{name} was found damaged by an earlier resume; it is not used, and may be deleted[/]", soft_wrap=True
+            f"[dim]{name} was set aside by an earlier launch: it was damaged, or the guard found its weights spoilt; "
+            "it is not used, and may be deleted[/]",
+            soft_wrap=True,
         )
     if report["bytes"]:
         console.print(speed_in_words(report), soft_wrap=True)

@@ -37,11 +37,13 @@ def run(
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Which format each part of a model is in, where its numbers do not fit, and mistakes that they show."""
-    examined = subject(recipe, context.args)
-    draw = _drawing(picture)
     try:
+        examined = subject(recipe, context.args)
+        draw = _drawing(picture)
         report = _report(examined, precision, device)
-    except KeyboardInterrupt:  # while torch was imported: nothing is known yet
+    except KeyboardInterrupt:  # while torch was imported, or the case built: nothing is known yet
+        if json:
+            print_json(_nothing([recipe, *context.args], precision, device))
         raise typer.Exit(INTERRUPTED) from None
     if draw is not None and report["modules"]:
         draw(report, picture)
@@ -65,6 +67,18 @@ def _drawing(picture: Path | None) -> Any:
     from halfstep.draw.model_formats import draw_model_formats
 
     return draw_model_formats
+
+
+def _nothing(words: list[str], precision: str | None, device: str | None) -> dict[str, Any]:
+    """The report of an audit that had not begun: every key of one, and no torch."""
+    asked = {"--precision": precision, "--device": device}
+    again = [word for option, value in asked.items() if value is not None for word in (option, value)]
+    return {
+        "subject": " ".join(words), "verdict": "interrupted before a step was seen", "precision": precision,
+        "format": None, "device": device, "run": False, "share": None, "island_share": 0.0, "flops": {}, "loss": None,
+        "loss_scale": None, "modules": [], "islands": [], "findings": [], "notes": [], "stopped": None,
+        "interrupted": True, "next": shlex.join(["halfstep", "audit", *words, *again]),
+    }  # fmt: skip
 
 
 def _report(examined: Subject, precision: str | None, device: str | None) -> dict[str, Any]:

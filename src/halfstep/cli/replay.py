@@ -47,17 +47,27 @@ def run(
 def _recorded(folder: Path) -> tuple[Path, list[Path]]:
     """The run's folder, and its failed steps; of a failed step's own folder, that one."""
     from halfstep.tasks._finished import recipe_in
-    from halfstep.train.black_box.places import RECORD, recorded_in
+    from halfstep.train.black_box.places import RECORD, recorded_in, refuse_elsewhere
     from halfstep.train.black_box.reading import run_of
 
     if (folder / RECORD).is_file() and run_of(folder) != folder:
         return recipe_in(run_of(folder)).parent, [folder]
-    return folder, recorded_in(recipe_in(folder).parent)
+    run = recipe_in(folder).parent
+    try:
+        refuse_elsewhere(run)
+    except OSError as error:
+        raise BadData(
+            str(error),
+            allowed="the folder that the run made",
+            do="move it away: the next step that fails makes a folder",
+        ) from None
+    return folder, recorded_in(run)
 
 
 def _chosen(run_folder: Path, found: list[Path], attempt: int | None) -> Path:
     if attempt is None:
-        return found[-1]
+        # Where none is whole, what is wrong with the newest is said.
+        return next((path for path in reversed(found) if _is_whole(_read(path))), found[-1])
     for path in found:
         if int(path.name) == attempt:
             return path
@@ -99,9 +109,9 @@ def _replayed(run_folder: Path, place: Path, precision: str | None, task: Path |
             verdict = replay(replayed, report, told)
     except KeyboardInterrupt:
         return {**report, "interrupted": True}
-    advised = advice(verdict or record.verdict, run_folder, replayed.recipe, task)
+    advised = advice(verdict or record.verdict, record, run_folder, replayed.recipe, task)
     if verdict is None and choice.precision.name != record.precision:
-        advised = in_precision(choice.precision.name, run_folder, task)
+        advised = in_precision(choice.precision.name, record, run_folder, task)
     return {**report, **advised._asdict()}
 
 
@@ -117,12 +127,18 @@ def _listing(run_folder: Path, found: list[Path]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Record | str:
-    from halfstep.train.black_box.reading import read
+    """The record, or what is wrong with it, as far as that shows without reading its tensors."""
+    from halfstep.train.black_box.reading import cut_off, read
 
     try:
-        return read(path)
+        record = read(path)
+        return cut_off(record) or record
     except HalfstepError as error:
         return reason_in(error)
+
+
+def _is_whole(record: Record | str) -> bool:
+    return not isinstance(record, str) and not record.without
 
 
 def _guard_of(run_folder: Path) -> str:

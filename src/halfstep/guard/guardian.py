@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import Diverged, same_keys, unknown_name
-from halfstep.guard.alarms.scale_collapse import ScaleCollapse
+from halfstep.guard.alarms.scale_collapse import FALLS, ScaleCollapse
 from halfstep.guard.alarms.skips import Skips
 from halfstep.guard.alarms.spike import REFUSED, Spike
 from halfstep.guard.examiner import Examiner
@@ -18,7 +18,6 @@ from halfstep.guard.remedy.surgery import Surgery
 from halfstep.guard.streak import Streak
 from halfstep.guard.told import Kind, Level, Told, warn
 from halfstep.guard.trouble import History, Trouble
-from halfstep.guard.verdict import DATA
 from halfstep.step.report import GUARD, StepReport
 from halfstep.step.synchronise import LossFunction
 from halfstep.step.transaction import Stepper
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 Mode = Literal["watch", "repair"]
 HOPELESS = 3
 """Skips in a row after which it is not the batch: in repair mode the run goes back to where it was good."""
+AND = "\n"
+"""Between the names of optimizers that took a step together."""
 LEVELS: dict[str, Level] = {"note": "info", "warning": "warning", "error": "error"}
 
 
@@ -60,10 +61,13 @@ class Guardian:
         self.stepper, self.mode, self.limits = stepper, mode, limits
         self._tell, self._meters = tell, meters
         self._spike = next((g for g in stepper.guards if isinstance(g, Spike)), None) or Spike()
-        # Last of all, so that what it keeps has passed every other guard.
-        stepper.guards[:] = [g for g in stepper.guards if g is not self._spike] + [self._spike, self]
+        # Last of all, so that what it keeps has passed every other guard; and in place of a guardian from before.
+        others = [g for g in stepper.guards if not isinstance(g, (Spike, Guardian))]
+        stepper.guards[:] = [*others, *([self._spike] if limits.spikes else []), self]
         self._skips = Skips(limits.skips_in_a_row, limits.skip_share)
-        self._collapse, self._streak = ScaleCollapse(), Streak()
+        self._collapse = ScaleCollapse()
+        self._streaks: dict[str, Streak] = {}
+        """By the names of the optimizers whose steps were skipped."""
         self._surgery, self._rewind = Surgery(stepper, limits.islands), Rewind(stepper)
         self._examiner = Examiner(stepper, limits.diagnoses, record, self._say)
         self._optimizer = next(iter(stepper.optimizers.values()))
@@ -90,7 +94,12 @@ class Guardian:
         """`stepper.step`; `again` is the loss function to replay with, where loss_fn counts or draws something."""
         if self._meters is not None:
             self._meters.before()
-        report = self.stepper.step(loss_fn, batch, only=only)
+        try:
+            report = self.stepper.step(loss_fn, batch, only=only)
+        except BaseException:
+            if self._meters is not None:
+                self._meters.abandon()
+            raise
         self._after(report, again)
         return report
 
@@ -98,7 +107,7 @@ class Guardian:
         """For loops that call the stepper themselves, after each `step` or `apply`."""
         self._after(report, None)
         if self._meters is not None:
-            self._meters.before()
+            self._meters.between()
 
     def passes(self, report: StepReport) -> bool:
         """Nothing is refused here; but these weights have just shown that they are good."""
@@ -116,62 +125,82 @@ class Guardian:
             self._applied(report)
         elif report.reason == REFUSED or not (report.reason or "").startswith(GUARD):
             self._skipped(report, again)
+        else:
+            self._turned_down(report)
 
     def _applied(self, report: StepReport) -> None:
         self._examiner.remember(report, self._rate)
         self._skips.applied()
-        if self._streak.first is not None:
-            self._collapse.applied()
-            self._streak = Streak()
+        if self._streaks:
+            self._collapse.applied(report)
+            self._streaks = {n: s for n, s in self._streaks.items() if not set(n.split(AND)) <= report.parts.keys()}
+        if self._spike.new_level:
+            text = f"a new level: {self._spike.new_level}; losses like it have come again and again, and are usual now"
+            self._say("alarm", "warning", text, {"attempt": report.attempt, "loss": report.loss})
         self._good += 1
         if self._good >= self.limits.probation and self.remedies.placed:
             self._lift()
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
+    def _streak_of(self, report: StepReport) -> Streak:
+        names = AND.join(report.parts)
+        streak = self._streaks.get(names)
+        if streak is None:
+            others = len(report.parts) < len(self.stepper.optimizers)
+            streak = self._streaks[names] = Streak(
+                first=report.attempt, of=" and ".join(report.parts) if others else ""
+            )
+        return streak
+
     def _skipped(self, report: StepReport, again: LossFunction | None) -> None:
-        streak = self._streak
-        streak.first = streak.first or report.attempt
-        normal = self._collapse.skipped(report)
+        streak = self._streak_of(report)
+        streak.guard = ""
+        falling = self._collapse.skipped(report, {lane.name: lane.scale.value for lane in self.stepper._lanes})
         if report.reason == REFUSED:
-            self._refused(report)
-        else:
-            self._examiner.examine(report, self._streak, self._collapse.overflows, again, last=self._is_last_chance)
-        if normal and streak.excused:
+            self._refused(report, streak)
+        elif not falling or self._collapse.falls(report) >= FALLS:
+            self._examiner.examine(report, streak, again, falling=falling, last=self._skips.next_is_too_much)
+        if falling and streak.excused:
             self._skips.excused()
             return
         self._good = 0
         self._skips.skipped()
-        if self.mode == "repair" and self._repaired():
+        if self.mode == "repair" and self._repaired(streak):
             return
         alarm = self._collapse.alarm() or self._skips.alarm()
         if alarm is not None:
-            raise self._given_up(alarm, report)
+            raise self._given_up(alarm, report, streak)
 
-    @property
-    def _is_last_chance(self) -> bool:
-        """A run is not given up without a word about why."""
-        return self._skips.in_a_row + 1 >= self.limits.skips_in_a_row
+    def _turned_down(self, report: StepReport) -> None:
+        """By a guard that is not ours, which has its reasons: only counted, until it is too much."""
+        streak = self._streak_of(report)
+        streak.guard = (report.reason or "").removeprefix(GUARD)
+        self._skips.refused()
+        alarm = self._skips.alarm()
+        if alarm is not None:
+            raise self._given_up(alarm, report, streak)
 
-    def _refused(self, report: StepReport) -> None:
-        self._streak.refused = self._spike.words(report)
-        text = f"spike: {self._streak.refused}; the update was refused"
+    def _refused(self, report: StepReport, streak: Streak) -> None:
+        streak.refused = self._spike.words(report)
+        text = f"spike: {streak.refused}; the update was refused"
         self._say("alarm", "warning", text, {"attempt": report.attempt, "loss": report.loss})
 
-    def _repaired(self) -> bool:
+    def _repaired(self, streak: Streak) -> bool:
         """Whether something was done that the next step may go on with."""
-        verdict = self._streak.verdict
+        verdict = streak.verdict
         remedy = None if verdict is None else self._surgery.treat(verdict)
         if remedy is not None:
             self._say("remedy", "warning", f"repaired: {remedy}, because of {remedy.culprit}", remedy.facts())
             self._fresh_start()
             return True
         hopeless = self._skips.in_a_row >= min(HOPELESS, self.limits.skips_in_a_row) or self._collapse.collapsed
-        from_the_data = verdict is not None and verdict.cause == DATA
-        if not hopeless or from_the_data or self._rollbacks >= self.limits.rollbacks or self._rewind.step is None:
+        if not hopeless or not streak.older_weights_may_help or self._rollbacks >= self.limits.rollbacks:
+            return False
+        step = self._rewind.back()
+        if step is None:
             return False
         self._rollbacks += 1
-        step = self._rewind.back()
         of = f"{self._rollbacks} of {self.limits.rollbacks}"
         self._say(
             "remedy",
@@ -184,13 +213,11 @@ class Guardian:
 
     def _fresh_start(self) -> None:
         self._skips.forgive()
-        self._collapse, self._streak = ScaleCollapse(), Streak()
+        self._collapse, self._streaks = ScaleCollapse(), {}
 
-    def _given_up(self, alarm: str, report: StepReport) -> Diverged:
+    def _given_up(self, alarm: str, report: StepReport, streak: Streak) -> Diverged:
         """The last words, and where a good copy is kept, the weights with which to begin again."""
-        streak, step = self._streak, None
-        if streak.blames_weights and self._rewind.step is not None:
-            step = self._rewind.back()
+        step = self._rewind.back() if streak.blames_weights else None
         error = farewell(alarm, streak, mode=self.mode, rates=self.history().rates, back_at=step, limits=self.limits)
         error.report = report
         self._say("alarm", "error", error.given, {"attempt": report.attempt, "do": error.do})
@@ -219,7 +246,7 @@ class Guardian:
             "spike": self._spike.state_dict(),
             "skips": self._skips.state_dict(),
             "collapse": self._collapse.state_dict(),
-            "streak": self._streak.as_dict(),
+            "streaks": {names: streak.as_dict() for names, streak in self._streaks.items()},
             "examiner": self._examiner.state_dict(),
             "good": self._good,
             "rollbacks": self._rollbacks,
@@ -232,7 +259,7 @@ class Guardian:
         Spike().load_state_dict(state["spike"])
         Skips(1, 1.0).load_state_dict(state["skips"])
         ScaleCollapse().load_state_dict(state["collapse"])
-        Streak.from_dict(state["streak"])
+        _streaks(state["streaks"])
         self._examiner.check_state(state["examiner"])
         int(state["good"]), int(state["rollbacks"])
 
@@ -242,6 +269,10 @@ class Guardian:
         self._spike.load_state_dict(state["spike"])
         self._skips.load_state_dict(state["skips"])
         self._collapse.load_state_dict(state["collapse"])
-        self._streak = Streak.from_dict(state["streak"])
+        self._streaks = _streaks(state["streaks"])
         self._examiner.load_state_dict(state["examiner"])
         self._good, self._rollbacks = int(state["good"]), int(state["rollbacks"])
+
+
+def _streaks(plain: Mapping[str, Any]) -> dict[str, Streak]:
+    return {str(names): Streak.from_dict(streak) for names, streak in plain.items()}

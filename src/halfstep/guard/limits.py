@@ -20,9 +20,11 @@ class Limits:
     keep_every: int = 100
     """Applied steps between two copies of the run in memory, where a rollback may be needed."""
     diagnoses: int = 20
-    """In a run: each of them runs a step several times."""
+    """In a run: each of them runs the step several times, and looks at every operation."""
     islands: int = 8
     """Modules that may be kept in fp32 before the whole run changes its precision."""
+    spikes: bool = True
+    """Whether a finite loss far above the usual is refused."""
 
     def __post_init__(self) -> None:
         least = {name: 0 if name in _MAY_BE_NOTHING else 1 for name in vars(self)} | {"skip_share": 0.0}
@@ -36,4 +38,4 @@ class Limits:
             )
 
 
-_MAY_BE_NOTHING = {"rollbacks", "diagnoses", "islands"}
+_MAY_BE_NOTHING = {"rollbacks", "diagnoses", "islands", "spikes"}

@@ -1,4 +1,4 @@
-"""The skips since the last applied step, and what is known about them."""
+"""The skips since the last applied step of the same optimizers, and what is known about them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.guard.verdict import DATA, DIVERGENCE, HARDWARE, WARM_UP, Verdict
-from halfstep.step.report import GRADIENT_OVERFLOW
+from halfstep.guard.verdict import DATA, DIVERGENCE, HARDWARE, PRECISION, WARM_UP, Verdict
 
 
 @dataclass
@@ -22,11 +21,13 @@ class Streak:
     """What could be seen of a step that cannot be run again."""
     refused: str = ""
     """How far above the usual the last loss was, where a spike was refused."""
+    guard: str = ""
+    """The name of a person's own guard, where that refused the last step."""
+    of: str = ""
+    """The optimizers that it is about, where there are others."""
 
-    def calls_for_diagnosis(self, reason: str, overflows: int) -> bool:
+    def calls_for_diagnosis(self, reason: str) -> bool:
         """Once for each culprit: only what lies in the batch or the device may be another thing next time."""
-        if reason == GRADIENT_OVERFLOW and overflows < 3:
-            return False
         return reason != self.diagnosed or self.verdict is None or self.verdict.cause in (DATA, HARDWARE)
 
     @property
@@ -37,7 +38,17 @@ class Streak:
     @property
     def blames_weights(self) -> bool:
         """Whether an update before the first skip may have spoilt them."""
+        if self.guard:
+            return False
         return bool(self.refused) if self.verdict is None else self.verdict.cause == DIVERGENCE
+
+    @property
+    def older_weights_may_help(self) -> bool:
+        """Not where the batch is to blame, or a loss scale that somebody has chosen."""
+        verdict = self.verdict
+        if verdict is None or verdict.cause == DATA:
+            return verdict is None
+        return verdict.cause != PRECISION or any(cure.kind != "fix_code" for cure in verdict.cures)
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "verdict": None if self.verdict is None else self.verdict.as_dict()}

@@ -12,13 +12,13 @@ WARM_UP: Cause = "warm_up"
 PRECISION: Cause = "precision"
 """A number does not fit the format, or vanishes in it; fp32 is finite."""
 DATA: Cause = "data"
-"""The batch itself holds what no model can use."""
+"""The batch itself holds what no model can use, was written to, or cannot be used a second time."""
 DIVERGENCE: Cause = "divergence"
 """fp32 fails too, or its loss is far from anything before: the weights, the learning rate or the code."""
 COMPILER: Cause = "compiler"
 """The same step is finite when it is not compiled."""
 HARDWARE: Cause = "hardware"
-"""It does not happen again: the device, or an operation that is not deterministic."""
+"""It does not happen again: an operation that is not deterministic, random numbers not torch's, or the device."""
 
 CureKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code"]
 

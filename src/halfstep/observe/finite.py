@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,8 +34,22 @@ def largest_finite(tensor: Tensor) -> float:
     return float(torch.where(real.isfinite(), real.abs(), 0).max().item())
 
 
+def norm_of(tensor: Tensor) -> float:
+    """The 2-norm, as a number of the host's: it fits where fp32 would not hold the squares."""
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce().values()  # an element may be there several times
+    largest = largest_finite(tensor)
+    if not largest or not all_finite(tensor):
+        return 0.0 if all_finite(tensor) else math.nan
+    real = _real(tensor)
+    wide = real if real.dtype is torch.float64 else real.float()
+    return float(torch.linalg.vector_norm(wide / largest).item()) * largest
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this process has of it: looking at all of a tensor in shards would need every process to look."""
+    if tensor.is_sparse:
+        return tensor.detach()._values()
     if not world.is_shard(tensor):
         return tensor.detach()
     shards: Any = tensor.detach()

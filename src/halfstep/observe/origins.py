@@ -67,7 +67,13 @@ class Made:
     """Infinities that were asked for, as in a mask."""
     outside: str | None = None
     """What came from outside and was not finite before anything was computed: a weight, a buffer, the batch."""
+    meant_by: tuple[Made, ...] = ()
+    """Where infinities that were asked for came from."""
+    reduces: bool = False
+    """Made fewer numbers out of many: where a mask hides all of them, nothing is left."""
     given: tuple[Given, ...] = ()
+    operands: tuple[Given, ...] = ()
+    """The first two arguments as they were written, tensors or plain numbers: what is divided, and by what."""
     in_fp32: float | None = None
     """The largest absolute value of the result where the same is computed in fp32; None where that fails too."""
 
@@ -90,6 +96,8 @@ class Origins:
             _key(buffer): f"buffer {as_written(name)}" for name, buffer in model.named_buffers() if _has_numbers(buffer)
         }
         self._names |= {_key(weight): f"weight {as_written(name)}" for name, weight in model.named_parameters()}
+        ours = [*(leaf for _, leaf in leaves(batch)), *model.buffers(), *model.parameters()]
+        self._bad_before = {_key(tensor) for tensor in ours if _has_numbers(tensor) and not all_finite(tensor)}
 
     @torch.no_grad()
     def __call__(self, operation: Operation) -> None:
@@ -112,7 +120,8 @@ class Origins:
 
     def reaching(self, tensors: Iterable[Tensor]) -> Made | None:
         """The first of those that spoiled any of these; None where all of them are finite."""
-        return _first([made for tensor in tensors if (made := self._of(tensor)) is not None])
+        ends = [made for tensor in tensors if (made := self._of(tensor)) is not None]
+        return _first(ends) or _left_nothing(ends)
 
     def reaching_backward(self) -> Made | None:
         """The same for gradients of a model in shards, which other processes have a part in: nothing leads to them."""
@@ -121,7 +130,7 @@ class Origins:
     def _made(self, operation: Operation, spoiled: list[Tensor], line: str | None) -> Made:
         kinds = frozenset[str]().union(*map(kinds_of, spoiled))
         inputs = _tensors((operation.arguments, dict(operation.keywords)))
-        parents = [made for tensor in inputs if (made := self._of(tensor)) is not None]
+        parents = self._parents(operation, inputs)
         guilty = tuple(made for made in parents if not made.on_purpose)
         meant = frozenset[str]().union(*(made.kinds for made in parents if made.on_purpose))
         on_purpose = not guilty and NAN not in kinds and (kinds <= meant or _asks_for_infinity(operation))
@@ -136,10 +145,19 @@ class Origins:
             guilty,
             on_purpose,
             OTHERS if operation.function.namespace in _SENT and not guilty else None,
+            tuple(made for made in parents if made.on_purpose) if on_purpose else (),
+            max((tensor.numel() for tensor in inputs), default=0) > sum(tensor.numel() for tensor in spoiled),
         )
         if not made.is_origin:
             return made
-        return replace(made, given=tuple(map(_given, inputs)), in_fp32=_in_fp32(operation))
+        wide = _in_fp32(operation)
+        return replace(made, given=tuple(map(_given, inputs)), operands=_operands(operation), in_fp32=wide)
+
+    def _parents(self, operation: Operation, inputs: list[Tensor]) -> list[Made]:
+        """What is written to holds the result by now: it tells nothing but what was known of it before."""
+        written = {_key(tensor) for tensor in _written(operation)}
+        known = [t for t in inputs if (key := _key(t)) not in written or key in self._bad or key in self._bad_before]
+        return [made for tensor in known if (made := self._of(tensor)) is not None]
 
     def _of(self, tensor: Tensor) -> Made | None:
         """What made this tensor not finite; None where it is finite, or holds what was never set."""
@@ -164,14 +182,28 @@ class Origins:
 def _first(ends: list[Made]) -> Made | None:
     """Of all that led to these."""
     found: dict[int, Made] = {}
-    while ends:
-        made = ends.pop()
+    left = list(ends)
+    while left:
+        made = left.pop()
         if id(made) not in found:
             found[id(made)] = made
-            ends += made.parents
+            left += made.parents
     # A batch may bring a mask of -inf with it, which is to blame only where nothing else is.
     origins = [made for made in found.values() if made.is_origin]
     return min(origins, key=lambda made: (_may_be_a_mask(made), made.order), default=None)
+
+
+def _left_nothing(ends: list[Made]) -> Made | None:
+    """Where all infinities were asked for: the first operation that had nothing else to make a number of."""
+    found: dict[int, Made] = {}
+    left = list(ends)
+    while left:
+        made = left.pop()
+        if id(made) not in found:
+            found[id(made)] = made
+            left += made.meant_by
+    reducing = [made for made in found.values() if made.reduces]
+    return min(reducing or ends, key=lambda made: made.order, default=None)
 
 
 def _may_be_a_mask(made: Made) -> bool:
@@ -185,10 +217,21 @@ def _given(tensor: Tensor) -> Given:
     return Given(name_of(tensor.dtype), shape, largest_finite(tensor), has_zero, has_negative, kinds_of(tensor))
 
 
+def _operands(operation: Operation) -> tuple[Given, ...]:
+    found = []
+    for argument in operation.arguments[:2]:
+        if isinstance(argument, (int, float)):
+            argument = torch.tensor(float(argument))
+        if not isinstance(argument, Tensor) or argument.layout is not torch.strided or argument.is_meta:
+            break
+        found.append(_given(local(argument)))
+    return tuple(found)
+
+
 def _in_fp32(operation: Operation) -> float | None:
     if operation.function.namespace != "aten":
         return None  # it may do more than compute: a second call of what sends numbers would wait without end
-    if any(a.alias_info is not None and a.alias_info.is_write for a in operation.function._schema.arguments):
+    if _written(operation):
         return None  # its input is gone already
     try:
         wide = _tensors(run_wide(operation.function, operation.arguments, operation.keywords))
@@ -215,7 +258,13 @@ def _results(operation: Operation) -> list[Tensor]:
     """What was returned, and what was written into where nothing is, as by operations on lists of tensors."""
     if operation.result is not None:
         return _tensors(operation.result)
+    return _written(operation)
+
+
+def _written(operation: Operation) -> list[Tensor]:
     taken = operation.function._schema.arguments
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in taken):
+        return []
     given = {**dict(zip((a.name for a in taken), operation.arguments, strict=False)), **operation.keywords}
     return _tensors([given.get(a.name) for a in taken if a.alias_info is not None and a.alias_info.is_write])
 

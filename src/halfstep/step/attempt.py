@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.observe.leaves import leaves
+from halfstep.step.held import held_by
 from halfstep.step.lane import Lane
 from halfstep.step.synchronise import LossFunction
 
@@ -18,6 +20,15 @@ class Factor(NamedTuple):
     scale: float
     base: float | None
     """What sums are divided by; None for means, and before the first sum."""
+
+
+class Reach(NamedTuple):
+    """Where the loss of one optimizer leads."""
+
+    parameters: Sequence[Tensor]
+    """Those that it trains: no gradient of others is looked at."""
+    alone: bool
+    """Backward goes wherever it leads; with several optimizers, to these parameters only."""
 
 
 class Attempt(NamedTuple):
@@ -33,6 +44,10 @@ class Attempt(NamedTuple):
     """By optimizer; only of those that the step was for."""
     versions: tuple[int, ...]
     """How often each tensor of the batch had been written to before the step."""
+    reaches: Mapping[str, Reach] | None = None
+    """By optimizer; None where it is not known, as of a step that was read from disk: all that the model trains."""
+    own_generators: Sequence[tuple[torch.Generator, Tensor]] = ()
+    """Those that the loss function holds, with their states before the first micro-batch."""
 
     @classmethod
     def of(
@@ -45,7 +60,10 @@ class Attempt(NamedTuple):
     ) -> Attempt:
         """A step that begins now."""
         factors = {lane.name: Factor(lane.scale.value, lane.base_count) for lane in lanes}
-        return cls(loss_fn, microbatches, only, generator_states(device), factors, versions_of(microbatches))
+        reaches = {lane.name: Reach(lane.gradients.trainable, lane.alone) for lane in lanes}
+        own = [(generator, generator.get_state()) for generator in held_by(loss_fn, torch.Generator)]
+        states, versions = generator_states(device), versions_of(microbatches)
+        return cls(loss_fn, microbatches, only, states, factors, versions, reaches, own)
 
     @property
     def batch_changed(self) -> bool:
@@ -54,21 +72,8 @@ class Attempt(NamedTuple):
 
 
 def versions_of(tree: Any) -> tuple[int, ...]:
-    """Version counters of the tensors in plain containers, in order; those made under inference_mode have none."""
-    found: list[int] = []
-    _note_versions(tree, found)
-    return tuple(found)
-
-
-def _note_versions(tree: Any, found: list[int]) -> None:
-    if isinstance(tree, Tensor):
-        found.append(-1 if tree.is_inference() else tree._version)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            _note_versions(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _note_versions(item, found)
+    """Version counters of a batch's tensors, in order; those made under inference_mode have none."""
+    return tuple(-1 if leaf.is_inference() else leaf._version for _, leaf in leaves(tree))
 
 
 def generator_states(device: torch.device) -> list[Tensor]:

@@ -97,6 +97,14 @@ class Buffers:
         if plain:
             torch._foreach_copy_([known.copy for known in plain], [known.buffer for known in plain])
 
+    def remembered(self) -> dict[str, Tensor | None]:
+        """By name, as they were at the last `remember`; the tensors are ours: copy them to keep them."""
+        return {
+            path + name: None if buffer is None else self._kept[id(buffer)].copy
+            for (path, _), before in zip(self._slots, self._registered, strict=True)
+            for name, buffer in (before or {}).items()
+        }
+
     @torch.no_grad()
     def restore(self) -> None:
         """After a skip: rebind what was rebound, copy back what was written, touch nothing else."""

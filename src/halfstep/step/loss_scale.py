@@ -129,12 +129,14 @@ class DynamicScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Ours, or the state of a `torch.amp.GradScaler`; floor and cap are kept where it has none."""
         _require(state, "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        cap = float(state.get("cap", self.cap))
         loaded = DynamicScale(
+            init_scale=cap,  # whatever it is now, it is one that fits
             growth_factor=float(state["growth_factor"]),
             backoff_factor=float(state["backoff_factor"]),
             growth_interval=int(state["growth_interval"]),
             floor=float(state.get("floor", self.floor)),
-            cap=float(state.get("cap", self.cap)),
+            cap=cap,
         )
         scale = float(state["scale"])
         if not math.isfinite(scale) or scale < 0:

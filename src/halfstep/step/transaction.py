@@ -21,9 +21,10 @@ from halfstep.step.agreement import agree, token_of
 from halfstep.step.attempt import Attempt
 from halfstep.step.buffers import Buffers
 from halfstep.step.lane import Lane
-from halfstep.step.lanes import ByName, differentiate, lane_named, make_lanes, report_of, scale_for
+from halfstep.step.lanes import ByName, differentiate, lane_named, make_lanes, report_of
 from halfstep.step.loss_scale import LossScale
 from halfstep.step.or_nothing import OrNothing
+from halfstep.step.original import Original
 from halfstep.step.report import GUARD, Guard, StepReport
 from halfstep.step.riders import Counts, Ema, checked_average
 from halfstep.step.roster import Roster
@@ -80,12 +81,13 @@ class Stepper:
         settle(model)
         self.attempt: Attempt | None = None
         self._lanes = make_lanes(optimizers, self.precision, loss_scale, schedule, clip_norm, clip_value)
+        self._original = Original(self.choice, self._lanes)
         self._synchroniser = synchroniser(model, losses=len(self._lanes), ddp=ddp or {})
         self._buffers = Buffers(model)
         self._roster = Roster(model, optimizers.values())
         self._open: list[Lane] = []
         self._or_nothing, self._turns = OrNothing(self._abandon), Turns()
-        self._begun = 0
+        self._begun = self.followed = 0
         self.hand = False
         """Raised by a process that wants all of them to stop: they learn of it with the next step."""
         self.hands = 0
@@ -95,7 +97,7 @@ class Stepper:
     def _compute_in(self, choice: Choice, optimizers: Iterable[str]) -> None:
         """What really runs is watched anew until each of the optimizers was seen."""
         self.choice, self.precision = choice, choice.precision
-        self.findings += choice.findings
+        self.findings += [finding for finding in choice.findings if finding not in self.findings]
         self.precision.prepare(self.model, self.device)
         self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)
         self._unseen, self._idle = set(optimizers), set(islands(self.model))
@@ -103,11 +105,10 @@ class Stepper:
             self._scope = Watch(self._scope, self.model, self.precision, done=self._watched)
 
     def change_precision(self, name: str) -> None:
-        """Go on in another precision, between two steps; a loss scale begins anew."""
+        """Go on in another precision, or in the first one again, between two steps; a loss scale begins anew."""
         preflight.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
-        self._compute_in(choose_precision(name, device=self.device), self.optimizers)
-        for lane in self._lanes:
-            lane.scale = scale_for(self.precision)
+        self._compute_in(self._original.choice(name, self.device), self.optimizers)
+        self._original.scale_anew(self._lanes, self.choice)
 
     # -- the function form --------------------------------------------------------------------------------------
 
@@ -180,7 +181,8 @@ class Stepper:
         return self._lanes if only is None else [lane_named(only, self._lanes)]
 
     def _follow(self) -> None:
-        """Modules or parameters came, left or were unfrozen since the last step."""
+        """Modules or parameters came, left or were unfrozen since the last step: `followed` counts how often."""
+        self.followed += 1
         self._tell(preflight.check(self.model, self.optimizers))
         settle(self.model)
         self._buffers.follow(self.model.named_modules())
@@ -249,9 +251,8 @@ class Stepper:
 
     def _check_ready(self, microbatches: Sequence[Any] | None) -> None:
         preflight.check_surroundings(self.device)
-        preflight.check_window(
-            torn=self._torn, in_one=bool(self._open), empty=microbatches is not None and not microbatches
-        )
+        empty = microbatches is not None and not microbatches
+        preflight.check_window(torn=self._torn, in_one=bool(self._open), empty=empty)
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         self.findings += findings

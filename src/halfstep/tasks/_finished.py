@@ -10,11 +10,14 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from halfstep.errors import BadData
+from halfstep.errors import BadData, NoCheckpoint
 from halfstep.files import read_json
+from halfstep.guard.remedy.remedies import Remedies
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.tasks._folder import task_class
-from halfstep.train.cures import cures_of, placed_again
+from halfstep.train.checkpoint.generation import CHECKPOINTS
+from halfstep.train.checkpoint.reading import newest_whole, read_state
+from halfstep.train.cures import cures_in, cures_of, placed_again
 from halfstep.train.keeping import BEST, FACTS, LAST
 from halfstep.train.placing import placed
 from halfstep.train.recipe.complaints import bad_recipe, complaints_from
@@ -22,6 +25,7 @@ from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run_folder import RECIPE, RESULT
 from halfstep.train.setup import without_weights
 from halfstep.train.start import device_of
+from halfstep.train.state import State
 from halfstep.train.task import Task
 from halfstep.train.weights import load_weights
 
@@ -53,11 +57,26 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
     model = placed(model_with(task, path), device, recipe.train.channels_last)
     if precision is None:
         # As it was trained: in another precision, what its guard had cured may be no trouble.
-        cures = cures_of(read_json(folder / RESULT) or {})
+        cures = _cures(folder)
         placed_again(model, cures)
         precision = cures.precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
     return Finished(folder, recipe, task, model.eval(), choice, device, path)
+
+
+def _cures(folder: Path) -> Remedies:
+    """What the run's guard placed: from its result, or while it has none, from its newest checkpoint."""
+    result = read_json(folder / RESULT)
+    if result is not None:
+        return cures_of(result)
+    try:
+        newest, _ = newest_whole(folder / CHECKPOINTS)
+    except NoCheckpoint:
+        newest = None  # the weights lie beside them, and can be used without
+    if newest is None:
+        return Remedies()
+    where = newest.generation
+    return cures_in(State.from_parts(*read_state(where, 0), where=str(where.path)).guards) or Remedies()
 
 
 def recipe_in(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from halfstep.errors import HalfstepError, Stopped, StorageFailed
 from halfstep.train.checkpoint.commit import NotCommitted
 from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation
 from halfstep.train.checkpoint.saver import Saved, Saver
-from halfstep.train.checkpoint.spoilt import set_aside_since
+from halfstep.train.checkpoint.spoilt import Ruined, set_aside_since
 from halfstep.train.environment import environment
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.journal import Journal
@@ -40,6 +40,8 @@ class Checkpoints:
         self._failure = NotCommitted("it was never begun")
         self.last: Saved | None = None
         """The newest that is on the disk."""
+        self.doubt = ""
+        """Of a run that was stopped while steps failed: what was saved, or not, and why."""
 
     def save(self) -> None:
         """The run as it is between two steps."""
@@ -57,17 +59,16 @@ class Checkpoints:
             text = f"no checkpoint of step {self._live.progress.attempts} while steps fail: {stays}"
             self._journal.note(text, "warning")
 
-    def set_aside(self, since: int) -> None:
-        """Use no more those that were taken at or after this attempt, where there are older ones."""
+    def set_aside(self, since: int, ruined: Ruined = lambda attempt: False) -> bool:
+        """Use no more those that were taken at or after this attempt, or are ruined; whether there are others."""
         self.finish()
-        if self.last is None or self.last.generation is None or self.last.attempt < since:
-            return
-        left = set_aside_since(self.last.generation.path.parent, since)
-        if left is not None:
-            self._journal.tell(
-                events.NOTE, text=f"{_name(self.last)} is set aside: its weights are spoilt", level="info"
-            )
+        if self.last is None or self.last.generation is None:
+            return False
+        left = set_aside_since(self.last.generation.path.parent, since, ruined)
+        if left is not None and left != self.last.generation:
+            self._journal.note(f"{_name(self.last)} is set aside: its weights are spoilt", "info")
             self.last = Saved(left.attempt, left, None, seconds=0.0, blocked=0.0, bytes=0)
+        return left is not None
 
     def hear(self) -> None:
         """Tell what became of earlier saves; StorageFailed where too many in a row came to nothing."""
@@ -97,7 +98,16 @@ class Checkpoints:
         """Save now, unless that is just being done or the weights may be spoilt, and end the run."""
         if self._asked_for != self._live.progress.attempts and not (alarmed and self._asked_for >= 0):
             self.save()
+        if alarmed:
+            self.finish()
+            self.doubt = self._in_doubt()
         self.stopped(signal, planned)
+
+    def _in_doubt(self) -> str:
+        now = self._live.progress.attempts
+        if self.last is None or self.last.attempt < now:
+            return f"step {now:,} was not saved: steps fail, and its weights may be spoilt"
+        return f"{_name(self.last)} was saved while steps failed, for want of an older one: its weights may be spoilt"
 
     def stopped(self, signal: str, planned: int) -> None:
         """End the run with what was last saved."""
@@ -110,10 +120,10 @@ class Checkpoints:
                 allowed="a disk with room for a checkpoint",
                 do="make room, and start the run again with the same command: it goes on from an earlier checkpoint",
             )
-        raise Stopped(
-            f"stopped by {signal} at step {self.last.attempt:,} of {planned:,}: saved as {_name(self.last)}",
-            do="start it again with the same command to go on",
-        )
+        newest = f"{self.last.attempt:,} of {planned:,}: saved as {_name(self.last)}"
+        if self.doubt:
+            newest = f"{self._live.progress.attempts:,} of {planned:,}: {self.doubt}; the newest is {_name(self.last)}"
+        raise Stopped(f"stopped by {signal} at step {newest}", do="start it again with the same command to go on")
 
     def _stopped_without_numbers(self, signal: str, planned: int) -> HalfstepError:
         """The disk is well, and there was nothing to write: room on it would change nothing."""

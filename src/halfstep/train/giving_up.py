@@ -7,16 +7,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from halfstep import world
 from halfstep.errors import Diverged
-from halfstep.guard.verdict import COMPILER, DIVERGENCE, HARDWARE, PRECISION
+from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION
+from halfstep.train.advising import launcher, lower_rate, written_rate
 from halfstep.train.checkpoints import Checkpoints
+from halfstep.train.guarding import in_the_data
 from halfstep.train.loop import Loop
+from halfstep.train.losses import Losses
 
 REPAIR = "repair"
-LOWER = 10
-"""What a learning rate that was too high is divided by."""
 _CURED = (PRECISION, COMPILER, HARDWARE)
 """Causes that the guard itself has a cure for."""
+_EARLIER = ": go on from an earlier checkpoint"
+"""How the guard's words end where it knows of no checkpoints."""
 _ALSO = {"guard": ("guard.mode", "mode"), "optimizer.lr": ("lr", "learning_rate")}
 """Other words for a setting, on the command line."""
 
@@ -58,12 +62,20 @@ def given_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     cause, checkpoints, since = _cause(error), loop.checkpoints, loop.guarding.applied_at
     checkpoints.finish()
     is_spoilt = False
-    if cause == DIVERGENCE and not _is_in_the_code(error) and since:
-        # The weights are what is wrong, and one that was saved with them is of no use.
-        checkpoints.set_aside(since)
-        is_spoilt = checkpoints.last is not None and checkpoints.last.attempt >= since
-    do = _command(loop, cause, command, _NEW if is_spoilt else _ACCEPT) or error.do
-    return GivenUp(error.given, _kept(checkpoints, is_spoilt), do, checkpoints.name, cause, error.verdict)
+    if cause == DIVERGENCE and not _is_in_the_code(error) and since and checkpoints.last is not None:
+        # The weights are what is wrong, and one that was saved with them, or on the way to them, is of no use.
+        is_spoilt = not checkpoints.set_aside(since, Losses(loop.keeper.folder).ruined)
+    do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if is_spoilt else _ACCEPT)
+    good, kept = None if is_spoilt else checkpoints.name, _kept(checkpoints, is_spoilt)
+    if do and cause == DIVERGENCE and not _is_in_the_code(error):
+        kept = f"{kept}; try a lower learning rate"
+    return GivenUp(_why(loop, cause, error), kept, do or error.do, good, cause, error.verdict)
+
+
+def _why(loop: Loop, cause: str, error: Diverged) -> str:
+    """Which checkpoint to go on from, if any, is said after it."""
+    why = error.given.removesuffix(_EARLIER)
+    return why + in_the_data(loop.guarding.guilty) if cause == DATA else why
 
 
 def _cause(error: Diverged) -> str:
@@ -79,7 +91,7 @@ def _kept(checkpoints: Checkpoints, is_spoilt: bool) -> str:
     if checkpoints.last is None:
         return "no checkpoint was written yet: the run begins again from step 0"
     if is_spoilt:
-        return f"the only checkpoint, {checkpoints.name}, has the weights that fail: the run must begin again"
+        return "the weights were spoilt before the oldest checkpoint was taken: the run must begin again"
     at = f"{checkpoints.last.attempt:,}"
     return f"the last good checkpoint is {checkpoints.name}, of step {at}: the run goes on from it"
 
@@ -89,7 +101,10 @@ def _command(loop: Loop, cause: str, command: str, leave: Leave) -> str | None:
     if cause in _CURED and loop.guarding.mode != REPAIR:
         return _typed(loop, command, "guard", REPAIR, None)
     if cause == DIVERGENCE:
-        return _typed(loop, command, "optimizer.lr", f"{loop.recipe.optimizer.lr / LOWER:g}", leave)
+        guardian = loop.guarding.guardian
+        rates = guardian.history().rates if guardian is not None else ()
+        rate = lower_rate(loop.recipe.optimizer.lr, rates, written_rate(command))
+        return _typed(loop, command, "optimizer.lr", rate, leave)
     return None
 
 
@@ -97,11 +112,16 @@ def _typed(loop: Loop, command: str, key: str, value: str, leave: Leave | None) 
     if not command.startswith("halfstep "):
         more = f", {leave.argument}=True" if leave else ""
         return f"halfstep.fit(..., settings={{{key!r}: {value!r}}}{more})"
-    typed = shlex.split(command)
+    typed = _launched(shlex.split(command))
     words = _without(typed, {_NEW.flag, _ACCEPT.flag}, {key, *_ALSO[key]})
     if _NEW.flag in typed and leave is not _NEW:  # it would begin another run
         words = [*_without(words, set(), {"run.dir", "dir"}), f"run.dir={loop.keeper.folder}"]
     return shlex.join([*words, f"{key}={value}", *([leave.flag] if leave else [])])
+
+
+def _launched(words: list[str]) -> list[str]:
+    """With what starts as many processes again: a checkpoint of several is of no use to one."""
+    return [*launcher(world.size()), *words[1:]]
 
 
 def _without(words: Sequence[str], flags: Collection[str], names: Collection[str]) -> list[str]:

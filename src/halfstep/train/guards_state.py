@@ -14,6 +14,8 @@ from halfstep.step.transaction import Stepper
 
 OWN = (Guardian.name, "spike")
 """Guards that `guard.mode` switches on and off."""
+_OF_A_STREAK = ("skips", "collapse", "streak", "streaks")
+"""What a Guardian counts while steps fail."""
 
 
 class Resting:
@@ -60,4 +62,13 @@ def without_cures(saved: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(saved)
     if Guardian.name in kept:
         kept[Guardian.name] = {**kept[Guardian.name], "remedies": Remedies().as_dict()}
+    return kept
+
+
+def forgiven(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """For a run that goes on under other settings: the skips under the old ones are not counted against it."""
+    kept = dict(saved)
+    if Guardian.name in kept and Guardian.name in now:
+        fresh = {key: now[Guardian.name][key] for key in _OF_A_STREAK if key in kept[Guardian.name]}
+        kept[Guardian.name] = {**kept[Guardian.name], **fresh}
     return kept

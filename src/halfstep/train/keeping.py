@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ FACTS = "task.json"
 class Keeper:
     """Writes on rank 0, and nowhere else."""
 
-    def __init__(self, folder: Path, journal: Journal, pictures: int) -> None:
-        self.folder, self._journal, self._pictures = folder, journal, pictures
+    def __init__(self, folder: Path, journal: Journal, pictures: int, infinite: Collection[str] | None = None) -> None:
+        """`infinite`: the buffers that held infinities when the model was built; None where that is not known."""
+        self.folder, self._journal, self._pictures, self._infinite = folder, journal, pictures, infinite
         self._first = world.rank() == 0
         self._shown: Sample | None = None
         self._unwritten: dict[str, HalfstepError] = {}
@@ -57,7 +58,7 @@ class Keeper:
     def _save(self, model: nn.Module, name: str, what: str, metadata: dict[str, str]) -> None:
         if not self._first:
             return
-        if not finite(model):
+        if not finite(model, self._infinite):
             text = f"{name} is kept as it was: the weights now hold numbers that are not finite"
             if not (self.folder / name).exists():
                 text = f"{name} is not written: the weights hold numbers that are not finite"

@@ -118,7 +118,8 @@ class Loop:
         val = self._evaluate(epoch) if self._due(epoch) else None
         is_best = val is not None and self._judge(epoch, val)
         self.progress.epoch, self.progress.in_epoch = epoch, 0
-        self.keeper.last(self.model, self.stepper.ema)
+        if not self.guarding.alarmed or self._enough() or not self._left(epoch):  # else the old file is the better one
+            self.keeper.last(self.model, self.stepper.ema)
         self.journal.tell(
             events.EPOCH,
             epoch=epoch,
@@ -217,8 +218,7 @@ class Loop:
         self.news.share()
         rate, waiting = self.meter.read()
         began, at = self._began
-        done = self.progress.attempts - at
-        per_step = (time.perf_counter() - began) / done
+        per_step = (time.perf_counter() - began) / (self.progress.attempts - at)
         self.journal.tell(
             events.SPEED,
             samples_per_second=rate,
@@ -269,7 +269,7 @@ class Loop:
                 do=f"set metric of {type(self.task).__name__} to one of these",
             )
         # A task's metric may differ between processes; whether to go on must not.
-        value = float(world.from_rank_zero(repr(val[self.task.metric])))
+        value = float(world.from_rank_zero("nan" if self.guarding.alarmed else repr(val[self.task.metric])))
         better = self.progress.judge(
             value,
             epoch,

@@ -14,7 +14,7 @@ from halfstep.errors import BadData, HalfstepError, StateMismatch, same_keys
 from halfstep.train.data.changes import different
 from halfstep.train.data.fingerprint import Fingerprint
 from halfstep.train.fleeting import put_buffers, with_a_place
-from halfstep.train.guards_state import check_guards, put_guards, without_cures
+from halfstep.train.guards_state import check_guards, forgiven, put_guards, without_cures
 from halfstep.train.randomness import check_generators, set_generators
 from halfstep.train.recipe.changes import DATA, RECIPE, but_for_places, changes, listed, recipe_changed
 from halfstep.train.state import COMPONENTS, Live, State
@@ -111,7 +111,7 @@ def _adapted(now: State, saved: State) -> State:
         loss_scales={name: _scaled_on(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
         if same
         else now.loss_scales,
-        guards=saved.guards if same else without_cures(saved.guards),
+        guards=forgiven(now.guards, saved.guards if same else without_cures(saved.guards)),
         precision=now.precision,
     )
 

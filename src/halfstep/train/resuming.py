@@ -18,6 +18,7 @@ from halfstep.train.checkpoint.disk import Disk
 from halfstep.train.checkpoint.generation import BAD, CHECKPOINTS, Generation
 from halfstep.train.checkpoint.manifest import read_manifest
 from halfstep.train.checkpoint.reading import newest_whole, none_whole, read_state
+from halfstep.train.checkpoint.spoilt import sweep_aside
 from halfstep.train.cures import cures_in
 from halfstep.train.environment import differences, environment
 from halfstep.train.journal import journal as events
@@ -110,6 +111,7 @@ def _chosen(folder: Path) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             disk.rename(one.generation.path, one.generation.path.with_name(one.generation.name + BAD))
     sweep(place, disk)
+    sweep_aside(place, disk)
     _remove_drafts(folder, disk)
     passed_over = [f"{one.generation.name}: {one.problem}" for one in damaged]
     if verdict is None:
@@ -164,6 +166,7 @@ def take_up(loop: Loop, found: Found | None, folder: Path, accepted: Collection[
     repeated = max(0, _last_attempt(folder, _size_at(found)) - found.generation.attempt) if world.rank() == 0 else 0
     _cut(folder, found.state.cursor["journal"])
     loop.checkpoints.resumed(found.generation)
+    loop.guarding.taken_up(found.generation.attempt)
     return Resumed(
         attempt=found.generation.attempt,
         epoch=loop.progress.epoch,

@@ -30,7 +30,7 @@ from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.start import device_of
 from halfstep.train.stopping import Stopping
 from halfstep.train.task import Task
-from halfstep.train.weights import digest
+from halfstep.train.weights import digest, infinite_buffers
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
 
@@ -76,6 +76,7 @@ def train(
         raise
     except Stopped:
         reason, more = STOPPED, {"signal": loop.stopping.asked, "checkpoint": loop.checkpoints.name}
+        more["kept"] = loop.checkpoints.doubt
         raise
     except Diverged as error:
         reason, ending = GAVE_UP, given_up(loop, error, command)
@@ -130,12 +131,12 @@ def make_loop(
         loaders.train,
         loaders.val,
         journal=journal,
-        keeper=Keeper(folder, journal, recipe.run.pictures),
+        keeper=Keeper(folder, journal, recipe.run.pictures, infinite_buffers(parts.model)),
         telemetry=Telemetry(device).read,
         measured=measured or Measured(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
         data=loaders.data,
         saver=Saver(folder / CHECKPOINTS, keep=options.keep, party=world.Party(), background=options.background),
-        guarding=Guarding(parts.stepper, recipe.guard, journal, folder),
+        guarding=Guarding(parts.stepper, recipe.guard, journal, folder, cures),
         stopping=stopping or Stopping(),
     )
 

@@ -10,7 +10,7 @@ import hashlib
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,17 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> Loaded:
     return report
 
 
-def finite(model: nn.Module) -> bool:
-    """Whether `load_weights` would take back what `model` holds now."""
-    return all(_sound(tensor, tensor) for tensor in _tensors(model).values())
+def finite(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
+    """Whether `load_weights` would take back what `model` holds now; `infinite` as when the model was built."""
+    return all(
+        _sound(tensor, isinstance(tensor, nn.Parameter) or (infinite is not None and name not in infinite))
+        for name, tensor in _tensors(model).items()
+    )
+
+
+def infinite_buffers(model: nn.Module) -> frozenset[str]:
+    """Those that hold infinities on purpose, as a causal mask does: asked of a model that was just built."""
+    return frozenset(name for name, buffer in model.named_buffers() if not _sound(buffer, is_finite=True))
 
 
 def digest(model: nn.Module) -> str:
@@ -168,14 +176,15 @@ def _size(tensor: Tensor) -> str:
     return "×".join(str(side) for side in tensor.shape) or "one number"
 
 
-def _sound(tensor: Tensor, role: Tensor) -> bool:
-    """Parameters are finite; buffers may hold infinities, as a causal mask does, and no NaN."""
-    good = torch.isfinite(tensor) if isinstance(role, nn.Parameter) else ~torch.isnan(tensor)
+def _sound(tensor: Tensor, is_finite: bool) -> bool:
+    """Parameters are finite; buffers may hold infinities where they always did, as a causal mask does, and no NaN."""
+    good = torch.isfinite(tensor) if is_finite else ~torch.isnan(tensor)
     return bool(good.all())
 
 
 def _all_sound(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    bad = [name for name, tensor in tensors.items() if not _sound(tensor, own[name])]
+    infinite = {name for name in tensors if not isinstance(own[name], nn.Parameter) and not _sound(own[name], True)}
+    bad = [name for name, tensor in tensors.items() if not _sound(tensor, name not in infinite)]
     if bad:
         raise BadData(
             f"{path} has numbers that are not finite, in {len(bad)} tensors, first in {bad[0]}",

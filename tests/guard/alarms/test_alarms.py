@@ -13,8 +13,8 @@ from halfstep.guard.limits import Limits
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, Part, StepReport
 
 
-def skip(reason: str, scale: float) -> StepReport:
-    return StepReport(0, 1, False, reason, False, 1.0, float("inf"), scale, {"loss": Part(1.0, float("inf"), scale)})
+def skip(reason: str, scale: float, name: str = "loss") -> StepReport:
+    return StepReport(0, 1, False, reason, False, 1.0, float("inf"), scale, {name: Part(1.0, float("inf"), scale)})
 
 
 def test_five_in_a_row_are_too_many_and_four_are_not() -> None:
@@ -43,6 +43,15 @@ def test_a_quarter_of_the_last_hundred_is_allowed_and_no_more() -> None:
     assert skips.alarm() is None
 
 
+def test_what_somebodys_guard_refuses_counts_for_the_share_alone() -> None:
+    skips = Skips(5, 0.25)
+    for _ in range(25):
+        skips.refused()
+    assert (skips.alarm(), skips.in_a_row, skips.next_is_too_much) == (None, 0, True)
+    skips.refused()
+    assert skips.alarm() == "26 of the last 100 steps were skipped"
+
+
 def test_excused_skips_count_for_nothing() -> None:
     skips = Skips(5, 0.25)
     for _ in range(200):
@@ -64,28 +73,56 @@ def test_a_saved_count_goes_on() -> None:
     assert other.lately == skips.lately == 25
 
 
+def fall(collapse: ScaleCollapse, name: str, scale: float, after: float, reason: str = GRADIENT_OVERFLOW) -> bool:
+    return collapse.skipped(skip(reason, scale, name), {"loss": 2.0, "g": 2.0, "d": 2.0, name: after})
+
+
 def test_a_scale_that_falls_is_normal_until_it_has_reached_its_floor() -> None:
     collapse = ScaleCollapse()
     for halvings in range(16):
-        assert collapse.skipped(skip(GRADIENT_OVERFLOW, 65536.0 / 2**halvings))
+        assert fall(collapse, "loss", 65536.0 / 2**halvings, 32768.0 / 2**halvings)
     assert collapse.alarm() is None
-    assert not collapse.skipped(skip(GRADIENT_NOT_FINITE, 1.0))
+    assert not fall(collapse, "loss", 1.0, 1.0, GRADIENT_NOT_FINITE)
     assert collapse.alarm() == "the loss scale fell 16 times in a row and gradients still overflow"
 
 
 def test_a_scale_that_stays_is_not_on_its_way_anywhere() -> None:
     collapse = ScaleCollapse()
-    assert collapse.skipped(skip(GRADIENT_OVERFLOW, 1024.0))
-    assert not collapse.skipped(skip(GRADIENT_OVERFLOW, 1024.0))
+    assert not fall(collapse, "loss", 1024.0, 1024.0)
+    assert collapse.alarm() is None
 
 
 def test_an_applied_step_begins_the_fall_anew() -> None:
     collapse = ScaleCollapse()
     for halvings in range(30):
-        assert collapse.skipped(skip(GRADIENT_OVERFLOW, 2.0**24 / 2**halvings))
+        assert fall(collapse, "loss", 2.0**24 / 2**halvings, 2.0**23 / 2**halvings)
         if halvings % 10 == 9:
-            collapse.applied()
+            collapse.applied(skip("", 1.0))
+            assert collapse.falls(skip("", 1.0)) == 0
+    assert not fall(collapse, "loss", 1.0, 1.0, GRADIENT_NOT_FINITE)
     assert collapse.alarm() is None
+
+
+def test_each_optimizer_falls_by_itself() -> None:
+    collapse = ScaleCollapse()
+    for halvings in range(4):
+        for name in ("g", "d"):  # at the same scale, one after the other
+            assert fall(collapse, name, 1024.0 / 2**halvings, 512.0 / 2**halvings)
+    collapse.applied(skip("", 64.0, "g"))
+    assert (collapse.falls(skip("", 1.0, "g")), collapse.falls(skip("", 1.0, "d"))) == (0, 4)
+    other = ScaleCollapse()
+    other.load_state_dict(json.loads(json.dumps(collapse.state_dict())))
+    assert not fall(other, "g", 1.0, 1.0, GRADIENT_NOT_FINITE)
+    assert not other.collapsed
+    assert not fall(other, "d", 1.0, 1.0, GRADIENT_NOT_FINITE)
+    assert other.alarm() == "the loss scale fell 4 times in a row and gradients still overflow"
+
+
+def test_one_that_stays_is_not_excused_by_another_that_falls() -> None:
+    parts = {name: Part(1.0, float("inf"), 64.0) for name in ("g", "d")}
+    report = StepReport(0, 1, False, GRADIENT_OVERFLOW, False, 2.0, float("inf"), 64.0, parts)
+    assert not ScaleCollapse().skipped(report, {"g": 32.0, "d": 64.0})
+    assert ScaleCollapse().skipped(report, {"g": 32.0, "d": 32.0})
 
 
 @pytest.mark.parametrize("wrong", [{"skips_in_a_row": 0}, {"skip_share": 0.0}, {"skip_share": 2.0}, {"rollbacks": -1}])

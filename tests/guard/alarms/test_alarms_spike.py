@@ -178,6 +178,51 @@ def test_decisions_are_the_same_after_saving_at_any_point() -> None:
         assert decisions == expected
 
 
+# -- a new level -----------------------------------------------------------------------------------------------------
+
+
+def levels(*losses: float) -> list[bool]:
+    """What comes of these, after a run that began with losses of 1 and has come down to 0.001."""
+    spike = Spike()
+    for loss in [1.0] * 30 + [0.001] * 1000:
+        spike.passes(report(loss))
+    decisions = [spike.passes(report(loss)) for loss in losses]
+    other = Spike()
+    other.load_state_dict(json.loads(json.dumps(spike.state_dict())))
+    assert other.passes(report(3.0)) == spike.passes(report(3.0))
+    return decisions
+
+
+def test_a_level_is_accepted_after_four_and_is_the_usual_then() -> None:
+    assert levels(*[2.0] * 40) == [False] * 4 + [True] * 36
+    assert levels(2.0, 3.0, 1.5, 4.0, 2.0, 2.0) == [False] * 4 + [True] * 2
+    assert levels(*[2.0] * 30, 100.0) == [False] * 4 + [True] * 26 + [False]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [11.0] * 20,  # beyond what the run began with
+        [1.0, 2.0, 4.0, 8.0] * 5,  # not close together
+        [1.0, 1.3, 1.8, 2.4, 3.2, 4.4, 6.0, 8.0, 10.5],  # growing
+        [2.0, 2.0, 2.0, 0.001] * 5,  # the usual in between
+    ],
+)
+def test_what_is_no_level_is_refused_each_time(losses: list[float]) -> None:
+    assert levels(*losses) == [loss < 0.01 for loss in losses]
+
+
+def test_losses_of_nothing_are_no_measure_for_what_comes_after() -> None:
+    spike, usual = Spike(), noise(5)
+    for _ in range(60):
+        assert spike.passes(report(0.0))
+    assert all(spike.passes(report(next(usual))) for _ in range(100))
+    assert not spike.passes(report(1000.0))
+    # Zero most of the time, and something once in a while, as a hinge loss.
+    rare, draw = Spike(), noise(6)
+    assert all(rare.passes(report(next(draw) if step % 97 == 0 else 0.0)) for step in range(5000))
+
+
 # -- what is not a spike ---------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import Ema, Stepper, Window, island
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.guard.meters.headroom import AT_ONCE, Look, metered
+from halfstep.guard.meters.headroom import AT_ONCE, Look
+from halfstep.guard.meters.members import metered
 from halfstep.guard.meters.meters import FIRST, Meters
 from halfstep.guard.meters.slate import PLACES, Slate
 from tests.support.digest import digest_of_run

@@ -139,3 +139,42 @@ def test_compiled_calls_are_dropped_and_put_back(how: str) -> None:
     put_back()
     model(x)
     assert ran == ["compiled", "compiled"]
+
+
+def test_an_older_precision_lifted_under_a_newer_one_changes_nothing_that_runs() -> None:
+    treated = surgery()
+    older, newer = Remedy("precision", "bf16", "a", 1, "fp16"), Remedy("precision", "fp32", "b", 5, "bf16", True)
+    treated.resume(Remedies([older, newer], ["b"]))
+    assert treated.lift_newest() == older
+    assert treated._stepper.precision.name == treated.remedies.precision == "fp32"
+    # What the newer one replaced is what the older one had.
+    assert [remedy.before for remedy in treated.remedies.placed] == ["fp16"]
+
+
+def test_a_newer_precision_lifted_goes_back_to_the_older_one() -> None:
+    treated = surgery()
+    treated.resume(Remedies([Remedy("precision", "bf16", "a", 1, "fp16"), Remedy("precision", "fp32", "b", 5, "bf16")]))
+    treated.lift_newest()
+    assert treated._stepper.precision.name == treated.remedies.precision == "bf16"
+    treated.lift_newest()
+    assert treated._stepper.precision.name == "fp16"
+
+
+def test_a_state_without_remedies_lifts_those_that_are_placed() -> None:
+    treated = surgery()
+    own = treated._stepper.model
+    own.compile(backend="aot_eager")
+    compiled = own._compiled_call_impl
+    placed = [
+        Remedy("island", "encoder", "x", 1),
+        Remedy("precision", "bf16", "y", 2, "fp16"),
+        Remedy("eager", "", "z", 3),
+    ]
+    treated.resume(Remedies(placed[:]))
+    assert own._compiled_call_impl is None
+    treated.resume(Remedies(placed[:1]))
+    assert list(islands(own)) == ["encoder"]
+    assert treated._stepper.precision.name == "fp16"
+    assert own._compiled_call_impl is compiled
+    treated.resume(Remedies())
+    assert islands(own) == {}

@@ -112,3 +112,94 @@ def test_a_buffer_that_came_or_grew_since_is_as_it_was() -> None:
     rewind.back()
     assert writes.last is None
     assert torch.equal(writes.constant, torch.arange(4.0))
+
+
+def test_a_copy_in_the_middle_of_a_step_is_of_one_step() -> None:
+    """What a guard keeps has the buffers from before the forward pass, as it has the weights from before the update."""
+
+    class Keeping:
+        name = "keeping"
+
+        def passes(self, report: object) -> bool:
+            if stepper.counts.applied == 3:
+                rewind.keep()
+            return True
+
+    stepper = stepper_for()
+    rewind = Rewind(stepper)
+    stepper.guards.append(Keeping())
+    train(stepper, 3)
+    good = digest_of_run(stepper)
+    train(stepper, 1)
+    stepper.guards.clear()
+    train(stepper, 2)
+    assert rewind.back() == 3
+    assert digest_of_run(stepper) == good
+
+
+def test_copies_are_made_often_in_the_beginning() -> None:
+    stepper = stepper_for()
+    rewind, kept = Rewind(stepper), []
+    for _ in range(60):
+        rewind.keep_if_due(20)
+        kept.append(rewind.step)
+        train(stepper, 1)
+    assert sorted(set(kept)) == [0, 5, 15, 35, 55]
+    often = Rewind(stepper)
+    for step in range(60, 64):
+        often.keep_if_due(1)
+        assert often.step == step
+        train(stepper, 1)
+
+
+def unfreezing() -> tuple[Stepper, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()], 1e-2)
+    return Stepper(model, optimizer, precision="fp32", ema=Ema(model), observe=False), optimizer
+
+
+def unfreeze(stepper: Stepper, optimizer: torch.optim.Optimizer) -> None:
+    stepper.model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(stepper.model[0].parameters())})
+
+
+def test_what_does_not_fit_any_more_is_dropped_and_nothing_is_torn() -> None:
+    stepper, optimizer = unfreezing()
+    rewind = Rewind(stepper)
+    train(stepper, 2)
+    rewind.keep()
+    train(stepper, 2)
+    unfreeze(stepper, optimizer)
+    train(stepper, 1)
+    before = digest_of_run(stepper)
+    assert rewind.back() is None
+    assert rewind.step is None
+    assert digest_of_run(stepper) == before
+
+
+def test_a_module_that_is_gone_or_has_another_shape_is_noticed_before_anything_is_put_back() -> None:
+    for change in (lambda m: m.pop(1), lambda m: m.__setitem__(2, nn.Linear(8, 5))):
+        stepper, _ = unfreezing()
+        rewind = Rewind(stepper)
+        rewind.keep()
+        train(stepper, 1)
+        change(stepper.model)
+        before = {name: value.clone() for name, value in stepper.model.state_dict().items()}
+        assert rewind.back() is None
+        assert all(torch.equal(before[name], value) for name, value in stepper.model.state_dict().items())
+
+
+def test_the_run_is_kept_anew_after_an_unfreezing() -> None:
+    stepper, optimizer = unfreezing()
+    rewind = Rewind(stepper)
+    rewind.keep_if_due(100)
+    train(stepper, 1)
+    unfreeze(stepper, optimizer)
+    train(stepper, 1)
+    rewind.keep_if_due(100)
+    good = digest_of_run(stepper)
+    train(stepper, 2)
+    assert rewind.back() == 2
+    assert digest_of_run(stepper) == good

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import Stepper
+from halfstep import Stepper, Window
 from halfstep.guard.replay.agreement import agreed
 from halfstep.guard.replay.diagnose import diagnose
 from halfstep.guard.verdict import Culprit, Verdict
@@ -101,6 +101,70 @@ def test_an_overflow_on_one_rank(on_ranks: Ranks) -> None:
     assert first["cause"] == "precision"
     assert first["culprit"]["operation"] == "aten.mul"
     assert first["culprit"]["in_fp32"] == 300000.0
+
+
+def verdict_of(loss_fn: Any, batch: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named("fp32"), observe=False
+    )
+    report = stepper.step(loss_fn, batch)
+    assert stepper.attempt is not None
+    return diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
+
+
+def written_on_one(rank: int) -> dict[str, Any]:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = (model(x.clone()) * 0 + x.clone().min().log()).mean()
+        if (x < 0).any():
+            x.clamp_(min=1.0)
+        return loss
+
+    x = torch.rand(4, 4) + 0.1
+    if rank == 1:
+        x[0, 0] = -1.0
+    return verdict_of(loss_fn, x)
+
+
+def test_a_batch_that_one_rank_wrote_to(on_ranks: Ranks) -> None:
+    first, second = on_ranks(written_on_one)
+    assert first == second
+    assert "written to in place" in first["sentence"]
+
+
+def far_on_one(rank: int) -> dict[str, Any]:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        total = x.detach().sum()
+        torch.distributed.all_reduce(total)  # in each micro-batch, on both ranks
+        return (model(x) * x.abs().max()).square().mean()
+
+    window = Window([torch.rand(1, 4), torch.rand(1, 4)])
+    if rank == 1:
+        window[0] *= 1e20
+    return verdict_of(loss_fn, window)
+
+
+def test_a_sample_of_one_rank_that_is_left_out_leaves_as_many_micro_batches(on_ranks: Ranks) -> None:
+    first, second = on_ranks(far_on_one)
+    assert first == second
+    assert first["sentence"].startswith("data: micro-batch 0, sample 0 of rank 1 reaches")
+
+
+def nothing_counted_on(rank: int, empty: tuple[int, ...]) -> dict[str, Any]:
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        return (model(x) / (1.0 if empty == (0, 1) else 0.0)).sum() * (rank not in empty), 0 if rank in empty else 4
+
+    return verdict_of(loss_fn, torch.rand(4, 4))
+
+
+def test_a_rank_may_count_nothing_where_another_one_does(on_ranks: Ranks) -> None:
+    first, second = on_ranks(nothing_counted_on, (0,))
+    assert first == second
+    assert first["sentence"].endswith("divides by zero; fp32 fails too")
+    first, second = on_ranks(nothing_counted_on, (0, 1))
+    assert first == second
+    assert "counts no element" in first["sentence"]
 
 
 def each_its_own(rank: int) -> str:

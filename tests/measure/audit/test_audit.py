@@ -206,7 +206,7 @@ def test_a_loop_in_the_loss_is_a_finding_and_not_a_crash() -> None:
     found = audit(Net(), loop, batch(), precision="bf16")
     assert ids(found) == ["loop-in-loss"]
     assert found.stopped is not None
-    assert found.verdict.endswith("1 finding, 1 of them an error")
+    assert found.verdict.endswith("1 finding, an error")
 
 
 def test_a_loss_that_does_not_run_is_told_with_its_line() -> None:
@@ -326,6 +326,62 @@ def test_numbers_that_are_not_finite() -> None:
     assert ids(found) == ["not-finite"]
     assert "not finite in fp32 either" in found.spotted[0].finding.evidence
     json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_batch_that_is_not_finite_is_no_overflow_of_fp16() -> None:
+    x = batch()
+    x[0][0, 0] = torch.inf
+    # The other rows are finite, and their gradients too large at the first loss scale.
+    found = audit(Net(), lambda m, b: 1e4 * m(b[0]).float().square().mean(), x, precision="fp16")
+    assert ids(found) == ["not-finite"]
+
+
+class Attends(nn.Module):
+    """Attention whose mask is a number that fp16 does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.heads(x).chunk(3, -1)
+        scores = torch.where(keep[:, None], q @ k.transpose(1, 2) / 4, -1e9)
+        return self.out(scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_mask_that_does_not_fit_is_told_as_one_and_as_nothing_else(left: int) -> None:
+    keep = torch.ones(2, 6, dtype=torch.bool)
+    keep[1, left:] = False
+    given = torch.randn(2, 6, 16), keep
+    found = audit(Attends(), lambda m, b: m(*b).float().square().mean(), given, precision="fp16")
+    assert ids(found) == ["mask-overflows"]
+    assert (found.loss is None) is (left == 0), "a row that is masked whole"
+
+
+def test_a_number_that_torch_refuses_is_a_finding() -> None:
+    def refused(model: nn.Module, given: Any) -> Tensor:
+        return classify(model, given) + torch.full((2,), -1e9, dtype=torch.float16).sum()
+
+    found = audit(Net(), refused, batch(), precision="fp16")
+    assert ids(found) == ["mask-overflows"]
+    assert "overflow" in str(found.stopped)
+    assert found.verdict.endswith("1 finding, an error")
+
+
+def test_a_gradient_of_a_few_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 16, sparse=True), nn.Linear(16, 4))
+    found = audit(model, classify, (torch.arange(8), torch.arange(8) % 4), precision="bf16")
+    assert ids(found) == []
+    assert found.loss is not None
+
+
+def test_all_work_in_islands_is_said_so() -> None:
+    model = Net()
+    island(model, "first", "large", "last")
+    assert audit(model, classify, batch(), precision="bf16").verdict.startswith("all work is in islands; ")
 
 
 def test_a_subject_is_opened_and_its_own_precision_is_taken() -> None:

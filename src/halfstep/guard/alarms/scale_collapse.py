@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, StepReport
+from halfstep.formats import FP32
+from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, Part, StepReport
+
+FALLS = 3
+"""In a row, from which on it is worth a look whether a lower scale will help."""
 
 
 class ScaleCollapse:
-    """Follows the overflows of one streak."""
+    """Follows the overflows of each optimizer since its last applied step."""
 
     def __init__(self) -> None:
-        self.overflows = 0
-        """In a row, the scale falling with each."""
-        self._scales: list[float] = []
-        self.collapsed = False
+        self._falls: dict[str, int] = {}
+        """In a row, the scale lower after each, by optimizer."""
+        self._collapsed = 0
 
-    def applied(self) -> None:
-        if self.overflows:
-            self.overflows, self._scales, self.collapsed = 0, [], False
+    def applied(self, report: StepReport) -> None:
+        if self._falls:
+            self._falls = {name: falls for name, falls in self._falls.items() if name not in report.parts}
+        self._collapsed = 0
 
-    def skipped(self, report: StepReport) -> bool:
-        """Whether the skip is the scale on its way to where gradients fit, which is normal."""
-        scales = [part.loss_scale for part in report.parts.values()]
-        falling = report.reason == GRADIENT_OVERFLOW and scales != self._scales
-        if falling:
-            self.overflows += 1
-            self._scales = scales
+    def skipped(self, report: StepReport, scales: Mapping[str, float]) -> bool:
+        """Whether the skip is the scale on its way to where gradients fit, which is normal.
+
+        `scales`: what they are after the step. One that stays where it is will overflow again.
+        """
+        spoilt = {name: part for name, part in report.parts.items() if _overflowed(part)}
+        falling = {name for name, part in spoilt.items() if scales[name] < part.loss_scale}
+        for name in falling:
+            self._falls[name] = self._falls.get(name, 0) + 1
         # From the usual 65536 it takes sixteen skips to get to the floor of 1, and the seventeenth is this one.
-        self.collapsed = report.reason == GRADIENT_NOT_FINITE and self.overflows >= 3
-        return falling
+        stuck = max((self._falls.get(name, 0) for name in spoilt.keys() - falling), default=0)
+        self._collapsed = stuck if report.reason == GRADIENT_NOT_FINITE and stuck >= FALLS else 0
+        return report.reason == GRADIENT_OVERFLOW and falling == spoilt.keys()
+
+    def falls(self, report: StepReport) -> int:
+        """How often in a row the scales of this step have fallen; the most of them."""
+        return max((self._falls.get(name, 0) for name in report.parts), default=0)
+
+    @property
+    def collapsed(self) -> bool:
+        return self._collapsed > 0
 
     def alarm(self) -> str | None:
         if not self.collapsed:
             return None
-        return f"the loss scale fell {self.overflows} times in a row and gradients still overflow"
+        return f"the loss scale fell {self._collapsed} times in a row and gradients still overflow"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"overflows": self.overflows, "scales": list(self._scales), "collapsed": self.collapsed}
+        return {"falls": dict(self._falls), "collapsed": self._collapsed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.overflows, self.collapsed = int(state["overflows"]), bool(state["collapsed"])
-        self._scales = [float(scale) for scale in state["scales"]]
+        self._falls = {str(name): int(falls) for name, falls in state["falls"].items()}
+        self._collapsed = int(state["collapsed"])
+
+
+def _overflowed(part: Part) -> bool:
+    return math.isfinite(part.loss) and not part.grad_norm <= FP32.largest

@@ -28,6 +28,11 @@ class Skips:
         self._attempts += 1
         self._skipped.append(self._attempts)
 
+    def refused(self) -> None:
+        """A person's own guard said no: that may be its business for a while, but not for ever."""
+        self._attempts += 1
+        self._skipped.append(self._attempts)
+
     def excused(self) -> None:
         """A skip that is part of the business, such as a loss scale on its way down."""
         self._attempts += 1
@@ -38,6 +43,11 @@ class Skips:
         while self._skipped and self._skipped[0] <= self._attempts - LAST:
             self._skipped.popleft()
         return len(self._skipped)
+
+    @property
+    def next_is_too_much(self) -> bool:
+        """Whether one more skip would raise the alarm."""
+        return self.in_a_row + 1 >= self._most_in_a_row or self.lately + 1 > self._share * LAST
 
     def alarm(self) -> str | None:
         """In words, what is too much."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from halfstep.formats import Format
 from halfstep.guard.meters.forecast import steps_left
 from halfstep.guard.meters.meter import Crossings, Meter, and_more
 from halfstep.guard.meters.sample import Sample, taking_turns
-from halfstep.guard.replay.compiled import uses_compiled
-from halfstep.precision.island import islands
 
 AT_ONCE = 64
 """Modules in one sample; where there are more, they take turns."""
@@ -26,8 +25,6 @@ KEPT = 16
 """Samples of a module that a forecast is made from."""
 LITTLE = 1.0
 """Bits: the next doubling overflows."""
-FORMS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Their output is that of a module inside them."""
 
 
 class Headroom(Meter):
@@ -42,18 +39,20 @@ class Headroom(Meter):
 
     def before(self, sample: Sample) -> None:
         self._places = {}
-        hidden = compiled_code(sample)
+        hidden = why_hidden(sample)
         if hidden:
-            self.readings = {"headroom": f"not metered: {hidden} is compiled, and hooks would compile it anew"}
+            self.readings = {"headroom": f"not metered: {hidden}"}
             return
-        for path, module in taking_turns(metered(sample.stepper.model), sample.turn, AT_ONCE):
+        format = sample.stepper.precision.computes
+        for path, module in taking_turns(sample.members.metered, sample.turn, AT_ONCE):
             high, highest = sample.slate.place()
             low, lowest = sample.slate.place()
             self._places[path] = high, low
-            look = Look(module, highest, lowest)
+            look = Look(module, format, highest, lowest)
             self._looks.append((look, module.register_forward_hook(look)))
 
     def after(self, sample: Sample) -> None:
+        sample.in_hooks = sum(look.seconds for look, _ in self._looks)
         failed = next((look.failed for look, _ in self._looks if look.failed is not None), None)
         self.drop()
         if failed is not None:
@@ -119,52 +118,42 @@ def cure(path: str) -> str:
     return f'halfstep.island(model, "{path}"), precision=bf16, or a lower learning rate'
 
 
-def metered(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules with weights of their own, and blocks of them, whose residual sums no other module shows.
-
-    Not the model's own output, which a loss may well take in fp32, and nothing inside an island, which computes there.
-    """
-    inside = tuple(f"{path}." if path else "" for path in islands(model))
-    found = [
-        (path, module)
-        for path, module in model.named_modules()
-        if path
-        and not (inside and path.startswith(inside))
-        and not isinstance(module, FORMS)
-        and (module._parameters or module._modules)
-    ]
-    return found or [("", model)]
-
-
-def compiled_code(sample: Sample) -> str | None:
-    """What of the step is compiled: Dynamo compiles again when hooks come or go."""
-    if uses_compiled(sample.stepper.model):
-        return "the model"
+def why_hidden(sample: Sample) -> str | None:
+    """Why there can be no hooks in this step: Dynamo, for one, compiles again when they come or go."""
+    if not sample.hooks:
+        return "the loop calls the stepper itself, so that the model may run between the steps; guardian.step meters it"
     attempt = sample.stepper.attempt  # the step before
-    if attempt is not None and hasattr(attempt.loss_fn, "_torchdynamo_orig_callable"):
-        return "the loss function"
-    return None
+    loss_compiled = attempt is not None and hasattr(attempt.loss_fn, "_torchdynamo_orig_callable")
+    what = "the model" if sample.members.compiled else "the loss function" if loss_compiled else None
+    return what and f"{what} is compiled, and hooks would compile it anew"
 
 
 class Look:
     """A forward hook that keeps the extremes of what one module puts out. A copy of the module has none."""
 
-    def __init__(self, module: nn.Module, highest: Tensor, lowest: Tensor) -> None:
+    def __init__(self, module: nn.Module, format: Format, highest: Tensor, lowest: Tensor) -> None:
         self._module, self._highest, self._lowest = module, highest, lowest
+        self._dtype = format.dtype or torch.float32
+        """What is put out in a wider format has that one's room."""
+        self.seconds = 0.0
+        """Of the host's, spent here."""
         self.failed: Exception | None = None
         """A meter must not end the forward pass that it looks at."""
 
     def __call__(self, module: nn.Module, given: Any, output: Any) -> None:
         if module is not self._module or self.failed is not None:
             return
+        began = perf_counter()
         try:
             for tensor in _floats(output):
-                if tensor.device == self._highest.device:
-                    # Neither makes a copy of an activation, nor does autocast touch them.
-                    torch.maximum(self._highest, tensor.amax(), out=self._highest)
-                    torch.minimum(self._lowest, tensor.amin(), out=self._lowest)
+                if tensor.device == self._highest.device and tensor.dtype is self._dtype:
+                    # Makes no copy of an activation, and autocast does not touch it.
+                    lowest, highest = torch.aminmax(tensor)
+                    torch.maximum(self._highest, highest, out=self._highest)
+                    torch.minimum(self._lowest, lowest, out=self._lowest)
         except Exception as error:
             self.failed = error
+        self.seconds += perf_counter() - began
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return look_at_nothing

@@ -27,6 +27,8 @@ class _Before(NamedTuple):
 class LostUpdates(Meter):
     """Of one weight at a time: elements with a gradient whose stored value the update left as it was."""
 
+    turn = 1
+
     def __init__(self) -> None:
         super().__init__()
         self._before: _Before | None = None
@@ -37,7 +39,7 @@ class LostUpdates(Meter):
         self._before = self._noted = None
 
     def gradients(self, sample: Sample) -> None:
-        for one in taking_turns(sample.with_gradients, sample.turn, 1):
+        for one in taking_turns(sample.with_gradients, sample.turn // 2, 1):
             assert one.parameter.grad is not None
             rate = _rate(one)
             if rate != 0.0:  # a schedule that begins or ends with nothing moves nothing
@@ -49,8 +51,8 @@ class LostUpdates(Meter):
         if before is None or sample.report is None or not sample.report.applied:
             return
         same = part_of(before.one.parameter) == before.weight
-        lost = sample.slate.note((same & before.pushed).sum())
-        self._noted = before, lost, sample.slate.note(before.pushed.sum())
+        lost = sample.slate.note((same & before.pushed).count_nonzero())
+        self._noted = before, lost, sample.slate.note(before.pushed.count_nonzero())
 
     def drop(self) -> None:
         self._before = None

@@ -14,6 +14,9 @@ Reading = float | int | str
 class Meter(ABC):
     """Writes tensors to the sample's slate, and never asks a tensor for a number."""
 
+    turn: int | None = None
+    """0 or 1 for a meter that looks at every other sample."""
+
     def __init__(self) -> None:
         self.readings: dict[str, Reading] = {}
         """The newest numbers, for the journal."""

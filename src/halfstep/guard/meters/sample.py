@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from halfstep import world
+from halfstep.guard.meters.members import Members
 from halfstep.guard.meters.slate import Slate
 from halfstep.step.lane import Lane
 from halfstep.step.report import StepReport
@@ -32,10 +33,14 @@ class Trained(NamedTuple):
 class Sample:
     """Which sample it is, the stepper, and where numbers go."""
 
-    def __init__(self, stepper: Stepper, slate: Slate, turn: int) -> None:
-        self.stepper, self.slate = stepper, slate
+    def __init__(self, stepper: Stepper, slate: Slate, members: Members, turn: int, *, hooks: bool) -> None:
+        self.stepper, self.slate, self.members = stepper, slate, members
+        self.hooks = hooks
+        """Whether the model runs in the step and nowhere else until it ends."""
         self.turn = turn
         """Samples before this one."""
+        self.in_hooks = 0.0
+        """Seconds of the host that hooks took out of the forward pass."""
         self.report: StepReport | None = None
         """Known from the moment when the gradients are."""
 
@@ -43,7 +48,7 @@ class Sample:
     def trained(self) -> list[Trained]:
         """The trainable parameters of the optimizers that this step is for."""
         assert self.report is not None, "which optimizers a step is for is known with its report"
-        names = {id(p): name for name, p in self.stepper.model.named_parameters()}
+        names = self.members.names
         return [
             Trained(names.get(id(p), "a parameter outside the model"), p, lane)
             for lane in self.stepper._lanes

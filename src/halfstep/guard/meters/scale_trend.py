@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from halfstep.finding import Finding
-from halfstep.guard.meters.meter import Crossings, Meter
+from halfstep.guard.meters.forecast import steps_left
+from halfstep.guard.meters.meter import Crossings, Meter, and_more
 from halfstep.guard.meters.sample import Sample
 
 WARM_UP = 50
 """Attempts in which a scale looks for its place."""
-KEPT = 5
+KEPT = 16
 """Samples."""
-FALL = 4.0
-"""Bits over these samples."""
+FALLS = 6
+"""Samples that found it lower than the one before: a scale that finds a new place falls a few times, and stays."""
 
 
 class ScaleTrend(Meter):
-    """How many bits each optimizer's loss scale has moved over the last samples."""
+    """How many bits each optimizer's loss scale has moved over the last samples, and when it will be down at 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,18 +35,26 @@ class ScaleTrend(Meter):
         for name, part in report.parts.items():
             seen = self._seen.setdefault(name, deque(maxlen=KEPT))
             seen.append((report.attempt, math.log2(part.loss_scale)))
-        moved = {name: self._seen[name][-1][1] - self._seen[name][0][1] for name in report.parts}
-        name = min(moved, key=moved.__getitem__)
-        self.readings = {"loss_scale_bits": moved[name]}
-        if not self._over.new(list(moved), [name] if moved[name] <= -FALL else []):
+        self.readings = {"loss_scale_bits": min(seen[-1][1] - seen[0][1] for seen in self._seen.values())}
+        left = {name: attempts for name in report.parts if (attempts := _attempts_left(self._seen[name])) is not None}
+        fresh = sorted(self._over.new(list(report.parts), list(left)), key=left.__getitem__)
+        if not fresh:
             return []
+        name = fresh[0]
         (since, before), (_, now) = self._seen[name][0], self._seen[name][-1]
         return [
             Finding(
                 "loss-scale-falls",
                 "warning",
                 f"the loss scale of {name!r} fell from {2.0**before:g} at attempt {since} to {2.0**now:g} at attempt "
-                f"{report.attempt}: ever larger gradients overflow",
+                f"{report.attempt}, and goes on: ever larger gradients overflow{and_more(len(fresh) - 1)}",
                 "precision=bf16, or a lower learning rate",
             )
         ]
+
+
+def _attempts_left(seen: Sequence[tuple[int, float]]) -> float | None:
+    """Until it is 1, below which fp16 has no use for it; None where it does not fall again and again."""
+    bits = [height for _, height in seen]
+    falls = sum(later < earlier for earlier, later in pairwise(bits))
+    return steps_left([(attempt, -height) for attempt, height in seen], 0.0) if falls >= FALLS else None

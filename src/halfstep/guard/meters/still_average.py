@@ -21,6 +21,8 @@ class _Before(NamedTuple):
 class StillAverage(Meter):
     """Of one weight at a time: elements of its average that stayed, bit for bit, though the weight is elsewhere."""
 
+    turn = 1
+
     def __init__(self) -> None:
         super().__init__()
         self._before: _Before | None = None
@@ -34,7 +36,7 @@ class StillAverage(Meter):
         ema = sample.stepper.ema
         if ema is None:
             return
-        for one in taking_turns(sample.with_gradients, sample.turn, 1):
+        for one in taking_turns(sample.with_gradients, sample.turn // 2, 1):
             average = ema.average_of(one.parameter)
             if average is not None:
                 self._before = _Before(one, part_of(average).clone())
@@ -47,8 +49,8 @@ class StillAverage(Meter):
             return
         elsewhere = part_of(before.one.parameter) != before.average
         stayed = part_of(average) == before.average
-        still = sample.slate.note((stayed & elsewhere).sum())
-        self._noted = before, still, sample.slate.note(elsewhere.sum())
+        still = sample.slate.note((stayed & elsewhere).count_nonzero())
+        self._noted = before, still, sample.slate.note(elsewhere.count_nonzero())
 
     def drop(self) -> None:
         self._before = None

@@ -34,6 +34,8 @@ class _Noted(NamedTuple):
 class Vanishing(Meter):
     """Of some matrices and kernels, which are what is computed in 16 bits, the share of tiny gradients."""
 
+    turn = 0
+
     def __init__(self) -> None:
         super().__init__()
         self._noted: list[_Noted] = []
@@ -43,13 +45,14 @@ class Vanishing(Meter):
         self._noted = []
 
     def gradients(self, sample: Sample) -> None:
-        matrices = [one for one in sample.with_gradients if one.parameter.ndim > 1]
+        wide = sample.members.not_multiplied
+        matrices = [one for one in sample.with_gradients if one.parameter.ndim > 1 and id(one.parameter) not in wide]
         smallest = sample.stepper.precision.computes.smallest_normal
-        for one in taking_turns(matrices, sample.turn, AT_ONCE):
+        for one in taking_turns(matrices, sample.turn // 2, AT_ONCE):
             assert one.parameter.grad is not None
             size = part_of(one.parameter.grad).abs()
             nonzero = sample.slate.note(size.count_nonzero())
-            low = sample.slate.note((size < smallest * _multiplied_by(one)).sum())
+            low = sample.slate.note((size < smallest * _multiplied_by(one)).count_nonzero())
             self._noted.append(_Noted(one.name, size.numel(), nonzero, low))
 
     def read(self, sample: Sample, numbers: Sequence[float]) -> list[Finding]:

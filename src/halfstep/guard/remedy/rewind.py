@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import HalfstepError
 from halfstep.step.transaction import Stepper
 
 FIRST_PAUSE = 5
@@ -28,6 +29,7 @@ class Rewind:
         self._buffers: dict[str, Tensor | None] = {}
         self._state: dict[str, Any] | None = None
         self._pause, self._left = FIRST_PAUSE, 0
+        self._followed = stepper.followed
 
     @property
     def step(self) -> int | None:
@@ -35,32 +37,65 @@ class Rewind:
         return None if self._state is None else int(self._state["counts"]["applied"])
 
     def keep_if_due(self, every: int) -> None:
-        """Once for each good step: often in the beginning, where a hundred steps are much of what was learnt."""
+        """Once for each good step: often in the beginning, where a hundred steps are much of what was learnt.
+
+        Also after somebody came, left or was unfrozen: the copy from before does not fit any more.
+        """
         self._left -= 1
-        if self._left <= 0:
+        if self._left <= 0 or self._followed != self._stepper.followed:
             self.keep()
-            self._left = self._pause = min(2 * self._pause, every)
+            self._left = min(self._pause, every)
+            self._pause = min(2 * self._pause, every)
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the run as it is. The tensors of the last copy are written over where they fit."""
-        self._weights = _copies(dict(self._stepper.model.named_parameters(remove_duplicate=False)), self._weights)
-        self._buffers = _copies(_buffers(self._stepper.model), self._buffers)
+        """Copy the run as it is. The tensors of the last copy are written over where they fit.
+
+        In the middle of a step, the forward pass has written to the buffers, and the update is still to come: those
+        from before the step belong to these weights.
+        """
+        stepper = self._stepper
+        buffers = stepper._buffers.remembered() if stepper._open else _buffers(stepper.model)
+        self._weights = _copies(dict(stepper.model.named_parameters(remove_duplicate=False)), self._weights)
+        self._buffers = _copies(buffers, self._buffers)
         self._state = None  # its memory is free for the new one
-        self._state = copy.deepcopy(self._stepper.state_dict())
+        self._state = copy.deepcopy(stepper.state_dict())
+        self._followed = stepper.followed
 
     @torch.no_grad()
-    def back(self) -> int:
-        """Put it back, and return the step that the run is at again."""
-        assert self._state is not None, "nothing was kept"
+    def back(self) -> int | None:
+        """Put it back, and return the step that the run is at again.
+
+        None where nothing was kept, or what was kept does not fit the run any more: then nothing is changed.
+        """
         stepper, model = self._stepper, self._stepper.model
+        if not self._restored():
+            self._weights, self._buffers, self._state, self._left = {}, {}, None, 0
+            return None
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in self._weights:
-                parameter.copy_(self._weights[name])
+            parameter.copy_(self._weights[name])
         for name, kept in self._buffers.items():
             _put_buffer(model, name, kept)
-        stepper.load_state_dict(self._mended(stepper.state_dict()))
         return stepper.counts.applied
+
+    def _restored(self) -> bool:
+        """Whether the Stepper has its state back; one that does not fit is refused before anything is changed."""
+        if self._state is None or not self._fits(self._stepper.model):
+            return False
+        try:
+            self._stepper.load_state_dict(self._mended(self._stepper.state_dict()))
+        except HalfstepError:
+            return False
+        return True
+
+    def _fits(self, model: nn.Module) -> bool:
+        now = dict(model.named_parameters(remove_duplicate=False))
+        modules = {path for path, _ in model.named_modules()}
+        return (
+            now.keys() == self._weights.keys()
+            and all(parameter.shape == self._weights[name].shape for name, parameter in now.items())
+            and all(name.rpartition(".")[0] in modules for name in self._buffers)
+        )
 
     def _mended(self, now: Mapping[str, Any]) -> dict[str, Any]:
         # Optimizers take over the tensors that they are given: a second copy, or the kept one would train along.

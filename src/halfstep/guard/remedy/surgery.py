@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from halfstep.errors import HalfstepError
 from halfstep.guard.remedy.compiled_calls import drop_compiled_calls
@@ -34,27 +35,48 @@ class Surgery:
         remedy = self.remedies.newest_on_probation()
         if remedy is None:
             return None
-        if remedy.kind == "island":
-            lift_island(self._stepper.model, remedy.target)
-        elif remedy.kind == "precision":
-            self._stepper.change_precision(remedy.before)
-        elif self._recompile is not None:
-            self._recompile()
-        self.remedies.placed.remove(remedy)
+        self._lift(remedy)
         self.remedies.lifted.append(remedy.culprit)
         return remedy
 
     def resume(self, remedies: Remedies) -> None:
-        """Those of a saved run; what whoever resumed it has placed already stays as it is."""
+        """Those of a saved run in place of ours; what whoever resumed it has placed already stays as it is."""
+        for remedy in reversed(self.remedies.placed.copy()):
+            if remedy not in remedies.placed:
+                self._lift(remedy)
         self.remedies = remedies
         model = self._stepper.model
         for path in remedies.islands:
             if path not in islands(model):
                 self._raise(path)
-        if remedies.precision not in (None, self._stepper.precision.name):
-            self._stepper.change_precision(remedies.precision or "")
-        if remedies.eager:
+        self._compute_in(remedies.precision)
+        if remedies.eager and self._recompile is None:
             self._recompile = drop_compiled_calls(model)
+
+    def _lift(self, remedy: Remedy) -> None:
+        placed = self.remedies.placed
+        at = placed.index(remedy)
+        del placed[at]
+        if remedy.kind == "island":
+            lift_island(self._stepper.model, remedy.target)
+        elif remedy.kind == "precision":
+            self._leave_out(remedy, at)
+            self._compute_in(self.remedies.precision or remedy.before)
+        elif self._recompile is not None:
+            self._recompile()
+            self._recompile = None
+
+    def _leave_out(self, remedy: Remedy, at: int) -> None:
+        """What a newer one replaced is now what this one had replaced."""
+        placed = self.remedies.placed
+        newer = next((i for i in range(at, len(placed)) if placed[i].kind == "precision"), None)
+        if newer is not None:
+            placed[newer] = replace(placed[newer], before=remedy.before)
+
+    def _compute_in(self, name: str | None) -> None:
+        """Where it is that one already, its loss scale goes on."""
+        if name not in (None, self._stepper.precision.name):
+            self._stepper.change_precision(name or "")
 
     def _remedy(self, cure: Cure, culprit: str) -> Remedy | None:
         """None for what is in place already, or may not be: the same thing twice would not help, and never end."""

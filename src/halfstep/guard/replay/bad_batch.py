@@ -69,8 +69,9 @@ def without(attempt: Attempt, spot: Spot) -> Attempt:
     given = microbatches[spot.microbatch]
     samples = next(leaf for path, leaf in leaves(given) if path == spot.leaf).shape[0]
     if samples == 1:
-        del microbatches[spot.microbatch]
-        return attempt._replace(microbatches=microbatches or attempt.microbatches)
+        # As many as before: a loss function may talk to the other processes in each of them.
+        microbatches[spot.microbatch] = microbatches[(spot.microbatch + 1) % len(microbatches)]
+        return attempt._replace(microbatches=microbatches)
     other = 0 if spot.sample else 1
 
     def swapped(leaf: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ _MODULES = 3
 """The culprit's own module and so many of those round it, in all."""
 
 
-def cures_for(trials: Trials, precision: Precision, culprit: Culprit | None, fp32: Outcome) -> tuple[Cure, ...]:
-    """For a step that fails in `precision` and not in fp32."""
-    tried = _islands(trials, precision, culprit)
+def cures_for(
+    trials: Trials, precision: Precision, culprit: Culprit | None, fp32: Outcome, scale: float | None = 1.0
+) -> tuple[Cure, ...]:
+    """For a step that fails in `precision` at a scale, None for its own, and not in fp32."""
+    tried = _islands(trials, precision, culprit, scale)
     if precision.computes is FP16:
         tried += _bf16(trials)
     tried.append(Cure("precision", "fp32", None if fp32.error else True))
@@ -37,11 +39,11 @@ def candidates(model: nn.Module, module: str) -> list[str]:
     return [path for path in found if not isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))]
 
 
-def _islands(trials: Trials, precision: Precision, culprit: Culprit | None) -> list[Cure]:
+def _islands(trials: Trials, precision: Precision, culprit: Culprit | None, scale: float | None) -> list[Cure]:
     """Up to the first that works: what is round it works as well, and is larger."""
     tried: list[Cure] = []
     for path in candidates(trials.model, culprit.module) if culprit is not None else ():
-        outcome = trials.run(Way(precision, islands=(path,), scale=1.0))
+        outcome = trials.run(Way(precision, islands=(path,), scale=scale))
         tried.append(Cure("island", path, None if outcome.error else outcome.finite))
         if outcome.finite:
             break

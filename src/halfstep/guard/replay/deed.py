@@ -6,9 +6,13 @@ from halfstep.formats import FORMATS, FP32
 from halfstep.observe.finite import MINUS_INF, NAN
 from halfstep.observe.origins import Given, Made
 
-_DIVIDES = ("div", "reciprocal", "rsqrt", "pow", "remainder", "fmod")
+_BY_THE_SECOND = ("div", "remainder", "fmod", "true_divide", "floor_divide")
+_BY_THE_FIRST = ("reciprocal", "rsqrt")
 _LOGS = ("log", "log2", "log10", "log1p", "xlogy", "logit")
-_ROOTS = ("sqrt", "rsqrt", "pow", "std", "linalg_vector_norm", "norm")
+_ROOTS = ("sqrt", "rsqrt", "pow")
+_SPREADS = ("std", "var", "std_mean", "var_mean")
+_SQUARE_FITS = 1e15
+"""Numbers up to this have squares that add up to something finite, in fp32."""
 _SOFT = ("softmax", "attention")
 _AVERAGES = ("mean", "var", "std", "nll_loss", "mse_loss", "batch_norm", "layer_norm", "div")
 
@@ -42,24 +46,31 @@ def _too_large(made: Made) -> str:
 
 def _of_zero(made: Made) -> str:
     name, given = _short(made.name), made.given
-    if any(word in name for word in _SOFT) and any(MINUS_INF in each.kinds for each in given):
+    if made.on_purpose or (any(word in name for word in _SOFT) and any(MINUS_INF in each.kinds for each in given)):
         return "is over a row that is all -inf"
     if name in _LOGS and given:
         return "takes the logarithm of a negative number" if NAN in made.kinds else "takes the logarithm of 0"
-    if name in _ROOTS and NAN in made.kinds and given and given[0].has_negative:
+    if name in _ROOTS and NAN in made.kinds and made.operands and made.operands[0].has_negative:
         return "takes the root of a negative number"
-    if name in _DIVIDES and _divisor(name, given):
+    if _divides_by_zero(name, made.operands):
         return "divides by zero"
-    if any(word in name for word in _AVERAGES) and any(0 in each.shape for each in given[:1]):
-        return "averages over nothing"
-    return ""
+    return "averages over nothing" if _has_too_few(name, made) else ""
 
 
-def _divisor(name: str, given: tuple[Given, ...]) -> bool:
-    """Whether what it divides by has a zero in it; a plain number that it divides by is not among the tensors."""
-    if name in ("div", "remainder", "fmod"):
-        return len(given) < 2 or given[1].has_zero
-    return bool(given) and given[0].has_zero
+def _divides_by_zero(name: str, operands: tuple[Given, ...]) -> bool:
+    first, second = (*operands, None, None)[:2]
+    if name in _BY_THE_FIRST:
+        return first is not None and first.has_zero
+    if first is None or second is None:
+        return False
+    return second.has_zero if name in _BY_THE_SECOND else name == "pow" and first.has_zero and second.has_negative
+
+
+def _has_too_few(name: str, made: Made) -> bool:
+    """No element to average, or only one of which to tell the spread."""
+    if name in _SPREADS and NAN in made.kinds:
+        return _largest(made) < _SQUARE_FITS
+    return any(word in name for word in _AVERAGES) and any(0 in each.shape for each in made.given[:1])
 
 
 def _other(made: Made) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from halfstep import world
 from halfstep.formats import FP32
 from halfstep.guard.replay import bad_batch, wording
 from halfstep.guard.replay.agreement import agreed
@@ -23,6 +24,8 @@ from halfstep.step.attempt import Attempt
 from halfstep.step.report import GRADIENT_OVERFLOW, GUARD, LOSS_NOT_FINITE
 
 _NO_HISTORY = History()
+_WRITTEN = "written"
+_OTHER_LOSS = Cure("fix_code", wording.OTHER_LOSS, None)
 _SLOWER = Cure("lower_rate", "lower the learning rate", None)
 
 
@@ -40,7 +43,13 @@ def diagnose(
     `compiled`: whether compiled code ran in the step.
     """
     # All decide from the same reruns; of a sharded model, each process sees other weights and may tell of others.
-    return agreed(_Case(Trials(model, attempt), precision, reason, history, compiled).verdict())
+    written = _WRITTEN in world.from_all(_WRITTEN if attempt.batch_changed else "")
+    case = _Case(Trials(model, attempt, written=written), precision, reason, history, compiled)
+    verdict = agreed(case.verdict())
+    if not written or wording.BATCH_WRITTEN in verdict.sentence:
+        return verdict
+    # What was run again is not quite what had failed.
+    return replace(verdict, evidence=(wording.BATCH_WRITTEN, *verdict.evidence))
 
 
 @dataclass(frozen=True)
@@ -61,11 +70,15 @@ class _Case:
     def scale(self) -> float:
         return max(factor.scale for factor in self.attempt.factors.values())
 
-    def verdict(self) -> Verdict:
+    @property
+    def _own_scale(self) -> float | None:
         # The forward pass knows no scale, and what it overflows by is not to hide behind gradients that do, too.
-        as_it_was = self._run(1.0 if self.reason == LOSS_NOT_FINITE else None)
+        return 1.0 if self.reason == LOSS_NOT_FINITE else None
+
+    def verdict(self) -> Verdict:
+        as_it_was = self._run(self._own_scale)
         if as_it_was.error:
-            return Verdict(HARDWARE, wording.not_run(as_it_was), None, (), (_skip(),))
+            return Verdict(DATA, wording.not_run(as_it_was), None, (), (_OTHER_LOSS, _skip()))
         if as_it_was.finite:
             return self._not_again()
         if self.reason != LOSS_NOT_FINITE and self.scale > 1.0:
@@ -86,7 +99,7 @@ class _Case:
             fits = Cure("skip", "the loss scale falls by itself", True)
             return Verdict(WARM_UP, f"warm_up: {sentence}", at_scale.culprit, (), (fits,))
         sentence += ", and the scale cannot fall below its floor"
-        cures = cures_for(self.trials, self.precision, at_scale.culprit, self._in_fp32())
+        cures = cures_for(self.trials, self.precision, at_scale.culprit, self._in_fp32(), scale=None)
         return Verdict(PRECISION, f"precision: {sentence}", at_scale.culprit, (), cures)
 
     # -- what does not happen again -----------------------------------------------------------------------------
@@ -95,7 +108,7 @@ class _Case:
         if self.reason.startswith(GUARD):
             evidence = (weight_evidence(self.trials.model), *rate_evidence(self.history))
             return Verdict(DIVERGENCE, wording.refused(self.reason), None, evidence, (_SLOWER,))
-        if self.attempt.batch_changed:
+        if self.trials.written:
             fix = Cure("fix_code", wording.CLONE_FIRST, None)
             return Verdict(
                 DATA, f"data: {wording.BATCH_WRITTEN}; run again as it is now it is finite", None, (), (fix,)
@@ -103,11 +116,11 @@ class _Case:
         if self.reason == GRADIENT_OVERFLOW and not (above := self._run(2 * self.scale)).finite:
             return self._scale_too_high(above)
         if self.compiled:
-            as_compiled = self._run(1.0 if self.reason == LOSS_NOT_FINITE else None, compiled=True)
+            as_compiled = self._run(self._own_scale, compiled=True)
             if not as_compiled.finite:
                 return self._only_compiled(as_compiled)
         evidence = ("run again, with the same batch and the same random numbers, it is finite",)
-        if not self._run(None).finite:
+        if not self._run(self._own_scale).finite:
             evidence = ("run again twice, once it was finite and once not",)
         return Verdict(HARDWARE, wording.NOT_AGAIN, None, evidence, (_skip(),))
 
@@ -126,9 +139,8 @@ class _Case:
         outside = "" if culprit is None else culprit.outside or ""
         spots = bad_batch.not_finite(self.attempt.microbatches, outside) if outside.startswith(BATCH) else []
         if spots:
-            written = (wording.BATCH_WRITTEN,) if self.attempt.batch_changed else ()
             others = tuple(map(wording.spot, spots[1:]))
-            return Verdict(DATA, f"data: {wording.spot(spots[0])}", culprit, written + others, (_skip(),))
+            return Verdict(DATA, f"data: {wording.spot(spots[0])}", culprit, others, (_skip(),))
         far = bad_batch.outlier(self.attempt.microbatches)
         if far is not None and self._finite_without(far):
             return Verdict(DATA, wording.far(far, as_it_was), culprit, (wording.FINITE_WITHOUT,), (_skip(),))

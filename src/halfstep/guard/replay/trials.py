@@ -12,10 +12,12 @@ from torch import nn
 
 from halfstep import world
 from halfstep.guard.replay.deed import deed_of, limit_of, needs_other_code
-from halfstep.guard.replay.rerun import Rerun, Way, rerun
+from halfstep.guard.replay.rerun import Rerun, Way, batch_kept, rerun
 from halfstep.guard.verdict import Culprit
 from halfstep.observe.origins import CONSTANT, OTHERS, Made
 from halfstep.step.attempt import Attempt
+
+COUNTS_NOTHING = "counts no element: its (sum, count) has a count of 0"
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,15 @@ class Outcome:
     """Why it could not be run, as where memory does not suffice."""
     rank: int = 0
     """Whose culprit it is."""
+    weight: float = 1.0
+    """Of the loss, beside those of other processes."""
 
 
 class Trials:
-    """The same step, tried in several ways."""
+    """The same step, tried in several ways. `written`: it writes into its batch, which is kept as it is now."""
 
-    def __init__(self, model: nn.Module, attempt: Attempt) -> None:
-        self.model, self.attempt = model, attempt
+    def __init__(self, model: nn.Module, attempt: Attempt, *, written: bool = False) -> None:
+        self.model, self.attempt, self.written = model, attempt, written
 
     def run(self, way: Way, attempt: Attempt | None = None) -> Outcome:
         mine = self._tried(way, attempt or self.attempt)
@@ -49,9 +53,11 @@ class Trials:
 
     def _tried(self, way: Way, attempt: Attempt) -> Outcome:
         try:
-            ran = rerun(self.model, attempt, way)
+            with batch_kept(attempt.microbatches if self.written else ()):
+                ran = rerun(self.model, attempt, way)
         except Exception as error:  # fp32 may not have the memory, and a loss function may not like to be called twice
-            return _failed(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            said = str(error).partition("\n")[0]
+            return _failed(f"{type(error).__name__}: {said}" if said else type(error).__name__)
         return _plain(ran)
 
 
@@ -71,7 +77,9 @@ def culprit_of(made: Made) -> Culprit:
 
 
 def _plain(ran: Rerun) -> Outcome:
-    found = Outcome(ran.finite, ran.loss, ran.grad_norm, bad_parameters=ran.bad_parameters, rank=world.rank())
+    found = Outcome(
+        ran.finite, ran.loss, ran.grad_norm, bad_parameters=ran.bad_parameters, rank=world.rank(), weight=ran.weight
+    )
     if ran.origin is None:
         return found
     return replace(
@@ -97,12 +105,17 @@ def _read(plain: Mapping[str, Any]) -> Outcome:
 def _together(outcomes: Sequence[Outcome]) -> Outcome:
     """The first process with a culprit speaks, a culprit in forward before one in backward."""
     bad = [outcome for outcome in outcomes if not outcome.finite] or outcomes
-    return replace(
+    weight = sum(outcome.weight for outcome in outcomes)
+    found = replace(
         min(bad, key=_least_told),
-        loss=sum(outcome.loss for outcome in outcomes) / len(outcomes),
+        loss=sum(outcome.loss * outcome.weight for outcome in outcomes if outcome.weight) / (weight or math.nan),
         grad_norm=max(outcome.grad_norm for outcome in outcomes),
         error=next((outcome.error for outcome in outcomes if outcome.error), ""),
+        weight=weight,
     )
+    if weight or found.culprit is not None:
+        return found
+    return replace(found, finite=False, deed=COUNTS_NOTHING, senseless=True)
 
 
 def _least_told(outcome: Outcome) -> tuple[bool, bool, bool]:

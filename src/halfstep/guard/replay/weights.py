@@ -16,17 +16,19 @@ from halfstep.observe.recorder import as_written
 
 FAR = 1e3
 """A loss or a norm is far from those before where it is this many times their median."""
+LEARNT = 1e-4
+"""A loss below this is as good as 0: a task that is nearly learnt may jump from there by any factor."""
 
 
 def strayed(fp32: Outcome, history: History) -> str:
     """How far even fp32 is from the steps before; empty where it is not."""
     # One loss is enough to be a thousand times smaller. Norms of the first steps may be small for good reasons.
-    for what, now, before, enough in (
-        ("loss", fp32.loss, history.losses, 1),
-        ("gradient norm", fp32.grad_norm, history.grad_norms, 5),
+    for what, now, before, enough, learnt in (
+        ("loss", fp32.loss, history.losses, 1, LEARNT),
+        ("gradient norm", fp32.grad_norm, history.grad_norms, 5, math.sqrt(LEARNT)),
     ):
         usual = _median(before, enough)
-        if usual is not None and abs(now) > FAR * usual:
+        if usual is not None and abs(now) > FAR * max(usual, _first(before), learnt):
             return f"fp32 is finite, but its {what} is {number(now)}, where the median before is {number(usual)}"
     return ""
 
@@ -56,3 +58,7 @@ def _median(values: Sequence[float], enough: int) -> float | None:
     usable = [abs(value) for value in values if math.isfinite(value)]
     usual = statistics.median(usable) if len(usable) >= enough else 0.0
     return usual or None
+
+
+def _first(values: Sequence[float]) -> float:
+    return next((abs(value) for value in values if math.isfinite(value)), 0.0)

@@ -14,12 +14,16 @@ from halfstep.precision.precision import Precision
 BATCH_WRITTEN = "the batch was written to in place during the step"
 CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"
 ONLY_COMPILED = "compiler: the step is finite when it is not compiled, and not finite when it is"
-NOT_AGAIN = "hardware: it does not happen again: the device, or an operation that is not deterministic"
+NOT_AGAIN = (
+    "hardware: it does not happen again: an operation that is not deterministic, random numbers that are not torch's, "
+    "or the device"
+)
+OTHER_LOSS = "give a loss function that can be called twice with the same batch: again=..., and no iterator as a batch"
 FINITE_WITHOUT = "with another sample in its place the step is finite"
 
 
 def not_run(outcome: Outcome) -> str:
-    return f"hardware: the step could not be run again: {outcome.error}"
+    return f"data: the step could not be run again: {outcome.error}; so its cause is not known"
 
 
 def refused(reason: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from halfstep.finding import Finding
@@ -23,7 +24,8 @@ def overflow(watched: Watched) -> Event | None:
     if watched.ranges is None or watched.stopped is not None:
         return None
     event = watched.ranges.first_on_the_way_forward
-    if event is None and not watched.fits:
+    # Behind a loss that is not finite no gradient can fit.
+    if event is None and not watched.fits and math.isfinite(watched.loss):
         event = watched.ranges.first_overflow.get(BACKWARD)
     return None if event is not None and event.module in told_by_lint(watched) else event
 

@@ -41,7 +41,7 @@ class Audit:
     def verdict(self) -> str:
         if not self.rows and self.interrupted:
             return "interrupted before a step was seen"
-        work = "no matrix product or convolution was seen"
+        work = "all work is in islands" if self.island_share else "no matrix product or convolution was seen"
         if self.share is not None:
             outside = " outside islands" if self.island_share else ""
             enough = f"of the work{outside} in {self.format} as asked"
@@ -49,7 +49,8 @@ class Audit:
         count = len(self.spotted)
         worst = sum(one.finding.severity == "error" for one in self.spotted)
         found = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
-        return f"{work}; {found}" + (f", {worst} of them {'errors' if worst > 1 else 'an error'}" if worst else "")
+        errors = "errors" if worst > 1 else "an error"
+        return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, without numbers that JSON has no word for."""

@@ -131,7 +131,12 @@ def _told(error: Exception, lint: Lint) -> str:
 def _gradients(model: nn.Module, scale: float) -> Gradients:
     # In fp64, so that the division takes nothing away.
     return {
-        name: parameter.grad.detach().double() / scale
+        name: _dense(parameter.grad.detach()).double() / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """An Embedding may have a gradient of a few rows."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

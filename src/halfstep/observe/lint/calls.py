@@ -1,4 +1,4 @@
-"""Calls that do not belong under autocast: losses that CUDA refuses, and a training loop inside the loss function."""
+"""Calls that no operation shows: losses that CUDA refuses, a loop inside the loss function, `x[mask] = -1e9`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.finding import Finding
 from halfstep.observe.code_line import running_line
+from halfstep.observe.lint import masks
 
 _BCE = (functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
@@ -42,6 +43,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BCE and torch.is_autocast_enabled(self._device_type):
             self._tell(refused_loss("binary_cross_entropy"), "", running_line())
+        if (found := masks.written(func, args, kwargs or {})) is not None:
+            self._tell(found, "", running_line())
         if func in _BACKWARD:
             self._tell(_loop("backward()", self._under()), "", running_line())
         return func(*args, **(kwargs or {}))

@@ -3,42 +3,69 @@
 from __future__ import annotations
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.finding import Finding
 from halfstep.observe.lint.seen import Seen, number
 
 _aten = torch.ops.aten
-_BOUNDS = (_aten.clamp, _aten.clamp_min, _aten.clamp_max, _aten.maximum, _aten.clamp_, _aten.clamp_min_)
-PACKETS = (_aten.add, _aten.add_, _aten.sub, _aten.rsub, *_BOUNDS)
+_BOUNDS = (
+    _aten.clamp, _aten.clamp_min, _aten.clamp_max, _aten.maximum, _aten.minimum, _aten.clamp_, _aten.clamp_min_,
+    _aten.clamp_max_,
+)  # fmt: skip
+_FILLS = (
+    _aten.masked_fill, _aten.masked_fill_, _aten.full, _aten.full_like, _aten.new_full, _aten.scalar_tensor,
+)  # fmt: skip
+_NORMS = (_aten.norm, _aten.linalg_vector_norm)
 
 
-def look(seen: Seen) -> Finding | None:
-    for scalar in seen.scalars():
-        rounded = seen.rounded(scalar)
-        if scalar and not rounded:
-            return _vanished(seen, scalar)
-        if seen.packet in _BOUNDS and scalar != 1 and rounded == 1:
-            return _is_one(seen, scalar)
-    return _one_minus_nothing(seen) if seen.packet is _aten.rsub else None
+class Eps:
+    """A rule that knows which numbers are norms: CUDA's autocast takes those in fp32, the CPU's does not."""
+
+    packets = (_aten.add, _aten.add_, _aten.sub, _aten.rsub, _aten.logit, *_BOUNDS, *_FILLS, *_NORMS)
+
+    def __init__(self) -> None:
+        # Held weakly, so that no other memory can be taken for one of these.
+        self._norms: dict[int, StorageWeakRef] = {}
+
+    def __call__(self, seen: Seen) -> Finding | None:
+        if seen.packet in _NORMS:
+            reference = StorageWeakRef(seen.result.untyped_storage())
+            self._norms[reference.cdata] = reference
+            return None
+        for scalar in seen.scalars():
+            if scalar and not seen.rounded(scalar):
+                return _vanished(seen, scalar, self._by_whose_rules(seen))
+            bound = 1 - scalar if seen.packet is _aten.logit else scalar
+            if seen.packet in (*_BOUNDS, _aten.logit) and abs(bound) < 1 == abs(seen.rounded(bound)):
+                return _is_one(seen, bound)
+        return _one_minus_nothing(seen) if seen.packet is _aten.rsub else None
+
+    def _by_whose_rules(self, seen: Seen) -> str:
+        of_a_norm = bool(seen.inputs) and seen.inputs[0].untyped_storage()._cdata in self._norms
+        if not of_a_norm or seen.result.device.type != "cpu":
+            return ""
+        return "; by the CPU's rules: CUDA's autocast takes norms in fp32"
 
 
-def _vanished(seen: Seen, scalar: float) -> Finding | None:
+def _vanished(seen: Seen, scalar: float, by: str) -> Finding | None:
     facts = torch.finfo(seen.result.dtype)
     return Finding(
         "eps-vanishes",
         "warning",
         f"{number(scalar)} is 0 in {seen.format.name}, whose smallest number is "
-        f"{facts.smallest_normal * facts.eps:.1g}: {_name(seen)} with it protects nothing",
+        f"{facts.smallest_normal * facts.eps:.1g}: {_name(seen)} with it protects nothing{by}",
         f"take one that the format has, such as {facts.smallest_normal:.1g}, or widen first: halfstep.widen(x)",
     )
 
 
 def _is_one(seen: Seen, bound: float) -> Finding:
+    one, sign = ("1", "-") if bound > 0 else ("-1", "+")
     return Finding(
         "eps-vanishes",
         "warning",
-        f"the bound {bound:.7g} is 1 in {seen.format.name}: {_name(seen)} with it lets 1 through, "
-        "and log(1 - x) is -inf",
+        f"the bound {bound:.7g} is {one} in {seen.format.name}: {_name(seen)} with it lets {one} through, "
+        f"and log(1 {sign} x) is -inf",
         "widen first: halfstep.widen(x).clamp(...), or use a loss with logits",
     )
 
@@ -62,4 +89,5 @@ def _one_minus_nothing(seen: Seen) -> Finding | None:
 
 
 def _name(seen: Seen) -> str:
-    return str(seen.packet).removeprefix("aten.").rstrip("_")
+    name = str(seen.packet).removeprefix("aten.").rstrip("_")
+    return "where" if seen.packet is _aten.scalar_tensor else name  # which makes a tensor of its number first

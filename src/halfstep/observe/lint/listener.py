@@ -13,11 +13,11 @@ from torch._ops import OpOverloadPacket
 
 from halfstep.finding import Finding
 from halfstep.observe.code_line import running_line
-from halfstep.observe.lint import eps, integers, masks, positions, softmax, stored, sums, variance
+from halfstep.observe.lint import angles, eps, integers, masks, positions, softmax, stored, sums, variance
 from halfstep.observe.lint.seen import Rule, seen
 from halfstep.observe.recorder import OUTSIDE, Operation
 
-_RULES: tuple[Any, ...] = (integers, positions, eps, sums, masks, softmax, variance)
+_RULES: tuple[Any, ...] = (integers, positions, angles, sums, masks, softmax, variance)
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Lint:
         self._rules: dict[OpOverloadPacket, list[Rule]] = defaultdict(list)
         for rule in _RULES:
             self._add_rule(rule.PACKETS, rule.look)
-        differences = variance.Differences()
-        self._add_rule(differences.packets, differences)
+        for follows in (eps.Eps(), variance.Differences()):
+            self._add_rule(follows.packets, follows)
         self._found: dict[tuple[str, str], list[Spotted]] = {}
         if (narrow := stored.look(model)) is not None:
             self.tell(narrow, "", None)

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.finding import Finding
+from halfstep.formats import Format, format_of, is_narrow
 from halfstep.observe.lint.seen import Seen, number
 
 _aten = torch.ops.aten
-_FILLS = (_aten.masked_fill, _aten.masked_fill_, _aten.where, _aten.fill_, _aten.fill, _aten.add, _aten.sub)
-PACKETS = (*_FILLS, _aten._to_copy)
+_FILLS = (
+    _aten.masked_fill, _aten.masked_fill_, _aten.fill_, _aten.fill, _aten.index_fill, _aten.index_fill_,
+    _aten.full, _aten.full_like, _aten.new_full,
+)  # fmt: skip
+"""torch checks numbers that are filled in, and raises."""
+PACKETS = (*_FILLS, _aten.where, _aten.scalar_tensor, _aten.index_put_, _aten.add, _aten.sub, _aten.mul, _aten._to_copy)
+_REFUSED = "torch refuses to fill it in"
+_NAN = "a row that is masked whole becomes NaN"
 
 
 def look(seen: Seen) -> Finding | None:
     if seen.packet is _aten._to_copy:
         return _cast(seen)
+    if seen.packet is _aten.mul and not _times_a_mask(seen):
+        return None
     for scalar in seen.scalars():
         if abs(scalar) > seen.format.largest:
-            return _too_large(seen, scalar, _raises(seen))
+            return too_large(scalar, seen.format, _REFUSED if seen.packet in _FILLS else _NAN)
     return None
+
+
+def written(function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Finding | None:
+    """A number that torch makes one of a narrow format, or refuses, before any operation shows it."""
+    dtype, values, so = named.get("dtype"), given[:1], _NAN
+    if function is Tensor.__setitem__:  # x[mask] = -1e9
+        dtype, values = given[0].dtype, given[2:]
+    elif function is torch.full:
+        values, so = [*given[1:2], named.get("fill_value")], _REFUSED
+    elif function is not torch.tensor:
+        return None
+    format = format_of(dtype) if isinstance(dtype, torch.dtype) and is_narrow(dtype) else None
+    numbers = [float(value) for value in values if isinstance(value, float | int)]
+    if format is None or not numbers or not format.largest < abs(numbers[0]) < math.inf:
+        return None
+    return too_large(numbers[0], format, so)
+
+
+def _times_a_mask(seen: Seen) -> bool:
+    """Zeros and ones; of other numbers it is their product that fits or does not."""
+    given = seen.inputs[0]
+    return seen.has_values and bool(seen.result.isinf().any()) and bool(((given == 0) | (given == 1)).all())
 
 
 def _cast(seen: Seen) -> Finding | None:
@@ -31,20 +66,14 @@ def _cast(seen: Seen) -> Finding | None:
     is_mask = low < -seen.format.largest and high <= 0 and bool(((given == low) | (given == high)).all())
     if not is_mask or low == -torch.inf or not bool(seen.result.isinf().any()):
         return None
-    return _too_large(seen, low, "a row that is masked whole becomes NaN")
+    return too_large(low, seen.format, _NAN)
 
 
-def _raises(seen: Seen) -> str:
-    """torch checks numbers that are filled in, and raises."""
-    filled = seen.packet in (_aten.masked_fill, _aten.masked_fill_, _aten.fill_, _aten.fill)
-    return "torch refuses to fill it in" if filled else "a row that is masked whole becomes NaN"
-
-
-def _too_large(seen: Seen, scalar: float, so: str) -> Finding:
+def too_large(scalar: float, format: Format, so: str) -> Finding:
     return Finding(
         "mask-overflows",
-        "error" if so.startswith("torch") else "warning",
-        f"{number(scalar)} is {seen.rounded(scalar)} in {seen.format.name}, "
-        f"which ends at {number(seen.format.largest)}: {so}",
+        "error" if so is _REFUSED else "warning",
+        f"{number(scalar)} is {math.copysign(math.inf, scalar)} in {format.name}, "
+        f"which ends at {number(format.largest)}: {so}",
         "mask with torch.finfo(x.dtype).min, or with a boolean mask: scaled_dot_product_attention(attn_mask=keep)",
     )

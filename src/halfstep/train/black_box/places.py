@@ -35,6 +35,13 @@ def recorded_in(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
+def refuse_elsewhere(run: Path) -> None:
+    """OSError where something else has the place of the folder: what is in it was not written by the run."""
+    place = run / TROUBLE
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        raise OSError(f"{place} is {'a link' if place.is_symlink() else 'a file'}, where a folder belongs")
+
+
 def leftovers(run: Path) -> list[Path]:
     """Folders that were never completed, and old ones that are half removed."""
     return [path for path in _entries(run / TROUBLE) if path.name.endswith(DRAFT)]

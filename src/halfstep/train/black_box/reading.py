@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.errors import BadData, HalfstepError, StateMismatch
 from halfstep.files import LARGEST_JSON, strict_json
-from halfstep.train.black_box.places import RECORD, TROUBLE
+from halfstep.train.black_box.places import RECORD, TROUBLE, recorded_in
 from halfstep.train.black_box.record import FORMAT, Record, record_from
 from halfstep.train.checkpoint.manifest import is_sealed
 from halfstep.train.checkpoint.reading import load_tensors, refuse_strangers
@@ -64,13 +64,33 @@ def tensors_of(record: Record, name: str) -> dict[str, Tensor]:
         raise damaged(record.path, error) from error
 
 
+def cut_off(record: Record) -> str | None:
+    """A file of it that has another size than it was written with, without reading any."""
+    for sealed in record.files.values():
+        try:
+            if (record.path / sealed.name).lstat().st_size != sealed.size:
+                return f"{sealed.name} has another size than it was written with"
+        except OSError as error:
+            return f"{sealed.name}: {error.strerror}"
+    return None
+
+
 def damaged(place: Path, error: Any) -> BadData:
     words = str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__
     return BadData(
         f"{place} cannot be used: {words}",
         allowed="a failed step as halfstep wrote it",
-        do=f"choose another one: halfstep replay {run_of(place)} --list",
+        do=_another(place),
     )
+
+
+def _another(place: Path) -> str:
+    """An older one, so that who follows this comes to an end."""
+    run = run_of(place)
+    older = [path.name for path in recorded_in(run) if path.name < place.name]
+    if older:
+        return f"choose another one: halfstep replay {run} --attempt {int(older[-1])}"
+    return "nothing: no older one is recorded; the next step that fails is recorded anew"
 
 
 def run_of(place: Path) -> Path:

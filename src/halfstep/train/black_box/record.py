@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from halfstep.guard.trouble import History, Trouble
 from halfstep.guard.verdict import Cause, CureKind, Verdict
+from halfstep.step.attempt import Attempt
 from halfstep.step.report import Part, StepReport
 from halfstep.train.black_box.places import is_file_name
 from halfstep.train.checkpoint.packing import pack, unpack
@@ -54,9 +55,16 @@ def as_plain(trouble: Trouble) -> Any:
         "islands": trouble.islands,
         "history": asdict(trouble.history),
         "verdict": trouble.verdict.as_dict(),
-        "batch_changed": trouble.attempt.batch_changed,
+        "batch_changed": _has_changed(trouble.attempt),
     }
     return pack(_with_lists(content), "the step")[0]
+
+
+def _has_changed(attempt: Attempt) -> bool:
+    try:
+        return attempt.batch_changed
+    except Exception:
+        return False  # a batch that cannot be looked at is not kept, either
 
 
 def _with_lists(value: Any) -> Any:

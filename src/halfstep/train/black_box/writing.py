@@ -17,7 +17,16 @@ from halfstep.files import LARGEST_JSON
 from halfstep.guard.trouble import Trouble
 from halfstep.step.attempt import Attempt
 from halfstep.tensor_header import content, header
-from halfstep.train.black_box.places import DRAFT, RECORD, TROUBLE, WEIGHTS, batch_of, leftovers, place_of
+from halfstep.train.black_box.places import (
+    DRAFT,
+    RECORD,
+    TROUBLE,
+    WEIGHTS,
+    batch_of,
+    leftovers,
+    place_of,
+    refuse_elsewhere,
+)
 from halfstep.train.black_box.reading import recipe_digest
 from halfstep.train.black_box.record import FORMAT, as_plain
 from halfstep.train.black_box.retention import retain
@@ -145,6 +154,7 @@ def _too_large(size: int, most: int) -> str:
 
 
 def _begin(folder: Path, draft: Path, disk: Disk) -> None:
+    refuse_elsewhere(folder)
     if not (folder / TROUBLE).is_dir():
         disk.make_folder(folder / TROUBLE)
     for path in leftovers(folder):

@@ -161,6 +161,8 @@ class GuardOptions(Section):
     """repair: how often the run may go back to its last good state before it gives up."""
     probation: PositiveInt = 1000
     """repair: applied steps without trouble after which a cure is taken away again."""
+    spikes: bool = True
+    """Refuse a finite loss far above the usual; switch it off where the data changes on purpose."""
 
 
 class RunOptions(Section):

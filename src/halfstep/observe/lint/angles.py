@@ -1,0 +1,43 @@
+"""Angles so large that a narrow format cannot tell neighbouring ones apart: positions times frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from halfstep.finding import Finding
+from halfstep.observe.lint.seen import Seen, number
+
+_aten = torch.ops.aten
+PACKETS = (_aten.sin, _aten.cos)
+_COARSE = 0.05
+"""Radians from one number to the next."""
+_MANY = 1 / 8
+"""Share of the angles."""
+
+
+def look(seen: Seen) -> Finding | None:
+    """Whole numbers are what was meant; others that large were rounded on their way here."""
+    given = seen.inputs[0]
+    if not seen.has_values or given.dtype is not seen.result.dtype:
+        return None
+    size = given.detach().float().abs()
+    coarse = size.isfinite() & (size >= _first_coarse(seen)) & (size != size.round())
+    if not int(coarse.sum()) >= _MANY * size.numel():
+        return None
+    largest = float(size[coarse].max())
+    step = seen.format.epsilon * 2.0 ** math.floor(math.log2(largest))
+    return Finding(
+        "angles-rounded",
+        "warning",
+        f"{str(seen.packet).removeprefix('aten.')} of angles up to {number(largest)} in {seen.format.name}, which has "
+        f"steps of {number(step)} there: neighbours cannot be told apart",
+        "compute positions times frequencies, and the sine of them, in fp32: {island}, or under "
+        "torch.autocast(device, enabled=False)",
+    )
+
+
+def _first_coarse(seen: Seen) -> float:
+    """The power of two from which on the steps of the format are coarse."""
+    return float(2.0 ** math.ceil(math.log2(_COARSE / seen.format.epsilon)))

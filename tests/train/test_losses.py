@@ -1,0 +1,59 @@
+"""What the weights of a run were worth, from its journal."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep.guard.alarms.spike import REFUSED
+from halfstep.train.journal.cutting import JOURNAL
+from halfstep.train.journal.jsonl import as_line
+from halfstep.train.losses import Losses
+
+NOT_FINITE = "loss_not_finite"
+
+
+def told(folder: Path, *steps: tuple[Any, str | None]) -> Losses:
+    lines = [
+        as_line({"event": "step", "attempt": n, "loss": loss, "applied": reason is None, "reason": reason})
+        for n, (loss, reason) in enumerate(steps, start=1)
+    ]
+    (folder / JOURNAL).write_text("".join(lines))
+    return Losses(folder)
+
+
+def ruined(losses: Losses, most: int = 9) -> list[int]:
+    return [attempt for attempt in range(most) if losses.ruined(attempt)]
+
+
+def test_weights_have_the_loss_of_the_step_after_them(tmp_path: Path) -> None:
+    losses = told(tmp_path, (2.0, None), (3.0, None), (900.0, None), (5000.0, None), (19.0, None))
+    assert ruined(losses) == [2, 3]
+
+
+def test_of_several_steps_with_the_same_weights_the_lowest_counts(tmp_path: Path) -> None:
+    losses = told(tmp_path, (2.0, None), (1.0, None), (900.0, REFUSED), (math.nan, NOT_FINITE), (1.5, None))
+    assert ruined(losses) == []
+    losses = told(tmp_path, (2.0, None), (1.0, None), (900.0, REFUSED), (math.inf, NOT_FINITE), (800.0, REFUSED))
+    assert ruined(losses) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("first", [0.0, math.nan])
+def test_without_a_first_loss_nothing_is_known(tmp_path: Path, first: float) -> None:
+    assert ruined(told(tmp_path, (first, None))) == []
+    assert ruined(told(tmp_path)) == []
+
+
+def test_a_loss_below_zero(tmp_path: Path) -> None:
+    assert ruined(told(tmp_path, (-2.0, None), (-50.0, None), (10.0, None), (30.0, None))) == [3]
+
+
+def test_no_journal_and_a_damaged_one(tmp_path: Path) -> None:
+    assert ruined(Losses(tmp_path)) == []
+    (tmp_path / JOURNAL).write_text(
+        '{"event": "step", "attempt": "x"}\n{"event": "step"}\nno\n{"event":"step","attempt":1}\n'
+    )
+    assert ruined(Losses(tmp_path)) == []
