@@ -8,7 +8,7 @@ to operation, and only what the loss or a gradient was reached by is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,29 +181,27 @@ class Origins:
 
 def _first(ends: list[Made]) -> Made | None:
     """Of all that led to these."""
-    found: dict[int, Made] = {}
-    left = list(ends)
-    while left:
-        made = left.pop()
-        if id(made) not in found:
-            found[id(made)] = made
-            left += made.parents
     # A batch may bring a mask of -inf with it, which is to blame only where nothing else is.
-    origins = [made for made in found.values() if made.is_origin]
+    origins = [made for made in _behind(ends, lambda made: made.parents) if made.is_origin]
     return min(origins, key=lambda made: (_may_be_a_mask(made), made.order), default=None)
 
 
 def _left_nothing(ends: list[Made]) -> Made | None:
     """Where all infinities were asked for: the first operation that had nothing else to make a number of."""
+    reducing = [made for made in _behind(ends, lambda made: made.meant_by) if made.reduces]
+    return min(reducing or ends, key=lambda made: made.order, default=None)
+
+
+def _behind(ends: list[Made], led_by: Callable[[Made], tuple[Made, ...]]) -> list[Made]:
+    """These, and all that led to them."""
     found: dict[int, Made] = {}
     left = list(ends)
     while left:
         made = left.pop()
         if id(made) not in found:
             found[id(made)] = made
-            left += made.meant_by
-    reducing = [made for made in found.values() if made.reduces]
-    return min(reducing or ends, key=lambda made: made.order, default=None)
+            left += led_by(made)
+    return list(found.values())
 
 
 def _may_be_a_mask(made: Made) -> bool:

@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from halfstep.finding import Finding
 from halfstep.formats import name_of
-from halfstep.guard.meters.meter import Crossings, Meter
-from halfstep.guard.meters.sample import Sample, Trained, part_of, taking_turns
+from halfstep.guard.meters.sample import Sample, Trained, part_of
+from halfstep.guard.meters.standing_still import Before, StandingStill
 
 MANY = 0.2
 """Share of the elements that should have moved."""
 
 
-class _Before(NamedTuple):
-    one: Trained
+@dataclass
+class _Pushed(Before):
     rate: float
-    weight: Tensor
     pushed: Tensor
     """Where the gradient is not zero, and so the weight should move."""
 
 
-class LostUpdates(Meter):
-    """Of one weight at a time: elements with a gradient whose stored value the update left as it was."""
+class LostUpdates(StandingStill):
+    """Elements with a gradient whose stored value the update left as it was."""
 
-    turn = 1
+    def begun(self, sample: Sample, one: Trained) -> Before | None:
+        assert one.parameter.grad is not None
+        rate = _rate(one)
+        if rate == 0.0:  # a schedule that begins or ends with nothing moves nothing
+            return None
+        return _Pushed(one, part_of(one.parameter).clone(), rate, part_of(one.parameter.grad) != 0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._before: _Before | None = None
-        self._noted: tuple[_Before, int, int] | None = None
-        self._over = Crossings()
+    def moved(self, sample: Sample, before: Before) -> tuple[Tensor, Tensor] | None:
+        assert isinstance(before, _Pushed)
+        return part_of(before.one.parameter) == before.numbers, before.pushed
 
-    def before(self, sample: Sample) -> None:
-        self._before = self._noted = None
-
-    def gradients(self, sample: Sample) -> None:
-        for one in taking_turns(sample.with_gradients, sample.turn // 2, 1):
-            assert one.parameter.grad is not None
-            rate = _rate(one)
-            if rate != 0.0:  # a schedule that begins or ends with nothing moves nothing
-                weight = part_of(one.parameter).clone()
-                self._before = _Before(one, rate, weight, part_of(one.parameter.grad) != 0)
-
-    def after(self, sample: Sample) -> None:
-        before, self._before = self._before, None
-        if before is None or sample.report is None or not sample.report.applied:
-            return
-        same = part_of(before.one.parameter) == before.weight
-        lost = sample.slate.note((same & before.pushed).count_nonzero())
-        self._noted = before, lost, sample.slate.note(before.pushed.count_nonzero())
-
-    def drop(self) -> None:
-        self._before = None
-
-    def read(self, sample: Sample, numbers: Sequence[float]) -> list[Finding]:
-        noted, self._noted = self._noted, None
-        if noted is None or not numbers[noted[2]]:
-            return []
-        (one, rate, weight, _), lost, pushed = noted
-        share = numbers[lost] / numbers[pushed]
-        self.readings = {"lost_update_share": share, "lost_update_weight": one.name}
-        if not self._over.new([one.name], [one.name] if share >= MANY else []):
-            return []
-        stored = name_of(weight.dtype)
-        return [
-            Finding(
-                "updates-lost",
-                "warning",
-                f"{one.name}: {share:.0%} of the elements that have a gradient are the same after the update: it is "
-                f"too small beside them for {stored}, at learning rate {rate:g}",
-                "a larger learning rate" if stored == "fp32" else "weights in fp32, with 16 bits for computing only",
-            )
-        ]
+    def judged(self, sample: Sample, before: Before, share: float) -> Finding | None:
+        assert isinstance(before, _Pushed)
+        name, stored = before.one.name, name_of(before.numbers.dtype)
+        self.readings = {"lost_update_share": share, "lost_update_weight": name}
+        if share < MANY:
+            return None
+        return Finding(
+            "updates-lost",
+            "warning",
+            f"{name}: {share:.0%} of the elements that have a gradient are the same after the update: it is "
+            f"too small beside them for {stored}, at learning rate {before.rate:g}",
+            "a larger learning rate" if stored == "fp32" else "weights in fp32, with 16 bits for computing only",
+        )
 
 
 def _rate(one: Trained) -> float:
