@@ -27,6 +27,7 @@ def test_a_run_is_watched_unless_it_says_otherwise() -> None:
         "skip_share": 0.25,
         "rollbacks": 2,
         "probation": 1000,
+        "spikes": True,
     }
 
 
