@@ -32,9 +32,9 @@ def test_each_with_its_path() -> None:
 
 def test_writing_shows_whatever_the_batch_is_made_of() -> None:
     for batch in ({"x": torch.rand(2)}, UserDict(x=torch.rand(2)), Held(torch.rand(2)), [Held(torch.rand(2))]):
-        before = versions_of(batch)
+        before = versions_of([batch])
         next(leaf for _, leaf in leaves(batch)).mul_(2)
-        assert versions_of(batch) != before
+        assert versions_of([batch]) != before
 
 
 def test_a_container_that_holds_itself() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from halfstep.observe.leaves import leaves
-from halfstep.step.held import held_by
 from halfstep.step.lane import Lane
 from halfstep.step.synchronise import LossFunction
 
@@ -57,13 +56,13 @@ class Attempt(NamedTuple):
         microbatches: Sequence[Any],
         only: str | None,
         device: torch.device,
+        own_generators: Sequence[tuple[torch.Generator, Tensor]],
     ) -> Attempt:
         """A step that begins now."""
         factors = {lane.name: Factor(lane.scale.value, lane.base_count) for lane in lanes}
         reaches = {lane.name: Reach(lane.gradients.trainable, lane.alone) for lane in lanes}
-        own = [(generator, generator.get_state()) for generator in held_by(loss_fn, torch.Generator)]
         states, versions = generator_states(device), versions_of(microbatches)
-        return cls(loss_fn, microbatches, only, states, factors, versions, reaches, own)
+        return cls(loss_fn, microbatches, only, states, factors, versions, reaches, own_generators)
 
     @property
     def batch_changed(self) -> bool:
@@ -71,9 +70,18 @@ class Attempt(NamedTuple):
         return self.versions != versions_of(self.microbatches)
 
 
-def versions_of(tree: Any) -> tuple[int, ...]:
+def versions_of(tree: Sequence[Any]) -> tuple[int, ...]:
     """Version counters of a batch's tensors, in order; those made under inference_mode have none."""
-    return tuple(-1 if leaf.is_inference() else leaf._version for _, leaf in leaves(tree))
+    found: list[Tensor] = []
+    for microbatch in tree:
+        # Most batches are a tensor or a row of them, and need no closer look.
+        if isinstance(microbatch, Tensor):
+            found.append(microbatch)
+        elif type(microbatch) in (tuple, list) and all(isinstance(item, Tensor) for item in microbatch):
+            found += microbatch
+        else:
+            found += [leaf for _, leaf in leaves(microbatch)]
+    return tuple([-1 if tensor.is_inference() else tensor._version for tensor in found])
 
 
 def generator_states(device: torch.device) -> list[Tensor]:

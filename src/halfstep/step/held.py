@@ -6,11 +6,26 @@ import functools
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 T = TypeVar("T")
 _DEEPEST = 3
 """Functions that hold functions."""
+
+
+class OwnGenerators:
+    """Random numbers that a loss function brings with it. They are looked for once, while it is the same function."""
+
+    def __init__(self) -> None:
+        self._function: Any = None
+        self._held: list[torch.Generator] = []
+
+    def states(self, function: Any) -> list[tuple[torch.Generator, Tensor]]:
+        """Each with its state now."""
+        if function is not self._function:
+            self._function, self._held = function, held_by(function, torch.Generator)
+        return [(generator, generator.get_state()) for generator in self._held] if self._held else []
 
 
 def held_by(function: Any, kind: type[T]) -> list[T]:

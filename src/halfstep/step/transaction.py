@@ -20,6 +20,7 @@ from halfstep.step import preflight
 from halfstep.step.agreement import agree, token_of
 from halfstep.step.attempt import Attempt
 from halfstep.step.buffers import Buffers
+from halfstep.step.held import OwnGenerators
 from halfstep.step.lane import Lane
 from halfstep.step.lanes import ByName, differentiate, lane_named, make_lanes, report_of
 from halfstep.step.loss_scale import LossScale
@@ -86,13 +87,12 @@ class Stepper:
         self._buffers = Buffers(model)
         self._roster = Roster(model, optimizers.values())
         self._open: list[Lane] = []
-        self._or_nothing, self._turns = OrNothing(self._abandon), Turns()
-        self._begun = self.followed = 0
+        self._or_nothing, self._turns, self._own = OrNothing(self._abandon), Turns(), OwnGenerators()
+        self._torn, self._begun, self.followed = False, 0, 0
         self.hand = False
         """Raised by a process that wants all of them to stop: they learn of it with the next step."""
         self.hands = 0
         """Processes whose hand was up at the last step; the same number on all of them."""
-        self._torn = False
 
     def _compute_in(self, choice: Choice, optimizers: Iterable[str]) -> None:
         """What really runs is watched anew until each of the optimizers was seen."""
@@ -166,7 +166,7 @@ class Stepper:
         lanes = self._chosen(only)
         # Inside an outer autocast, even one that is off, casts of the weights would outlive the update.
         torch.clear_autocast_cache()
-        self.attempt = Attempt.of(lanes, loss_fn, microbatches, only, self.device)
+        self.attempt = Attempt.of(lanes, loss_fn, microbatches, only, self.device, self._own.states(loss_fn))
         self._buffers.remember()
         for parameter in self._roster.strays:
             parameter.grad = None
