@@ -45,6 +45,20 @@ def test_where_intervals_overlap_the_simpler_is_taken() -> None:
     assert key(plan.choice.setting) == "bf16 last compiled"
 
 
+def test_in_one_precision_a_clear_gain_of_the_median_is_enough_though_a_noisy_machine_gives_no_verdict() -> None:
+    fp32 = Cell(Setting("fp32"), Speed(2.8, 1.0, 1.0, 1.0, 6))
+    plain = Cell(Setting("bf16"), Speed(1.43, 1.86, 1.64, 2.00, 6))
+    last = Cell(Setting("bf16", channels_last=True), Speed(1.29, 2.36, 1.98, 2.87, 6))
+    compiled = Cell(Setting("bf16", channels_last=True, compile=True), Speed(1.2, 2.5, 1.82, 2.98, 6))
+    assert choose([fp32, plain, last, compiled]) is last
+    faster = Cell(compiled.setting, Speed(1.05, 2.61, 1.82, 2.98, 6))
+    assert choose([fp32, plain, last, faster]) is faster
+    few = Cell(last.setting, Speed(1.29, 2.36, 1.98, 2.87, 5))
+    assert choose([fp32, plain, few]) is plain
+    overlapping = Cell(Setting("bf16"), Speed(1.43, 1.86, 0.99, 2.00, 6))
+    assert choose([fp32, overlapping]) is fp32
+
+
 def test_fp32_is_kept_where_nothing_narrower_is_worth_it() -> None:
     plan = planned(World({"fp32": 1.0, "fp32 last": 1.0, "bf16": 1.5, "bf16 last": 1.4}))
     assert plan.stay

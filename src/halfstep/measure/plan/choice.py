@@ -11,6 +11,9 @@ from halfstep.precision.ladder import WORTH_IT
 
 FEWEST_PAIRS = 3
 """Of fewer nothing is concluded, not even where there is nothing better."""
+LIKELY, LIKELY_COMPILED = 1.03, 1.1
+"""What another layout, or compiling, has to gain by the medians where intervals overlap: it changes no precision, so
+the better guess is taken without a verdict. Compiling costs more than time."""
 SPLIT_WORTH_IT = 1.03
 """Other micro-batches change what batch normalisation averages over; less gain than this is not worth that."""
 
@@ -18,8 +21,9 @@ SPLIT_WORTH_IT = 1.03
 def choose(cells: Iterable[Cell], *, fp32: float = 1.0, has_batch_norm: bool = False) -> Cell:
     """The fastest, but a cell replaces a simpler one only where its interval lies wholly above. The first is the base.
 
-    A narrower precision has to gain more than its roundings are worth, over the best that fp32 can do. Cells with too
-    few pairs for an interval are looked at only where no other was measured for longer.
+    In one precision and with the same micro-batches a clear gain of the median is enough. A narrower precision has to
+    gain more than its roundings are worth, over the best that fp32 can do. Cells with too few pairs for an interval are
+    looked at only where no other was measured for longer.
     """
     best, *others = cells
     others = [cell for cell in others if has_interval(cell)] or others
@@ -44,7 +48,14 @@ def _replaces(cell: Cell, simpler: Cell, fp32: float, has_batch_norm: bool) -> b
     split = cell.setting.microbatches != simpler.setting.microbatches
     if split and has_batch_norm and _speedup(cell) < SPLIT_WORTH_IT * _speedup(simpler):
         return False
-    return wholly_above(cell.speed, simpler.speed)
+    return wholly_above(cell.speed, simpler.speed) or (not split and _likely_faster(cell, simpler))
+
+
+def _likely_faster(cell: Cell, simpler: Cell) -> bool:
+    if cell.setting.precision != simpler.setting.precision or not (has_interval(cell) and has_interval(simpler)):
+        return False
+    enough = LIKELY_COMPILED if cell.setting.compile and not simpler.setting.compile else LIKELY
+    return _speedup(cell) >= enough * _speedup(simpler)
 
 
 def wholly_above(one: Speed | None, other: Speed | None) -> bool:
