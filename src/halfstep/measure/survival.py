@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import WrongUse, unknown_name
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16
+from halfstep.guard.replay.cures import candidates
 from halfstep.measure.case import Case, LossFunction, case_of
 from halfstep.measure.survival_report import (
     LostGradient,
@@ -25,7 +26,6 @@ from halfstep.measure.survival_report import (
 )
 from halfstep.measure.survival_step import Gradients, Outcome, step, step_with_loss_scale
 from halfstep.observe.ranges import BACKWARD, Event
-from halfstep.observe.recorder import OUTSIDE
 from halfstep.observe.rounding import RoundedOperands, RoundedOutputs, Rounding, over_the_whole_range
 from halfstep.precision.hardware import describe
 
@@ -47,7 +47,6 @@ TOLERATED_LOSS = 0.1
 TOLERATED_ERROR, TIMES_BF16 = 0.5, 3.0
 """Of the norm of fp32's gradients: further from them than both this and so many times bf16 is, they lead elsewhere."""
 _SCALE_EACH = "train in fp8 with a scale for each tensor, as torchao and Transformer Engine do"
-_PARENTS_TRIED = 3
 _MOST_NAMED = 5
 # torch documents these as computed in fp32 by CUDA's autocast; the CPU's leaves most of them in 16 bits.
 _FP32_ON_CUDA = {"sum", "pow", "exp", "cumsum", "prod", "norm", "rsqrt", "reciprocal", "log", "_softmax"}
@@ -190,7 +189,7 @@ class _Judged:
         """The smallest part of the model that cures it when it is kept in fp32; empty where none does."""
         if event is None or name in _FP8 or not self.reference_is_finite:
             return []
-        for path in _upwards(event.module):
+        for path in candidates(self.case.model, event.module):
             try:
                 if self._survives(self._outcome(name, make, islands=(path,))):
                     return [path]
@@ -207,13 +206,6 @@ class _Judged:
         if rounding.not_emulated:
             notes.append(f"ran as they are: {', '.join(sorted(rounding.not_emulated))}")
         return (*notes, "one step on one batch: weights and gradients of later steps may lie elsewhere")
-
-
-def _upwards(module: str) -> Iterator[str]:
-    """A module, then what it lies in, but never the whole model."""
-    parts = [] if module in ("", OUTSIDE) else module.split(".")
-    for length in range(len(parts), max(0, len(parts) - _PARENTS_TRIED), -1):
-        yield ".".join(parts[:length])
 
 
 def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float | None, tuple[LostGradient, ...]]:

@@ -115,6 +115,18 @@ class Buffers:
                 slots.update({name: None if b is None else back[id(b)] for name, b in (before or {}).items()})
 
 
+def put_buffer(slots: Slots, name: str, value: Tensor | None) -> None:
+    """Into the very tensor that is there, for code may hold on to it; a copy in its place where that cannot be."""
+    buffer = slots.get(name)
+    try:
+        if buffer is not None and value is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+            buffer.copy_(value)
+            return
+    except RuntimeError:  # expanded: several of its elements share one place in memory
+        pass
+    slots[name] = None if value is None else value.clone()
+
+
 def _version(buffer: Tensor) -> int:
     """Sparse buffers and those made under inference_mode cannot be copied into, and some have no counter."""
     return -1 if buffer.layout is not torch.strided or buffer.is_inference() else buffer._version

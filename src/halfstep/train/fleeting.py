@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
+from halfstep.step.buffers import put_buffer
+
 
 def fleeting(model: nn.Module) -> list[str]:
     """The names of those that are there now."""
@@ -42,16 +44,4 @@ def put_buffers(model: nn.Module, values: Mapping[str, Tensor], fleeting: Collec
             module.__dict__.pop(own, None)
             module.register_buffer(own, value, persistent=False)
         else:
-            _put(module._buffers, own, value)
-
-
-def _put(buffers: dict[str, Tensor | None], name: str, value: Tensor) -> None:
-    """Into the very tensor that is there, for code may hold on to it."""
-    buffer = buffers[name]
-    try:
-        if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
-            buffer.copy_(value)
-            return
-    except RuntimeError:  # expanded: several of its elements share one place in memory
-        pass
-    buffers[name] = value
+            put_buffer(module._buffers, own, value)

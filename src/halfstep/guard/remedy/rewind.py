@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError
+from halfstep.step.buffers import put_buffer
 from halfstep.step.transaction import Stepper
 
 FIRST_PAUSE = 5
@@ -75,7 +76,8 @@ class Rewind:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             parameter.copy_(self._weights[name])
         for name, kept in self._buffers.items():
-            _put_buffer(model, name, kept)
+            path, _, own = name.rpartition(".")
+            put_buffer(model.get_submodule(path)._buffers, own, kept)
         return stepper.counts.applied
 
     def _restored(self) -> bool:
@@ -131,18 +133,3 @@ def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
     }
-
-
-def _put_buffer(model: nn.Module, name: str, kept: Tensor | None) -> None:
-    path, _, own = name.rpartition(".")
-    slots = model.get_submodule(path)._buffers
-    current = slots.get(own)
-    if kept is None:
-        slots[own] = None
-    elif current is not None and current.shape == kept.shape:
-        try:
-            current.copy_(kept)
-        except RuntimeError:  # expanded: several of its elements share one place in memory
-            slots[own] = kept.clone()
-    else:
-        slots[own] = kept.clone()
