@@ -21,14 +21,13 @@ from halfstep.step.window import Window
 from halfstep.train.black_box.writing import recording
 from halfstep.train.journal import journal as events
 from halfstep.train.journal.journal import Journal
+from halfstep.train.journal.numbers import few
 from halfstep.train.recipe.schema import GuardOptions
 
 OVERFLOWS = 3
 """In a row, from which on they are no longer a loss scale that finds its place."""
 PROOF = 3
 """Applied steps in a row by which weights show that they are good, after some that failed."""
-MOST_NAMED = 8
-"""Samples in one sentence."""
 _ALARMING = (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, REFUSED)
 
 
@@ -136,7 +135,4 @@ def in_the_data(guilty: Sequence[int]) -> str:
     """Where in the data set the samples are that a verdict knows by their places in a batch."""
     if not guilty:
         return ""
-    shown = ", ".join(map(str, guilty[:MOST_NAMED])) + (
-        f" and {len(guilty) - MOST_NAMED} more" if len(guilty) > MOST_NAMED else ""
-    )
-    return f" (in the data set: {'sample' if len(guilty) == 1 else 'samples'} {shown})"
+    return f" (in the data set: {'sample' if len(guilty) == 1 else 'samples'} {few(guilty)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -98,3 +99,10 @@ def duration(seconds: Any) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours} h {minute:02d} min" if hours else f"{minutes} min {second:02d} s"
+
+
+def few(items: Sequence[int], most: int = 8) -> str:
+    """The first of many, such as the numbers of samples, and how many more there are."""
+    shown = ", ".join(map(str, items[:most]))
+    more = len(items) - most
+    return f"{shown} and {more} more" if more > 0 else shown

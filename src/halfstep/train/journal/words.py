@@ -166,9 +166,9 @@ def skip(step: Event, nth: int) -> str:
     if step.get("loss_scale") not in (None, 1.0):
         text += f", scale {numbers.scale(step['loss_scale'])}"
     if step.get("quarantined"):
-        text += f"; quarantined samples {_few(step['quarantined'])}"
+        text += f"; quarantined samples {numbers.few(step['quarantined'])}"
     elif step.get("ids") and step["reason"] != ORDINARY:
-        text += f"; samples {_few(step['ids'])}"
+        text += f"; samples {numbers.few(step['ids'])}"
     return text + (f" (from here every {THEN_EVERY}th; all are in the journal)" if nth == FIRST_SKIPS else "")
 
 
@@ -260,9 +260,3 @@ def _closing(event: Event) -> str:
     if any((event.get("skipped") or {}).values()):
         parts.append(skips(event["skipped"]))
     return " · ".join(parts)
-
-
-def _few(numbers_of_samples: list[int], most: int = 8) -> str:
-    shown = ", ".join(str(n) for n in numbers_of_samples[:most])
-    more = len(numbers_of_samples) - most
-    return f"{shown} and {more} more" if more > 0 else shown
