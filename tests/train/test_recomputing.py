@@ -94,3 +94,30 @@ def test_blocks_are_what_is_called_as_a_whole() -> None:
     assert list(blocks(net)) == list(net.layers)
     assert list(blocks(nn.ModuleDict({"a": Block(), "b": nn.Linear(1, 1)}))) != []
     assert list(blocks(nn.Linear(1, 1))) == []
+
+
+def test_a_model_within_a_model_is_not_one_block() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.levels = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for level in self.levels:
+                x = level(x)
+            return x
+
+    class Lists(nn.Module):
+        """Its list holds single layers: it is a block itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    whole = nn.Sequential(Inner(), Lists())
+    assert [type(block).__name__ for block in blocks(whole)] == ["Block", "Block", "Lists"]

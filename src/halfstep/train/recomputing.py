@@ -24,14 +24,24 @@ def checkpoint_activations(model: nn.Module) -> int:
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Parts of a model that are called as a whole and have parts themselves: single layers have nothing to save."""
     for child in model.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or _holds_blocks(child):
+        if isinstance(child, _LISTS) or _holds_blocks(child):
             yield from blocks(child)
-        elif any(True for _ in child.children()):
+        elif _has_parts(child):
             yield child
 
 
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
 def _holds_blocks(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and any(any(True for _ in part.children()) for part in module)
+    """A chain of blocks, or a model within the model, such as a U-Net: one block of it all would save nothing."""
+    if isinstance(module, nn.Sequential):
+        return any(map(_has_parts, module))
+    return any(isinstance(child, _LISTS) and any(map(_has_parts, child.children())) for child in module.children())
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def _checkpointed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
