@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from halfstep.observe import code_line, finite
-from halfstep.observe.code_line import is_theirs, running_line, shown
+from halfstep.observe.code_line import is_own, is_theirs, running_line, shown
 
 HERE = "test_code_line.py"
 
@@ -65,6 +65,9 @@ def test_whose_a_file_is() -> None:
     assert not is_theirs(code_line.__file__)
     assert not is_theirs(str(Path(sysconfig.get_path("stdlib")) / "functools.py"))
     assert not is_theirs("<string>")
+    assert is_own(__file__)
+    assert not is_own(str(packages / "timm" / "models" / "resnet.py"))
+    assert not is_own(finite.__file__)
 
 
 def test_files_are_shown_as_people_know_them() -> None:

@@ -207,6 +207,14 @@ def test_an_island_that_is_never_entered_is_found() -> None:
     assert [finding.id for finding in stepper.findings] == ["island.idle"]
 
 
+def test_a_frozen_island_may_rest() -> None:
+    model = nn.ModuleDict({"learns": nn.Linear(8, 8), "frozen": nn.Linear(8, 8).requires_grad_(False)})
+    island(model, "frozen")
+    stepper = Stepper(model, torch.optim.SGD(model["learns"].parameters(), 0.1), precision=precision_named("bf16"))
+    assert stepper.step(lambda m, x: m["learns"](x).float().square().mean(), torch.randn(3, 8)).applied
+    assert stepper.findings == []
+
+
 def test_each_optimizer_is_watched_once() -> None:
     model = nn.ModuleDict({"g": SwitchesOff(8), "d": nn.Linear(8, 4)})
     optimizers = {n: torch.optim.SGD(model[n].parameters(), 0.1) for n in ("g", "d")}

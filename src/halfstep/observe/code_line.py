@@ -35,6 +35,11 @@ def is_theirs(file: str) -> bool:
     return not file.startswith(_NOT_THEIRS) and (file.startswith(_PACKAGES) or not file.startswith(_PYTHONS))
 
 
+def is_own(file: str) -> bool:
+    """Theirs to change: not of a package that they installed."""
+    return is_theirs(file) and not file.startswith(_PACKAGES)
+
+
 def shown(file: str) -> str:
     """A file as people know it: from where they are, or from the package that it belongs to."""
     for folder in (*_PACKAGES, os.getcwd() + os.sep):

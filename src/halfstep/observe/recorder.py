@@ -88,6 +88,10 @@ class Recorder(TorchDispatchMode):
         """Path of the innermost module whose forward is running."""
         return self._running[-1] if self._running else OUTSIDE
 
+    def maker(self, node: Any) -> str:
+        """Path of the module whose forward made a node of the graph."""
+        return self._makers.get(node._sequence_nr(), (OUTSIDE, False))[0]
+
     def __enter__(self) -> Recorder:
         for path, module in self._modules:
             # Scripted modules take no hooks; what they do is their parent's.

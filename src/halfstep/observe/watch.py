@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionNotObserved
+from halfstep.finding import Finding
 from halfstep.observe.flops import computed_in, flops
+from halfstep.observe.lint.functions import OwnFunctions
+from halfstep.observe.lint.listener import placed
 from halfstep.observe.recorder import OUTSIDE, Operation, Recorder
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
@@ -61,7 +64,7 @@ class Tally:
         self._flops: Counter[str] = Counter()
         self._strays: Counter[str] = Counter()
         self._in_islands = 0
-        self._idle = set(self._islands)
+        self._idle = {path for path in self._islands if not _frozen(model.get_submodule(path))}
         self.backward_seen = False
 
     def __call__(self, operation: Operation) -> None:
@@ -90,6 +93,12 @@ class Tally:
         return None
 
 
+def _frozen(module: nn.Module) -> bool:
+    """Such a module may well rest in a step, as an autoencoder does whose latents were computed before."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
 class Watch:
     """Stands in for a step's scope until one step has been observed, then hands the scope back.
 
@@ -105,8 +114,11 @@ class Watch:
         precision: Precision,
         *,
         done: Callable[[AbstractContextManager[object], Observation], None],
+        tell: Callable[[Sequence[Finding]], None],
     ) -> None:
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
+        self._tell = tell
+        self._own_functions = OwnFunctions(self._maker, self._spotted)
         self._recording: tuple[Tally, Recorder] | None = None
         self._active = ExitStack()
 
@@ -121,6 +133,8 @@ class Watch:
             if "torch._dynamo" in sys.modules:
                 entering.enter_context(torch.compiler.set_stance("force_eager"))
             entering.enter_context(self._recording[1])
+            if self._precision.casts:
+                entering.enter_context(self._own_functions)
             self._active = entering.pop_all()
 
     def __exit__(self, *error: Any) -> None:
@@ -137,6 +151,14 @@ class Watch:
         if not observation.as_asked:
             raise _not_observed(self._precision, observation)
         self._done(self._inner, observation)
+
+    def _maker(self, node: Any) -> str:
+        assert self._recording is not None, "backward is asked for while it is watched"
+        return self._recording[1].maker(node)
+
+    def _spotted(self, finding: Finding, module: str, line: str | None) -> None:
+        """Told at once, because the backward that is about to run may end the step."""
+        self._tell([placed(finding, module, line)])
 
 
 def _not_observed(precision: Precision, observation: Observation) -> PrecisionNotObserved:

@@ -102,7 +102,7 @@ class Stepper:
         self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)
         self._unseen, self._idle = set(optimizers), set(islands(self.model))
         if self._observe:
-            self._scope = Watch(self._scope, self.model, self.precision, done=self._watched)
+            self._scope = Watch(self._scope, self.model, self.precision, done=self._watched, tell=self._tell)
 
     def change_precision(self, name: str) -> None:
         """Go on in another precision, or in the first one again, between two steps; a loss scale begins anew."""

@@ -21,6 +21,7 @@ from halfstep.measure.case import Case
 from halfstep.measure.memory.persons_error import as_wrong_use, in_one_line
 from halfstep.measure.survival_step import Gradients, one_loss, recurrent_steps_shown, undisturbed
 from halfstep.observe.lint.calls import Calls
+from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import Lint, Spotted
 from halfstep.observe.ranges import Ranges
 from halfstep.observe.recorder import Operation, Recorder, as_it_is
@@ -110,6 +111,8 @@ def _step(case: Case, device: torch.device, precision: Precision, scale: float, 
         with undisturbed(device), precision.scope(device), recurrent_steps_shown(model), ExitStack() as active:
             recorder = active.enter_context(Recorder(model, listeners, rounding.run if rounding else as_it_is))
             active.enter_context(listeners.works.keeping(lambda: recorder.module))
+            if narrow:
+                active.enter_context(OwnFunctions(recorder.maker, listeners.lint.tell))
             with precision.autocast(device), Calls(device.type, listeners.lint.tell):
                 given = case.loss_fn(model, batch)
             loss = one_loss(given)

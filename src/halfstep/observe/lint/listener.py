@@ -76,6 +76,11 @@ class Lint:
             self._rules[packet].append(rule)
 
 
+def placed(finding: Finding, module: str, line: str | None) -> Finding:
+    """A finding by itself: its evidence begins with the place, and its fix names the module."""
+    return _merged([Spotted(finding, module, line)]).finding
+
+
 def _merged(group: list[Spotted]) -> Spotted:
     first = group[0]
     modules = tuple(dict.fromkeys(one.module for one in group))
