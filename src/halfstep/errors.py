@@ -147,7 +147,11 @@ def in_one_line(error: BaseException) -> str:
 _EXTRAS = {
     "train": {"matplotlib", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
     "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchmetrics", "torchvision", "webdataset"},
+    "diffusion": {"diffusers"},
+    "video": {"av"},
 }
+_USUAL = ("train", "vision")
+"""What every run needs; other extras are named where one of their packages is missing."""
 
 
 def missing_extra(error: ImportError) -> MissingExtra | None:
@@ -155,10 +159,11 @@ def missing_extra(error: ImportError) -> MissingExtra | None:
     package = (error.name or "").partition(".")[0]
     if isinstance(error, MissingExtra) or not any(package in packages for packages in _EXTRAS.values()):
         return None
+    wanted = [extra for extra, packages in _EXTRAS.items() if extra in _USUAL or package in packages]
     return MissingExtra(
         f"the package {package!r} is not installed",
-        allowed=f"halfstep with its extras {' and '.join(_EXTRAS)}",
-        do=f"pip install 'halfstep[{','.join(_EXTRAS)}]'",
+        allowed=f"halfstep with its extras {' and '.join(wanted)}",
+        do=f"pip install 'halfstep[{','.join(wanted)}]'",
     )
 
 

@@ -79,13 +79,23 @@ def test_two_tasks_of_one_name_are_a_contradiction(monkeypatch: pytest.MonkeyPat
         task_names()
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "halfstep.tasks.segmentation")
-    monkeypatch.setitem(sys.modules, "torchvision", None)
+@pytest.mark.parametrize(
+    ("task", "package", "extras"),
+    [("segmentation", "torchvision", "train,vision"), ("diffusion", "diffusers", "train,vision,diffusion")],
+)
+def test_a_missing_package_names_the_extra(
+    task: str, package: str, extras: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_class(task)
+    for module in [name for name in sys.modules if name.startswith("halfstep.tasks.")]:
+        if not module.startswith("halfstep.tasks._folder"):
+            monkeypatch.delitem(sys.modules, module)
+    for module in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra) as caught:
-        task_class("segmentation")
-    assert "torchvision" in str(caught.value)
-    assert "pip install halfstep[train,vision]" in caught.value.do
+        task_class(task)
+    assert package in str(caught.value)
+    assert f"pip install 'halfstep[{extras}]'" in caught.value.do
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep import tasks
-from halfstep.errors import Contradiction, HalfstepError, MissingExtra, WrongUse, unknown_name
+from halfstep.errors import Contradiction, HalfstepError, WrongUse, missing_extra, unknown_name
 from halfstep.tasks import options
 
 if TYPE_CHECKING:
@@ -108,13 +108,10 @@ def _imported(name: str) -> type[Task]:
     try:
         module = importlib.import_module(f"{tasks.__name__}.{name}")
     except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] == "halfstep":
+        missing = missing_extra(error)
+        if missing is None:
             raise
-        raise MissingExtra(
-            f"task {name!r} needs the package {error.name.partition('.')[0]!r}, which is not installed",
-            allowed="halfstep with the extras train and vision",
-            do="pip install halfstep[train,vision]",
-        ) from error
+        raise missing from error
     return _task_in(module, module.__name__)
 
 

@@ -78,9 +78,10 @@ def prepare(
     if cures is not None:
         notes += placed_again(model, cures)
         precision = cures.precision or precision
+    choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
+    notes += task.ready(model, choice.precision)
     optimizer = make_optimizer(recipe.optimizer, model)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
-    choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
     stepper = Stepper(
         model,
         optimizer,

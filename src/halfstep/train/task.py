@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from halfstep.precision.precision import Precision
 from halfstep.train.data.source import Sample, Source
 from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Split = Literal["train", "val"]
 Picture = np.ndarray[Any, Any]
 """Height × width × 3, uint8."""
+Told = Callable[[int, int], None]
+"""Hears how much of a long job is done, and of how much."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Prediction:
     mask: np.ndarray[Any, Any] | None = None
     """Height × width, a class number for each pixel."""
     overlay: Picture | None = None
+    frames: Sequence[Picture] = ()
+    """Pictures that follow one another, for an animation."""
 
 
 class Task(ABC):
@@ -61,6 +66,13 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """The model, with random or `pretrained` weights as `recipe.model.weights` says; paths are read by the loop."""
 
+    def ready(self, model: nn.Module, precision: Precision) -> list[str]:
+        """What is measured or computed once, with the model where it will run; the lines are told with the run's start.
+
+        Called by every process before the first step, also of a run that goes on: its buffers are then restored.
+        """
+        return []
+
     @abstractmethod
     def source(self, split: Split) -> Source:
         """Where the samples of a split come from."""
@@ -91,3 +103,7 @@ class Task(ABC):
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
         """What the model says about one image, channels × height × width, as it was read."""
         raise NotImplementedError(f"{type(self).__name__} predicts nothing")
+
+    def sample(self, model: nn.Module, count: int, told: Told) -> list[Picture]:
+        """Pictures that the model makes by itself; what is drawn at random comes from torch's own generator."""
+        raise NotImplementedError(f"{type(self).__name__} makes nothing by itself")

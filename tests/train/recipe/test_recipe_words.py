@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.errors import BadRecipe, HalfstepError, Unsafe
+from halfstep.errors import BadRecipe, Contradiction, HalfstepError, Unsafe
 from halfstep.train.recipe.overrides import read_flags
 from halfstep.train.recipe.resolve import Resolved, resolve
 from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
@@ -67,6 +67,39 @@ def test_seeds_have_63_bits() -> None:
 def test_lightnings_and_transformers_words_for_clipping() -> None:
     assert resolved(BASE + "trainer: {gradient_clip_val: 1.0}").recipe.train.clip_norm == 1.0
     assert resolved(BASE, "--max_grad_norm", "0.5").recipe.train.clip_norm == 0.5
+    assert resolved(BASE, "trainer.gradient_clip_val=0.5").recipe.train.clip_norm == 0.5
+
+
+@pytest.mark.parametrize("text", ["globals: {BATCH_SIZE_PER_GPU: 4}", "BATCH_SIZE_PER_GPU: 4"])
+def test_the_batch_of_a_gpu(text: str) -> None:
+    found = resolved(BASE + text)
+    assert found.recipe.train.batch_size == 4
+    assert any("is read as train.batch_size" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("word", ["globals.BATCH_SIZE_PER_GPU=4", "BATCH_SIZE_PER_GPU=4"])
+def test_the_batch_of_a_gpu_on_the_line(word: str) -> None:
+    assert resolved(BASE + "globals: {BATCH_SIZE_PER_GPU: 2}", word).recipe.train.batch_size == 4
+
+
+def test_a_batch_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(Contradiction, match="BATCH_SIZE_PER_GPU"):
+        resolved("task: t\ntrain: {epochs: 3, batch_size: 8}\nglobals: {BATCH_SIZE_PER_GPU: 4}")
+    with pytest.raises(BadRecipe, match=r"globals\.NUM_SLOTZ"):
+        resolved(BASE + "globals: {NUM_SLOTZ: 4}")
+
+
+def test_optimizations_are_compilation() -> None:
+    found = resolved(BASE + "use_optimizations: true")
+    assert found.recipe.train.compile
+    assert found.notes == ["use_optimizations is read as train.compile"]
+    assert resolved(BASE, "--use-optimizations", "--bf16").recipe.train.compile
+    assert not resolved(BASE, "--use-optimizations", "false").recipe.train.compile
+
+
+def test_a_trainer_with_amp_and_a_rate() -> None:
+    recipe = resolved(BASE + "trainer: {amp: True, fp16: False, lr: 1e-5}").recipe
+    assert (recipe.precision, recipe.optimizer.lr) == ("bf16", 1e-5)
 
 
 def test_unknown_keys_cannot_play_with_the_terminal() -> None:

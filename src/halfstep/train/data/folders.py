@@ -1,4 +1,4 @@
-"""The layout of ImageNet: a folder per class, images in it."""
+"""Folders of images: all that lie below one, or the layout of ImageNet, a folder per class with images in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,43 @@ from halfstep.train.data.source import Files, Sample
 _LAYOUT = "ROOT/CLASS/IMAGE, with at least one image in each class"
 
 
-class ImageFolder:
+class _Listed:
+    """Image files below a folder, by number."""
+
+    root: Path
+    channels: int
+    _files: list[str]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int) -> Sample:
+        return {"image": read_image(self.root / self._files[index], self.channels), **self.without_image(index)}
+
+    def without_image(self, index: int) -> Sample:
+        return {}
+
+    def name(self, index: int) -> str:
+        return str(self.root / self._files[index])
+
+    def key(self, index: int) -> str:
+        return Path(self._files[index]).as_posix()
+
+    def files_of(self, index: int) -> Files:
+        return [(self.key(index), os.path.join(self.root, self._files[index]))]
+
+
+class Images(_Listed):
+    """`image` as it was read, of every image below a folder, however deep."""
+
+    def __init__(self, root: str | Path, channels: int = 3) -> None:
+        self.root, self.channels = existing(root, "the image folder"), channels
+        self._files = image_files(self.root)
+        if not self._files:
+            raise BadData(f"{self.root} holds no image", allowed="at least one image below it", do="check data.path")
+
+
+class ImageFolder(_Listed):
     """`image` as it was read, and `label`: the position of its folder's name among the sorted names.
 
     Give `classes` the names of the training set to read a validation folder, so that both number them alike.
@@ -47,18 +83,5 @@ class ImageFolder:
             labels += [self.classes.index(name)] * len(found)
         return files, labels
 
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def read(self, index: int) -> Sample:
-        image = read_image(self.root / self._files[index], self.channels)
-        return {"image": image, "label": torch.tensor(self._labels[index])}
-
-    def name(self, index: int) -> str:
-        return str(self.root / self._files[index])
-
-    def key(self, index: int) -> str:
-        return Path(self._files[index]).as_posix()
-
-    def files_of(self, index: int) -> Files:
-        return [(self.key(index), os.path.join(self.root, self._files[index]))]
+    def without_image(self, index: int) -> Sample:
+        return {"label": torch.tensor(self._labels[index])}

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from bisect import bisect_right
+from collections.abc import Collection
 from itertools import accumulate, product
 from pathlib import Path
 
@@ -24,7 +25,7 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class Shards:
-    """`image`, and `label` or `mask` where the shards have them.
+    """`image`, and of `parts` those that the shards have: `label`, `mask`.
 
     `root` is a folder of .tar files, one of them, or a pattern such as `train-{000..003}.tar`.
     """
@@ -36,8 +37,9 @@ class Shards:
         classes: int = 2,
         ignore_index: int | None = None,
         palette: Palette | None = None,
+        parts: Collection[str] = ("label", "mask"),
     ) -> None:
-        self.channels, self.meaning = channels, Meaning(classes, ignore_index, palette)
+        self.channels, self.meaning, self.parts = channels, Meaning(classes, ignore_index, palette), parts
         self.paths = shard_paths(root)
         self._root = os.path.commonpath([path.parent for path in self.paths])
         self._rows = [index_of(path) for path in self.paths]
@@ -51,13 +53,21 @@ class Shards:
     def read(self, index: int) -> Sample:
         path, row = self._at(index)
         name = self.name(index)
-        sample = {"image": read_image(_bytes(path, row.image, row.image_size, name), self.channels, name)}
-        if row.label >= 0:
-            sample["label"] = torch.tensor(row.label)
-        if row.mask >= 0:
-            sample["mask"] = mask_of(_bytes(path, row.mask, row.mask_size, name), self.meaning, name)
-            same_size(sample["image"].shape[-2:], sample["mask"].shape, name)
-        return sample
+        image = read_image(_bytes(path, row.image, row.image_size, name), self.channels, name)
+        rest = self.without_image(index)
+        if "mask" in rest:
+            same_size(image.shape[-2:], rest["mask"].shape, name)
+        return {"image": image, **rest}
+
+    def without_image(self, index: int) -> Sample:
+        path, row = self._at(index)
+        name = self.name(index)
+        rest = {}
+        if row.label >= 0 and "label" in self.parts:
+            rest["label"] = torch.tensor(row.label)
+        if row.mask >= 0 and "mask" in self.parts:
+            rest["mask"] = mask_of(_bytes(path, row.mask, row.mask_size, name), self.meaning, name)
+        return rest
 
     def name(self, index: int) -> str:
         path, row = self._at(index)

@@ -49,6 +49,12 @@ def files_of(source: Source, index: int) -> Files:
     return say(index) if say else ()
 
 
+def without_image(source: Source, index: int) -> Sample:
+    """Every part of a sample but its image, which is decoded only for a source that cannot do without."""
+    rest: Callable[[int], Sample] | None = getattr(source, "without_image", None)
+    return rest(index) if rest else {name: part for name, part in source.read(index).items() if name != "image"}
+
+
 class BadSample(Exception):
     """A sample that cannot be read: skipped, replaced and counted."""
 

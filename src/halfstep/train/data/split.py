@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from halfstep.errors import BadData
-from halfstep.train.data.source import Files, Sample, Source, files_of
+from halfstep.train.data.source import Files, Sample, Source, files_of, without_image
 
 
 class Keyed(Protocol):
@@ -27,6 +27,9 @@ class Subset:
 
     def read(self, index: int) -> Sample:
         return self.source.read(self.numbers[index])
+
+    def without_image(self, index: int) -> Sample:
+        return without_image(self.source, self.numbers[index])
 
     def name(self, index: int) -> str:
         return self.source.name(self.numbers[index])

@@ -28,7 +28,7 @@ class Plain:
             journal.STEP: self._step,
             journal.SPEED: self._speed,
             journal.REPLACED: lambda event: [words.replaced(event)],
-            journal.EPOCH: lambda event: words.summary(event, self._latest.metric),
+            journal.EPOCH: self._epoch,
             journal.SAVED: self._saved,
             journal.GUARD: words.guard,
             journal.NOTE: self._note,
@@ -75,6 +75,10 @@ class Plain:
         left = f"{numbers.clock(event['seconds_left'])} left"
         items = [item.text for item in line_of(self._latest)]
         return [" · ".join([numbers.clock(event["time"]), where, left, *items])]
+
+    def _epoch(self, event: Event) -> list[str]:
+        # With the colon that people look for: grep "lr:" train.log
+        return [line.replace(" · lr ", " · lr: ", 1) for line in words.summary(event, self._latest.metric)]
 
     def _saved(self, event: Event) -> list[str]:
         """Nothing of a checkpoint: there may be one a minute, and the line of numbers has the last."""

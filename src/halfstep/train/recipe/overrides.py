@@ -11,7 +11,7 @@ from halfstep.precision.names import SWITCHES, is_off, is_on
 from halfstep.train.recipe.fields import places, settings_of
 from halfstep.train.recipe.spelling import allowed_edits, edits, nearest
 from halfstep.train.recipe.strict_yaml import NULL, read_value
-from halfstep.train.recipe.words import PRECISION_SWITCHES, PRECISION_WORDS
+from halfstep.train.recipe.words import FOREIGN_SECTIONS, PRECISION_SWITCHES, PRECISION_WORDS
 
 _ON_OFF = ("true", "false")
 
@@ -50,6 +50,9 @@ def read_assignment(text: str, schema: Any) -> Override:
 
 def key_for(word: str, schema: Any) -> str:
     """The dotted key that a word means; a word for precision stands for itself."""
+    section, _, inner = word.partition(".")
+    if section in FOREIGN_SECTIONS and inner:
+        return key_for(inner, schema)  # `trainer.gradient_clip_val`, as other projects write it
     if word in settings_of(schema) or word in PRECISION_WORDS:
         return word
     meant = places(schema).get(word, [])

@@ -104,7 +104,7 @@ class TrainOptions(Section):
     """Passes over the training data. Give epochs or steps."""
     steps: PositiveInt | None = None
     """Attempted updates in all. Give epochs or steps."""
-    batch_size: PositiveInt = 16
+    batch_size: Annotated[PositiveInt, Also("BATCH_SIZE_PER_GPU")] = 16
     """Samples per device and micro-batch."""
     microbatches: Annotated[PositiveInt, Also("accumulation_steps", "gradient_accumulation_steps")] = 1
     """Micro-batches whose gradients are added up for one update."""
@@ -118,7 +118,7 @@ class TrainOptions(Section):
     """Decay of an average of the weights, which is then evaluated and saved too."""
     channels_last: bool = True
     """Lay images out with channels last, as fast convolutions in 16 bits want them."""
-    compile: Annotated[bool, Also("compile_model")] = False
+    compile: Annotated[bool, Also("compile_model", "use_optimizations")] = False
     """Compile the model with torch.compile."""
     checkpoint_activations: bool = False
     """Compute activations again in backward instead of keeping them: less memory, more time. Not with compile."""

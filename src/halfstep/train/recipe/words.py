@@ -12,7 +12,7 @@ from halfstep.train.recipe.fields import places, sections_of, settings_of, short
 
 PRECISION_SWITCHES = (*SWITCHES, *FLAGS)
 PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", *FORMATS)
-FOREIGN_SECTIONS = ("trainer", "training")
+FOREIGN_SECTIONS = ("trainer", "training", "globals")
 """Where other projects keep what is at the top of a recipe, or in its sections."""
 
 
