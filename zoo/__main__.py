@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ def main() -> int:
     torch.set_num_threads(1)
     # fp16 on a CPU is slow, which halfstep says each time; here it is on purpose.
     logging.getLogger("halfstep").setLevel(logging.ERROR)
+    # A model that is cast by hand, which diffusers remarks on, is what some of these show. It reads this when imported.
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if options.table:
         print(pages.table())
         return 0
@@ -56,12 +59,12 @@ def _options() -> argparse.Namespace:
 
 def _run_all(*, quiet: bool, verbose: bool) -> list[Result]:
     found = pains()
-    width = max(len(pain.words) for pain in found)
+    width = max(len(f"{pain.number} {pain.words}") for pain in found)
     out = sys.stderr if quiet else sys.stdout
     results: list[Result] = []
     for pain in found:
         # What stands here while it runs: the name first, then each verdict as it comes.
-        print(f"{pain.number} {pain.words:<{width}}", end="   ", file=out, flush=True)
+        print(f"{pain.number} {pain.words}".ljust(width), end="   ", file=out, flush=True)
         plain = pain.run("plain")
         print(f"plain: {plain.verdict:<6}", end="   ", file=out, flush=True)
         held = pain.run("held")

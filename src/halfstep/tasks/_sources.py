@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import BadData, BadRecipe
-from halfstep.train.data.folders import ImageFolder
+from halfstep.train.data.embedded import Embedded
+from halfstep.train.data.folders import ImageFolder, Images
+from halfstep.train.data.image_pairs import ImagePairs
 from halfstep.train.data.listing import folders
 from halfstep.train.data.pairs import ImageMaskPairs, folders_under
 from halfstep.train.data.place import data_place
 from halfstep.train.data.procedural import ShapeLabels, ShapeMasks
+from halfstep.train.data.radio_maps import RadioMaps
 from halfstep.train.data.shards import Shards
 from halfstep.train.data.source import BadSample, Source
 from halfstep.train.data.split import split
 from halfstep.train.task import Split
 
 Make = Callable[[Path], Source]
+_SPLITS = frozenset(("train", "val", "test"))
+_CONDITIONS = {"class": ("folder", "shards", "shapes"), "image": ("pairs", "maps")}
+"""What has such a condition; others can be had with any data."""
 DRAWN_FOR_VALIDATION = 0.2
 """The share of drawn samples, where a recipe names a folder for validation that they have not."""
 
@@ -33,20 +39,24 @@ def masked(data: Any) -> dict[Split, Source]:
         return ImageMaskPairs(images, masks, channels=data.channels, **meaning)
 
     if data.name == "shapes":
-        return _shared(drawn_masks(data), data.val)
+        return shared(drawn_masks(data), data.val)
     make: Make = pairs if data.name == "pairs" else lambda root: Shards(root, data.channels, **meaning)
-    return _complete(_both(data, make), "mask")
+    return _complete(both(data, make), "mask")
 
 
 def drawn_masks(data: Any) -> ShapeMasks:
     return ShapeMasks(data.samples, data.size, data.classes, data.channels)
 
 
+def drawn_labels(data: Any) -> ShapeLabels:
+    return ShapeLabels(data.samples, data.size, data.classes or 4, data.channels)
+
+
 def labelled(data: Any) -> tuple[dict[Split, Source], list[str]]:
     """Images with labels, as a classification's `data` says, and the names of the classes."""
     if data.name == "shapes":
-        drawn = ShapeLabels(data.samples, data.size, data.classes or 4, data.channels)
-        return _shared(drawn, data.val), drawn.classes
+        drawn = drawn_labels(data)
+        return shared(drawn, data.val), drawn.classes
     names: list[str] = []
 
     def folder(root: Path) -> Source:
@@ -56,18 +66,67 @@ def labelled(data: Any) -> tuple[dict[Split, Source], list[str]]:
         return found
 
     def shards(root: Path) -> Source:
-        found = Shards(root, data.channels)
+        found = Shards(root, data.channels, parts=("label",))
         names.extend(found.classes[len(names) :])
         return found
 
-    sources = _both(data, folder if data.name == "folder" else shards)
+    sources = both(data, folder if data.name == "folder" else shards)
     return _complete(sources, "label"), _as_many(names, data)
 
 
-def _both(data: Any, make: Make) -> dict[Split, Source]:
+def pictured(data: Any, condition: str) -> tuple[dict[Split, Source], list[str]]:
+    """Images with what they are asked for with, as a diffusion's `data` says, and the names of the classes."""
+    _possible(data, condition)
+    if condition == "class":
+        return labelled(data)
+
+    def asked_for(source: Source, under: str = "") -> Source:
+        return Embedded(source, data_place(data.embeddings), under) if condition == "embedding" else source
+
+    def made(root: Path) -> Source:
+        # Two splits may have an image of one name each; one file has the embeddings of both.
+        apart = root.is_dir() and root != data_place(data.path)
+        return asked_for(_images(root, data, condition), f"{root.name}/" if apart else "")
+
+    if data.name == "shapes":
+        return shared(asked_for(drawn_labels(data)), data.val), []
+    if data.name == "maps":
+        drawn = RadioMaps(data.samples, data.size, data.channels, data.condition_channels)
+        return shared(asked_for(drawn), data.val), []
+    return both(data, made), []
+
+
+def _possible(data: Any, condition: str) -> None:
+    fitting = _CONDITIONS.get(condition, (data.name,))
+    if data.name not in fitting:
+        raise BadRecipe(
+            f"model.condition={condition} with data.name={data.name}",
+            allowed=f"data.name={' or data.name='.join(fitting)} for this condition",
+            do=f"write data.name={fitting[0]}, or model.condition=none",
+        )
+    if condition == "embedding" and data.embeddings is None:
+        raise BadRecipe(
+            "model.condition=embedding without data.embeddings",
+            allowed="a .safetensors file with a tensor for each image, by its name",
+            do="write data.embeddings=FILE.safetensors, or model.condition=none",
+        )
+
+
+def _images(root: Path, data: Any, condition: str) -> Source:
+    """Images below a folder; where there is more with them that nobody asked for, it is left alone."""
+    if data.name == "shards":
+        return Shards(root, data.channels, parts=())
+    if data.name == "folder":
+        return Images(root, data.channels)
+    if condition != "image":
+        return Images(root / "images", data.channels)
+    return ImagePairs(*folders_under(root, "condition"), data.channels, data.condition_channels)
+
+
+def both(data: Any, make: Make) -> dict[Split, Source]:
     root = data_place(data.path)
     if not isinstance(data.val, str):
-        return _shared(make(_to_share(root, data)), data.val)
+        return shared(make(to_share(root, data)), data.val)
     inside = (root / data.val).is_dir()
     if inside and not (root / "train").is_dir():
         raise BadData(
@@ -79,16 +138,17 @@ def _both(data: Any, make: Make) -> dict[Split, Source]:
     return {"train": train, "val": make(root / data.val if inside else data_place(data.val))}
 
 
-def _to_share(root: Path, data: Any) -> Path:
+def to_share(root: Path, data: Any) -> Path:
     """Where splits are there already, those for training: the names of splits are not classes."""
     inside = root / "train"
     if getattr(data, "masks", None) is not None or not inside.is_dir():
         return root
-    # A class may be called train too; its images lie in it, and not in folders of classes.
-    return root if data.name == "folder" and not folders(inside) else inside
+    # A class or a clip may be called train too; its images lie in it, and beside it lie others of its kind.
+    named = data.name in ("folder", "frames") and not folders(inside) and not _SPLITS.issuperset(folders(root))
+    return root if named else inside
 
 
-def _shared(source: Source, val: float | str) -> dict[Split, Source]:
+def shared(source: Source, val: float | str) -> dict[Split, Source]:
     train, rest = split(source, DRAWN_FOR_VALIDATION if isinstance(val, str) else val)
     return {"train": train, "val": rest}
 

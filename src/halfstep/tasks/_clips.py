@@ -1,0 +1,45 @@
+"""The clips that a recipe's data section names, for training and for validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from halfstep.tasks._sources import both, shared, to_share
+from halfstep.train.data.clips import FrameFolders, Windows, mask_folder, split_recordings
+from halfstep.train.data.listing import existing, files
+from halfstep.train.data.moving import Moving, ShapeStamps, Stamps
+from halfstep.train.data.place import data_place
+from halfstep.train.data.source import Source
+from halfstep.train.data.sprites import SpriteStamps
+from halfstep.train.data.videos import SUFFIXES, VideoFiles
+from halfstep.train.task import Split
+
+
+def clips(data: Any) -> dict[Split, Source]:
+    """`image`, frames × 3 × height × width as read, and `mask` where things are known: their numbers, 0 for none."""
+    if data.name in ("sprites", "shapes"):
+        stamps: Stamps = ShapeStamps() if data.name == "shapes" else SpriteStamps(data_place(data.path))
+        return shared(Moving(stamps, data.samples, data.size, data.frames, data.objects), data.val)
+    if isinstance(data.val, str):
+        return both(data, lambda root: _windows(root, data, data.name == "videos"))
+    windows = _windows(to_share(data_place(data.path), data), data, data.name == "videos")
+    train, val = split_recordings(windows, data.val)
+    return {"train": train, "val": val}
+
+
+def has_masks(data: Any) -> bool:
+    """Whether it is known what is where in the clips; no sample is read for it."""
+    if data.name in ("sprites", "shapes"):
+        return True
+    return data.name == "frames" and mask_folder(to_share(data_place(data.path), data)) is not None
+
+
+def clips_in(place: Path, data: Any) -> Windows:
+    """What a person points at: a video or a folder of them, a folder of frames, or a folder of such folders."""
+    return _windows(place, data, place.is_file() or bool(files(existing(place, "the folder"), SUFFIXES)))
+
+
+def _windows(root: Path, data: Any, are_videos: bool) -> Windows:
+    recordings = VideoFiles(root) if are_videos else FrameFolders(root)
+    return Windows(recordings, data.frames, data.every)

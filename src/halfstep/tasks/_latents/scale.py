@@ -1,0 +1,47 @@
+"""The number that latents are multiplied by, so that their standard deviation is 1: measured, not assumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import BadData
+from halfstep.tasks._latents.everyone import from_everyone
+
+LEAST, MOST = -30.0, 20.0
+"""Logarithms of variances are held in between, as diffusers holds them."""
+SMALLEST = 1e-12
+"""A standard deviation below this is none: what is divided by it says nothing."""
+
+
+def measured_scale(moments: Iterable[Tensor]) -> float:
+    """1 ÷ the standard deviation of the latents whose moments these are, over all processes; the same on each.
+
+    The variance of latents drawn around a mean is that of the means and, on average, their own. In float64.
+    """
+    sums = from_everyone(lambda: _sums(moments))
+    count, total, squares, own = (math.fsum(column) for column in zip(*sums, strict=True))
+    variance = (squares / count - (total / count) ** 2 + own / count) if count else math.nan
+    deviation = math.sqrt(variance) if variance >= 0 else math.nan
+    if not SMALLEST < deviation < math.inf:
+        raise BadData(
+            f"the standard deviation of {count:,.0f} numbers of latents is {deviation:g}",
+            allowed="latents that are finite, and not all alike",
+            do="look at the autoencoder's reconstructions, and train it again with a smaller loss.kl",
+        )
+    return 1.0 / deviation
+
+
+def _sums(moments: Iterable[Tensor]) -> list[float]:
+    """How many numbers; of their means the sum and the sum of squares; and the sum of their own variances."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for one in moments:
+        mean, logarithm = one.detach().cpu().to(torch.float64).chunk(2, dim=-3)
+        own = logarithm.clamp(LEAST, MOST).exp()
+        number = torch.tensor(mean.numel(), dtype=torch.float64)
+        sums += torch.stack([number, mean.sum(), mean.square().sum(), own.sum()])
+    found: list[float] = sums.tolist()
+    return found

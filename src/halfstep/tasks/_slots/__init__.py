@@ -1,0 +1,1 @@
+"""What slots are judged by, and how they are shown."""

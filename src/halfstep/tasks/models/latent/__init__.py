@@ -1,0 +1,1 @@
+"""Diffusion in the latents of an autoencoder, from the parts of diffusers."""

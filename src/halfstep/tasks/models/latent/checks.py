@@ -1,0 +1,84 @@
+"""Settings of a diffusion recipe that cannot go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfstep.errors import BadRecipe
+
+FINE = 8
+"""Timesteps that DDIM passes over in one step, from which on it does not matter that it counts them in whole ones."""
+
+
+def check(recipe: Any) -> None:
+    """Refuse what is known to be impossible before anything is read."""
+    options, data = recipe.model, recipe.data
+    _check_stage(options)
+    if options.stage == "autoencoder":
+        return
+    if options.denoiser == "new" and options.attention_levels > len(options.widths):
+        raise BadRecipe(
+            f"model.attention_levels={options.attention_levels} with {len(options.widths)} levels in model.widths",
+            allowed="at most as many as there are levels",
+            do=f"write model.attention_levels={len(options.widths)}",
+        )
+    if options.autoencoder in ("new", "none"):
+        levels = len(options.autoencoder_widths) if options.autoencoder == "new" else 1
+        check_size(options, data, 2 ** (levels - 1))
+    _check_steps(options)
+
+
+def check_size(options: Any, data: Any, stride: int) -> None:
+    """Refuse images that cannot be halved as often as the levels ask; `stride` is the autoencoder's part of it."""
+    halves = stride
+    if options.stage != "autoencoder" and options.denoiser == "new":
+        halves *= 2 ** (len(options.widths) - 1)
+    if data.size % halves:
+        raise BadRecipe(
+            f"data.size={data.size}, which autoencoder and denoiser halve {halves.bit_length() - 1} times",
+            allowed=f"multiples of {halves}",
+            do=f"write data.size={-(-data.size // halves) * halves}, or fewer levels",
+        )
+
+
+def check_channels(given: int, wanted: int, whose: str) -> None:
+    """Refuse images that an autoencoder from elsewhere was not made for."""
+    if given != wanted:
+        raise BadRecipe(
+            f"data.channels={given} with model.autoencoder={whose}",
+            allowed=f"images of {wanted} channels, for which it was made",
+            do=f"write data.channels={wanted}",
+        )
+
+
+def _check_stage(options: Any) -> None:
+    if options.stage == "denoiser" and options.autoencoder == "new":
+        raise BadRecipe(
+            "model.stage=denoiser with model.autoencoder=new, which has learnt nothing and would stay so",
+            allowed="an autoencoder that was trained, both at once, or none",
+            do="train one first (model.stage=autoencoder), then write model.autoencoder=runs/NAME; "
+            "or model.stage=both; or model.autoencoder=none",
+        )
+    if options.stage != "denoiser" and options.autoencoder == "none":
+        raise BadRecipe(
+            f"model.stage={options.stage} with model.autoencoder=none",
+            allowed="an autoencoder to train",
+            do="write model.autoencoder=new, or model.stage=denoiser",
+        )
+
+
+def _check_steps(options: Any) -> None:
+    steps, of = options.sample_steps, options.timesteps
+    if steps > of:
+        raise BadRecipe(
+            f"model.sample_steps={steps} with model.timesteps={of}",
+            allowed="at most as many steps as there are timesteps",
+            do=f"write model.sample_steps={of}",
+        )
+    if options.sampler == "ddim" and of % steps and of // steps < FINE:
+        fitting = max(count for count in range(1, steps + 1) if of % count == 0)
+        raise BadRecipe(
+            f"model.sample_steps={steps} with model.timesteps={of}, which ddim would pass unevenly",
+            allowed=f"a divisor of {of}, or at most {of // FINE}",
+            do=f"write model.sample_steps={fitting}, or model.sampler=ddpm",
+        )

@@ -1,0 +1,51 @@
+"""What a frozen autoencoder makes of the data: kept on the disk where images are the same in every epoch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.precision.precision import Precision
+from halfstep.tasks._latents.cache import cached
+from halfstep.tasks._latents.encoding import Encoding
+from halfstep.tasks._latents.source import LatentSource
+from halfstep.tasks.models.latent.building import is_island
+from halfstep.tasks.models.latent.model import LatentDiffusion
+from halfstep.train.data.source import Sample
+from halfstep.train.task import Split
+from halfstep.train.weights import digest
+
+
+def encoded_once(
+    model: LatentDiffusion,
+    precision: Precision,
+    recipe: Any,
+    sources: Mapping[Split, LatentSource],
+    image_of: Callable[[Sample], Tensor],
+) -> tuple[Iterable[Tensor], list[str]]:
+    """Moments to measure a scale from, and lines to tell; `sources` read moments from now on where they are kept."""
+    assert model.autoencoder is not None
+    options, data = recipe.model, recipe.data
+    device = next(model.parameters()).device
+    encoding = Encoding(functools.partial(_moments, model, precision, device), image_of, device)
+    if data.augment != "none" or not data.cache_latents:
+        return encoding.spread(sources["train"].source), []
+    parts = {
+        "autoencoder": digest(model.autoencoder),
+        "format": "fp32" if is_island(options) else precision.name,
+        "size": str(data.size),
+        "channels": str(data.channels),
+    }
+    kept = {split: cached(encoding, source.source, parts=parts) for split, source in sources.items()}
+    for split, source in sources.items():
+        source.latents = kept[split]
+    return kept["train"].spread(), [line for latents in kept.values() for line in latents.notes]
+
+
+def _moments(model: LatentDiffusion, precision: Precision, device: torch.device, images: Tensor) -> Tensor:
+    with precision.inference(device):
+        return model.moments(images)

@@ -1,0 +1,69 @@
+"""What a recipe for slots may say. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+
+
+class Model(ModelOptions):
+    slots: Annotated[int, Field(ge=1, le=255), Also("num_slots")] = 7
+    """How many things a clip is divided into, with its background."""
+    width: Annotated[PositiveInt, Also("slot_dim")] = 64
+    """Numbers that describe a slot."""
+    iterations: PositiveInt = 2
+    """Rounds of attention in each frame; the first frame has one more."""
+    encoder_width: PositiveInt = 64
+    """Channels of the layers that read a frame."""
+    encoder_stride: Literal[1, 2, 4] = 1
+    """How many pixels, across, become one place that slots compete for."""
+    predictor_layers: Annotated[int, Field(ge=0, le=8)] = 1
+    """Layers that say from the slots of a frame where those of the next begin; 0 takes them as they are."""
+    decoder: Literal["broadcast", "autoregressive"] = "broadcast"
+    """How slots are judged: by painting their pixels, or by predicting the tokens of a discrete autoencoder."""
+    decoder_width: PositiveInt = 64
+    """Channels of the decoder."""
+    decoder_layers: PositiveInt = 4
+    """Layers of the decoder."""
+    heads: PositiveInt = 4
+    """autoregressive: heads of its attention; the width is a multiple of them."""
+    vocabulary: Annotated[int, Field(ge=2, le=65_536), Also("vocab_size")] = 512
+    """autoregressive: tokens that the discrete autoencoder knows."""
+    token_stride: Literal[2, 4, 8] = 4
+    """autoregressive: how many pixels, across, one token stands for."""
+
+
+class Data(DataOptions):
+    name: Literal["sprites", "shapes", "frames", "videos"] = "frames"
+    """`sprites` (moving dSprites), `shapes` (drawn here), `frames` (a folder for each clip), or `videos`."""
+    path: Annotated[str, Also("data_dir")] = "data"
+    """The folder with clips, or the sprites; `cache:NAME` is a set that scripts/data got."""
+    val: Fraction | str = 0.1
+    """For validation: a share of the clips, or a folder of the same layout, in `path` or anywhere."""
+    channels: Literal[3] = 3
+    """Red, green and blue."""
+    size: Annotated[PositiveInt, Also("image_size", "img_size")] = 64
+    """Height and width of a frame, as the model sees it."""
+    frames: Annotated[int, Field(ge=1, le=256), Also("episode_length", "clip_length")] = 6
+    """Frames of a clip."""
+    every: PositiveInt = 1
+    """videos and frames: take one frame of so many."""
+    objects: Annotated[int, Field(ge=1, le=32)] = 4
+    """sprites and shapes: the most that a clip has; at least half as many are drawn."""
+    samples: Annotated[int, Field(ge=2)] = 512
+    """sprites and shapes: how many clips there are, with those for validation."""
+
+
+class Loss(LossOptions):
+    contrast: NonNegativeFloat = 0.5
+    """The weight of what keeps a slot on its thing from frame to frame; 0 is off."""
+    temperature: PositiveFloat = 0.1
+    """Of that: the smaller, the more it looks at the slots that are most alike."""
+    tokens: NonNegativeFloat = 1.0
+    """autoregressive: the weight of predicting tokens, beside the discrete autoencoder's own loss."""
+
+
+SCHEMA = Recipe[Model, Data, Loss]

@@ -1,0 +1,149 @@
+"""Diffusion on what was trained before: its scale, its latents on the disk, and a run whose folders are gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DModel
+
+from halfstep.errors import BadRecipe
+from halfstep.precision.registry import precision_named
+from halfstep.tasks.diffusion import Diffusion
+from tests.tasks.made import batch_of
+from tests.tasks.test_diffusion import diffusion, model_of
+
+STILL = {"augment": "none"}
+
+
+def folder(tmp_path: Path, scaled: float | None = None, channels: int = 3) -> str:
+    """A diffusers folder with a small autoencoder; without a scaling factor of its own unless one is given."""
+    torch.manual_seed(0)
+    module = AutoencoderKL(
+        in_channels=channels,
+        out_channels=channels,
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        block_out_channels=[8, 16],
+        norm_num_groups=2,
+        latent_channels=4,
+        **({} if scaled is None else {"scaling_factor": scaled}),
+    )
+    with torch.no_grad():  # latents whose spread is not one to begin with
+        module.quant_conv.weight[:4] *= 20.0
+        module.quant_conv.bias[4:] = -6.0
+    module.save_pretrained(tmp_path / "vae")
+    if scaled is None:
+        config = json.loads((tmp_path / "vae" / "config.json").read_text())
+        del config["scaling_factor"]
+        (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    return str(tmp_path / "vae")
+
+
+def on(place: str, data: dict[str, Any] | None = None, **model: Any) -> Diffusion:
+    return diffusion({**STILL, **(data or {})}, stage="denoiser", autoencoder=place, **model)
+
+
+def test_a_published_scale_is_kept(tmp_path: Path) -> None:
+    task = on(folder(tmp_path, 0.75))
+    model = model_of(task)
+    lines = task.ready(model, precision_named("fp32"))
+    assert model.latent_scale == 0.75
+    assert not any("multiplied" in line for line in lines)
+
+
+@pytest.mark.parametrize("data", [{}, {"cache_latents": False}, {"augment": "flip"}])
+def test_a_scale_is_measured_so_that_latents_have_a_spread_of_one(tmp_path: Path, data: dict[str, Any]) -> None:
+    task = on(folder(tmp_path), data)
+    model = model_of(task)
+    lines = task.ready(model, precision_named("bf16"))
+    images = torch.stack([task.transform("val", task.source("val").source.read(n))["image"] for n in range(4)])
+    images = torch.cat([images, *(task._image(task.source("train").source.read(n))[None] for n in range(16))])
+    with torch.no_grad():
+        spread = model.latents(model.moments(images)).std().item()
+        unscaled = spread / model.latent_scale.item()
+    assert spread == pytest.approx(1.0, abs=0.15)
+    assert not 0.5 < unscaled < 2.0
+    assert f"multiplied by {model.latent_scale.item():.4g}" in lines[-1]
+    assert ("moments" in task.source("train").read(0)) is (not data)
+
+
+def test_cached_latents_are_those_of_the_images(tmp_path: Path) -> None:
+    task = on(folder(tmp_path))
+    model = model_of(task).eval()
+    with torch.no_grad():
+        before = task.loss(model, batch_of(task, "val"))
+        task.ready(model, precision_named("fp32"))
+        model.latent_scale.zero_()  # as it was before
+        batch = batch_of(task, "val")
+        assert "image" not in batch
+        assert torch.allclose(task.loss(model, batch), before, rtol=1e-4)
+        assert len(task.pictures(model, batch)) == 4
+    assert torch.isfinite(task.loss(model.train(), batch_of(task, "train")))
+
+
+def test_a_finished_run_needs_no_folder(tmp_path: Path) -> None:
+    place = folder(tmp_path, 0.5)
+    task = on(place)
+    model = model_of(task).eval()
+    facts = json.loads(json.dumps(task.facts()))
+    image = task.source("val").read(0)["image"]
+    expected = task.predict(model, image).values
+    shutil.rmtree(place)
+    again = on(place)
+    again.remember(facts)
+    copy = again.model()
+    copy.load_state_dict(model.state_dict())
+    assert copy.latent_scale == 0.5
+    assert again.predict(copy.eval(), image).values == expected
+
+
+def test_images_that_an_autoencoder_was_not_made_for(tmp_path: Path) -> None:
+    with pytest.raises(BadRecipe, match=r"data.channels=1"):
+        on(folder(tmp_path), {"channels": 1}).model()
+    with pytest.raises(BadRecipe, match=r"multiples of 4"):
+        on(folder(tmp_path), {"size": 18}).model()
+
+
+def unet(place: Path, channels: int = 4, classes: int = 5) -> str:
+    module = UNet2DModel(
+        in_channels=channels,
+        out_channels=channels,
+        down_block_types=["DownBlock2D"] * 2,
+        up_block_types=["UpBlock2D"] * 2,
+        block_out_channels=[8, 16],
+        norm_num_groups=2,
+        layers_per_block=1,
+        num_class_embeds=classes,
+    )
+    module.save_pretrained(place)
+    return str(place)
+
+
+def test_a_denoiser_from_a_folder(tmp_path: Path) -> None:
+    place = unet(tmp_path / "unet")
+    task = diffusion(denoiser=place)
+    model = model_of(task)
+    saved = UNet2DModel.from_pretrained(place, low_cpu_mem_usage=False)
+    assert torch.equal(model.denoiser.conv_in.weight, saved.conv_in.weight)  # type: ignore[union-attr]
+    assert torch.isfinite(task.loss(model, batch_of(task, "train")))
+    facts = json.loads(json.dumps(task.facts()))
+    shutil.rmtree(place)
+    again = diffusion(denoiser=place)
+    again.remember(facts)
+    again.model().load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "condition", "words"),
+    [({"channels": 3}, "class", "in_channels=3"), ({"classes": 4}, "class", "num_class_embeds=4"), ({}, "none", "=5")],
+)
+def test_a_denoiser_for_something_else_is_refused(
+    tmp_path: Path, wrong: dict[str, int], condition: str, words: str
+) -> None:
+    with pytest.raises(BadRecipe, match=words):
+        diffusion(denoiser=unet(tmp_path / "unet", **wrong), condition=condition).model()

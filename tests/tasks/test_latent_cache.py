@@ -1,0 +1,255 @@
+"""Latents on the disk: the right ones are found again, and no others; what is broken is never trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from halfstep.errors import BadData, StorageFailed
+from halfstep.tasks._latents.cache import CachedLatents, cached
+from halfstep.tasks._latents.chunks import MANIFEST, PER_CHUNK
+from halfstep.tasks._latents.encoding import Encoding
+from halfstep.train.data import fingerprint as fingerprints
+from halfstep.train.data.folders import ImageFolder
+from halfstep.train.data.procedural import ShapeLabels
+from halfstep.train.data.source import Sample
+from tests.tasks.latents_made import (
+    MANY,
+    PARTS,
+    Counting,
+    Pictures,
+    encode,
+    encoding,
+    expected,
+    kept,
+    moments_of,
+    overflows,
+)
+from tests.tasks.latents_made import own_cache as own_cache
+
+
+def files(latents: CachedLatents) -> list[Path]:
+    return [latents.chunks.path(chunk) for chunk in range(len(latents.chunks))]
+
+
+def never(images: Tensor) -> Tensor:
+    raise AssertionError("there was nothing to encode")
+
+
+# -- found again ------------------------------------------------------------------------------------------------------
+
+
+def test_each_sample_has_its_own_latents_and_they_are_encoded_once() -> None:
+    how = Counting()
+    latents = kept(how=how)
+    assert how.images == MANY + 1, "each one, and one to know how much room they take"
+    assert len(files(latents)) == 3
+    for again in (latents, kept(how=never)):
+        assert len(again) == MANY
+        for number in (0, 1, PER_CHUNK - 1, PER_CHUNK, MANY - 1):
+            assert torch.allclose(moments_of(again, number), expected(number), atol=1e-6), number
+    assert "nothing encoded" in kept(how=never).notes[0]
+
+
+def test_what_is_written_says_what_it_depends_on() -> None:
+    latents = kept()
+    manifest = json.loads((latents.chunks.folder / MANIFEST).read_text())
+    assert manifest["about"].items() >= PARTS.items()
+    assert manifest["about"]["samples"] == str(MANY)
+    assert [row["name"] for row in manifest["chunks"]] == [path.name for path in files(latents)]
+    assert all(row["finite"] and len(row["sha256"]) == 64 for row in manifest["chunks"])
+
+
+@pytest.mark.parametrize("part", ["autoencoder", "format", "size", "channels"])
+def test_another_autoencoder_or_format_has_other_latents(part: str) -> None:
+    one, other = kept(Pictures(8)), kept(Pictures(8), how=lambda images: encode(images) + 1.0, **{part: "other"})
+    assert one.chunks.folder != other.chunks.folder
+    assert torch.allclose(moments_of(other, 3), expected(3) + 1.0, atol=1e-6)
+
+
+def test_other_names_or_another_count_have_other_latents() -> None:
+    folders = {kept(source).chunks.folder for source in (Pictures(8), Pictures(9), Pictures(8, word="photograph"))}
+    assert len(folders) == 3
+
+
+def drawn(classes: int) -> ShapeLabels:
+    return ShapeLabels(12, 16, classes)
+
+
+def as_numbers(sample: Sample) -> Tensor:
+    return sample["image"].float()[:1] / 255
+
+
+def test_drawn_images_of_the_same_names_that_look_otherwise() -> None:
+    how = Encoding(encode, as_numbers, torch.empty(0).device)
+    assert drawn(4).name(5) == drawn(6).name(5)
+    one, other = (cached(how, drawn(classes), parts=PARTS) for classes in (4, 6))
+    assert one.chunks.folder != other.chunks.folder
+
+
+def on_disk(folder: Path) -> ImageFolder:
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(20):
+            pixels = np.full((4, 4), 10 * number + len(name), np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.bmp")
+    return ImageFolder(folder, 1)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_file_that_was_changed_does_not_find_the_old_latents(
+    tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = Encoding(encode, as_numbers, torch.empty(0).device)
+    source = on_disk(tmp_path / "set")
+    if not whole:  # a set that is too large to be read
+        monkeypatch.setattr(fingerprints, "MOST_WHOLE_BYTES", 0)
+        monkeypatch.setattr(fingerprints, "SAMPLED_FILES", 0)
+    first = cached(how, source, parts=PARTS)
+    assert cached(how, source, parts=PARTS).chunks.folder == first.chunks.folder
+    changed = Path(source.name(4))  # not among the images that are looked at
+    size = changed.stat().st_size
+    Image.fromarray(np.full((4, 4), 99, np.uint8)).save(changed)
+    assert changed.stat().st_size == size
+    os.utime(changed, (1, 1))
+    again = cached(how, source, parts=PARTS)
+    assert again.chunks.folder != first.chunks.folder
+    assert torch.allclose(moments_of(again, 4)[0], torch.tensor(99 / 255), atol=1e-6)
+
+
+def test_a_set_that_was_moved_finds_its_latents(tmp_path: Path) -> None:
+    how = Encoding(encode, as_numbers, torch.empty(0).device)
+    first = cached(how, on_disk(tmp_path / "here"), parts=PARTS)
+    assert cached(how, on_disk(tmp_path / "there"), parts=PARTS).chunks.folder == first.chunks.folder
+
+
+# -- interrupted, damaged, full ---------------------------------------------------------------------------------------
+
+
+class Interrupted(Counting):
+    def __call__(self, images: Tensor) -> Tensor:
+        if self.images >= PER_CHUNK + 64:
+            raise KeyboardInterrupt
+        return super().__call__(images)
+
+
+def test_what_was_finished_before_an_interruption_is_used() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        kept(how=Interrupted())
+    how = Counting()
+    latents = kept(how=how)
+    assert how.images == MANY - PER_CHUNK + 1
+    assert all(torch.allclose(moments_of(latents, n), expected(n), atol=1e-6) for n in range(0, MANY, 37))
+    assert (latents.chunks.folder / MANIFEST).is_file()
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_file_that_is_cut_off_or_gone_is_encoded_again(manifest: bool) -> None:
+    latents = kept()
+    one, two, _ = files(latents)
+    one.write_bytes(one.read_bytes()[:-40])
+    two.unlink()
+    if not manifest:
+        (latents.chunks.folder / MANIFEST).write_text("{")
+    how = Rounded()
+    again = kept(how=how)
+    assert how.images == 2 * PER_CHUNK + 1
+    assert all(torch.allclose(moments_of(again, n), expected(n), atol=1e-3) for n in range(0, MANY, 37))
+    kept(how=never)
+
+
+class Rounded(Counting):
+    """Another machine: the last digits are others, and so is the SHA-256."""
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return super().__call__(images) + 1e-4
+
+
+def test_a_number_that_was_changed_is_refused_with_the_files_name() -> None:
+    path = files(kept())[1]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BadData, match="another SHA-256") as caught:
+        kept(how=never)
+    assert str(path) in caught.value.given
+    assert f"rm {path}" in caught.value.do
+
+
+def spoil(path: Path, number: int, value: float) -> None:
+    """As another program would write it: everything fits, but for one number."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as opened:
+        about = opened.metadata()
+    tensors = load_file(path)
+    tensors["moments"][number, 0, 0, 0] = value
+    save_file(tensors, path, about)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_are_refused_without_a_manifest_too(value: float) -> None:
+    latents = kept()
+    (latents.chunks.folder / MANIFEST).unlink()
+    spoil(files(latents)[2], 5, value)
+    with pytest.raises(BadData, match="not finite") as caught:
+        kept(how=never)
+    assert files(latents)[2].name in caught.value.given
+
+
+def test_a_number_that_spoils_while_a_run_reads_is_refused() -> None:
+    latents = kept()
+    spoil(files(latents)[0], 5, torch.nan)
+    assert torch.allclose(moments_of(latents, 4), expected(4), atol=1e-6)
+    with pytest.raises(BadData, match="row 5") as caught:
+        latents.moments(5)
+    assert str(files(latents)[0]) in caught.value.given
+
+
+def test_somebody_elses_latents_are_refused() -> None:
+    ours, theirs = kept(), kept(format="fp16", how=lambda images: encode(images) * 2)
+    (ours.chunks.folder / MANIFEST).unlink()
+    shutil.copy(files(theirs)[0], files(ours)[0])
+    with pytest.raises(BadData, match="other latents than its name says"):
+        kept(how=never)
+
+
+def test_files_that_are_gone_while_a_run_reads() -> None:
+    latents = kept()
+    shutil.rmtree(latents.chunks.folder)
+    with pytest.raises(BadData, match="cannot be read any more") as caught:
+        latents.moments(0)
+    assert "start the run again" in caught.value.do
+
+
+@pytest.mark.parametrize(("computed_in", "do"), [("fp16", "model.autoencoder_island=frozen"), ("fp32", "train it")])
+def test_latents_that_are_not_finite_are_never_written(computed_in: str, do: str, tmp_path: Path) -> None:
+    with pytest.raises(BadData, match=rf"picture 39\d: its latents, encoded in {computed_in}") as caught:
+        kept(how=overflows, format=computed_in)
+    assert do in caught.value.do
+    left = list((tmp_path / "cache").rglob("*.safetensors"))
+    assert len(left) == 1, "the chunk before it"
+    assert torch.isfinite(load_file(left[0])["moments"]).all()
+    assert not list((tmp_path / "cache").rglob(MANIFEST))
+
+
+def test_how_much_room_they_take_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    how = Counting()
+    cached(encoding(how), Pictures(MANY), parts=PARTS, say=lines.append)
+    assert "600 samples take 19.7 KiB in " in lines[0]
+    assert lines[-1] == "latents: 100 % of 600 encoded"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
+    with pytest.raises(StorageFailed, match="the disk has 100 B left") as caught:
+        kept(Pictures(40))
+    assert "data.cache_latents=false" in caught.value.do
+    kept(how=never)

@@ -1,0 +1,143 @@
+"""What slots tell: painted pixels, tokens one after another, and drawn tokens that fp16 does not spoil."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfstep.precision.registry import precision_named
+from halfstep.tasks.models.slots.broadcast_decoder import BroadcastDecoder, blended
+from halfstep.tasks.models.slots.discrete_autoencoder import DiscreteAutoencoder, drawn
+from halfstep.tasks.models.slots.frame_encoder import FrameEncoder
+from halfstep.tasks.models.slots.positions import Positions
+from halfstep.tasks.models.slots.token_decoder import TokenDecoder
+from halfstep.tasks.models.slots.transformer import Attention
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "grid"), [(16, 2, 8), (16, 1, 8), (64, 4, 8), (64, 2, 16), (15, 2, 15), (4, 3, 4)]
+)
+def test_slots_paint_frames_of_the_size_asked_for(size: int, layers: int, grid: int) -> None:
+    decoder = BroadcastDecoder(5, 3, 4, layers, size)
+    frames, shares = decoder(torch.randn(2, 6, 5))
+    assert decoder.grid == grid
+    assert frames.shape == (2, 3, size, size)
+    assert shares.shape == (2, 6, size, size)
+    torch.testing.assert_close(shares.sum(1), torch.ones(2, size, size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_most_opaque_slot_is_seen(dtype: torch.dtype) -> None:
+    painted = torch.zeros(1, 2, 4, 1, 2, dtype=dtype)
+    painted[0, 0, :3], painted[0, 1, :3] = 0.25, -0.5
+    painted[0, 0, 3], painted[0, 1, 3] = torch.tensor([6e4, -6e4]), torch.tensor([-6e4, 6e4])
+    with precision_named("fp16").autocast(CPU):
+        frames, shares = blended(painted)
+    assert frames.dtype is shares.dtype is torch.float32
+    assert frames[0, :, 0].tolist() == [[0.25, -0.5]] * 3
+    assert shares[0, :, 0].tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_positions_differ_at_every_place_of_a_large_frame_in_16_bits() -> None:
+    """In bf16 the coordinates of 512 places are fewer than 512 numbers."""
+    assert len(torch.linspace(0, 1, 512).to(torch.bfloat16).unique()) < 512
+    encoder = FrameEncoder(1, 2, 2, 1)
+    with torch.no_grad():
+        encoder.positions.project.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [0, 0, 1.0, 0]]))
+        encoder.positions.project.bias.zero_()
+    with precision_named("bf16").autocast(CPU):
+        seen = encoder.positions(torch.zeros(1, 2, 1, 512))
+    assert len(seen[0, 1].unique()) == 512
+
+
+def test_positions_are_distances_to_the_borders() -> None:
+    positions = Positions(4)
+    with torch.no_grad():
+        positions.project.weight.copy_(torch.eye(4))
+        positions.project.bias.zero_()
+    seen = positions(torch.zeros(1, 4, 3, 5))[0]
+    assert seen[:, 0, 0].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert seen[:, 2, 1].tolist() == [1.0, 0.0, 0.25, 0.75]
+
+
+@pytest.mark.parametrize(("stride", "places"), [(1, 144), (2, 36), (4, 9)])
+def test_the_encoder_makes_a_place_of_so_many_pixels(stride: int, places: int) -> None:
+    assert FrameEncoder(3, 4, 6, stride)(torch.randn(2, 3, 12, 12)).shape == (2, places, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_drawn_tokens_are_chances_in_every_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    likely = torch.randn(4, 512, 8, 8).to(dtype).requires_grad_()
+    with precision_named("fp16").autocast(CPU):
+        soft = drawn(likely, torch.tensor(0.1))
+    assert soft.dtype is torch.float32
+    assert torch.isfinite(soft).all()
+    torch.testing.assert_close(soft.sum(1), torch.ones(4, 8, 8))
+    soft.square().sum().backward()
+    assert likely.grad is not None
+    assert torch.isfinite(likely.grad).all()
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    torch.manual_seed(0)
+    likely = torch.tensor([0.7, 0.2, 0.1]).log()[None, :, None].expand(1, 3, 40_000)
+    counts = drawn(likely.to(torch.float16), torch.tensor(1.0)).argmax(1).flatten().bincount() / 40_000
+    torch.testing.assert_close(counts, torch.tensor([0.7, 0.2, 0.1]), atol=0.01, rtol=0.0)
+
+
+@pytest.mark.parametrize("stride", [2, 4, 8])
+def test_frames_become_tokens_and_frames_again(stride: int) -> None:
+    autoencoder = DiscreteAutoencoder(3, 11, 4, stride)
+    frames, still = torch.randn(2, 3, 16, 16), torch.tensor(1.0)
+    tokens, again = autoencoder(frames, still)
+    assert again.shape == frames.shape
+    assert tokens.shape == (2, 16 // stride, 16 // stride)
+    assert tokens.dtype is torch.int64
+    assert 0 <= tokens.min() <= tokens.max() < 11
+    drawn_twice = [autoencoder(frames, still)[0] for _ in range(2)]
+    assert not torch.equal(*drawn_twice)
+    autoencoder.eval()
+    (tokens, again), (tokens_again, again_again) = autoencoder(frames, still), autoencoder(frames, still)
+    assert torch.equal(tokens, tokens_again)
+    assert torch.equal(again, again_again)
+    assert torch.equal(tokens, autoencoder.encoder(frames).argmax(1))
+
+
+def test_a_token_is_told_from_those_before_it_and_from_slots_alone() -> None:
+    torch.manual_seed(0)
+    decoder = TokenDecoder(5, 7, 6, width=8, layers=2, heads=2)
+    slots, tokens = torch.randn(1, 3, 5), torch.tensor([[1, 2, 3, 4, 5, 6]])
+    told = decoder(slots, tokens)
+    assert told.shape == (1, 6, 7)
+    changed = tokens.clone()
+    changed[0, 3] = 0
+    differs = (decoder(slots, changed) - told).abs().amax(-1)[0] > 1e-7
+    assert differs.tolist() == [False, False, False, False, True, True]
+    assert ((decoder(slots + 1.0 * torch.randn(1, 3, 5), tokens) - told).abs().amax(-1) > 1e-7).all()
+    assert torch.allclose(decoder(slots.flip(1), tokens), told, atol=1e-5)  # slots have no order
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_the_textbooks(causal: bool) -> None:
+    torch.manual_seed(0)
+    attention, x = Attention(8, 2, causal=causal), torch.randn(1, 5, 8)
+    asking = attention.norm(x)
+    q = attention.ask(asking).view(5, 2, 4).transpose(0, 1)
+    k, v = (part.reshape(5, 2, 4).transpose(0, 1) for part in attention.answer(asking)[0].chunk(2, -1))
+    likeness = q @ k.transpose(1, 2) / 2.0
+    if causal:
+        likeness = likeness.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    found = (likeness.softmax(-1) @ v).transpose(0, 1).reshape(1, 5, 8)
+    torch.testing.assert_close(attention(x), x + attention.out(found))
+
+
+@torch.no_grad()
+def test_an_untrained_slot_paints_no_grid() -> None:
+    torch.manual_seed(0)
+    paint = BroadcastDecoder(5, 3, 8, 2, 32).paint
+    inside = paint(torch.randn(1, 5, 1, 1).expand(1, 5, 8, 8))[..., 12:20, 12:20]
+    torch.testing.assert_close(inside, inside[..., :1, :1].expand_as(inside))
+    assert paint[0].weight.std().item() == pytest.approx(torch.nn.ConvTranspose2d(5, 8, 4).weight.std().item(), rel=0.2)

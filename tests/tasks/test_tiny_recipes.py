@@ -1,0 +1,92 @@
+"""Every tiny recipe that ships, in every precision, and on two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import halfstep
+from halfstep.tasks._folder import task_names
+from halfstep.train.journal.jsonl import read_events
+from halfstep.train.recipe.sources import read_recipe, recipe_names
+
+TINY = [name for name in recipe_names() if name.endswith("_tiny")]
+SMALLER = ["train.steps=3", "train.batch_size=2", "data.samples=16", "data.size=16", "run.pictures=1", "num_workers=0"]
+"""fp16 convolutions are slow on a CPU: fewer samples, and smaller ones."""
+
+
+def smaller(name: str) -> list[str]:
+    return [*SMALLER, "data.crop=16"] if read_recipe(name).raw["task"] == "segmentation" else SMALLER
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "journal.jsonl") if event["event"] == kind]
+
+
+def test_every_task_has_one() -> None:
+    assert len(TINY) >= 4
+    assert {read_recipe(name).raw["task"] for name in TINY} == set(task_names())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", TINY)
+def test_it_trains_in(name: str, precision: str, tmp_path: Path) -> None:
+    settings = [*smaller(name), f"--{precision}", f"run.dir={tmp_path / 'run'}"]
+    run = halfstep.fit(name, settings=settings, quiet=True)
+    assert run.precision == precision
+    assert run.steps + sum(run.skipped.values()) == 3
+    assert run.steps >= 1
+    assert math.isfinite(run.metrics["loss"])
+    if precision != "fp32":
+        [seen] = events(run.dir, "observed")
+        assert seen["expected"] == precision
+        assert seen["share"] >= 0.9
+    assert all(tensor.isfinite().all() for tensor in load_file(run.dir / "last.safetensors").values())
+
+
+SCRIPT = """
+import json, sys
+import torch.distributed as dist
+import halfstep
+
+dist.init_process_group("gloo")
+for name, settings in json.loads(sys.argv[1]).items():
+    halfstep.fit(name, settings=settings, quiet=True)
+dist.destroy_process_group()
+"""
+"""What torchrun starts: loading torch twice for each recipe would take most of the time."""
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a run of every tiny recipe, each trained by the same two processes."""
+    root = tmp_path_factory.mktemp("on_two")
+    (root / "every.py").write_text(SCRIPT)
+    runs = {name: [*smaller(name), "--bf16", f"run.dir={root / name}"] for name in TINY}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(root / "every.py")]
+    done = subprocess.run([*launch, json.dumps(runs)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", TINY)
+def test_two_processes_end_with_the_same_weights(name: str, on_two: Path) -> None:
+    folder = on_two / name
+    assert any("weights are bitwise equal on 2 processes" in note["text"] for note in events(folder, "note"))
+    [begun], [seen], [end] = (events(folder, kind) for kind in ("start", "observed", "end"))
+    assert begun["batch"]["devices"] == 2
+    assert begun["precision"]["chosen"] == seen["expected"] == "bf16"
+    assert seen["share"] >= 0.9
+    assert end["reason"] == "finished"
+    assert any(step["applied"] for step in events(folder, "step"))
+    assert math.isfinite(events(folder, "epoch")[-1]["val"]["loss"])
+    assert all(tensor.isfinite().all() for tensor in load_file(folder / "last.safetensors").values())
