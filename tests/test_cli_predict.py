@@ -59,7 +59,7 @@ class Painter(Task):
 
     def sample(self, model, count, told):
         found = []
-        for number in range(count):
+        for number in range(count if self.recipe.model.guidance else 0):
             width = self.recipe.model.width
             noise = torch.rand(width, width, 3) * 100 * self.recipe.model.guidance
             found.append(noise.clamp(max=255).byte().numpy())
@@ -160,6 +160,34 @@ def test_settings_that_cannot_be_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_to_draw_is_said(painter: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, file = painter
+    done = halfstep("predict", folder, "model.guidance=0", "--task", file, "--out", tmp_path, "--weights", "last")
+    assert done.exit_code == 65, done.output
+    assert f"halfstep predict {folder} FOLDER" in done.stderr.replace("\n", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_that_predicts_nothing_is_used_without_a_folder(painter: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, file = painter
+    silent = tmp_path / "painter.py"
+    silent.write_text(file.read_text().replace("def predict(", "def foretell("))
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    done = halfstep("predict", folder, tmp_path / "a.png", "--task", silent, "--weights", "last")
+    assert done.exit_code == 78, done.output
+    assert "says nothing about images" in done.stderr
+    assert f"do: halfstep predict {folder}" in done.stderr.replace("\n", "")
+
+
+def test_a_folder_that_is_not_there_is_said(painter: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, file = painter
+    done = halfstep("predict", folder, tmp_path / "none", "--task", file, "--weights", "last")
+    assert done.exit_code == 65, done.output
+    assert f"{tmp_path / 'none'} is not there" in done.stderr.replace("\n", "")
+    assert "data.path" not in done.stderr
+    assert f"halfstep predict {folder} FOLDER" in done.stderr.replace("\n", "")
+
+
 @pytest.mark.parametrize("words", [["--samples", "0"], ["--samples", "1001"], ["--seed", "-1"], ["--columns", "0"]])
 def test_counts_are_bounded(painter: tuple[Path, Path], words: list[str]) -> None:
     folder, file = painter
@@ -249,6 +277,24 @@ def test_clips_become_animations(drawing: tuple[str, Path], tmp_path: Path) -> N
     frame = halfstep("predict", folder, tmp_path / "clips" / "short" / "0.png", "--weights", "last", "--out", tmp_path)
     assert frame.exit_code == 0, frame.output
     assert "1 image in" in frame.stdout
+
+
+@pytest.mark.parametrize("drawing", ["slots"], indirect=True)
+def test_clips_of_another_length_are_predicted_when_asked_for(drawing: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = drawing
+    (tmp_path / "clip").mkdir()
+    for number in range(2):
+        Image.new("RGB", (20, 24), (100 * number, 50, 0)).save(tmp_path / "clip" / f"{number}.png")
+    words = ["predict", folder, tmp_path / "clip", "--weights", "last", "--out", tmp_path / "out"]
+    short = halfstep(*words)
+    assert short.exit_code == 65, short.output
+    assert "has 2 frames, and 3 are needed" in short.stderr
+    assert "add a smaller data.frames" in short.stderr
+    assert "data.path" not in short.stderr
+    done = halfstep(*words, "data.frames=2")
+    assert done.exit_code == 0, done.output
+    with (tmp_path / "out" / "predictions.csv").open() as file:
+        assert [row["frames"] for row in csv.DictReader(file)] == ["2"]
 
 
 @pytest.mark.parametrize("drawing", ["diffusion"], indirect=True)

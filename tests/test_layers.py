@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "halfstep"
-GROUND = {"errors", "formats", "finding", "freed_memory", "clock", "files", "tensor_header", "world"}
+GROUND = {"errors", "formats", "finding", "freed_memory", "clock", "files", "progress", "tensor_header", "world"}
 
 # A floor may import the floors below it. Floors that do not exist yet are listed, so that they open in their place.
 BELOW: dict[str, set[str]] = {"ground": set()}

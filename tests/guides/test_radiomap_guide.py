@@ -23,6 +23,11 @@ trainer:
   lr: 1e-5          # ✅ Optimized learning rate for stability
 """
 BEFORE = SCRIPT.replace("amp: True ", "amp: False")
+APPLIED = """
+# configs/radio_train_m.yaml
+amp: True    # Enabled for BF16 mixed precision
+fp16: False  # Managed by AMP
+"""
 LAUNCHER = """
 mixed_precision: bf16     # BF16 mixed precision enabled
 distributed_type: MULTI_GPU  # Multi-GPU training
@@ -64,6 +69,13 @@ def test_the_settings_mean_what_the_guide_says() -> None:
     assert recipe.model.condition == "image"
 
 
+def test_the_changes_that_it_applied() -> None:
+    Path("configs/radio_train_m.yaml").write_text(read_recipe("radiomap").text + APPLIED)
+    assert resolve().precision == "bf16"
+    Path("configs/radio_train_m.yaml").write_text("task: diffusion\ntrain: {steps: 1}\n" + APPLIED)
+    assert resolve().precision == "bf16"
+
+
 def test_the_recipe_alone_has_the_guides_settings() -> None:
     recipe = resolved_recipe(read_recipe("radiomap")).recipe
     assert (recipe.precision, recipe.optimizer.lr, recipe.train.clip_norm) == ("bf16", 1e-5, 0.5)
@@ -90,6 +102,15 @@ def test_the_problem_that_it_had_before() -> None:
     assert "Configuration is not aligned: precision mismatch" in done.output
     Path("configs/before.yaml").write_text(SCRIPT)
     assert doctor("configs/before.yaml", "--accelerate", "default_config.yaml").exit_code == 0
+
+
+def test_the_launchers_settings_are_pointed_at_where_it_keeps_them() -> None:
+    """As in ~/.cache/huggingface/accelerate/default_config.yaml."""
+    Path("hf/accelerate").mkdir(parents=True)
+    Path("hf/accelerate/default_config.yaml").write_text(LAUNCHER)
+    found = "".join(doctor("configs/radio_train_m.yaml").output.split())
+    assert "default_config.yamlexistsandwasnotcompared" in found
+    assert f"do:add--accelerate{Path.cwd()}/hf/accelerate/default_config.yaml" in found
 
 
 def test_it_trains_and_its_learning_rate_is_found_in_the_log() -> None:

@@ -111,6 +111,7 @@ def test_a_snippet_means_what_the_guide_says(name: str) -> None:
 def test_what_optimizations_are_is_told() -> None:
     Path("mine.yaml").write_text(OWN + SNIPPETS["optimizations"][0])
     assert resolved("mine.yaml").notes == ["use_optimizations is read as train.compile"]
+    assert "--use-optimizations is read as train.compile" in resolved(COMMANDS["standard"][0]).notes
 
 
 @pytest.mark.parametrize("name", ["flag", "other optimizations", "low memory"])

@@ -52,6 +52,34 @@ class Quantised(torch.autograd.Function):
         return gradients[0]
 
 
+class Warmed(torch.autograd.Function):
+    """Divided by a temperature that is learned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, temperature: Tensor) -> Tensor:
+        ctx.save_for_backward(x, temperature)
+        return x / temperature
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, temperature = ctx.saved_tensors
+        return gradients[0] / temperature, -(gradients[0].float() * x.float()).sum() / temperature**2
+
+
+class Squared(torch.autograd.Function):
+    """A loss, summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.float().square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 2 * x / x.numel()
+
+
 @pytest.mark.parametrize(("precision", "format"), [("bf16", "bf16"), ("fp16", "fp16")])
 def test_formats_that_meet_are_found_with_their_place(precision: str, format: str) -> None:
     (finding,) = found(between(Layer(Bare)), precision)
@@ -111,6 +139,19 @@ def test_nothing_is_said_in_fp32() -> None:
 @pytest.mark.parametrize("function", [Reversed.apply, lambda x: Quantised.apply(x)[0]])  # type: ignore[no-untyped-call]
 def test_one_format_all_the_way_is_left_alone(function: Callable[[Tensor], Tensor]) -> None:
     assert not found(between(Applied(function)))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_number_without_dimensions_takes_the_format_of_what_it_meets(trained: bool) -> None:
+    layer = Layer(Warmed)
+    layer.weight = nn.Parameter(torch.tensor(2.0), requires_grad=trained)
+    assert not found(between(layer))
+
+
+def test_a_loss_of_their_own_that_is_summed_in_fp32_is_left_alone() -> None:
+    ours = stepper(between(nn.Linear(8, 8)))
+    ours.step(lambda model, x: Squared.apply(model(x)), torch.randn(4, 8))  # type: ignore[no-untyped-call]
+    assert not [finding for finding in ours.findings if finding.id == ID]
 
 
 def test_many_uses_are_told_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from halfstep import Stepper
 from halfstep.errors import BadRecipe, WrongUse
@@ -59,6 +59,8 @@ def embedded(tmp_path: Path, shape: tuple[int, ...]) -> dict[str, Any]:
         ({"sample_steps": 101}, {}, "model.sample_steps=100"),
         ({"sample_steps": 60}, {}, "model.sample_steps=50"),
         ({"condition": "class"}, {"name": "maps", "classes": None}, "model.condition"),
+        ({"condition_drop": 0.0}, {}, "write model.guidance=1"),
+        ({"condition_drop": 0.0, "guidance": 0.0}, {}, "model.condition_drop=0.1"),
     ],
 )
 def test_settings_that_cannot_go_together_say_what_to_write(
@@ -98,7 +100,7 @@ def test_every_stage_and_condition_takes_steps(model: dict[str, Any], data: dict
 @pytest.mark.parametrize("shape", [(3, 6), (6,)])
 def test_embeddings_reach_the_denoiser(tmp_path: Path, shape: tuple[int, ...]) -> None:
     task = diffusion(embedded(tmp_path, shape), condition="embedding")
-    assert task.facts()["embedding"] == [3, 6] if len(shape) == 2 else [1, 6]
+    assert task.facts()["embedding"] == ([3, 6] if len(shape) == 2 else [1, 6])
     model, batch = model_of(task).eval(), batch_of(task, "val")
     with torch.no_grad():
         loss = task.loss(model, batch)
@@ -107,6 +109,18 @@ def test_embeddings_reach_the_denoiser(tmp_path: Path, shape: tuple[int, ...]) -
     assert loss != other
     task.loss(model.train(), batch).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_an_embedding_that_is_bad_is_passed_over_from_the_beginning(tmp_path: Path) -> None:
+    data = embedded(tmp_path, (3, 6))
+    task = diffusion(data, condition="embedding")
+    tensors = {name: tensor.clone() for name, tensor in load_file(data["embeddings"]).items()}
+    for split in ("train", "val"):
+        tensors[task.source(split).key(0)][0, 0] = torch.nan  # type: ignore[attr-defined]
+    save_file(tensors, tmp_path / "bad.safetensors")
+    again = diffusion({"embeddings": str(tmp_path / "bad.safetensors")}, condition="embedding")
+    assert again.facts()["embedding"] == [3, 6]
+    assert isinstance(again.model(), LatentDiffusion)
 
 
 def test_the_loss_of_an_autoencoder_is_what_it_is_by_hand() -> None:
@@ -226,7 +240,7 @@ def test_evaluations_are_the_same_every_time_and_training_is_not() -> None:
     first = task.loss(model, batch)
     torch.manual_seed(2)
     assert task.loss(model, batch) == first
-    assert diffusion(condition_drop=0.0).loss(model, batch) == first  # dropped in training only
+    assert diffusion(condition_drop=0.0, guidance=1.0).loss(model, batch) == first  # dropped in training only
     model.train()
     assert task.loss(model, batch) != task.loss(model, batch)
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DModel
+from safetensors.torch import load_file
 
-from halfstep.errors import BadRecipe
+import halfstep
+from halfstep.errors import BadRecipe, StateMismatch, Stopped
+from halfstep.precision.island import island
 from halfstep.precision.registry import precision_named
 from halfstep.tasks.diffusion import Diffusion
+from halfstep.tasks.models.latent.encoding_once import computed_in
+from halfstep.train.journal.jsonl import read_events
 from tests.tasks.made import batch_of
 from tests.tasks.test_diffusion import diffusion, model_of
 
 STILL = {"augment": "none"}
 
 
-def folder(tmp_path: Path, scaled: float | None = None, channels: int = 3) -> str:
+def folder(tmp_path: Path, scaled: float | None = None, channels: int = 3, seed: int = 0) -> str:
     """A diffusers folder with a small autoencoder; without a scaling factor of its own unless one is given."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     module = AutoencoderKL(
         in_channels=channels,
         out_channels=channels,
@@ -102,6 +109,27 @@ def test_a_finished_run_needs_no_folder(tmp_path: Path) -> None:
     assert again.predict(copy.eval(), image).values == expected
 
 
+def test_a_published_scale_is_kept_by_a_run_that_is_opened_again(tmp_path: Path) -> None:
+    place = folder(tmp_path, 0.5)
+    task = diffusion(STILL, stage="both", autoencoder=place)
+    model_of(task)
+    again = diffusion(STILL, stage="both", autoencoder=place)
+    again.remember(json.loads(json.dumps(task.facts())))
+    model = model_of(again).train()
+    again.loss(model, batch_of(again, "train"))
+    assert model.latent_scale == 0.5
+
+
+def test_latents_are_kept_under_the_format_that_they_were_computed_in(tmp_path: Path) -> None:
+    model = model_of(on(folder(tmp_path), autoencoder_island="never"))
+    assert computed_in(model, precision_named("fp16")) == "fp16"
+    island(model, "autoencoder.encoder.mid_block")  # as a guard does
+    assert computed_in(model, precision_named("fp16")) == "fp16 but for encoder.mid_block"
+    island(model, "autoencoder")
+    assert computed_in(model, precision_named("fp16")) == "fp32"
+    assert computed_in(model, precision_named("tf32")) == "tf32", "islands compute in it, too"
+
+
 def test_images_that_an_autoencoder_was_not_made_for(tmp_path: Path) -> None:
     with pytest.raises(BadRecipe, match=r"data.channels=1"):
         on(folder(tmp_path), {"channels": 1}).model()
@@ -109,7 +137,7 @@ def test_images_that_an_autoencoder_was_not_made_for(tmp_path: Path) -> None:
         on(folder(tmp_path), {"size": 18}).model()
 
 
-def unet(place: Path, channels: int = 4, classes: int = 5) -> str:
+def unet(place: Path, channels: int = 4, classes: int | None = 5, **more: Any) -> str:
     module = UNet2DModel(
         in_channels=channels,
         out_channels=channels,
@@ -119,6 +147,7 @@ def unet(place: Path, channels: int = 4, classes: int = 5) -> str:
         norm_num_groups=2,
         layers_per_block=1,
         num_class_embeds=classes,
+        **more,
     )
     module.save_pretrained(place)
     return str(place)
@@ -147,3 +176,63 @@ def test_a_denoiser_for_something_else_is_refused(
 ) -> None:
     with pytest.raises(BadRecipe, match=words):
         diffusion(denoiser=unet(tmp_path / "unet", **wrong), condition=condition).model()
+
+
+def test_a_denoiser_from_a_folder_that_wants_more_is_refused(tmp_path: Path) -> None:
+    timed = unet(tmp_path / "timed", classes=None, class_embed_type="timestep")
+    with pytest.raises(BadRecipe, match="class_embed_type=timestep"):
+        diffusion(denoiser=timed, condition="none").model()
+    with pytest.raises(BadRecipe, match=r"multiples of 4"):  # two levels each
+        diffusion({"size": 18}, denoiser=unet(tmp_path / "unet")).model()
+
+
+class Interrupted(Diffusion):
+    """Is asked to stop in its third step."""
+
+    steps = 0
+
+    def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+        self.steps += model.training
+        if self.steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(model, batch, metrics)
+
+
+def trained(tmp_path: Path, name: str, task: Any = None) -> dict[str, torch.Tensor]:
+    parts = [f"model.autoencoder={tmp_path / 'vae'}", f"model.denoiser={tmp_path / 'unet'}", "model.stage=denoiser"]
+    small = ["data.samples=20", "train.epochs=2", "train.batch_size=4", "run.pictures=0", "precision=fp32"]
+    settings = [*parts, *small, f"run.dir={tmp_path / name}"]
+    halfstep.fit("diffusion_tiny", task=task, settings=settings, quiet=True)
+    return load_file(tmp_path / name / "last.safetensors")
+
+
+@pytest.mark.parametrize("became", ["is gone", "holds another one"])
+def test_an_interrupted_run_goes_on_with_the_parts_that_it_was_begun_with(tmp_path: Path, became: str) -> None:
+    folder(tmp_path)
+    unet(tmp_path / "unet")
+    whole = trained(tmp_path, "whole")
+    with pytest.raises(Stopped):
+        trained(tmp_path, "run", Interrupted)
+    for part in ("vae", "unet"):
+        shutil.rmtree(tmp_path / part)
+    if became == "holds another one":
+        folder(tmp_path, seed=1)
+        unet(tmp_path / "unet")
+    resumed = trained(tmp_path, "run")
+    assert whole.keys() == resumed.keys()
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    [*_, start] = (event for event in read_events(tmp_path / "run" / "journal.jsonl") if event["event"] == "start")
+    assert any("that of the checkpoint" in note and became in note for note in start["notes"])
+
+
+def test_facts_that_are_not_the_checkpoints_are_refused(tmp_path: Path) -> None:
+    folder(tmp_path)
+    unet(tmp_path / "unet")
+    with pytest.raises(Stopped):
+        trained(tmp_path, "run", Interrupted)
+    shutil.rmtree(tmp_path / "vae")
+    facts = json.loads((tmp_path / "run" / "task.json").read_text())
+    facts["autoencoder"]["block_out_channels"] = [8, 24]
+    (tmp_path / "run" / "task.json").write_text(json.dumps(facts))
+    with pytest.raises(StateMismatch, match=r"does not hold the autoencoder that task\.json describes"):
+        trained(tmp_path, "run")

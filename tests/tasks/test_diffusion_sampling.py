@@ -70,6 +70,47 @@ def test_sampling_begins_where_all_is_noise(sampler: str) -> None:
     assert model.denoiser.asked_at == [99, 74, 49, 24]
 
 
+@pytest.mark.parametrize(("sampler", "timesteps", "steps"), [("ddim", 1000, 61), ("ddpm", 100, 58)])
+def test_no_more_steps_are_taken_than_were_asked_for(sampler: str, timesteps: int, steps: int) -> None:
+    options = diffusion(**PIXELS, sampler=sampler, timesteps=timesteps, sample_steps=steps).recipe.model
+    model: Any = oracle(options)
+    sampled(model, options, SHAPE, None, Draws())
+    assert len(model.denoiser.asked_at) == steps
+    assert min(model.denoiser.asked_at) >= 0
+
+
+class Off(Oracle):
+    """Knows the noise as well as a network does, and notes how far its inputs are spread."""
+
+    def __init__(self, image: Tensor, noise: NoiseSchedule) -> None:
+        super().__init__(image, noise)
+        self.spread: list[float] = []
+
+    def forward(self, noisy: Tensor, timesteps: Tensor, class_labels: Tensor | None = None) -> Answer:
+        self.spread.append(noisy.std().item())
+        exact = super().forward(noisy, timesteps, class_labels).sample
+        return Answer(exact + 0.02 * torch.randn_like(exact))
+
+
+class AsTheyAre(nn.Module):
+    """An autoencoder whose latents are the images."""
+
+    def decode(self, latents: Tensor) -> Answer:
+        return Answer(latents)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
+@pytest.mark.parametrize("noise", ["scaled_linear", "squaredcos_cap_v2"])
+def test_a_small_error_about_the_noise_does_not_blow_up_latents(sampler: str, noise: str) -> None:
+    options = diffusion(sampler=sampler, noise=noise, timesteps=1000, sample_steps=50).recipe.model
+    schedule, image = NoiseSchedule(options), torch.randn(SHAPE)
+    knows = Off(image, schedule)
+    model = LatentDiffusion(AsTheyAre(), knows, schedule, Asked()).eval()  # type: ignore[arg-type]
+    got = sampled(model, options, SHAPE, None, Draws())
+    assert max(knows.spread) < 1.5, "latents and noise have a spread of one each"
+    torch.testing.assert_close(got, image, atol=0.2, rtol=0)
+
+
 def bright(guidance: float, condition: Condition) -> list[float]:
     """How bright samples of the classes become; the oracle's images are 0.1 times the class, and 0.4 for no class."""
     options = diffusion(**PIXELS, guidance=guidance, sample_steps=10).recipe.model

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.errors import BadData, StorageFailed
 from halfstep.tasks._latents.cache import CachedLatents, cached
-from halfstep.tasks._latents.chunks import MANIFEST, PER_CHUNK
+from halfstep.tasks._latents.chunks import ABOUT, PER_CHUNK
 from halfstep.tasks._latents.encoding import Encoding
 from halfstep.train.data import fingerprint as fingerprints
 from halfstep.train.data.folders import ImageFolder
@@ -62,11 +62,9 @@ def test_each_sample_has_its_own_latents_and_they_are_encoded_once() -> None:
 
 def test_what_is_written_says_what_it_depends_on() -> None:
     latents = kept()
-    manifest = json.loads((latents.chunks.folder / MANIFEST).read_text())
-    assert manifest["about"].items() >= PARTS.items()
-    assert manifest["about"]["samples"] == str(MANY)
-    assert [row["name"] for row in manifest["chunks"]] == [path.name for path in files(latents)]
-    assert all(row["finite"] and len(row["sha256"]) == 64 for row in manifest["chunks"])
+    written = json.loads((latents.chunks.folder / ABOUT).read_text())
+    assert written["about"].items() >= PARTS.items()
+    assert written["about"]["samples"] == str(MANY)
 
 
 @pytest.mark.parametrize("part", ["autoencoder", "format", "size", "channels"])
@@ -149,17 +147,14 @@ def test_what_was_finished_before_an_interruption_is_used() -> None:
     latents = kept(how=how)
     assert how.images == MANY - PER_CHUNK + 1
     assert all(torch.allclose(moments_of(latents, n), expected(n), atol=1e-6) for n in range(0, MANY, 37))
-    assert (latents.chunks.folder / MANIFEST).is_file()
+    assert (latents.chunks.folder / ABOUT).is_file()
 
 
-@pytest.mark.parametrize("manifest", [True, False])
-def test_a_file_that_is_cut_off_or_gone_is_encoded_again(manifest: bool) -> None:
+def test_a_file_that_is_cut_off_or_gone_is_encoded_again() -> None:
     latents = kept()
     one, two, _ = files(latents)
     one.write_bytes(one.read_bytes()[:-40])
     two.unlink()
-    if not manifest:
-        (latents.chunks.folder / MANIFEST).write_text("{")
     how = Rounded()
     again = kept(how=how)
     assert how.images == 2 * PER_CHUNK + 1
@@ -174,10 +169,43 @@ class Rounded(Counting):
         return super().__call__(images) + 1e-4
 
 
-def test_a_number_that_was_changed_is_refused_with_the_files_name() -> None:
+class Overtaken(Rounded):
+    """Another run begins and ends while this one is at its second file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = True
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if self.alone and self.images > PER_CHUNK:
+            self.alone = False
+            kept()
+        return super().__call__(images)
+
+
+def test_runs_that_encode_the_same_at_once_leave_nothing_that_is_refused() -> None:
+    how = Overtaken()
+    latents = kept(how=how)
+    assert not how.alone
+    for again in (latents, kept(how=never)):
+        assert all(torch.allclose(moments_of(again, n), expected(n), atol=1e-3) for n in range(0, MANY, 37))
+
+
+def test_a_sample_that_could_not_be_read_for_a_moment_is_not_lost_for_ever() -> None:
+    assert kept(Pictures(MANY, unreadable=(7,))).moments(7) is None
+    how = Counting()
+    latents = kept(Pictures(MANY), how=how)
+    assert how.images == PER_CHUNK + 1, "its file alone"
+    assert torch.allclose(moments_of(latents, 7), expected(7), atol=1e-6)
+    kept(Pictures(MANY, unreadable=(7,)), how=never)
+
+
+@pytest.mark.parametrize("place", [-5, -300])
+def test_a_number_that_was_changed_is_refused_with_the_files_name(place: int) -> None:
+    """Whether a sample is good, and one of its moments."""
     path = files(kept())[1]
     content = bytearray(path.read_bytes())
-    content[-5] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(BadData, match="another SHA-256") as caught:
         kept(how=never)
@@ -197,9 +225,8 @@ def spoil(path: Path, number: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_numbers_that_are_not_finite_are_refused_without_a_manifest_too(value: float) -> None:
+def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
     latents = kept()
-    (latents.chunks.folder / MANIFEST).unlink()
     spoil(files(latents)[2], 5, value)
     with pytest.raises(BadData, match="not finite") as caught:
         kept(how=never)
@@ -217,7 +244,6 @@ def test_a_number_that_spoils_while_a_run_reads_is_refused() -> None:
 
 def test_somebody_elses_latents_are_refused() -> None:
     ours, theirs = kept(), kept(format="fp16", how=lambda images: encode(images) * 2)
-    (ours.chunks.folder / MANIFEST).unlink()
     shutil.copy(files(theirs)[0], files(ours)[0])
     with pytest.raises(BadData, match="other latents than its name says"):
         kept(how=never)
@@ -239,15 +265,16 @@ def test_latents_that_are_not_finite_are_never_written(computed_in: str, do: str
     left = list((tmp_path / "cache").rglob("*.safetensors"))
     assert len(left) == 1, "the chunk before it"
     assert torch.isfinite(load_file(left[0])["moments"]).all()
-    assert not list((tmp_path / "cache").rglob(MANIFEST))
+    assert not list((tmp_path / "cache").rglob(ABOUT))
 
 
-def test_how_much_room_they_take_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
+def test_how_far_it_is_is_told_and_nothing_is_begun_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
     how = Counting()
-    cached(encoding(how), Pictures(MANY), parts=PARTS, say=lines.append)
-    assert "600 samples take 19.7 KiB in " in lines[0]
-    assert lines[-1] == "latents: 100 % of 600 encoded"
+    cached(encoding(how), Pictures(MANY), parts=PARTS, told=lambda done, of: told.append((done, of)))
+    assert told == sorted(told)
+    assert len(told) > 1
+    assert told[-1] == (600, 600)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
     with pytest.raises(StorageFailed, match="the disk has 100 B left") as caught:
         kept(Pictures(40))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.errors import HalfstepError
 from halfstep.tasks._latents.cache import cached
-from halfstep.tasks._latents.chunks import MANIFEST, PER_CHUNK
+from halfstep.tasks._latents.chunks import ABOUT, PER_CHUNK
 from tests.support.ranks import Ranks
 from tests.tasks.latents_made import MANY, PARTS, Counting, Pictures, encode, encoding, expected, moments_of, overflows
 
@@ -57,7 +57,7 @@ def test_machines_that_share_no_disk_have_all_of_it_each(on_ranks: Ranks, tmp_pa
     places = [str(tmp_path / "one"), str(tmp_path / "other")]
     first = on_ranks(kept_on, places, encode, True)
     assert all(one["right"] for one in first)
-    assert all((Path(one["folder"]) / MANIFEST).is_file() for one in first)
+    assert all((Path(one["folder"]) / ABOUT).is_file() for one in first)
     assert [one["images"] for one in on_ranks(kept_on, places, encode, True)] == [0, 0]
 
 
@@ -67,3 +67,12 @@ def test_where_one_process_is_refused_both_end_with_its_words(on_ranks: Ranks, t
     assert [one["code"] for one in found] == [65, 65]
     assert "rank 1: picture 39" in found[0]["error"]
     assert all("model.autoencoder_island=frozen" in one["error"] for one in found)
+
+
+def test_a_file_that_is_cut_off_on_one_machine_is_encoded_there(on_ranks: Ranks, tmp_path: Path) -> None:
+    places = [str(tmp_path / "one"), str(tmp_path / "other")]
+    other = Path(on_ranks(kept_on, places, encode, True)[1]["folder"]) / "000001.safetensors"
+    other.write_bytes(other.read_bytes()[:-40])
+    again = on_ranks(kept_on, places, encode, True)
+    assert [one.get("error") for one in again] == [None, None]
+    assert all(one["right"] for one in again)

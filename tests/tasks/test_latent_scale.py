@@ -59,11 +59,9 @@ def test_nothing_and_what_is_not_finite_are_refused(given: list[Tensor]) -> None
     assert caught.value.do
 
 
-def test_latents_that_are_all_alike_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfstep.tasks._latents import scale
-
-    monkeypatch.setattr(scale, "LEAST", -1000.0)
-    with pytest.raises(BadData, match="is 0"):
+def test_latents_that_are_all_alike_are_refused() -> None:
+    """What is drawn around them varies a little always, as diffusers holds it: not enough to be multiplied up to 1."""
+    with pytest.raises(BadData, match="standard deviation of 16 numbers"):
         measured_scale([torch.cat([torch.zeros(1, 4, 4), torch.full((1, 4, 4), -900.0)])])
 
 

@@ -47,6 +47,20 @@ def test_each_sample_has_its_own_timestep_as_in_diffusers(noise: str) -> None:
     torch.testing.assert_close(ours.target(x, e, at), theirs.get_velocity(x, e, at))
 
 
+@pytest.mark.parametrize("noise", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+@pytest.mark.parametrize("timesteps", [2, 20, 100, 200, 1000, 10_000])
+def test_hardly_anything_but_noise_is_left_however_many_steps_lead_there(noise: str, timesteps: int) -> None:
+    signal = schedule(noise=noise, timesteps=timesteps).signal
+    assert signal[0] > 0.4
+    assert (signal.diff() < 0.0).all()
+    assert 0.0 < signal[-1].item() < 0.01  # samples begin with noise alone
+
+
+@pytest.mark.parametrize("noise", ["linear", "scaled_linear"])
+def test_a_thousand_steps_are_those_of_diffusers(noise: str) -> None:
+    assert torch.equal(schedule(noise=noise).signal, DDPMScheduler(beta_schedule=noise).alphas_cumprod)
+
+
 def test_min_snr_weights_are_what_they_are_by_hand() -> None:
     at = torch.tensor([0, 100, 500, 999])
     for t, epsilon, v in zip(

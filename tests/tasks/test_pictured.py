@@ -29,11 +29,11 @@ def put(root: Path, *names: str) -> Path:
     return root
 
 
-def tar(path: Path, mask: bool = False) -> Path:
+def tar(path: Path, mask: bool = False, label: bool = True) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for n in range(6):
-            members = {f"{n:04d}.png": encoded(picture(n)), f"{n:04d}.cls": str(n % 3).encode()}
+            members = {f"{n:04d}.png": encoded(picture(n))} | ({f"{n:04d}.cls": b"%d" % (n % 3)} if label else {})
             for name, content in (members | ({f"{n:04d}.mask.png": b"no mask at all"} if mask else {})).items():
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
@@ -172,3 +172,31 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         sources("none", path=str(tmp_path), val=0.5)
     with pytest.raises(BadData, match="no folder per class"):
         sources("class", path=str(tmp_path), val=0.5)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_validation_may_lie_anywhere(tmp_path: Path, apart: bool) -> None:
+    put(tmp_path / "set" / ("train" if apart else ""), "a.png", "b.png")
+    put(tmp_path / "other", "c.png")
+    found = sources("none", path=str(tmp_path / "set"), val=str(tmp_path / "other"))
+    assert {split: keys(source) for split, source in found.items()} == {"train": ["a.png", "b.png"], "val": ["c.png"]}
+
+
+def test_two_samples_of_one_name_cannot_have_embeddings(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        tar(tmp_path / "set" / folder / "s.tar")
+    file = tmp_path / "e.safetensors"
+    save_file({f"s.tar/{n:04d}": torch.zeros(3) for n in range(6)}, file)
+    with pytest.raises(BadData, match=r"6 names are those of several samples: s\.tar/0000") as caught:
+        sources("embedding", name="shards", path=str(tmp_path / "set"), val=0.3, embeddings=str(file))
+    assert "rename" in caught.value.do
+    assert len(sources("none", name="shards", path=str(tmp_path / "set"), val=0.3)["train"]) > 0
+
+
+def test_labels_that_only_some_have_are_left_alone_where_nobody_asks_for_them(tmp_path: Path) -> None:
+    tar(tmp_path / "a.tar")
+    tar(tmp_path / "b.tar", label=False)
+    found = sources("none", name="shards", path=str(tmp_path), val=0.3)
+    assert sum(map(len, found.values())) == 12
+    with pytest.raises(BadData, match="differ in having a label"):
+        sources("class", name="shards", path=str(tmp_path), val=0.3)

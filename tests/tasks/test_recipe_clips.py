@@ -88,3 +88,13 @@ def test_too_short_clips_say_what_to_change(tmp_path: Path) -> None:
     put(tmp_path / "a", 3)
     with pytest.raises(BadData, match=r"data\.frames"):
         clips(data(name="frames", path=str(tmp_path), frames=4))
+
+
+@pytest.mark.parametrize("known", ["train", "val"])
+def test_masks_count_where_a_model_is_judged(tmp_path: Path, known: str) -> None:
+    for split in ("train", "val"):
+        put(tmp_path / split / ("images/a" if split == known else "a"))
+    put(tmp_path / known / "masks" / "a")
+    given = data(name="frames", path=str(tmp_path), val="val")
+    assert has_masks(given) == (known == "val")
+    assert ("mask" in clips(given)["val"].read(0)) == has_masks(given)

@@ -51,10 +51,13 @@ def test_it_trains_in_every_precision(decoder: str, precision: str) -> None:
     task = of(decoder)
     model, batch = seeded(task)
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 3e-3), precision=precision_named(precision))
-    reports = [stepper.step(task.loss, batch) for _ in range(20)]
-    assert all(report.applied for report in reports)
+    reports = [stepper.step(task.loss, batch) for _ in range(24)]
+    # The loss scale of fp16 may have to find its place first.
+    assert {report.reason for report in reports[:4]} <= {None, "gradient_overflow"}
+    applied = [report for report in reports if report.applied]
+    assert len(applied) >= 20
     assert stepper.observed is None or stepper.observed.as_asked
-    first, last = (sum(float(r.loss) for r in part) for part in (reports[:4], reports[-4:]))
+    first, last = (sum(float(r.loss) for r in part) for part in (applied[:4], applied[-4:]))
     assert last < first
 
 
@@ -93,6 +96,24 @@ def test_evaluations_are_the_same_and_draw_nothing(decoder: str) -> None:
         losses = [task.loss(model, batch).item() for _ in range(2)]
     assert losses[0] == losses[1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_clip_is_judged_alike_in_any_batch(decoder: str) -> None:
+    task = of(decoder)
+    model, batch = seeded(task)
+    model.eval()
+    alone = [task.loss(model, {name: part[n : n + 1] for name, part in batch.items()}) for n in range(4)]
+    torch.testing.assert_close(task.loss(model, batch), torch.stack(alone).mean())
+
+
+@torch.no_grad()
+def test_in_training_a_slot_is_told_from_those_of_other_clips_too() -> None:
+    task = of("broadcast")
+    model, batch = seeded(task)
+    among_all = task.loss(model, batch)
+    assert among_all > task.loss(model.eval(), batch) + 0.01
 
 
 @torch.no_grad()
@@ -276,3 +297,26 @@ def test_films_without_truth_are_judged_by_their_loss(tmp_path: Path) -> None:
 def test_impossible_recipes(sections: dict[str, dict[str, Any]], words: str) -> None:
     with pytest.raises(BadRecipe, match=words):
         made("slots", **sections)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_it_is_compiled_in_one_piece(decoder: str) -> None:
+    """Traced, and run as it was traced: what a kernel makes of it is torch's."""
+    task = of(decoder)
+    model, batch = seeded(task)
+    graphs: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    fast = copy.deepcopy(model)
+    fast.compile(backend=kept)
+    with precision_named("bf16").autocast(CPU):
+        expected, found = loss_of(task, model, batch), loss_of(task, fast, batch)
+    found.backward()
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+    torch.testing.assert_close(found, expected)
+    assert all(p.grad is not None for p in fast.parameters())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.tasks._colours import palette
-from halfstep.tasks._slots.drawing import GAP, MOST_FRAMES, animation, clip_picture, overlays
+from halfstep.tasks._slots.drawing import GAP, MOST_FRAMES, clip_picture, overlays
 
 
 def grey(count: int, high: int = 4, wide: int = 6) -> list[np.ndarray]:
@@ -65,13 +65,6 @@ def test_long_clips_are_shown_from_end_to_end() -> None:
     assert picture.shape[1] == MOST_FRAMES * 6 + (MOST_FRAMES - 1) * GAP
     assert (picture[0, 0] == 100).all()
     assert (picture[0, -1] == 139).all()
-
-
-def test_an_animation_has_a_picture_for_each_frame() -> None:
-    pictures = animation(grey(5), torch.ones(5, 4, 6).long(), 3)
-    assert [picture.shape for picture in pictures] == [(4, 2 * 6 + GAP, 3)] * 5
-    assert [int(picture[0, 0, 0]) for picture in pictures] == [100, 101, 102, 103, 104]
-    assert not np.array_equal(pictures[0][:, :6], pictures[0][:, 6 + GAP :])
 
 
 def test_fewer_masks_than_frames_are_an_error() -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import BadData
+from halfstep.cli._left_out import is_left_out
+from halfstep.errors import BadData, WrongUse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ class Inputs:
 
 def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
     """Predict each image or clip, write what comes of it, and say where."""
-    from halfstep.cli._progress import progress
+    from halfstep.progress import progress
     from halfstep.train.data.source import BadSample
 
     inputs = _inputs(finished, where)
@@ -67,23 +68,34 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
 
 def _inputs(finished: Finished, where: Path) -> Inputs:
     """Clips for a task whose data has frames, images for the others; a single image is one in either case."""
-    from halfstep.train.data.listing import existing, image_files
+    from halfstep.train.data.listing import image_files
     from halfstep.train.data.reading import SUFFIXES, read_image
 
+    if not where.is_dir() and not where.is_file():
+        raise BadData(
+            f"{where} is {'no folder and no file' if where.exists() else 'not there'}",
+            allowed="a folder, or one file",
+            do=f"give one that is there: halfstep predict {finished.folder} FOLDER",
+        )
     data = finished.recipe.data
     if {"frames", "every"} <= set(type(data).model_fields) and where.suffix.lower() not in SUFFIXES:
         return _clips(data, where)
-    root, names = (where.parent, [where.name]) if where.is_file() else (where, image_files(existing(where, "")))
+    root, names = (where.parent, [where.name]) if where.is_file() else (where, image_files(where))
     channels = getattr(finished.task, "channels_read", getattr(data, "channels", 3))
     kinds = "JPEG, PNG, TIFF, WEBP or BMP images"
     return Inputs("images", names, lambda number: read_image(root / names[number], channels), kinds)
 
 
 def _clips(data: Any, place: Path) -> Inputs:
-    """Clips as long as those that were trained on, one after the other; one that stands alone has a plain name."""
+    """Clips of data.frames frames, one after the other; one that stands alone has a plain name."""
     from halfstep.tasks._clips import clips_in
 
-    found = clips_in(place, data)
+    try:
+        found = clips_in(place, data)
+    except BadData as error:
+        # Its own advice is for a recipe, whose data.path nobody asked about here.
+        do = "give a folder with such clips; for shorter ones, add a smaller data.frames or data.every"
+        raise BadData(error.given, allowed=error.allowed, do=do) from None
     keys = [found.key(number).rpartition("#") for number in range(len(found))]
     # A folder that is itself a clip has no name below itself.
     own = place.resolve().name
@@ -95,8 +107,19 @@ def _clips(data: Any, place: Path) -> Inputs:
 
 
 def _predicted(finished: Finished, image: Tensor) -> Prediction:
-    with finished.choice.precision.inference(finished.device):
-        return finished.task.predict(finished.model, image.to(finished.device))
+    from halfstep.train.task import Task
+
+    try:
+        with finished.choice.precision.inference(finished.device):
+            return finished.task.predict(finished.model, image.to(finished.device))
+    except NotImplementedError as error:
+        if not is_left_out(error, Task.predict):
+            raise
+        raise WrongUse(
+            f"the model of {finished.folder} says nothing about images",
+            allowed="no folder",
+            do=f"halfstep predict {finished.folder}, or write a predict for {type(finished.task).__name__}",
+        ) from None
 
 
 def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:

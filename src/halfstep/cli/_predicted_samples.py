@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import WrongUse
+from halfstep.cli._left_out import is_left_out
+from halfstep.errors import BadData, WrongUse
 
 if TYPE_CHECKING:
     from halfstep.tasks._finished import Finished
@@ -26,6 +26,12 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
     from halfstep.draw.png import write_png
 
     made = [enlarged(picture, LEAST) for picture in _made(finished, samples, seed)]
+    if not made:
+        raise BadData(
+            f"{finished.folder}: there is nothing to draw from, or none of it can be read",
+            allowed="the validation data that the run was trained with",
+            do=f"check data.path in its recipe, or give images: halfstep predict {finished.folder} FOLDER",
+        )
     columns = columns or _columns(made, len(finished.task.facts().get("classes") or ()))
     write_png(out / PICTURE, grid([made[i : i + columns] for i in range(0, len(made), columns)]))
     return {
@@ -40,9 +46,10 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
 
 
 def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
-    from halfstep.cli._progress import progress
+    from halfstep.progress import progress
     from halfstep.train.randomness import seed_all
     from halfstep.train.start import generators_kept
+    from halfstep.train.task import Task
 
     inference = finished.choice.precision.inference(finished.device)
     try:
@@ -50,20 +57,13 @@ def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
             seed_all(seed)
             return finished.task.sample(finished.model, samples, told)
     except NotImplementedError as error:
-        if not _says_the_protocol(error):
+        if not is_left_out(error, Task.sample):
             raise  # torch raises it too, where a device lacks an operation
         raise WrongUse(
             f"the model of {finished.folder} makes nothing by itself",
             allowed="a folder of images to predict for",
             do=f"halfstep predict {finished.folder} FOLDER",
         ) from None
-
-
-def _says_the_protocol(error: NotImplementedError) -> bool:
-    from halfstep.train.task import Task
-
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code is Task.sample.__code__
 
 
 def _columns(pictures: list[Picture], classes: int) -> int:

@@ -12,7 +12,10 @@ from halfstep.errors import BadRecipe
 if TYPE_CHECKING:
     from halfstep.tasks._finished import Finished
 
-HOW = ("model.sampler", "model.sample_steps", "model.guidance", "data.tile", "data.overlap")
+HOW = (
+    *("model.sampler", "model.sample_steps", "model.guidance"),
+    *("data.tile", "data.overlap", "data.frames", "data.every"),
+)
 """Settings that weights do not depend on. All others say what was trained, and would be another model now."""
 
 

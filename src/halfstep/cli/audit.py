@@ -82,8 +82,8 @@ def _nothing(words: list[str], precision: str | None, device: str | None) -> dic
 
 
 def _report(examined: Subject, precision: str | None, device: str | None) -> dict[str, Any]:
-    from halfstep.cli._progress import progress
     from halfstep.measure.audit.audit import audit
+    from halfstep.progress import progress
 
     with progress("auditing", "stages") as told:
         report = audit(examined, precision=precision, device=device, progress=told).as_dict()

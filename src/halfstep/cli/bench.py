@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from halfstep.cli._flag import flag
-from halfstep.cli._progress import progress
 from halfstep.cli._subject import TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
 from halfstep.errors import SOFTWARE
+from halfstep.progress import progress
 
 GROUP = "Choose"
 COMMAND = TAKES_SETTINGS

@@ -37,7 +37,7 @@ def run(
 
 def measure(finished: Finished) -> dict[str, Any]:
     """The metrics, and what they were measured with."""
-    from halfstep.cli._progress import progress
+    from halfstep.progress import progress
     from halfstep.train.evaluation import evaluate
     from halfstep.train.loaders import make_val_loader
 

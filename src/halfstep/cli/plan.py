@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._flag import flag
-from halfstep.cli._progress import progress
 from halfstep.cli._subject import INTERRUPTED, TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
 from halfstep.errors import FolderTaken, StorageFailed, WrongUse
+from halfstep.progress import progress
 
 if TYPE_CHECKING:
     from halfstep.measure.case import Subject

@@ -27,8 +27,8 @@ def run(
 ) -> None:
     """Why there is no speed-up: where a step's time goes, one cause, and one command to run."""
     examined = subject(recipe, context.args)
-    from halfstep.cli._progress import progress
     from halfstep.measure.profiling.profile import profile
+    from halfstep.progress import progress
 
     with progress("profiling", "%") as tell:
         report = profile(examined, precision=precision, seconds=seconds, device=device, progress=tell).as_dict()

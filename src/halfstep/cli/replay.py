@@ -79,8 +79,8 @@ def _chosen(run_folder: Path, found: list[Path], attempt: int | None) -> Path:
 
 
 def _replayed(run_folder: Path, place: Path, precision: str | None, task: Path | None) -> dict[str, Any]:
-    from halfstep.cli._progress import progress
     from halfstep.precision.names import read_precision
+    from halfstep.progress import progress
     from halfstep.tasks._cure import advice, in_precision
     from halfstep.tasks._folder import task_from_file
     from halfstep.tasks._replayed import open_recorded

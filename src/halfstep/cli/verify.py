@@ -113,7 +113,7 @@ def look(folder: Path) -> Looked:
 
 
 def _looked_at(found: list[Generation]) -> Looked:
-    from halfstep.cli._progress import progress
+    from halfstep.progress import progress
     from halfstep.train.checkpoint.reading import verified
 
     total, done = sum(map(_size, found)), 0
@@ -233,7 +233,7 @@ def proven(folder: Path, verdicts: list[Verdict], steps: int, task: Path | None)
     """Train a few steps in two ways, in a folder that is gone afterwards."""
     import tempfile
 
-    from halfstep.cli._progress import progress
+    from halfstep.progress import progress
     from halfstep.tasks._folder import task_from_file
     from halfstep.tasks._rebuilt import rebuilding
     from halfstep.train.proof import prove

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfstep.tasks._sources import both, shared, to_share
+from halfstep.tasks._sources import both, for_validation, shared, to_share
 from halfstep.train.data.clips import FrameFolders, Windows, mask_folder, split_recordings
 from halfstep.train.data.listing import existing, files
 from halfstep.train.data.moving import Moving, ShapeStamps, Stamps
@@ -29,10 +29,14 @@ def clips(data: Any) -> dict[Split, Source]:
 
 
 def has_masks(data: Any) -> bool:
-    """Whether it is known what is where in the clips; no sample is read for it."""
+    """Whether it is known what is where in the clips that a model is judged by; no sample is read for it."""
     if data.name in ("sprites", "shapes"):
         return True
-    return data.name == "frames" and mask_folder(to_share(data_place(data.path), data)) is not None
+    if data.name == "videos":
+        return False
+    root = data_place(data.path)
+    judged = for_validation(root, data.val) if isinstance(data.val, str) else to_share(root, data)
+    return mask_folder(judged) is not None
 
 
 def clips_in(place: Path, data: Any) -> Windows:

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from halfstep import world
+from halfstep.progress import progress
 from halfstep.tasks._folder import task_class
 from halfstep.tasks._resolving import Settings, resolved_recipe
 from halfstep.train.checkpoint.generation import CHECKPOINTS
@@ -31,7 +32,7 @@ from halfstep.train.run_folder import NEW, UNFINISHED, keep_recipe, open_run
 from halfstep.train.start import decided_once, generators_kept, together
 from halfstep.train.status import status_kept
 from halfstep.train.stopping import Stopping
-from halfstep.train.task import Task
+from halfstep.train.task import Task, Told, unheard
 
 
 def fit(
@@ -74,21 +75,23 @@ def launch(
         with status_kept(folder), contextlib.closing(journal):
             with _gone_if_it_cannot_begin(folder, opened["state"]):
                 found = find(folder) if opened["state"] == UNFINISHED else None
-                loop = make_loop(
-                    _ready(task, kind, recipe),
-                    recipe,
-                    folder,
-                    journal,
-                    measured=found.measured_for(recipe) if found else None,
-                    cures=found.cures_for(recipe) if found else None,
-                    stopping=stopping,
-                )
+                with _watched(quiet) as told:
+                    loop = make_loop(
+                        _ready(task, kind, recipe),
+                        recipe,
+                        folder,
+                        journal,
+                        measured=found.measured_for(recipe) if found else None,
+                        cures=found.cures_for(recipe) if found else None,
+                        stopping=stopping,
+                        told=told,
+                    )
                 resumed = take_up(loop, found, folder, accepted) if opened["state"] == UNFINISHED else None
                 journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
             if world.rank() == 0:
                 keep_recipe(folder, recipe)  # not before it was found to fit
-            told = [*notes, *resolved.notes]
-            return train(loop, folder, label=resolved.label, command=command, notes=told, resumed=resumed)
+            heard = [*notes, *resolved.notes]
+            return train(loop, folder, label=resolved.label, command=command, notes=heard, resumed=resumed)
 
 
 @contextmanager
@@ -106,6 +109,20 @@ def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterato
     finally:
         for one in held:
             one.release()
+
+
+@contextmanager
+def _watched(quiet: bool) -> Iterator[Told]:
+    """A bar from the first word on: most tasks have nothing to get ready."""
+    with contextlib.ExitStack() as stack:
+        bars: list[Told] = []
+
+        def told(done: int, of: int) -> None:
+            if not bars:
+                bars.append(stack.enter_context(progress("getting ready", "samples")))
+            bars[0](done, of)
+
+        yield unheard if quiet or world.rank() > 0 else told
 
 
 @contextmanager

@@ -127,15 +127,22 @@ def both(data: Any, make: Make) -> dict[Split, Source]:
     root = data_place(data.path)
     if not isinstance(data.val, str):
         return shared(make(to_share(root, data)), data.val)
-    inside = (root / data.val).is_dir()
-    if inside and not (root / "train").is_dir():
+    apart = (root / "train").is_dir()
+    # A path that is complete is what it is, wherever it is joined to.
+    if not apart and not Path(data.val).is_absolute() and (root / data.val).is_dir():
         raise BadData(
             f"{root} holds the folder {data.val}, and no folder train beside it",
             allowed=f"{root}/train and {root}/{data.val}; or all samples in one folder, and a share for validation",
             do="write data.val=0.2, or move the training samples into a folder train",
         )
-    train = make(root / "train" if inside or (root / "train").is_dir() else root)
-    return {"train": train, "val": make(root / data.val if inside else data_place(data.val))}
+    train = make(root / "train" if apart else root)
+    return {"train": train, "val": make(for_validation(root, data.val))}
+
+
+def for_validation(root: Path, val: str) -> Path:
+    """The folder of this name beside `train`, or anywhere."""
+    inside = root / val
+    return inside if inside.is_dir() else data_place(val)
 
 
 def to_share(root: Path, data: Any) -> Path:

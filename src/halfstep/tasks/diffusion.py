@@ -33,8 +33,8 @@ from halfstep.tasks.models.latent.sampling import sampled
 from halfstep.tasks.models.latent.wanted import classes_in_turn, first_conditions
 from halfstep.tasks.options.diffusion import SCHEMA
 from halfstep.train.data.reading import scaled
-from halfstep.train.data.source import Sample, Source, without_image
-from halfstep.train.task import Picture, Prediction, Split, Task, Told
+from halfstep.train.data.source import Sample, Source
+from halfstep.train.task import Picture, Prediction, Split, Task, Told, unheard
 
 PARTS = {"class": "label", "image": "condition", "embedding": "embedding"}
 """The part of a sample that each kind of condition is made of."""
@@ -64,7 +64,7 @@ class Diffusion(Task):
         options, data = recipe.model, recipe.data
         self.kind: str = "none" if options.stage == "autoencoder" else options.condition
         self.pixels, self.conditions = _around_zero(data.channels), _around_zero(data.condition_channels)
-        self.origins = Origins(options, data)
+        self.origins = Origins(options, data, recipe.run.dir)
         self._view = v2.Compose([v2.Resize(data.size, antialias=True), v2.CenterCrop(data.size)])
         self._classes: list[str] = []
         self._embedding: list[int] = []
@@ -81,7 +81,8 @@ class Diffusion(Task):
     def embedding(self) -> list[int]:
         """Tokens and width of an embedding: remembered from training, or read from the data."""
         if self.kind == "embedding" and not self._embedding:
-            self._embedding = list(_tokens(without_image(self.source("train"), 0)["embedding"]).shape)
+            first = self._wanted(1, torch.get_default_device())
+            self._embedding = [] if first is None else list(first.given.shape[1:])
         return self._embedding
 
     @property
@@ -105,14 +106,15 @@ class Diffusion(Task):
         asked = Asked(self.kind, len(self.classes), data.condition_channels, width)
         return latent_diffusion(self.recipe.model, data, asked, self.origins)
 
-    def ready(self, model: nn.Module, precision: Precision) -> list[str]:
+    def ready(self, model: nn.Module, precision: Precision, told: Told = unheard) -> list[str]:
         """Encode the data once, where the autoencoder stays as it is, and measure the scale of its latents."""
         assert isinstance(model, LatentDiffusion)
         if not model.frozen or model.autoencoder is None:
-            return []
+            return self.origins.notes
         if not self._sources:
             self._read()
-        moments, lines = encoded_once(model, precision, self.recipe, self._sources, self._image)
+        moments, told_of = encoded_once(model, precision, self.recipe, self._sources, self._image, told)
+        lines = [*self.origins.notes, *told_of]
         if not model.latent_scale > 0.0:
             scale = measured_scale(moments)
             model.latent_scale.fill_(scale)
@@ -252,7 +254,7 @@ class Diffusion(Task):
         count: int,
         condition: Condition | None,
         draws: Draws,
-        told: Told = lambda done, of: None,
+        told: Told = unheard,
     ) -> Tensor:
         data = self.recipe.data
         shape = model.latent_shape(count, data.channels, data.size)

@@ -93,7 +93,10 @@ class Slots(Task):
             metrics.update(owners(seen.shares.detach(), batch["mask"].shape[-2:]), batch["mask"])
         loss: Tensor = seen.reconstruction + weights.tokens * seen.tokens
         if weights.contrast:
-            loss = loss + weights.contrast * temporal_contrast(seen.slots, weights.temperature)
+            # Held against the other clips of a batch, a clip would be judged by how evaluation cuts its batches.
+            apart = [seen.slots] if model.training else seen.slots.split(1)
+            contrasts = [temporal_contrast(slots, weights.temperature) for slots in apart]
+            loss = loss + weights.contrast * torch.stack(contrasts).mean()
         return loss
 
     def metrics(self) -> MetricCollection:

@@ -29,7 +29,7 @@ from halfstep.train.resuming import Resumed
 from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.start import device_of
 from halfstep.train.stopping import Stopping
-from halfstep.train.task import Task
+from halfstep.train.task import Task, Told, unheard
 from halfstep.train.weights import digest, infinite_buffers
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
@@ -101,6 +101,7 @@ def make_loop(
     measured: Measured | None = None,
     cures: Remedies | None = None,
     stopping: Stopping | None = None,
+    told: Told = unheard,
 ) -> Loop:
     """Everything built, and no step taken yet.
 
@@ -121,6 +122,7 @@ def make_loop(
         per_epoch=per_epoch,
         precision=measured.precision if measured else None,
         cures=cures,
+        told=told,
     )
     parts.notes += loaders.notes
     options = recipe.checkpoint

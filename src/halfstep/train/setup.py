@@ -25,7 +25,7 @@ from halfstep.train.randomness import seed_all
 from halfstep.train.recipe.schema import DataOptions, LossOptions, LossScaleOptions, ModelOptions, Recipe
 from halfstep.train.recomputing import checkpoint_activations
 from halfstep.train.schedules import Shape, make_schedule
-from halfstep.train.task import Task
+from halfstep.train.task import Task, Told, unheard
 from halfstep.train.weights import load_weights
 
 AnyRecipe = Recipe[ModelOptions, DataOptions, LossOptions]
@@ -64,11 +64,12 @@ def prepare(
     per_epoch: int,
     precision: str | None = None,
     cures: Remedies | None = None,
+    told: Told = unheard,
 ) -> Parts:
     """Build everything for `total` updates, `per_epoch` of them in an epoch.
 
     `precision` is the one that `auto` came to when the run began; it is not measured again. `cures` are what the run's
-    guard had placed when it was saved, and come over it.
+    guard had placed when it was saved, and come over it. `told` hears how far the task is that gets ready.
     """
     train = recipe.train
     seed = train.seed or 0
@@ -79,7 +80,7 @@ def prepare(
         notes += placed_again(model, cures)
         precision = cures.precision or precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
-    notes += task.ready(model, choice.precision)
+    notes += task.ready(model, choice.precision, told)
     optimizer = make_optimizer(recipe.optimizer, model)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
     stepper = Stepper(

@@ -25,6 +25,10 @@ Told = Callable[[int, int], None]
 """Hears how much of a long job is done, and of how much."""
 
 
+def unheard(done: int, of: int) -> None:
+    """Where nobody watches."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a model says about one input: values for a table, and pictures where there are any."""
@@ -66,7 +70,7 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """The model, with random or `pretrained` weights as `recipe.model.weights` says; paths are read by the loop."""
 
-    def ready(self, model: nn.Module, precision: Precision) -> list[str]:
+    def ready(self, model: nn.Module, precision: Precision, told: Told = unheard) -> list[str]:
         """What is measured or computed once, with the model where it will run; the lines are told with the run's start.
 
         Called by every process before the first step, also of a run that goes on: its buffers are then restored.

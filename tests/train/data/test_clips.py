@@ -164,3 +164,15 @@ def test_a_changed_frame_or_mask_is_other_data(tmp_path: Path) -> None:
     ]
     put(tmp_path / "masks" / "a", 1, size=(8, 6))
     assert fingerprint(windows) != before
+
+
+@pytest.mark.parametrize("kind", ["colour", "too many"])
+def test_masks_that_are_no_numbers_say_what_can_be_done_about_it(tmp_path: Path, kind: str) -> None:
+    put(tmp_path / "images" / "a", 1)
+    (tmp_path / "masks" / "a").mkdir(parents=True)
+    wrong = np.full((6, 8, 3), (9, 0, 0), np.uint8) if kind == "colour" else np.full((6, 8), 300, np.uint16)
+    Image.fromarray(wrong).save(tmp_path / "masks" / "a" / "frame0.png")
+    with pytest.raises(BadData, match=r"masks/a/frame0\.png") as caught:
+        Windows(FrameFolders(tmp_path), 1).read(0)
+    assert "0 to 255" in caught.value.allowed
+    assert "data." not in caught.value.do, "slots have neither data.palette nor data.classes"

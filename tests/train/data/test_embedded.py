@@ -183,3 +183,10 @@ def test_changed_embeddings_are_changed_data(root: Path) -> None:
     assert fingerprint(Embedded(Images(root), file)) == before
     written(file, {name: tensor + 1 for name, tensor in numbered(4).items()})
     assert fingerprint(Embedded(Images(root), file)) != before
+
+
+def test_a_link_to_a_file_is_the_file(root: Path) -> None:
+    file = written(root.parent / "e.safetensors", numbered(2))
+    link = root.parent / "link.safetensors"
+    link.symlink_to(file)
+    assert Embedded(Images(root), link).read(1)["embedding"].tolist() == [1.5, 1.5]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
 from halfstep.errors import BadData, WrongUse
 from halfstep.train.data.fingerprint import fingerprint
@@ -159,7 +160,17 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, content: bytes | No
         SpriteStamps(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"samples": 0}, {"size": 4}, {"frames": 0}, {"frames": 999}, {"objects": 33}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+def test_numbers_that_numpy_does_not_know_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_tensors({"masks": torch.ones(2, 4, 4).to(dtype)}, tmp_path / FILE)
+    with pytest.raises(BadData, match=FILE):
+        SpriteStamps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"samples": 0}, {"size": 4}, {"frames": 0}, {"frames": 999}, {"objects": 33}, {"size": 4096, "frames": 17}],
+)
 def test_impossible_clips_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(WrongUse, match="drawn clips"):
         Moving(ShapeStamps(), **{"samples": 5, **wrong})

@@ -25,19 +25,33 @@ av = pytest.importorskip("av")
 BITS = 6
 
 
-def write(path: Path, count: int = 60, size: int = 64, codec: str = "mpeg4", rate: object = 25, **options: str) -> Path:
-    """A film whose frames show their number in stripes, white for 1, with a start to seek to every dozen."""
+def write(
+    path: Path,
+    count: int = 60,
+    size: int = 64,
+    codec: str = "mpeg4",
+    rate: object = 25,
+    last: int | None = None,
+    **options: str,
+) -> Path:
+    """A film whose frames show their number in stripes, white for 1, with a start to seek to every dozen.
+
+    The last frame is shown for the time of `last` frames.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate, options=options)
         stream.width, stream.height, stream.pix_fmt = size, size, "yuv420p"
         stream.codec_context.gop_size = 12
+        packets = []
         for n in range(count):
             stripes = np.array([n >> bit & 1 for bit in range(BITS)], np.uint8) * 255
             picture = np.repeat(stripes, -(-size // BITS))[:size, None, None].repeat(size, 1).repeat(3, 2)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
+            packets += stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24"))
+        packets += stream.encode()
+        if last is not None:
+            packets[-1].duration = last
+        for packet in packets:
             container.mux(packet)
     return path
 
@@ -73,6 +87,19 @@ def test_frames_that_are_stored_out_of_order_are_shown_in_order(tmp_path: Path) 
     source = VideoFiles(tmp_path)
     for first in (0, 5, 12, 25, 50):
         assert numbers(source.part(0, range(first, first + 8))["image"]) == list(range(first, first + 8))
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mov"])
+def test_a_last_frame_that_is_shown_for_long_stands_for_all_of_its_time(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a{suffix}", 8, last=20)
+    source = VideoFiles(path)
+    assert source.length(0) == 8
+    found = numbers(source.part(0, range(8))["image"])
+    assert found == sorted(found)
+    assert found[0] == 0
+    assert found[-4:] == [7] * 4
+    with pytest.raises(BadSample, match="ends before frame 8"):
+        source.part(0, range(4, 9))
 
 
 def test_decoding_begins_near_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

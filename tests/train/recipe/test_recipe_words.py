@@ -97,6 +97,23 @@ def test_optimizations_are_compilation() -> None:
     assert not resolved(BASE, "--use-optimizations", "false").recipe.train.compile
 
 
+@pytest.mark.parametrize(
+    ("line", "notes"),
+    [
+        ("--use-optimizations", ["--use-optimizations is read as train.compile"]),
+        ("--use_optimizations=true", ["--use_optimizations is read as train.compile"]),
+        ("--num_epochs 4 --num_epochs 5", ["--num_epochs is read as train.epochs"]),
+        (
+            "globals.BATCH_SIZE_PER_GPU=4 trainer.lr=0.1",
+            ["globals.BATCH_SIZE_PER_GPU is read as train.batch_size; trainer.lr is read as optimizer.lr"],
+        ),
+        ("--batch-size 4 lr=0.1 --train.compile --optimizer sgd", []),
+    ],
+)
+def test_other_peoples_words_on_the_line_are_told_and_ours_are_not(line: str, notes: list[str]) -> None:
+    assert resolved(BASE, *line.split()).notes == notes
+
+
 def test_a_trainer_with_amp_and_a_rate() -> None:
     recipe = resolved(BASE + "trainer: {amp: True, fp16: False, lr: 1e-5}").recipe
     assert (recipe.precision, recipe.optimizer.lr) == ("bf16", 1e-5)

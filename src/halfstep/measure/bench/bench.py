@@ -105,7 +105,7 @@ def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder:
     from halfstep.tasks._folder import task_class
 
     recipes = {name: _recipe(subject, changed) for name, changed in changes.items()}
-    task = task_class(recipes[BASELINE].task)
+    task = task_class(recipes[BASELINE].task)(recipes[BASELINE])  # what it is judged by may depend on its data
     same = {key: told["conditions"][key] for key in _SAME}
     patience = Patience()
     runs, memories = {}, {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ _MOST = 100_000
 _DEEPEST = 20
 """Decorators on one another."""
 _TORCHS_DECORATORS = autocast_mode.__file__
+
+
+class Met(NamedTuple):
+    """What a function takes or gives."""
+
+    dtype: torch.dtype
+    alone: bool
+    """Without dimensions, as a loss or a temperature: in torch such a number takes the format of what it meets."""
 
 
 class OwnFunctions(TorchFunctionMode):
@@ -51,7 +59,7 @@ class OwnFunctions(TorchFunctionMode):
             code = _code(function.forward)
             if function in self._told or code is None or not is_own(code.co_filename):
                 continue
-            taken, given = _formats_taken(node), _formats_given(node, outputs)
+            taken, given = _taken(node), _given(node, outputs)
             if _mixed(taken | given) and not _is_protected(node, function, given):
                 self._told.add(function)
                 line = f"{shown(code.co_filename)}:{code.co_firstlineno}"
@@ -73,11 +81,12 @@ def _reached(loss: Tensor) -> dict[Any, set[int]]:
     return reached
 
 
-def _formats_taken(node: Any) -> set[torch.dtype]:
+def _taken(node: Any) -> set[Met]:
     """Of what a gradient goes to, and of weights that are not trained; the graph knows of no other input."""
     edges = [(before, number) for before, number in node.next_functions if before is not None]
-    trained = {dtype for before, number in edges for dtype in _formats_given(before, (number,))}
-    return trained | {weight.dtype for weight in _weights_saved(node) if weight.is_floating_point()}
+    trained = {met for before, number in edges for met in _given(before, (number,))}
+    saved = {Met(weight.dtype, weight.ndim == 0) for weight in _weights_saved(node) if weight.is_floating_point()}
+    return trained | saved
 
 
 def _weights_saved(node: Any) -> list[nn.Parameter]:
@@ -89,17 +98,22 @@ def _weights_saved(node: Any) -> list[nn.Parameter]:
     return [tensor for tensor in saved if isinstance(tensor, nn.Parameter)]
 
 
-def _formats_given(node: Any, outputs: Iterable[int]) -> set[torch.dtype]:
+def _given(node: Any, outputs: Iterable[int]) -> set[Met]:
     # Of an output that nobody differentiates, such as an index, autograd knows nothing and says fp32.
-    described = node._input_metadata
-    return {described[number].dtype for number in outputs if described[number].dtype.is_floating_point}
+    every = node._input_metadata
+    described = [every[number] for number in outputs]
+    return {Met(one.dtype, _is_alone(one)) for one in described if one.dtype.is_floating_point}
 
 
-def _mixed(formats: set[torch.dtype]) -> bool:
-    return len({is_narrow(dtype) for dtype in formats}) == 2
+def _is_alone(described: Any) -> bool:
+    return not described.is_cpp_nested_tensor and not len(described.shape)
 
 
-def _is_protected(node: Any, function: Any, given: set[torch.dtype]) -> bool:
+def _mixed(met: set[Met]) -> bool:
+    return len({is_narrow(one.dtype) for one in met if not one.alone}) == 2
+
+
+def _is_protected(node: Any, function: Any, given: set[Met]) -> bool:
     """By torch's own decorators, which leave behind whether forward ran under autocast.
 
     One that was written for another type of device does nothing here, and its function gives narrow numbers.
@@ -109,7 +123,7 @@ def _is_protected(node: Any, function: Any, given: set[torch.dtype]) -> bool:
         return False
     if under_autocast:
         return any(_is_of_torchs_decorators(code) for code in _codes(function.backward))
-    return not any(is_narrow(dtype) for dtype in given)
+    return not any(is_narrow(one.dtype) for one in given)
 
 
 def _is_of_torchs_decorators(code: CodeType) -> bool:
@@ -132,7 +146,7 @@ def _codes(method: Any) -> list[CodeType]:
     return found
 
 
-def _finding(function: Any, taken: set[torch.dtype], given: set[torch.dtype], device_type: str) -> Finding:
+def _finding(function: Any, taken: set[Met], given: set[Met], device_type: str) -> Finding:
     device = f'device_type="{device_type}"'
     return Finding(
         ID,
@@ -144,5 +158,5 @@ def _finding(function: Any, taken: set[torch.dtype], given: set[torch.dtype], de
     )
 
 
-def _named(formats: set[torch.dtype]) -> str:
-    return " and ".join(sorted(name_of(dtype) for dtype in formats)) or "no numbers"
+def _named(met: set[Met]) -> str:
+    return " and ".join(sorted({name_of(one.dtype) for one in met})) or "no numbers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -16,12 +16,13 @@ from halfstep import world
 from halfstep.errors import BadData
 from halfstep.files import cache_folder
 from halfstep.tasks._latents.chunks import GOOD, MOMENTS, PER_CHUNK, Chunks, no_room, refused
-from halfstep.tasks._latents.encoding import Encoding, evenly
+from halfstep.tasks._latents.encoding import Encoding, evenly, ready_image
 from halfstep.tasks._latents.everyone import from_everyone, here
 from halfstep.tasks._latents.key import key_of, words_of
 from halfstep.train.data.source import Source
 from halfstep.train.journal.numbers import size as in_words
 from halfstep.train.start import decided_once
+from halfstep.train.task import Told, unheard
 
 FOLDER = "latents"
 MOST_OPEN = 64
@@ -30,7 +31,6 @@ FAIR = 4096
 """Samples that say enough about all of them, where their moments need only be read."""
 SPARE = 1.05
 """The room on the disk, against what the numbers take: files have headers, and the disk has other users."""
-Say = Callable[[str], None]
 
 
 class CachedLatents:
@@ -80,35 +80,34 @@ class CachedLatents:
         return self._opened[chunk]
 
 
-def cached(
-    encoding: Encoding, source: Source, *, parts: Mapping[str, str], say: Say = lambda text: None
-) -> CachedLatents:
+def cached(encoding: Encoding, source: Source, *, parts: Mapping[str, str], told: Told = unheard) -> CachedLatents:
     """Find the latents of a source, and encode those that are missing. Called by every process, which share the work.
 
     `parts` is what the latents depend on beside the data: the autoencoder's digest, the `format` it computes in, the
-    size of the images. `say` hears, on the first process, how much room they will take, and how far it is.
+    size of the images. `told` hears, on the first process, how many of the samples are encoded.
     """
     words = json.loads(decided_once(lambda: json.dumps(words_of(encoding, source, parts))))
     key = key_of(words)
     chunks = Chunks(cache_folder() / FOLDER / key, key, len(source))
-    missing = sorted({chunk for lacking in from_everyone(lambda: _lacking(chunks)) for chunk in lacking})
-    filling = Filling(encoding, source, chunks, parts["format"], say)
+    lacking = from_everyone(lambda: _lacking(encoding, source, chunks))
+    missing = sorted({chunk for some in lacking for chunk in some})
+    filling = Filling(encoding, source, chunks, parts["format"], told)
     filling.fill(missing, world.rank(), world.size())
     # Machines that share no disk have only what their own processes wrote.
-    unseen = from_everyone(lambda: [chunk for chunk in range(len(chunks)) if not chunks.is_there(chunk)])
+    unseen = from_everyone(lambda: [chunk for chunk in missing if not chunks.is_there(chunk)])
     filling.fill(unseen[world.rank()], *here())
-    # The manifest is the first process's work; where its disk is not seen, that of the first one of each machine.
-    from_everyone(lambda: _seal(chunks, words, world.rank() == 0))
-    from_everyone(lambda: _seal(chunks, words, here()[0] == 0))
+    # The first process says what they are; where its disk is not seen, the first one of each machine.
+    from_everyone(lambda: chunks.describe(words) if world.rank() == 0 else None)
+    from_everyone(lambda: chunks.describe(words) if here()[0] == 0 else None)
     return CachedLatents(chunks, [_note(chunks, len(missing))])
 
 
 class Filling:
     """Encoding what is missing, a chunk at a time on every process, so that all hear at once of one that failed."""
 
-    def __init__(self, encoding: Encoding, source: Source, chunks: Chunks, computed_in: str, say: Say) -> None:
+    def __init__(self, encoding: Encoding, source: Source, chunks: Chunks, computed_in: str, told: Told) -> None:
         self.encoding, self.source, self.chunks, self.computed_in = encoding, source, chunks, computed_in
-        self.say = say if world.rank() == 0 else lambda text: None
+        self.told = told if world.rank() == 0 else unheard
 
     def fill(self, missing: list[int], rank: int, size: int) -> None:
         """Every process calls this; of `missing`, each has every size-th one, beginning with its own number."""
@@ -116,15 +115,14 @@ class Filling:
         if not turns:
             return
         from_everyone(lambda: self._begin(missing))
-        mine = missing[rank::size]
+        mine, samples = missing[rank::size], len(self._numbers(missing))
         with closing(self.encoding.rows(self.source, self._numbers(mine))) as rows:
             for turn in range(turns):
                 from_everyone(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
-                if (turn + 1) * 10 // turns > turn * 10 // turns:
-                    self.say(f"latents: {100 * (turn + 1) // turns} % of {len(self._numbers(missing)):,} encoded")
+                self.told(samples * (turn + 1) // turns, samples)
 
     def _begin(self, missing: list[int]) -> None:
-        """What it will take is said before it is taken; and no manifest speaks of files that are being replaced."""
+        """Nothing is begun that the disk has no room for."""
         if not missing:
             return
         example = torch.zeros(1, *self.encoding.shape(self.source), device=self.encoding.device)
@@ -132,11 +130,9 @@ class Filling:
         needed = int(samples * self.encoding.moments(example)[0].numel() * 4 * SPARE)
         folder = self.chunks.folder
         free = shutil.disk_usage(next(place for place in folder.parents if place.is_dir())).free
-        text = f"the latents of {samples:,} samples take {in_words(needed)} in {folder}"
         if needed > free:
+            text = f"the latents of {samples:,} samples take {in_words(needed)} in {folder}"
             raise no_room(f"{text}, and the disk has {in_words(free)} left")
-        self.say(text)
-        self.chunks.unseal()
 
     def _numbers(self, chunks: list[int]) -> list[int]:
         return [number for chunk in chunks for number in self.chunks.numbers(chunk)]
@@ -160,15 +156,18 @@ class Filling:
         )
 
 
-def _lacking(chunks: Chunks) -> list[int]:
+def _lacking(encoding: Encoding, source: Source, chunks: Chunks) -> list[int]:
     """Those that must be encoded, of this process's share of what is to be looked at on this machine."""
-    sealed, (first, step) = chunks.sealed(), here()
-    return [c for c in range(first, len(chunks), step) if not chunks.is_whole(c, sealed[c] if sealed else None)]
+    first, step = here()
 
+    def serves(chunk: int) -> bool:
+        return chunks.is_whole(chunk) and not any(map(is_good_now, chunks.unread(chunk)))
 
-def _seal(chunks: Chunks, words: Mapping[str, str], mine: bool) -> None:
-    if mine and chunks.sealed() is None:
-        chunks.seal(words)
+    def is_good_now(number: int) -> bool:
+        # A disk that failed for a moment must not cost its samples for ever.
+        return ready_image(source, number, encoding.image_of) is not None
+
+    return [chunk for chunk in range(first, len(chunks), step) if not serves(chunk)]
 
 
 def _note(chunks: Chunks, encoded: int) -> str:

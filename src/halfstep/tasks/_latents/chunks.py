@@ -13,18 +13,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfstep.errors import BadData, StorageFailed
-from halfstep.files import read_json, write_json
-from halfstep.train.checkpoint.sealed import BLOCK, Sealed, problem_with, regular
+from halfstep.files import write_json
+from halfstep.tensor_header import content
 from halfstep.train.weights import save_weights
 
 PER_CHUNK = 256
-MANIFEST = "manifest.json"
+ABOUT = "about.json"
+"""What the files beside it depend on, for people: halfstep itself looks at the files alone."""
 MOMENTS, GOOD = "moments", "good"
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The files of one set of latents, in a folder that is named after what they depend on."""
+    """The files of one set of latents, in a folder that is named after what they depend on.
+
+    Each file says itself what its numbers must be. Runs that encode the same set at once replace one another's files,
+    perhaps with other last digits, and a list of them all would be wrong in between.
+    """
 
     folder: Path
     key: str
@@ -45,8 +50,9 @@ class Chunks:
         first = next((row for row in rows if row is not None), torch.zeros(2, 1, 1))
         moments = torch.stack([torch.zeros_like(first) if row is None else row for row in rows])
         good = torch.tensor([row is not None for row in rows])
+        about = {"key": self.key, "chunk": str(chunk), "sha256": _digest(moments, good)}
         try:
-            save_weights({MOMENTS: moments, GOOD: good}, self.path(chunk), {"key": self.key, "chunk": str(chunk)})
+            save_weights({MOMENTS: moments, GOOD: good}, self.path(chunk), about)
         except (OSError, SafetensorError) as error:
             raise no_room(f"{self.path(chunk)} could not be written: {error}") from error
 
@@ -61,52 +67,45 @@ class Chunks:
             raise refused(self.path(chunk), f"it does not hold {count} samples")
         return opened
 
-    def is_whole(self, chunk: int, sealed: Sealed | None) -> bool:
+    def is_there(self, chunk: int) -> bool:
+        """Whether a chunk has all its bytes; its numbers are not looked at."""
+        try:
+            self.open(chunk)
+        except (OSError, SafetensorError):
+            return False
+        return True
+
+    def is_whole(self, chunk: int) -> bool:
         """Whether a chunk can be used; False where it must be encoded, BadData where it is damaged or not ours.
 
-        `sealed` is what the manifest says of it, where there is one: one that is cut off was not finished being
-        copied, and one of the right size with other numbers in it was changed by somebody.
+        One that is cut off was not finished being copied; one with all its bytes and other numbers in it was changed
+        by somebody.
         """
-        path = self.path(chunk)
         try:
-            if sealed is not None and path.stat().st_size != sealed.size:
-                return False
-            problem = None if sealed is None else problem_with(self.folder, sealed)
-            if problem is not None:
-                raise refused(path, problem)
-            moments = self.open(chunk).get_tensor(MOMENTS)
+            opened = self.open(chunk)
+            moments, good = opened.get_tensor(MOMENTS), opened.get_tensor(GOOD)
         except (OSError, SafetensorError):
             return False
         if not bool(torch.isfinite(moments).all()):
-            raise refused(path, "it holds numbers that are not finite")
+            raise refused(self.path(chunk), "it holds numbers that are not finite")
+        if opened.metadata().get("sha256") != _digest(moments, good):
+            raise refused(self.path(chunk), "its numbers have another SHA-256 than was written")
         return True
 
-    def is_there(self, chunk: int) -> bool:
-        return self.path(chunk).is_file()
+    def unread(self, chunk: int) -> list[int]:
+        """The numbers of the samples that could not be read when a chunk was encoded."""
+        good = self.open(chunk).get_tensor(GOOD).tolist()
+        return [number for number, was_read in zip(self.numbers(chunk), good, strict=True) if not was_read]
 
-    def seal(self, about: Mapping[str, str]) -> None:
-        """Write down what the files are, and what they depend on: the last file of a set."""
+    def describe(self, about: Mapping[str, str]) -> None:
+        """Write down what the files depend on, where nobody has."""
+        path = self.folder / ABOUT
+        if path.is_file():
+            return
         try:
-            chunks = [{**_sealed(self.path(chunk))._asdict(), "finite": True} for chunk in range(len(self))]
-            write_json(self.folder / MANIFEST, {"key": self.key, "about": dict(about), "chunks": chunks})
+            write_json(path, {"key": self.key, "about": dict(about)})
         except OSError as error:
-            raise no_room(f"{self.folder / MANIFEST} could not be written: {error}") from error
-
-    def unseal(self) -> None:
-        """From now on files are replaced: nothing says any more what they all are."""
-        try:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
-        except OSError as error:
-            raise no_room(f"{self.folder / MANIFEST} could not be removed: {error}") from error
-
-    def sealed(self) -> list[Sealed] | None:
-        """What the manifest says; None where there is none for exactly these files."""
-        found = read_json(self.folder / MANIFEST)
-        rows = found.get("chunks") if isinstance(found, dict) and found.get("key") == self.key else None
-        if not isinstance(rows, list) or len(rows) != len(self):
-            return None
-        seals = [_from_row(row, self.path(chunk).name) for chunk, row in enumerate(rows)]
-        return None if None in seals else [seal for seal in seals if seal is not None]
+            raise no_room(f"{path} could not be written: {error}") from error
 
 
 def refused(path: Path, why: str) -> BadData:
@@ -125,18 +124,8 @@ def no_room(given: str) -> StorageFailed:
     )
 
 
-def _sealed(path: Path) -> Sealed:
-    """What a file is now."""
-    digest, size = hashlib.sha256(), 0
-    with regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            size += len(block)
-    return Sealed(path.name, size, digest.hexdigest())
-
-
-def _from_row(row: Any, name: str) -> Sealed | None:
-    if not isinstance(row, dict) or row.get("name") != name:
-        return None
-    size, sha256 = row.get("size"), row.get("sha256")
-    return Sealed(name, size, sha256) if isinstance(size, int) and isinstance(sha256, str) else None
+def _digest(moments: Tensor, good: Tensor) -> str:
+    digest = hashlib.sha256(f"{tuple(moments.shape)}".encode())
+    for tensor in (moments, good):
+        digest.update(content(tensor))
+    return digest.hexdigest()

@@ -12,7 +12,7 @@ from halfstep.tensor_header import content
 from halfstep.train.data.fingerprint import fingerprint
 from halfstep.train.data.source import Source, files_of
 
-VERSION = "1"
+VERSION = "2"
 """Of what is written; another one finds nothing of this one's."""
 LOOKED_AT = 32
 """Images that are compared as the autoencoder sees them: drawn ones have no file, and readers change."""

@@ -13,8 +13,8 @@ from halfstep.tasks._latents.everyone import from_everyone
 
 LEAST, MOST = -30.0, 20.0
 """Logarithms of variances are held in between, as diffusers holds them."""
-SMALLEST = 1e-12
-"""A standard deviation below this is none: what is divided by it says nothing."""
+SMALLEST = 1e-6
+"""A standard deviation below this is none; what LEAST leaves of a variance is below it."""
 
 
 def measured_scale(moments: Iterable[Tensor]) -> float:

@@ -41,11 +41,6 @@ def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any =
     return _below([side_by_side(row, GAP) for row in rows])
 
 
-def animation(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]:
-    """For each moment the frame, and beside it the same with its slots."""
-    return [side_by_side(both, GAP) for both in zip(frames, overlays(frames, masks, slots), strict=True)]
-
-
 def _grey(frame: Picture) -> Picture:
     picture: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
     return picture

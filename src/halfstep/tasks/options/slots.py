@@ -58,8 +58,8 @@ class Data(DataOptions):
 
 
 class Loss(LossOptions):
-    contrast: NonNegativeFloat = 0.5
-    """The weight of what keeps a slot on its thing from frame to frame; 0 is off."""
+    contrast: NonNegativeFloat = 0.01
+    """The weight of what keeps a slot on its thing from frame to frame; 0 is off, and too much hides the things."""
     temperature: PositiveFloat = 0.1
     """Of that: the smaller, the more it looks at the slots that are most alike."""
     tokens: NonNegativeFloat = 1.0

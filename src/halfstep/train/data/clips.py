@@ -157,7 +157,15 @@ class FrameFolders:
                 yield f"masks/{Path(mask).as_posix()}", self.masks / mask
 
     def _mask(self, path: Path, images: Tensor) -> Tensor:
-        mask = mask_of(path, _NUMBERED, str(path))
+        try:
+            mask = mask_of(path, _NUMBERED, str(path))
+        except BadData as error:
+            # Here are no classes, and no palette that could be written.
+            raise BadData(
+                error.given,
+                allowed="the number of a thing for each pixel, 0 to 255; or a palette PNG, of which the numbers count",
+                do="write the masks again, in grey or with a palette",
+            ) from error
         same_size(images.shape[-2:], mask.shape, str(path))
         return mask
 

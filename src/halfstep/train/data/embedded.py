@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,15 @@ SHAPES = "tokens × width or width, floating numbers, the same for all images"
 class Embedded:
     """What a source gives, and `embedding`: fp32, the tensor of the sample's name, which `under` may stand before.
 
-    A name that the file lacks, or tensors of several shapes, are found at once. The numbers are read when they are
-    wanted: an embedding that is not finite is a bad sample.
+    A name that the file lacks or that two samples have, and tensors of several shapes, are found at once. The numbers
+    are read when they are wanted: an embedding that is not finite is a bad sample.
     """
 
     def __init__(self, source: Source, file: str | Path, under: str = "") -> None:
         self.source, self.file, self.under = source, Path(file), under
         self._tensors: dict[str, Tensor] | None = None
         names = [self._named(index) for index in range(len(source))]
+        _all_apart(names)
         _all_there(names, self._opened(), self.file)
         _all_alike(names, self._opened(), self.file)
 
@@ -74,7 +76,7 @@ class Embedded:
 
 def _read(file: Path) -> dict[str, Tensor]:
     try:
-        return load_tensors(file)
+        return load_tensors(file.resolve())  # a link that a person names is what it leads to
     except Exception as error:
         # A file that was made up ends in whatever the reader stumbles over: KeyError, TypeError, OverflowError, ...
         raise BadData(
@@ -82,6 +84,16 @@ def _read(file: Path) -> dict[str, Tensor]:
             allowed=ALLOWED,
             do="check data.embeddings, or write the file again",
         ) from error
+
+
+def _all_apart(names: list[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise BadData(
+            f"{len(twice)} names are those of several samples: {first_of(twice)}",
+            allowed="a name for each sample: one embedding cannot belong to two",
+            do="rename shards that have the same name in different folders",
+        )
 
 
 def _all_there(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from halfstep.errors import WrongUse
+from halfstep.train.data.clips import MOST_CLIP_PIXELS
 from halfstep.train.data.procedural import KINDS
 from halfstep.train.data.source import Files, Sample
 
@@ -132,9 +133,11 @@ def _background(draw: np.random.Generator, size: int) -> Array:
 
 
 def _allowed(samples: int, size: int, frames: int, objects: int) -> None:
-    if not (samples >= 1 and 8 <= size <= 4096 and 1 <= frames <= 256 and 1 <= objects <= 32):
+    possible = samples >= 1 and 8 <= size <= 4096 and 1 <= frames <= 256 and 1 <= objects <= 32
+    if not possible or frames * size**2 > MOST_CLIP_PIXELS:
         raise WrongUse(
             f"{samples} drawn clips of {frames} frames of {size} pixels, with up to {objects} things",
-            allowed="at least 1 clip, 1 to 256 frames, 8 to 4096 pixels, 1 to 32 things",
+            allowed="at least 1 clip, 1 to 256 frames, 8 to 4096 pixels, 1 to 32 things; "
+            f"{MOST_CLIP_PIXELS:,} pixels in all frames of a clip",
             do="change data.samples, data.frames, data.size or data.objects",
         )

@@ -89,8 +89,8 @@ class Shards:
         return self.paths[shard], self._rows[shard][index - before]
 
     def _alike(self) -> None:
-        """What one sample has, all have: a batch cannot have a label for some."""
-        kinds = {(row.label >= 0, row.mask >= 0): (path, row) for path, rows in self._each() for row in rows}
+        """What one sample has of what is read, all have: a batch cannot have a label for some."""
+        kinds = {self._kind(row): (path, row) for path, rows in self._each() for row in rows}
         if len(kinds) > 1:
             (one, a), (other, b) = list(kinds.values())[:2]
             raise BadData(
@@ -98,6 +98,9 @@ class Shards:
                 allowed="samples that all have the same parts",
                 do="write the shards again, or give data.path only those that belong together",
             )
+
+    def _kind(self, row: Row) -> tuple[bool, bool]:
+        return "label" in self.parts and row.label >= 0, "mask" in self.parts and row.mask >= 0
 
     def _each(self) -> list[tuple[Path, list[Row]]]:
         return list(zip(self.paths, self._rows, strict=True))

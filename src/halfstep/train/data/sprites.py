@@ -52,7 +52,7 @@ def _resized(mask: Array, factor: float) -> Array:
 
 
 def _read(path: Path) -> Array:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         raise BadData(
@@ -63,7 +63,8 @@ def _read(path: Path) -> Array:
     try:
         with safe_open(path, framework="numpy") as file:
             masks: Array = file.get_tensor(TENSOR)
-    except (SafetensorError, OSError, ValueError) as error:
+    except Exception as error:
+        # A type that numpy does not know ends in whatever the reader stumbles over: AttributeError, TypeError, ...
         raise BadData(f"{path} cannot be read: {error}", allowed=_LAYOUT, do="make the file again") from error
     if masks.ndim != 3 or masks.dtype not in (np.bool_, np.uint8) or not len(masks) or not masks.any((1, 2)).all():
         raise BadData(

@@ -163,10 +163,14 @@ def _from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
 
 
 def _numbered(container: Any, stream: Any, start: int, per_frame: Any) -> Iterator[tuple[int, Any]]:
+    frame: Any = None
     for frame in container.decode(stream):
         if frame.pts is None:
             raise _Unreadable("a frame without a time")
         yield round((frame.pts - start) / per_frame), frame
+    if frame is not None:
+        # Where their distance varies the last one may be shown for longer than one: it stands for all of these.
+        yield round((frame.pts - start + (frame.duration or 0)) / per_frame) - 1, frame
 
 
 def _pixels(frame: Any) -> Tensor:

@@ -15,6 +15,8 @@ _NAMES = {
     "miou": "mIoU",
     "dice": "Dice",
     "psnr": "PSNR",
+    "fg_ari": "FG-ARI",
+    "mbo": "mBO",
     "ssim": "SSIM",
     "top1": "Top-1",
     "top5": "Top-5",

@@ -23,21 +23,29 @@ class Override(NamedTuple):
     value: Any
 
 
+class Typed(Override):
+    """One that remembers the word it was typed as."""
+
+    word: str
+
+
 def read_flags(words: Sequence[str], schema: Any) -> list[Override]:
     """Read what follows RECIPE: assignments and flags, mixed, in the order given."""
-    found, left = [], list(words)
+    found: list[Override] = []
+    left = list(words)
     while left:
         word = left.pop(0)
         if word.startswith("-"):
-            found.append(_flag(word, left, schema))
+            one = _flag(word, left, schema)
         elif "=" in word:
-            found.append(read_assignment(word, schema))
+            one = read_assignment(word, schema)
         else:
             raise BadRecipe(
                 f"{word[:80]!r} is no setting",
                 allowed="KEY=VALUE, such as train.batch_size=4, or a flag, such as --batch_size 4",
                 do="name the setting that the value is for",
             )
+        found.append(_typed(one, word.partition("=")[0].strip()))
     return found
 
 
@@ -46,6 +54,12 @@ def read_assignment(text: str, schema: Any) -> Override:
     word, _, value = text.partition("=")
     key = key_for(word.strip(), schema)
     return Override(key, _value(key, value, schema))
+
+
+def translations(overrides: Iterable[Override], schema: Any) -> list[str]:
+    """`--use-optimizations is read as train.compile`, for each of other people's words that was typed."""
+    typed = [one for one in overrides if isinstance(one, Typed) and _is_foreign(one, schema)]
+    return list(dict.fromkeys(f"{one.word} is read as {one.key}" for one in typed))
 
 
 def key_for(word: str, schema: Any) -> str:
@@ -102,6 +116,19 @@ def _section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | N
             return None
         place = place[name]
     return place
+
+
+def _typed(one: Override, word: str) -> Typed:
+    typed = Typed(*one)
+    typed.word = word
+    return typed
+
+
+def _is_foreign(one: Typed, schema: Any) -> bool:
+    """Our own short words, such as `--lr`, need no explanation."""
+    section, _, name = one.word.lstrip("-").replace("-", "_").rpartition(".")
+    setting = settings_of(schema).get(one.key)
+    return setting is not None and (section in FOREIGN_SECTIONS or name in setting.also)
 
 
 def _flag(word: str, left: list[str], schema: Any) -> Override:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from halfstep.errors import Contradiction, Unsafe
 from halfstep.train.recipe.complaints import Complaint, bad_recipe, complaints_from, shown
-from halfstep.train.recipe.overrides import Override, apply
+from halfstep.train.recipe.overrides import Override, apply, translations
 from halfstep.train.recipe.words import PRECISION_WORDS, read_over, read_precision_words, same_precision, translate
 
 LARGEST_SEED = 2**31
@@ -38,11 +38,12 @@ def resolve(
     raw: Mapping[str, Any], schema: Any, overrides: Iterable[tuple[str, Any]] = (), label: str = "run"
 ) -> Resolved:
     """Check a recipe against its task's schema and fill it in; every mistake is named at once."""
-    line = [Override(*override) for override in overrides]
+    line = [one if isinstance(one, Override) else Override(*one) for one in overrides]
     precision_line = _together([o for o in line if o.key in PRECISION_WORDS])
     ours = [o for o in line if o.key not in PRECISION_WORDS]
     translated = translate(raw, schema)
-    notes = translated.notes
+    moved = translations(ours, schema)
+    notes = translated.notes + (["; ".join(moved)] if moved else [])
     content = apply(translated.raw, ours)
     _one_length(content, ours, notes)
     _no_interpolation({**content, **translated.precision, **precision_line}, label)

@@ -21,8 +21,9 @@ def latent_diffusion(options: Any, data: Any, asked: Asked, origins: Origins) ->
     if autoencoder is not None:
         stride, channels = stride_of(autoencoder.config), autoencoder.config["latent_channels"]
         check_channels(data.channels, autoencoder.config["in_channels"], options.autoencoder)
-    check_size(options, data, stride)
     denoiser = origins.denoiser(channels, data.size // stride, asked)
+    lower: Any = None if denoiser is None else denoiser.config
+    check_size(data, stride if lower is None else stride * stride_of(lower))
     condition = ImageCondition(asked.channels, options.condition_width, stride) if asked.kind == "image" else None
     model = LatentDiffusion(autoencoder, denoiser, NoiseSchedule(options), asked, condition)
     if scale is not None:

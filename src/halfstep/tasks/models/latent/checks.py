@@ -23,16 +23,15 @@ def check(recipe: Any) -> None:
             do=f"write model.attention_levels={len(options.widths)}",
         )
     if options.autoencoder in ("new", "none"):
-        levels = len(options.autoencoder_widths) if options.autoencoder == "new" else 1
-        check_size(options, data, 2 ** (levels - 1))
+        halvings = len(options.autoencoder_widths) - 1 if options.autoencoder == "new" else 0
+        halvings += len(options.widths) - 1 if options.denoiser == "new" else 0
+        check_size(data, 2**halvings)
+    _check_guidance(options)
     _check_steps(options)
 
 
-def check_size(options: Any, data: Any, stride: int) -> None:
-    """Refuse images that cannot be halved as often as the levels ask; `stride` is the autoencoder's part of it."""
-    halves = stride
-    if options.stage != "autoencoder" and options.denoiser == "new":
-        halves *= 2 ** (len(options.widths) - 1)
+def check_size(data: Any, halves: int) -> None:
+    """Refuse images that cannot be halved as often as the levels ask; `halves` is 2 to the power of that."""
     if data.size % halves:
         raise BadRecipe(
             f"data.size={data.size}, which autoencoder and denoiser halve {halves.bit_length() - 1} times",
@@ -64,6 +63,17 @@ def _check_stage(options: Any) -> None:
             f"model.stage={options.stage} with model.autoencoder=none",
             allowed="an autoencoder to train",
             do="write model.autoencoder=new, or model.stage=denoiser",
+        )
+
+
+def _check_guidance(options: Any) -> None:
+    learnt = options.condition == "none" or options.denoiser != "new" or options.condition_drop > 0.0
+    if options.guidance != 1.0 and not learnt:
+        raise BadRecipe(
+            f"model.guidance={options.guidance:g} with model.condition_drop=0: the denoiser always has a condition, "
+            "and what it says without one is not learnt",
+            allowed="model.guidance=1, or a share of the samples without their condition",
+            do="write model.guidance=1, or train with model.condition_drop=0.1",
         )
 
 

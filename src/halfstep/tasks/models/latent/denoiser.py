@@ -58,7 +58,11 @@ def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int,
     config: Any = denoiser.config
     extra = options.condition_width if asked.kind == "image" else 0
     wanted: dict[str, Any] = {"in_channels": latents + extra, "out_channels": latents}
-    wanted |= {"cross_attention_dim": asked.width} if asked.kind == "embedding" else {"num_class_embeds": asked.embeds}
+    if asked.kind == "embedding":
+        wanted |= {"cross_attention_dim": asked.width, "num_class_embeds": None, "addition_embed_type": None}
+    else:
+        wanted["num_class_embeds"] = asked.embeds
+    wanted["class_embed_type"] = None
     wrong = _differences(config, wanted)
     if isinstance(denoiser, UNet2DConditionModel) != (asked.kind == "embedding"):
         wrong.insert(0, f"a {type(denoiser).__name__}")

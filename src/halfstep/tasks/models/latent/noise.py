@@ -12,15 +12,23 @@ from halfstep.precision.island import island
 
 SEED = 20_011
 """Of the noise that evaluations see."""
+MADE_FOR, FIRST, LAST = 1000, 1e-4, 0.02
+"""The steps that the usual growth of noise is for, and how much of the variance the first and the last one replace."""
+MOST = 0.999
+"""That one step may replace: something must be left to go back from."""
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
 """Our words for what a denoiser says, and diffusers'."""
 
 
 def schedule_settings(options: Any) -> dict[str, Any]:
     """What every scheduler of diffusers is told, in training and in sampling."""
+    # Fewer steps must each add more, or the last one would be far from the noise that samples are begun with.
+    longer = MADE_FOR / options.timesteps
     return {
         "num_train_timesteps": options.timesteps,
         "beta_schedule": options.noise,
+        "beta_start": FIRST * longer,
+        "beta_end": min(LAST * longer, MOST),
         "prediction_type": PREDICTIONS[options.prediction],
     }
 

@@ -1,4 +1,4 @@
-"""Where the autoencoder and the denoiser of a run come from: new, a folder, or what a finished run remembers."""
+"""Where the autoencoder and the denoiser of a run come from: new, a folder, or what a run remembers of them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,28 @@ from torch import nn
 
 from halfstep.tasks.models.latent.autoencoder import autoencoder_config, autoencoder_from
 from halfstep.tasks.models.latent.denoiser import Asked, check_denoiser, new_denoiser
-from halfstep.tasks.models.latent.kept import kept_autoencoder, kept_denoiser, plain_config
+from halfstep.tasks.models.latent.going_on import ORIGIN, begun, own_autoencoder
+from halfstep.tasks.models.latent.kept import AUTOENCODER, kept_denoiser, plain_config
 
+DENOISER = "denoiser"
 KINDS = ("UNet2DModel", "UNet2DConditionModel")
 
 
 class Origins:
-    """Makes the parts of a model; a finished run makes them without the folders that they once came from."""
+    """Makes the parts of a model; a run that is finished, or goes on, makes them without the folders they came from."""
 
-    def __init__(self, options: Any, data: Any) -> None:
+    def __init__(self, options: Any, data: Any, folder: str | None = None) -> None:
+        """`folder` is the run's own, where it may have been interrupted."""
         self._options, self._data = options, data
+        self._begun = begun(folder)
         self._autoencoder: dict[str, Any] | None = None
+        self._origin: dict[str, Any] | None = None
         self._denoiser: dict[str, Any] | None = None
+        # A denoiser's weights come with the checkpoint; what it is built of is all that must be known before.
+        self._known: Mapping[str, Any] = self._begun.facts if self._begun is not None else {}
         self._finished = False
+        self.notes: list[str] = []
+        """What a person should know about where a part came from."""
 
     def facts(self) -> dict[str, Any]:
         """What it takes to make the same parts again, as plain data."""
@@ -33,12 +42,13 @@ class Origins:
         if self._denoiser is None and options.stage != "autoencoder" and options.denoiser != "new":
             self._kept_denoiser()
         autoencoder = self._new() if options.autoencoder == "new" else self._autoencoder
-        found = {"autoencoder": autoencoder, "denoiser": self._denoiser}
+        found = {AUTOENCODER: autoencoder, ORIGIN: self._origin, DENOISER: self._denoiser}
         return {name: config for name, config in found.items() if config is not None}
 
     def remember(self, facts: Mapping[str, Any]) -> None:
         """Weights come from the run's own file, which holds those of the frozen parts too."""
-        self._autoencoder, self._denoiser = facts.get("autoencoder"), facts.get("denoiser")
+        self._autoencoder, self._origin = facts.get(AUTOENCODER), facts.get(ORIGIN)
+        self._denoiser, self._known = facts.get(DENOISER), facts
         self._finished = bool(facts)
 
     def autoencoder(self) -> tuple[AutoencoderKL | None, float | None]:
@@ -49,9 +59,9 @@ class Origins:
         if where == "new":
             return autoencoder_from(self._new()), None
         if self._finished and self._autoencoder is not None:
-            return autoencoder_from(self._autoencoder), None
-        kept = kept_autoencoder(where)
-        self._autoencoder = kept.config
+            return autoencoder_from(self._autoencoder), (self._origin or {}).get("scale")
+        kept, self.notes = own_autoencoder(where, self._begun)
+        self._autoencoder, self._origin = kept.config, {"digest": kept.digest, "scale": kept.scale}
         return kept.module, kept.scale
 
     def denoiser(self, latents: int, size: int, asked: Asked) -> nn.Module | None:
@@ -69,9 +79,11 @@ class Origins:
         return autoencoder_config(self._options, self._data.channels, self._data.size)
 
     def _kept_denoiser(self) -> nn.Module:
-        if self._finished and self._denoiser is not None and self._denoiser.get("kind") in KINDS:
-            config = {name: value for name, value in self._denoiser.items() if name != "kind"}
-            module: nn.Module = getattr(diffusers, self._denoiser["kind"])(**config)
+        known = self._known.get(DENOISER)
+        if isinstance(known, dict) and known.get("kind") in KINDS:
+            self._denoiser = known
+            config = {name: value for name, value in known.items() if name != "kind"}
+            module: nn.Module = getattr(diffusers, known["kind"])(**config)
             return module
         denoiser = kept_denoiser(self._options.denoiser)
         self._denoiser = {"kind": type(denoiser).__name__, **plain_config(denoiser)}

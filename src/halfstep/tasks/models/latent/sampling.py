@@ -14,10 +14,12 @@ from halfstep.precision.precision import widen
 from halfstep.tasks.models.latent.conditions import Condition
 from halfstep.tasks.models.latent.model import LatentDiffusion
 from halfstep.tasks.models.latent.noise import Draws, schedule_settings
-from halfstep.train.task import Told
+from halfstep.train.task import Told, unheard
 
 AT_ONCE = 32
 """Samples of one batch: memory is bounded by it, not by how many are asked for."""
+FARTHEST = 10.0
+"""That a latent is from zero, where all of them have a standard deviation of one."""
 SCHEDULERS: dict[str, Any] = {"ddim": DDIMScheduler, "ddpm": DDPMScheduler}
 
 
@@ -28,7 +30,7 @@ def sampled(
     shape: tuple[int, int, int, int],
     condition: Condition | None,
     draws: Draws,
-    told: Told = lambda done, of: None,
+    told: Told = unheard,
 ) -> Tensor:
     """Images for a condition with a row for each; `shape` is that of their latents.
 
@@ -51,13 +53,17 @@ def sampled(
 def _latents(
     model: LatentDiffusion, options: Any, size: tuple[int, ...], condition: Condition | None, draws: Draws, done: Any
 ) -> Tensor:
-    # Pixels have bounds that latents have not.
+    # Where hardly any signal is left, the noise is off by little and what is made of it by thousands: it is bounded.
     scheduler = SCHEDULERS[options.sampler](
-        **schedule_settings(options), clip_sample=model.autoencoder is None, timestep_spacing="trailing"
+        **schedule_settings(options),
+        clip_sample=True,
+        clip_sample_range=1.0 if model.autoencoder is None else FARTHEST,
+        timestep_spacing="trailing",
     )
     scheduler.set_timesteps(options.sample_steps)
     latents = draws.normal(torch.empty(size, device=model.latent_scale.device))
-    for number, timestep in enumerate(scheduler.timesteps.tolist(), 1):
+    # Rounding makes diffusers count one more than it was asked for, now and then: a timestep before the first.
+    for number, timestep in enumerate(scheduler.timesteps.tolist()[: options.sample_steps], 1):
         said = _guided(model, latents, timestep, condition, options.guidance)
         latents = _stepped(scheduler, said, timestep, latents, draws.generator)
         done(number)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision.island import island
+from halfstep.tasks.models.slots.loudness import as_loud
 from halfstep.tasks.models.slots.positions import Positions
 
 SMALLEST_GRID = 8
@@ -23,9 +24,11 @@ class BroadcastDecoder(nn.Module):
         stack: list[nn.Module] = []
         for number in range(layers):
             before = width if number else slot_width
-            larger = _even(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))
-            stack += [larger if number < doublings else nn.Conv2d(before, width, 5, padding=2), nn.ReLU()]
-        self.paint = nn.Sequential(*stack, nn.Conv2d(width, channels + 1, 3, padding=1))
+            if number < doublings:
+                stack += [_even(as_loud(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))), nn.ReLU()]
+            else:
+                stack += [as_loud(nn.Conv2d(before, width, 5, padding=2)), nn.ReLU()]
+        self.paint = nn.Sequential(*stack, as_loud(nn.Conv2d(width, channels + 1, 3, padding=1)))
         island(self, "positions")
 
     def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:

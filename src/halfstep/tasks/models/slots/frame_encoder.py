@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from halfstep.precision.island import island
+from halfstep.tasks.models.slots.loudness import as_loud
 from halfstep.tasks.models.slots.positions import Positions
 
 LAYERS = 4
@@ -20,7 +21,8 @@ class FrameEncoder(nn.Module):
         layers: list[nn.Module] = []
         for number in range(LAYERS):
             step = 2 if number < halvings else 1
-            layers += [nn.Conv2d(width if number else channels, width, 5, stride=step, padding=2), nn.ReLU()]
+            convolution = nn.Conv2d(width if number else channels, width, 5, stride=step, padding=2)
+            layers += [as_loud(convolution), nn.ReLU()]
         self.look = nn.Sequential(*layers)
         self.positions = Positions(width)
         self.mix = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
