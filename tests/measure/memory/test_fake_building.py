@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -207,3 +209,18 @@ def test_layouts_groups_and_lines(
     made = sum(tensor.nbytes for tensor in result if tensor is not None)
     predicted = made + hidden_bytes(Operation(function, given, {}, result, "", True, False))
     assert predicted == pytest.approx(real, rel=0.12)
+
+
+def test_weights_from_a_file_are_read_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"weight": torch.ones(4, 4), "bias": torch.zeros(4)}, tmp_path / "weights.safetensors")
+
+    def make() -> Case:
+        model = nn.Linear(4, 4)
+        model.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+        return case_of(model, lambda m, x: m(x).square().mean(), torch.randn(2, 4))
+
+    case = built(make, fake_mode())
+    assert all(isinstance(tensor, FakeTensor) for tensor in case.model.parameters())
+    assert "fake_tensor" not in caplog.text + "".join(capfd.readouterr())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +28,24 @@ def fake_mode() -> FakeTensorMode:
 def built(make: Callable[[], Case], mode: FakeTensorMode) -> Case:
     """The case on fakes. A model that can be built on them costs nothing, however large; others are built for real."""
     try:
-        with mode, warnings.catch_warnings():
+        with mode, warnings.catch_warnings(), _without_a_word():
             warnings.filterwarnings("ignore", _COPIED)
             case = make()
     except Exception:  # it needs a value while it is built, or its own error, which comes again now
         case = make()
     return as_fake(case, mode)
+
+
+@contextmanager
+def _without_a_word() -> Iterator[None]:
+    """torch logs a traceback where a fake cannot do what is asked of it, as with weights from a file."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def as_fake(case: Case, mode: FakeTensorMode) -> Case:
