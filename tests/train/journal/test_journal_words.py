@@ -161,7 +161,14 @@ def test_the_line_of_numbers_has_what_there_is_and_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("metric", "written"),
-    [("fg_ari", "FG ARI"), ("iou", "IoU"), ("iou_circle", "IoU circle"), ("mIoU", "mIoU"), ("top1", "Top-1"), ("mean_error", "Mean error")],
+    [
+        ("fg_ari", "FG ARI"),
+        ("iou", "IoU"),
+        ("iou_circle", "IoU circle"),
+        ("mIoU", "mIoU"),
+        ("top1", "Top-1"),
+        ("mean_error", "Mean error"),
+    ],
 )
 def test_names_of_metrics(metric: str, written: str) -> None:
     assert words.named(metric) == written
