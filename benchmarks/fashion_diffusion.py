@@ -142,10 +142,11 @@ def main() -> None:
     command = " ".join(["python", "benchmarks/fashion_diffusion.py", *sys.argv[1:]])
     found = {"command": command, "conditions": here, **found}
     rows = [pictures[row * CLASSES : (row + 1) * CLASSES] for row in range(ROWS)]
-    write_png(given.out / "samples.png", grid([[enlarged(picture, 64) for picture in row] for row in rows]))
+    shown = grid([[enlarged(picture, 64) for picture in row] for row in rows])
+    write_png(given.out / "samples.png", shown)
     if given.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
-        write_png(SHOWN, grid([[enlarged(picture, 64) for picture in row] for row in rows]))
+        write_png(SHOWN, shown)
     if given.json:
         print(json.dumps(found, indent=1))
         return

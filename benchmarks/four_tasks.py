@@ -4,8 +4,9 @@
 
 Each task is a recipe with drawn data, both arms in channels_last, each in a process of its own. `predicted` is what
 `halfstep estimate` says from fake tensors, `counted` the highest sum of the allocator's own events over the second
-update. The speed-up is the median of paired, interleaved updates with its 95 % interval; `aa` is fp32 beside itself.
-`--record` keeps the result in benchmarks/four_tasks.json, and the table in benchmarks/four_tasks.md.
+update; neither holds an average of the weights. The speed-up is the median of paired, interleaved updates with its 95 %
+interval; `aa` is fp32 beside itself. `--record` keeps the result in benchmarks/four_tasks.json, and the table in
+benchmarks/four_tasks.md.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.process import ArmProcess
 from halfstep.measure.setting import Setting
 from halfstep.measure.timing import race, warm
+from halfstep.progress import progress
 
 RECORD = Path(__file__).with_suffix(".json")
 TABLE = RECORD.with_suffix(".md")
@@ -36,53 +37,35 @@ SUBJECTS = {
 ARMS = {"fp32": "fp32", "aa": "fp32", "bf16": "bf16"}
 
 
-def setting_of(subject: Subject, precision: str) -> Setting:
-    return Setting(precision, channels_last=True, batch=subject.open().setting.batch)
-
-
-def memory(subject: Subject, precision: str) -> dict[str, int]:
-    setting = setting_of(subject, precision)
+def memory(subject: Subject, setting: Setting) -> dict[str, int]:
     with ArmProcess(subject, setting, "cpu") as arm:
         arm.open()
         counted = arm.memory()
-    return {"predicted": ledger_of(subject.open, setting).peak, "counted": counted}
+    ledger = ledger_of(subject.open, setting)
+    return {"predicted": ledger.peak - ledger.at_peak["average"], "counted": counted}
 
 
-def speed(subject: Subject, pairs: int, name: str) -> dict[str, Any]:
+def speed(subject: Subject, settings: dict[str, Setting], pairs: int, name: str) -> dict[str, Any]:
     with ExitStack() as stack:
         arms = {
-            arm: stack.enter_context(ArmProcess(subject, setting_of(subject, precision), "cpu"))
-            for arm, precision in ARMS.items()
+            arm: stack.enter_context(ArmProcess(subject, settings[precision], "cpu")) for arm, precision in ARMS.items()
         }
         for arm in arms.values():
             arm.open()
             warm(arm)
-        progress = Progress(name)
-        found = race(arms, baseline="fp32", pairs=pairs, progress=progress)
+        found = race(arms, baseline="fp32", pairs=pairs, progress=stack.enter_context(progress(name, "pairs")))
     return {arm: found.speeds[arm].as_dict() for arm in ARMS}
-
-
-class Progress:
-    """One line on a terminal, with the time that is left."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._began = name, time.perf_counter()
-
-    def __call__(self, done: int, of: int) -> None:
-        if sys.stderr.isatty():
-            left = (time.perf_counter() - self._began) / done * (of - done)
-            line = f"\r{self._name}: {done} of {of} pairs, {left:.0f} s left   "
-            print(line, end="" if done < of else "\n", file=sys.stderr, flush=True)
 
 
 def measure(name: str, pairs: int) -> dict[str, Any]:
     subject = SUBJECTS[name]
     case = subject.open()
+    settings = {p: Setting(p, channels_last=True, batch=case.setting.batch) for p in ("fp32", "bf16")}
     return {
         "recipe": " ".join([subject.text, *subject.settings]),
         "parameters": sum(parameter.numel() for parameter in case.model.parameters()),
-        "memory": {precision: memory(subject, precision) for precision in ("fp32", "bf16")},
-        "speed": speed(subject, pairs, name),
+        "memory": {precision: memory(subject, setting) for precision, setting in settings.items()},
+        "speed": speed(subject, settings, pairs, name),
     }
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli._left_out import is_left_out
 from halfstep.errors import BadData, WrongUse
 
 if TYPE_CHECKING:
@@ -107,14 +106,12 @@ def _clips(data: Any, place: Path) -> Inputs:
 
 
 def _predicted(finished: Finished, image: Tensor) -> Prediction:
-    from halfstep.train.task import Task
+    from halfstep.train.task import LeftOut
 
     try:
         with finished.choice.precision.inference(finished.device):
             return finished.task.predict(finished.model, image.to(finished.device))
-    except NotImplementedError as error:
-        if not is_left_out(error, Task.predict):
-            raise
+    except LeftOut:
         raise WrongUse(
             f"the model of {finished.folder} says nothing about images",
             allowed="no folder",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli._left_out import is_left_out
 from halfstep.errors import BadData, WrongUse
 
 if TYPE_CHECKING:
@@ -49,16 +48,14 @@ def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
     from halfstep.progress import progress
     from halfstep.train.randomness import seed_all
     from halfstep.train.start import generators_kept
-    from halfstep.train.task import Task
+    from halfstep.train.task import LeftOut
 
     inference = finished.choice.precision.inference(finished.device)
     try:
         with progress("sampling", "steps") as told, generators_kept(), inference:
             seed_all(seed)
             return finished.task.sample(finished.model, samples, told)
-    except NotImplementedError as error:
-        if not is_left_out(error, Task.sample):
-            raise  # torch raises it too, where a device lacks an operation
+    except LeftOut:
         raise WrongUse(
             f"the model of {finished.folder} makes nothing by itself",
             allowed="a folder of images to predict for",

@@ -31,10 +31,8 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
     """The run with another recipe in its task; its weights are as they were."""
     if not settings:
         return finished
-    from halfstep.files import read_json
-    from halfstep.tasks._finished import recipe_in
+    from halfstep.tasks._finished import recipe_in, remembering
     from halfstep.tasks._resolving import resolved_recipe
-    from halfstep.train.keeping import FACTS
     from halfstep.train.recipe.fields import settings_of
     from halfstep.train.recipe.overrides import read_flags
     from halfstep.train.recipe.sources import read_recipe
@@ -52,6 +50,5 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
                 do=f"leave it out, or train anew with {key} changed",
             )
     recipe = resolved_recipe(read_recipe(str(recipe_in(finished.folder))), settings, schema=schema).recipe
-    task = type(finished.task)(recipe)
-    task.remember(read_json(finished.folder / FACTS) or {})
+    task = remembering(type(finished.task)(recipe), finished.folder)
     return replace(finished, recipe=recipe, task=task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from halfstep.draw.png import Array, _image
+from halfstep.draw.png import Array, image_of
 from halfstep.errors import WrongUse
 from halfstep.files import replacing
 
@@ -15,7 +15,7 @@ SHORTEST, LONGEST = 20, 60_000
 
 def write_gif(path: Path, pictures: Sequence[Array], milliseconds: int = 150) -> None:
     """Replace `path` by an animation that begins again at its end: pictures as `write_png` takes them, of one size."""
-    images = [_image(picture).convert("RGB") for picture in pictures]
+    images = [image_of(picture).convert("RGB") for picture in pictures]
     if not images or len({image.size for image in images}) > 1:
         sizes = sorted({image.size for image in images})
         raise WrongUse(

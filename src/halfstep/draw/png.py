@@ -15,12 +15,13 @@ Array = np.ndarray[Any, Any]
 
 def write_png(path: Path, picture: Array) -> None:
     """Replace `path` by a picture: height × width in grey, or height × width × 3 or 4 in colour, 8 bits each."""
-    image = _image(picture)
+    image = image_of(picture)
     with replacing(path) as draft:
         image.save(draft, format="PNG")
 
 
-def _image(picture: Array) -> Any:
+def image_of(picture: Array) -> Any:
+    """Pillow's image of a picture."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import BadData, NoCheckpoint, StateMismatch, WrongUse, unknown_name
-from halfstep.files import read_json, replacing
-from halfstep.tasks._finished import checked, model_with, recipe_in
-from halfstep.tasks._folder import task_class
+from halfstep.files import replacing
+from halfstep.tasks._finished import model_with, task_of
 from halfstep.tasks.models.pixelwise import PREFIX
 from halfstep.tasks.models.unet import UNet
 from halfstep.tensor_header import content, header
@@ -23,9 +22,8 @@ from halfstep.train.checkpoint.reading import newest_whole, read_state
 from halfstep.train.journal.cutting import JOURNAL
 from halfstep.train.journal.journal import EPOCH, SAVED, STEP
 from halfstep.train.journal.jsonl import kept_events
-from halfstep.train.keeping import BEST, FACTS, LAST, LAST_AVERAGE
-from halfstep.train.recipe.sources import read_recipe
-from halfstep.train.run_folder import RECIPE, is_finished
+from halfstep.train.keeping import BEST, LAST, LAST_AVERAGE
+from halfstep.train.run_folder import is_finished
 from halfstep.train.setup import without_weights
 from halfstep.train.state import State
 from halfstep.train.task import Task
@@ -68,7 +66,7 @@ def exported(folder: Path, which: str | None, average: bool | None, own: type[Ta
     """
     if which is not None and which not in SOURCES:
         raise unknown_name("--weights", which, SOURCES)
-    task = _task(folder, own)
+    task = task_of(folder, own)
     has = task.recipe.train.ema is not None
     if average and not has:
         raise WrongUse("--ema for a run that kept no average", allowed="a run with train.ema", do="leave --ema out")
@@ -83,14 +81,6 @@ def exported(folder: Path, which: str | None, average: bool | None, own: type[Ta
             do="write --weights last --no-ema, or leave --no-ema out",
         )
     return _from_file(folder, task, BEST if chosen == "best" else LAST_AVERAGE if averaged else LAST, averaged)
-
-
-def _task(folder: Path, own: type[Task] | None) -> Task:
-    found = read_recipe(str(recipe_in(folder)))
-    kind = own or task_class(str(found.raw.get("task")))
-    task = kind(checked(found.raw, kind.schema, folder / RECIPE))
-    task.remember(read_json(folder / FACTS) or {})
-    return task
 
 
 # -- from a file ------------------------------------------------------------------------------------------------------

@@ -47,11 +47,8 @@ class Finished:
 
 def open_finished(folder: Path, *, weights: str, precision: str | None, own: type[Task] | None) -> Finished:
     """The task of a run with its weights, `best`, `last` or a file, on a device; in the run's precision or another."""
-    found = read_recipe(str(recipe_in(folder)))
-    kind = own or task_class(str(found.raw.get("task")))
-    recipe = checked(found.raw, kind.schema, folder / RECIPE)
-    task = kind(recipe)
-    task.remember(read_json(folder / FACTS) or {})
+    task = task_of(folder, own)
+    recipe = task.recipe
     device = device_of(recipe.train.device)
     path = folder / WHICH[weights] if weights in WHICH else Path(weights)
     model = placed(model_with(task, path), device, recipe.train.channels_last)
@@ -62,6 +59,18 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
         precision = cures.precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
     return Finished(folder, recipe, task, model.eval(), choice, device, path)
+
+
+def task_of(folder: Path, own: type[Task] | None) -> Task:
+    """The task of a run, with its recipe, and with what it must know without its data."""
+    found = read_recipe(str(recipe_in(folder)))
+    kind = own or task_class(str(found.raw.get("task")))
+    return remembering(kind(checked(found.raw, kind.schema, folder / RECIPE)), folder)
+
+
+def remembering(task: Task, folder: Path) -> Task:
+    task.remember(read_json(folder / FACTS) or {})
+    return task
 
 
 def _cures(folder: Path) -> Remedies:

@@ -12,17 +12,13 @@ import torch
 from torch import nn
 
 from halfstep.errors import BadData, HalfstepError
-from halfstep.files import read_json
 from halfstep.precision.ladder import Choice, choose_precision
 from halfstep.step.attempt import Attempt
-from halfstep.tasks._finished import checked, recipe_in
-from halfstep.tasks._folder import task_class
+from halfstep.tasks._finished import task_of
 from halfstep.train.black_box.loading import load_attempt, load_model
 from halfstep.train.black_box.reading import recipe_digest, run_of
 from halfstep.train.black_box.record import Record
 from halfstep.train.environment import differences, environment
-from halfstep.train.keeping import FACTS
-from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run_folder import RECIPE
 from halfstep.train.setup import make_model, without_weights
 from halfstep.train.start import AUTO, device_of
@@ -52,11 +48,8 @@ def open_recorded(record: Record, *, precision: str | None, own: type[Task] | No
             do="read what the run said about it: add --list",
         )
     run = run_of(record.path)
-    found = read_recipe(str(recipe_in(run)))
-    kind = own or task_class(str(found.raw.get("task")))
-    recipe = checked(found.raw, kind.schema, run / RECIPE)
-    task = kind(recipe)
-    task.remember(read_json(run / FACTS) or {})
+    task = task_of(run, own)
+    recipe = task.recipe
     device = _device(recipe.train.device)
     task.recipe = without_weights(recipe)
     model, _ = make_model(task, task.recipe, device)

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,16 +81,26 @@ def decided_once(decide: Callable[[], str]) -> str:
     try:
         decision = json.dumps({"decided": decide()})
     except HalfstepError as error:
-        world.from_rank_zero(json.dumps({"refused": [error.given, error.allowed, error.do], "code": error.exit_code}))
+        world.from_rank_zero(refusal(error))
         raise
     return _told(world.from_rank_zero(decision))
 
 
-def _told(text: str) -> str:
-    message = json.loads(text)
+def refusal(error: HalfstepError) -> str:
+    """An error as words for other processes, which `unless_refused` raises there."""
+    return json.dumps({"refused": [error.given, error.allowed, error.do], "code": error.exit_code})
+
+
+def unless_refused(text: str, rank: int) -> dict[str, Any]:
+    """What a process said; where it was a refusal, this one ends with the same words."""
+    message: dict[str, Any] = json.loads(text)
     if "refused" in message:
         given, allowed, do = message["refused"]
-        error = HalfstepError(f"rank 0: {given}", allowed=allowed, do=do)
+        error = HalfstepError(f"rank {rank}: {given}", allowed=allowed, do=do)
         error.exit_code = message["code"]
         raise error
-    return str(message["decided"])
+    return message
+
+
+def _told(text: str) -> str:
+    return str(unless_refused(text, 0)["decided"])

@@ -29,6 +29,10 @@ def unheard(done: int, of: int) -> None:
     """Where nobody watches."""
 
 
+class LeftOut(NotImplementedError):
+    """A method that a task does without; torch raises the plain error too, where a device lacks an operation."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a model says about one input: values for a table, and pictures where there are any."""
@@ -106,8 +110,8 @@ class Task(ABC):
 
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
         """What the model says about one image, channels × height × width, as it was read."""
-        raise NotImplementedError(f"{type(self).__name__} predicts nothing")
+        raise LeftOut(f"{type(self).__name__} predicts nothing")
 
     def sample(self, model: nn.Module, count: int, told: Told) -> list[Picture]:
         """Pictures that the model makes by itself; what is drawn at random comes from torch's own generator."""
-        raise NotImplementedError(f"{type(self).__name__} makes nothing by itself")
+        raise LeftOut(f"{type(self).__name__} makes nothing by itself")

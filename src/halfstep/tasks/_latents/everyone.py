@@ -9,6 +9,7 @@ from typing import Any
 
 from halfstep import world
 from halfstep.errors import HalfstepError
+from halfstep.train.start import refusal, unless_refused
 
 
 def from_everyone(work: Callable[[], Any]) -> list[Any]:
@@ -16,15 +17,9 @@ def from_everyone(work: Callable[[], Any]) -> list[Any]:
     try:
         text = json.dumps({"found": work()})
     except HalfstepError as error:
-        world.from_all(json.dumps({"refused": [error.given, error.allowed, error.do], "code": error.exit_code}))
+        world.from_all(refusal(error))
         raise
-    told = [json.loads(one) for one in world.from_all(text)]
-    for rank, message in enumerate(told):
-        if "refused" in message:
-            given, allowed, do = message["refused"]
-            refused = HalfstepError(f"rank {rank}: {given}", allowed=allowed, do=do)
-            refused.exit_code = message["code"]
-            raise refused
+    told = [unless_refused(one, rank) for rank, one in enumerate(world.from_all(text))]
     return [message["found"] for message in told]
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from halfstep.errors import BadData
 from halfstep.tasks._latents.everyone import from_everyone
+from halfstep.tasks._latents.moments import bounded
 
-LEAST, MOST = -30.0, 20.0
-"""Logarithms of variances are held in between, as diffusers holds them."""
 SMALLEST = 1e-6
 """A standard deviation below this is none; what LEAST leaves of a variance is below it."""
 
@@ -39,8 +38,8 @@ def _sums(moments: Iterable[Tensor]) -> list[float]:
     """How many numbers; of their means the sum and the sum of squares; and the sum of their own variances."""
     sums = torch.zeros(4, dtype=torch.float64)
     for one in moments:
-        mean, logarithm = one.detach().cpu().to(torch.float64).chunk(2, dim=-3)
-        own = logarithm.clamp(LEAST, MOST).exp()
+        mean, logarithm = bounded(one.detach().cpu().to(torch.float64))
+        own = logarithm.exp()
         number = torch.tensor(mean.numel(), dtype=torch.float64)
         sums += torch.stack([number, mean.sum(), mean.square().sum(), own.sum()])
     found: list[float] = sums.tolist()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.precision.island import island
+from halfstep.tasks._latents.moments import bounded
 
 
 @island
@@ -29,9 +30,3 @@ def divergence(moments: Tensor, image: Tensor) -> Tensor:
 def squared_errors(said: Tensor, target: Tensor) -> Tensor:
     """The mean squared error of each sample."""
     return (said - target).square().flatten(1).mean(1)
-
-
-def bounded(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean, and the logarithm of the variance within the bounds that diffusers has for it."""
-    mean, spread = moments.chunk(2, dim=1)
-    return mean, spread.clamp(-30.0, 20.0)

@@ -10,10 +10,10 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 
 from halfstep.precision.precision import widen
+from halfstep.tasks._latents.moments import bounded
 from halfstep.tasks.models.latent.autoencoder import stride_of
 from halfstep.tasks.models.latent.conditions import Condition, ImageCondition
 from halfstep.tasks.models.latent.denoiser import Asked
-from halfstep.tasks.models.latent.losses import bounded
 from halfstep.tasks.models.latent.noise import NoiseSchedule
 
 Draw = Callable[[Tensor], Tensor]
