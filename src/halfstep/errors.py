@@ -17,6 +17,7 @@ HalfstepError
 ├── StorageFailed          checkpoints that could not be written, again and again
 ├── Diverged               a run that was given up: steps failed and nothing cured them
 ├── Stopped                a run that was asked to stop, and has saved what it had
+│   └── NotBegun           ... before its first step, so that there was nothing to save
 ├── Unsafe                 a file that would run code, or reach outside its folder
 └── MissingExtra           an optional package that is not installed
 
@@ -113,6 +114,9 @@ class Diverged(HalfstepError, RuntimeError):
 
 class Stopped(HalfstepError, RuntimeError):
     exit_code = TRY_AGAIN
+
+
+class NotBegun(Stopped): ...
 
 
 class Unsafe(HalfstepError, RuntimeError):

@@ -53,6 +53,11 @@ FORMATS = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.dtype is not None}
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The widest format that a device computes in; Apple's GPUs have nothing wider than fp32."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def as_fp32(number: float) -> float:
     """A Python number rounded as a float32 tensor would round it, without making one."""
     return float(struct.unpack("f", struct.pack("f", number))[0])

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import Stepper
+from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.case import Case
+from halfstep.measure.memory.building import as_fake
+from halfstep.measure.memory.placing import placed
 from halfstep.precision.registry import precision_named
 from halfstep.tasks._folder import task_names
 from halfstep.train.task import Task
@@ -84,6 +93,49 @@ def test_metrics_hold_the_one_that_decides(task: Task) -> None:
     values = metrics.compute()
     assert task.metric == "loss" or task.metric in values
     assert all(value.dtype in (torch.float32, torch.float64) and torch.isfinite(value) for value in values.values())
+
+
+class Leaving(TorchDispatchMode):
+    """Copies from a device to the main memory. Other ways to wait for it are errors of their own on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_cuda]
+        if given and any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in pytree.tree_leaves(found)):
+            self.copies.append(str(func))
+        return found
+
+
+def copies_from_a_gpu(task: Task) -> list[str]:
+    """Of the loss and the metrics of a training step, on a GPU that is only described."""
+    gpu, model, batch, mode = torch.device("cuda"), task.model(), batch_of(task, "train"), FakeTensorMode()
+    case = as_fake(Case("tiny", model, task.loss, batch), mode)
+    metrics = task.metrics()
+    metrics._enable_compute_groups = False  # which metrics count alike is looked up once, in the first step
+    with mode:
+        there = placed(case.model, gpu, False)
+        placed(metrics, gpu, False)
+        for metric in metrics.values():
+            for state in metric._defaults:
+                setattr(metric, state, torch.empty_like(mode.from_tensor(getattr(metric, state)), device=gpu))
+        with Leaving() as leaving:
+            task.loss(there, placed_batch(case.batch, gpu), metrics)
+    return leaving.copies
+
+
+def test_loss_and_metrics_do_not_wait_for_the_gpu(task: Task) -> None:
+    assert copies_from_a_gpu(task) == []
+
+
+def test_waiting_for_the_gpu_is_seen() -> None:
+    task = made("classification")
+    whole = task.loss
+    task.loss = lambda *given: whole(*given) * whole(*given).detach().cpu().to(torch.device("cuda"))  # type: ignore[method-assign]
+    assert copies_from_a_gpu(task) == ["aten._to_copy.default"]
 
 
 def test_facts_are_enough_to_predict_without_data(task: Task) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfstep.errors import BadData, StorageFailed
+from halfstep.errors import BadData, NotBegun, StorageFailed
 from halfstep.tasks._latents.cache import CachedLatents, cached
 from halfstep.tasks._latents.chunks import ABOUT, PER_CHUNK
 from halfstep.tasks._latents.encoding import Encoding
@@ -22,6 +22,7 @@ from halfstep.train.data import fingerprint as fingerprints
 from halfstep.train.data.folders import ImageFolder
 from halfstep.train.data.procedural import ShapeLabels
 from halfstep.train.data.source import Sample
+from halfstep.train.stopping import Stopping
 from tests.tasks.latents_made import (
     MANY,
     PARTS,
@@ -33,6 +34,7 @@ from tests.tasks.latents_made import (
     kept,
     moments_of,
     overflows,
+    stop_asked,
 )
 from tests.tasks.latents_made import own_cache as own_cache
 
@@ -148,6 +150,15 @@ def test_what_was_finished_before_an_interruption_is_used() -> None:
     assert how.images == MANY - PER_CHUNK + 1
     assert all(torch.allclose(moments_of(latents, n), expected(n), atol=1e-6) for n in range(0, MANY, 37))
     assert (latents.chunks.folder / ABOUT).is_file()
+
+
+def test_a_signal_ends_it_after_the_file_that_is_being_written() -> None:
+    with Stopping(), pytest.raises(NotBegun, match="stopped by SIGTERM while latents were encoded") as caught:
+        kept(how=stop_asked)
+    assert caught.value.exit_code == 75
+    how = Counting()
+    kept(how=how)
+    assert how.images == MANY - PER_CHUNK + 1
 
 
 def test_a_file_that_is_cut_off_or_gone_is_encoded_again() -> None:

@@ -11,11 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep import world
 from halfstep.errors import HalfstepError
 from halfstep.tasks._latents.cache import cached
 from halfstep.tasks._latents.chunks import ABOUT, PER_CHUNK
+from halfstep.train.stopping import Stopping
 from tests.support.ranks import Ranks
-from tests.tasks.latents_made import MANY, PARTS, Counting, Pictures, encode, encoding, expected, moments_of, overflows
+from tests.tasks.latents_made import (
+    MANY,
+    PARTS,
+    Counting,
+    Pictures,
+    encode,
+    encoding,
+    expected,
+    moments_of,
+    overflows,
+    stop_asked,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -28,7 +41,8 @@ def kept_on(rank: int, places: list[str], how: Any, machine: bool) -> dict[str, 
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     counting = Counting()
     try:
-        latents = cached(encoding(partial(_counted, counting, how)), Pictures(MANY), parts=PARTS)
+        with Stopping():
+            latents = cached(encoding(partial(_counted, counting, how)), Pictures(MANY), parts=PARTS)
         right = all(torch.allclose(moments_of(latents, n), expected(n), atol=1e-6) for n in range(MANY))
         return {"images": counting.images, "folder": str(latents.chunks.folder), "right": right}
     except HalfstepError as error:
@@ -67,6 +81,18 @@ def test_where_one_process_is_refused_both_end_with_its_words(on_ranks: Ranks, t
     assert [one["code"] for one in found] == [65, 65]
     assert "rank 1: picture 39" in found[0]["error"]
     assert all("model.autoencoder_island=frozen" in one["error"] for one in found)
+
+
+def asked_on_the_second(images: Tensor) -> Tensor:
+    return encode(images) if world.rank() == 0 else stop_asked(images)
+
+
+def test_where_one_process_is_asked_to_stop_both_do(on_ranks: Ranks, tmp_path: Path) -> None:
+    place = str(tmp_path / "both")
+    found = on_ranks(kept_on, [place, place], asked_on_the_second, False)
+    assert [one["code"] for one in found] == [75, 75]
+    assert all("stopped by SIGTERM" in one["error"] for one in found)
+    assert [one["images"] for one in on_ranks(kept_on, [place, place], encode, False)] == [88 + 1, 1]
 
 
 def test_a_file_that_is_cut_off_on_one_machine_is_encoded_there(on_ranks: Ranks, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from halfstep.tasks._overlap import Overlap, overlap_loss
 
@@ -154,6 +155,18 @@ def test_masks_that_are_ignored_altogether_are_judged_by_nothing(names: list[str
     values = metric.compute()
     assert set(values) == {"iou", "dice"}
     assert all(math.isnan(value.item()) for value in values.values())
+
+
+def test_counts_are_those_of_torchmetrics() -> None:
+    metric = Overlap(["a", "b", "c"], IGNORED)
+    theirs = MulticlassConfusionMatrix(num_classes=3, ignore_index=IGNORED)
+    for _ in range(3):
+        said, truth = torch.randint(0, 3, (2, 2, 9, 7)).unbind()
+        truth[torch.rand(truth.shape) < 0.2] = IGNORED
+        metric.update(said, truth)
+        theirs.update(said, truth)
+    assert torch.equal(metric.confmat, theirs.confmat)
+    assert metric.confmat.dtype == torch.int64
 
 
 class OnNarrowDevice(Tensor):

@@ -12,7 +12,7 @@ import typer
 
 from halfstep.cli._flag import flag
 from halfstep.cli._settings import TakesSettings
-from halfstep.errors import Diverged, Stopped, WrongUse
+from halfstep.errors import Diverged, NotBegun, Stopped, WrongUse
 from halfstep.freed_memory import keep_freed_memory
 from halfstep.train.stopping import Stopping
 
@@ -69,7 +69,7 @@ def run(
         try:
             result = launch(resolved, task=own, new=new, quiet=json, command=_command(), notes=notes, accepted=given)
         except (Stopped, Diverged) as ended:
-            if json:
+            if json or isinstance(ended, NotBegun):
                 raise
             raise typer.Exit(ended.exit_code) from None  # the journal has said it on the screen already
     if json and os.environ.get("RANK", "0") == "0":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import WrongUse
+from halfstep.formats import widest
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import SEED, Case
 from halfstep.observe.recorder import Recorder
@@ -70,9 +71,9 @@ def step(
         with torch.autocast(device.type, dtype=rounding.carrier) if rounding else ExitStack():
             loss = one_loss(case.loss_fn(model, batch))
         (loss * scale).backward()
-    # In fp64, so that the division takes nothing away.
+    # In fp64 where there is one, so that the division takes nothing away.
     gradients = {
-        name: parameter.grad.detach().to(torch.float64 if device.type != "mps" else torch.float32) / scale
+        name: parameter.grad.detach().to(widest(device)) / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

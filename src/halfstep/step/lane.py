@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep import world
 from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
-from halfstep.formats import FP32
+from halfstep.formats import FP32, widest
 from halfstep.precision.precision import widen
 from halfstep.step.gradients import Gradients, clip_factor
 from halfstep.step.loss_scale import LossScale
@@ -202,8 +202,8 @@ class Lane:
 
 
 def _wide(count: Count, device: torch.device) -> Tensor:
-    """A count as a tensor that counts exactly; Apple's GPUs have nothing wider than fp32."""
-    return torch.as_tensor(count, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    """A count as a tensor that counts exactly, as far as its device can."""
+    return torch.as_tensor(count, dtype=widest(device), device=device)
 
 
 def _scalar(loss: Any) -> Tensor:

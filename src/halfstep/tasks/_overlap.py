@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics import Metric
 
 from halfstep.precision.island import island
+from halfstep.tasks._counts import counted
 
 
 @island
@@ -46,7 +47,7 @@ def _dice(chances: Tensor, there: Tensor) -> Tensor:
     return torch.where(truth > 0, 1.0 - score, 0.0).sum() / (truth > 0).sum().clamp(min=1)
 
 
-class Overlap(MulticlassConfusionMatrix):
+class Overlap(Metric):
     """IoU and Dice, from counts in 64-bit integers.
 
     `iou` and `dice` are means over the classes that are there, in the truth or in the prediction; beside them stands
@@ -54,9 +55,21 @@ class Overlap(MulticlassConfusionMatrix):
     ignored there is nothing to judge, and both are NaN.
     """
 
+    full_state_update = False
+    confmat: Tensor
+    """Pixels of each class in truth, by the class that they were predicted to be."""
+
     def __init__(self, names: list[str], ignored: int) -> None:
-        super().__init__(num_classes=len(names), ignore_index=ignored, validate_args=False)
-        self.names = names
+        super().__init__()
+        self.names, self.ignored = names, ignored
+        self.add_state("confmat", torch.zeros(len(names), len(names), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, said: Tensor, truth: Tensor) -> None:
+        """Numbers of classes, in any shape."""
+        classes = len(self.names)
+        # What is ignored is counted in a row of its own, which is left out: to choose pixels, one has to wait for them.
+        rows = torch.where(truth == self.ignored, classes, truth)
+        self.confmat += counted(rows.unsqueeze(0), said.unsqueeze(0), (classes + 1, classes))[0, :classes]
 
     def compute(self) -> Any:
         counts = self.confmat.cpu().to(torch.float64)  # in the main memory: not every device has float64

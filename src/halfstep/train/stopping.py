@@ -67,6 +67,11 @@ class Stopping:
                 raise KeyboardInterrupt
 
 
+def asked_to_stop() -> str | None:
+    """The name of the signal that asked the process to stop, for long work that is told of no Stopping."""
+    return None if _active is None else _active.first
+
+
 _DOOR = (Stopping.__enter__.__code__, Stopping.__exit__.__code__)
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from halfstep import world
-from halfstep.errors import BadData
+from halfstep.errors import BadData, NotBegun
 from halfstep.files import cache_folder
 from halfstep.tasks._latents.chunks import GOOD, MOMENTS, PER_CHUNK, Chunks, no_room, refused
 from halfstep.tasks._latents.encoding import Encoding, evenly, ready_image
@@ -22,6 +22,7 @@ from halfstep.tasks._latents.key import key_of, words_of
 from halfstep.train.data.source import Source
 from halfstep.train.journal.numbers import size as in_words
 from halfstep.train.start import decided_once
+from halfstep.train.stopping import asked_to_stop
 from halfstep.train.task import Told, unheard
 
 FOLDER = "latents"
@@ -118,8 +119,9 @@ class Filling:
         mine, samples = missing[rank::size], len(self._numbers(missing))
         with closing(self.encoding.rows(self.source, self._numbers(mine))) as rows:
             for turn in range(turns):
-                from_everyone(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
+                heard = from_everyone(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
                 self.told(samples * (turn + 1) // turns, samples)
+                _go_on(heard, self.chunks)
 
     def _begin(self, missing: list[int]) -> None:
         """Nothing is begun that the disk has no room for."""
@@ -137,12 +139,14 @@ class Filling:
     def _numbers(self, chunks: list[int]) -> list[int]:
         return [number for chunk in chunks for number in self.chunks.numbers(chunk)]
 
-    def _next(self, chunks: list[int], rows: Iterator[tuple[int, Tensor | None]]) -> None:
+    def _next(self, chunks: list[int], rows: Iterator[tuple[int, Tensor | None]]) -> str | None:
+        """The signal that this process was asked to stop by."""
         for chunk in chunks:
             found = [next(rows) for _ in self.chunks.numbers(chunk)]
             for number, moments in found:
                 self._finite(number, moments)
             self.chunks.write(chunk, [moments for _, moments in found])
+        return asked_to_stop()
 
     def _finite(self, number: int, moments: Tensor | None) -> None:
         if moments is None or bool(torch.isfinite(moments).all()):
@@ -168,6 +172,16 @@ def _lacking(encoding: Encoding, source: Source, chunks: Chunks) -> list[int]:
         return ready_image(source, number, encoding.image_of) is not None
 
     return [chunk for chunk in range(first, len(chunks), step) if not serves(chunk)]
+
+
+def _go_on(heard: list[str | None], chunks: Chunks) -> None:
+    """Unless a process was asked to stop: then all of them do, and what is encoded is kept."""
+    signal = next(filter(None, heard), None)
+    if signal is not None:
+        raise NotBegun(
+            f"stopped by {signal} while latents were encoded; those that were are kept in {chunks.folder}",
+            do="start it again with the same command: only what is missing is encoded",
+        )
 
 
 def _note(chunks: Chunks, encoded: int) -> str:

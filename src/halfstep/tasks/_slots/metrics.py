@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from halfstep.formats import widest
+from halfstep.tasks._counts import counted
+
 THINGS = 256
 """Numbers that a mask of 8 bits can have; 0 is the background."""
 UNIT = 2**40
-"""Scores are added as whole multiples of 1 / UNIT: to twelve digits, on every device, and in any order the same sum."""
+"""Scores are added as whole multiples of 1 / UNIT: to twelve digits, and in any order the same sum."""
 
 
 class _OverClips(Metric):
@@ -27,9 +30,10 @@ class _OverClips(Metric):
 
     def update(self, said: Tensor, truth: Tensor) -> None:
         """Slot numbers and the numbers of things: clips × frames × height × width, or any clips × …"""
-        scores = self._scores(_counted(said, truth, self.slots))
+        counts = counted(truth, said, (THINGS, self.slots))
+        scores = self._scores(counts.to(widest(counts.device)))
         judged = ~scores.isnan()
-        self._add(self._sum, (scores[judged] * UNIT).round().long().sum())
+        self._add(self._sum, (torch.where(judged, scores, 0.0) * UNIT).round().long().sum())
         self._add(self._count, judged.sum())
 
     def compute(self) -> Tensor:
@@ -75,16 +79,6 @@ class BestOverlap(_OverClips):
         # A thing that is hidden in every frame has no pixels, and is not there.
         there = truth[..., 0] > 0
         return torch.where(there, best, 0.0).sum(1) / there.sum(1)
-
-
-def _counted(said: Tensor, truth: Tensor, slots: int) -> Tensor:
-    """Pixels of each thing in each slot, clips × things × slots, in float64 and in the main memory."""
-    clips = truth.shape[0]
-    number = truth.reshape(clips, -1).long() * slots + said.reshape(clips, -1).long()
-    # Whole numbers, counted where they are: what comes over to the main memory, which has float64, is small.
-    counts = torch.zeros(clips, THINGS * slots, dtype=torch.int64, device=number.device)
-    counts.scatter_add_(1, number, torch.ones_like(number))
-    return counts.view(clips, THINGS, slots).cpu().double()
 
 
 def _pairs(count: Tensor) -> Tensor:
