@@ -59,7 +59,10 @@ def choose_precision(
     """The precision for a run on `device`. Under a process group every rank calls this, and rank 0 decides.
 
     `auto` measures a device that is here, for about a second and once; a description is judged by what is known of it.
+    A choice that was made before stands, with its reasons.
     """
+    if isinstance(asked, Choice):
+        return asked
     here = device if isinstance(device, Device) else describe(device)
     if here.kind == "tpu":
         raise _refusal(str(asked), here, ability(here, _FLOOR).reason)

@@ -53,7 +53,7 @@ class Stepper:
         model: nn.Module,
         optimizer: Optimizers,
         *,
-        precision: str | Precision = "auto",
+        precision: str | Precision | Choice = "auto",
         strict: bool = False,
         clip_norm: ByName[float] = None,
         clip_value: ByName[float] = None,

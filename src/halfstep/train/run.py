@@ -153,7 +153,8 @@ def _facts(loop: Loop) -> dict[str, Any]:
         "steps": loop.planned,
         "epochs": loop.epochs,
         "precision": {
-            "asked": choice.asked,
+            # A resumed run takes what `auto` came to by its name.
+            "asked": loop.recipe.precision,
             "took": choice.took,
             "chosen": choice.precision.name,
             "summary": choice.precision.summary,

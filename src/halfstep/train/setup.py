@@ -86,7 +86,7 @@ def prepare(
     stepper = Stepper(
         model,
         optimizer,
-        precision=choice.precision,
+        precision=choice,
         clip_norm=train.clip_norm,
         clip_value=train.clip_value,
         schedule=schedule,
