@@ -297,6 +297,21 @@ def test_clips_of_another_length_are_predicted_when_asked_for(drawing: tuple[str
         assert [row["frames"] for row in csv.DictReader(file)] == ["2"]
 
 
+@pytest.mark.parametrize("drawing", ["slots"], indirect=True)
+@pytest.mark.parametrize("given", ["empty", "notes.txt"])
+def test_what_holds_no_clip_is_told_what_does(drawing: tuple[str, Path], given: str, tmp_path: Path) -> None:
+    _, folder = drawing
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("no film")
+    refused = halfstep("predict", folder, tmp_path / given, "--weights", "last", "--out", tmp_path / "out")
+    assert refused.exit_code == 65, refused.output
+    holds, allowed, do = refused.stderr.splitlines()
+    assert holds == f"{tmp_path / given} holds no clip"
+    assert "a folder of frames" in allowed
+    assert ".mp4" in allowed
+    assert "data." not in do, "no setting makes a clip of it"
+
+
 @pytest.mark.parametrize("drawing", ["diffusion"], indirect=True)
 def test_a_column_has_one_class(drawing: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = drawing

@@ -87,22 +87,16 @@ def _inputs(finished: Finished, where: Path) -> Inputs:
 
 def _clips(data: Any, place: Path) -> Inputs:
     """Clips of data.frames frames, one after the other; one that stands alone has a plain name."""
-    from halfstep.tasks._clips import clips_in
+    from halfstep.tasks._clips import CLIPS, clips_in
 
-    try:
-        found = clips_in(place, data)
-    except BadData as error:
-        # Its own advice is for a recipe, whose data.path nobody asked about here.
-        do = "give a folder with such clips; for shorter ones, add a smaller data.frames or data.every"
-        raise BadData(error.given, allowed=error.allowed, do=do) from None
+    found = clips_in(place, data)
     keys = [found.key(number).rpartition("#") for number in range(len(found))]
     # A folder that is itself a clip has no name below itself.
     own = place.resolve().name
     parts = [(own if whole in ("", ".") else whole, int(first)) for whole, _, first in keys]
     alone = Counter(whole for whole, _ in parts)
     names = [whole if alone[whole] == 1 else f"{whole}-{first:05d}" for whole, first in parts]
-    kinds = f"folders of at least {data.frames} frames, or video files"
-    return Inputs("clips", names, lambda number: found.read(number)["image"], kinds)
+    return Inputs("clips", names, lambda number: found.read(number)["image"], CLIPS)
 
 
 def _predicted(finished: Finished, image: Tensor) -> Prediction:

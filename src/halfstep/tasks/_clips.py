@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from halfstep.errors import BadData
 from halfstep.tasks._sources import both, for_validation, shared, to_share
 from halfstep.train.data.clips import FrameFolders, Windows, mask_folder, split_recordings
-from halfstep.train.data.listing import existing, files
+from halfstep.train.data.listing import existing, files, image_files
 from halfstep.train.data.moving import Moving, ShapeStamps, Stamps
 from halfstep.train.data.place import data_place
 from halfstep.train.data.source import Source
 from halfstep.train.data.sprites import SpriteStamps
 from halfstep.train.data.videos import SUFFIXES, VideoFiles
 from halfstep.train.task import Split
+
+CLIPS = f"a folder of frames or of such folders; a video or a folder of them ({', '.join(SUFFIXES)})"
+"""What `clips_in` takes, in words."""
 
 
 def clips(data: Any) -> dict[Split, Source]:
@@ -41,7 +45,14 @@ def has_masks(data: Any) -> bool:
 
 def clips_in(place: Path, data: Any) -> Windows:
     """What a person points at: a video or a folder of them, a folder of frames, or a folder of such folders."""
-    return _windows(place, data, place.is_file() or bool(files(existing(place, "the folder"), SUFFIXES)))
+    are_videos = _is_video(place) if place.is_file() else bool(files(existing(place, "the folder"), SUFFIXES))
+    if not are_videos and (place.is_file() or not image_files(place)):
+        raise BadData(f"{place} holds no clip", allowed=CLIPS, do="give the path of one of these")
+    return _windows(place, data, are_videos)
+
+
+def _is_video(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES
 
 
 def _windows(root: Path, data: Any, are_videos: bool) -> Windows:

@@ -58,7 +58,7 @@ class Windows:
             raise BadData(
                 f"the longest of {len(lengths)} clips has {longest} frames, and {self._span} are needed",
                 allowed=f"clips of at least {self._span} frames, for data.frames={frames} and data.every={every}",
-                do="write a smaller data.frames or data.every, or check data.path",
+                do="add a smaller data.frames or data.every, or give longer clips",
             )
 
     def __len__(self) -> int:
