@@ -214,8 +214,10 @@ class ApartDecorated(Apart):
 
 def test_a_context_that_is_set_up_apart_needs_an_island() -> None:
     """torch's decorators leave their note on the first argument, where no backward finds it."""
-    with pytest.warns(UserWarning, match="Apart takes"):
+    with pytest.warns(UserWarning, match="Apart takes") as told:
         stepper(between(Layer(Apart))).step(mse, torch.randn(4, 8))
+    assert "island" in str(told[0].message)
+    assert "custom_fwd" not in str(told[0].message), "what does not work is not advised"
     assert not found(island(between(Layer(Apart)), "1"))
     with pytest.warns(UserWarning, match="ApartDecorated takes"), pytest.raises(AttributeError, match="autocast"):
         stepper(between(Layer(ApartDecorated))).step(mse, torch.randn(4, 8))

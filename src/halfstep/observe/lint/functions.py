@@ -147,14 +147,22 @@ def _codes(method: Any) -> list[CodeType]:
 
 
 def _finding(function: Any, taken: set[Met], given: set[Met], device_type: str) -> Finding:
-    device = f'device_type="{device_type}"'
     return Finding(
         ID,
         "warning",
         f"{function.__name__} takes {_named(taken)} and gives {_named(given)}: its forward runs under autocast and "
         "its backward does not, and nothing says which format is meant",
+        _fix(function, f'device_type="{device_type}"'),
+    )
+
+
+def _fix(function: Any, device: str) -> str:
+    # torch's decorators write on the first argument of a forward, which is no context where that is set up apart.
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        return "keep it in fp32: {island}"
+    return (
         f"decorate its backward with torch.amp.custom_bwd({device}) and its forward with torch.amp.custom_fwd({device})"
-        ", and cast_inputs=torch.float32 unless it is a matrix product; or keep it in fp32: {island}",
+        ", and cast_inputs=torch.float32 unless it is a matrix product; or keep it in fp32: {island}"
     )
 
 
