@@ -117,8 +117,10 @@ def _regular(name: str) -> None:
     status = os.stat(name)
     if not stat.S_ISREG(status.st_mode):
         raise _Unreadable("not a file but a folder, pipe or device")
-    if not 0 < status.st_size <= MOST_BYTES:
-        raise _Unreadable(f"{status.st_size:,} bytes; there may be {MOST_BYTES:,}")
+    if not status.st_size:
+        raise _Unreadable("empty, 0 bytes")
+    if status.st_size > MOST_BYTES:
+        raise _Unreadable(f"{status.st_size:,} bytes, more than {MOST_BYTES:,}")
 
 
 def _packets(container: Any, stream: Any) -> int:
