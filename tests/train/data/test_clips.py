@@ -147,8 +147,10 @@ def test_no_recording_is_on_both_sides_of_a_split(tmp_path: Path) -> None:
 
 def test_one_recording_cannot_be_shared(tmp_path: Path) -> None:
     put(tmp_path / "a", 9)
-    with pytest.raises(BadData, match="split"):
+    put(tmp_path / "short", 2)
+    with pytest.raises(BadData, match=r"one recording that is long enough .*data\.val=0\.3") as refused:
         split_recordings(Windows(FrameFolders(tmp_path), 3), 0.3)
+    assert "at least 2 recordings" in refused.value.allowed
 
 
 def test_a_changed_frame_or_mask_is_other_data(tmp_path: Path) -> None:

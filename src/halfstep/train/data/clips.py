@@ -101,6 +101,12 @@ class Windows:
 def split_recordings(windows: Windows, fraction: float) -> tuple[Subset, Subset]:
     """As `split` does, by recording: two parts of one are too much alike to be on both sides."""
     groups = windows.by_recording()
+    if len(groups) == 1:
+        raise BadData(
+            f"one recording that is long enough for a clip, with data.val={fraction:g}",
+            allowed="at least 2 recordings: parts of one are never on both sides",
+            do="add recordings, or give data.val a folder",
+        )
     # The first window stands for its recording: it is there, and named alike, however long the clips are.
     sides = split(Subset(windows, [group[0] for group in groups]), fraction)
     train, val = ([index for number in side.numbers for index in groups[number]] for side in sides)
