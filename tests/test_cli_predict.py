@@ -298,6 +298,21 @@ def test_clips_of_another_length_are_predicted_when_asked_for(drawing: tuple[str
 
 
 @pytest.mark.parametrize("drawing", ["slots"], indirect=True)
+def test_a_clip_that_is_named_like_a_part_of_another_overwrites_nothing(
+    drawing: tuple[str, Path], tmp_path: Path
+) -> None:
+    _, folder = drawing
+    for clip, frames in (("a", 6), ("a-00003", 3)):
+        (tmp_path / "clips" / clip).mkdir(parents=True)
+        for number in range(frames):
+            Image.new("RGB", (20, 24), (40 * number, 50, 0)).save(tmp_path / "clips" / clip / f"{number}.png")
+    done = halfstep("predict", folder, tmp_path / "clips", "--weights", "last", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    animations = {path.name for path in (tmp_path / "out" / "overlays").glob("*.gif")}
+    assert animations == {"a-00000.gif", "a-00003.gif", "a-00003-00000.gif"}
+
+
+@pytest.mark.parametrize("drawing", ["slots"], indirect=True)
 @pytest.mark.parametrize("given", ["empty", "notes.txt"])
 def test_what_holds_no_clip_is_told_what_does(drawing: tuple[str, Path], given: str, tmp_path: Path) -> None:
     _, folder = drawing

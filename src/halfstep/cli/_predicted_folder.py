@@ -86,7 +86,7 @@ def _inputs(finished: Finished, where: Path) -> Inputs:
 
 
 def _clips(data: Any, place: Path) -> Inputs:
-    """Clips of data.frames frames, one after the other; one that stands alone has a plain name."""
+    """Clips of data.frames frames, one after the other."""
     from halfstep.tasks._clips import CLIPS, clips_in
 
     found = clips_in(place, data)
@@ -94,9 +94,18 @@ def _clips(data: Any, place: Path) -> Inputs:
     # A folder that is itself a clip has no name below itself.
     own = place.resolve().name
     parts = [(own if whole in ("", ".") else whole, int(first)) for whole, _, first in keys]
-    alone = Counter(whole for whole, _ in parts)
-    names = [whole if alone[whole] == 1 else f"{whole}-{first:05d}" for whole, first in parts]
-    return Inputs("clips", names, lambda number: found.read(number)["image"], CLIPS)
+    return Inputs("clips", _clip_names(parts), lambda number: found.read(number)["image"], CLIPS)
+
+
+def _clip_names(parts: list[tuple[str, int]]) -> list[str]:
+    """With the number of the first frame; plain where a clip stands alone, unless a part of another has that name."""
+    times = Counter(whole for whole, _ in parts)
+    numbered = [f"{whole}-{first:05d}" for whole, first in parts]
+    taken = {name for name, (whole, _) in zip(numbered, parts, strict=True) if times[whole] > 1}
+    return [
+        whole if times[whole] == 1 and whole not in taken else name
+        for name, (whole, _) in zip(numbered, parts, strict=True)
+    ]
 
 
 def _predicted(finished: Finished, image: Tensor) -> Prediction:
