@@ -124,7 +124,9 @@ def test_a_damaged_frame_spoils_its_clips_only(tmp_path: Path) -> None:
 def test_frames_of_two_sizes_are_no_clip_and_clips_are_bounded(tmp_path: Path) -> None:
     put(tmp_path / "a", 2)
     put(tmp_path / "a", 1, size=(5, 5), name="frame{}9.png")
-    with pytest.raises(BadSample, match="different sizes"):
+    with pytest.raises(
+        BadSample, match=r"different sizes or depths: 8 × 6 pixels of 8 bits, then 5 × 5 pixels of 8 bits"
+    ):
         Windows(FrameFolders(tmp_path), 3).read(0)
     large = torch.zeros(1, dtype=torch.uint8).expand(3, 8192, 8192)
     with pytest.raises(BadSample, match="5 frames of 8192 × 8192 pixels"):

@@ -202,9 +202,17 @@ def joined(frames: Iterable[Tensor], count: int, name: str) -> Tensor:
     taken: list[Tensor] = []
     for frame in frames:
         if count * frame.shape[-2] * frame.shape[-1] > MOST_CLIP_PIXELS:
-            size = f"{frame.shape[-1]} × {frame.shape[-2]}"
-            raise BadSample(name, f"{count} frames of {size} pixels, more than {MOST_CLIP_PIXELS:,} together")
+            raise BadSample(name, f"{count} frames of {_size(frame)}, more than {MOST_CLIP_PIXELS:,} together")
         if taken and (frame.shape, frame.dtype) != (taken[0].shape, taken[0].dtype):
-            raise BadSample(name, "frames of different sizes or depths")
+            both = f"{_size_and_depth(taken[0])}, then {_size_and_depth(frame)}"
+            raise BadSample(name, f"frames of different sizes or depths: {both}")
         taken.append(frame)
     return torch.stack(taken)
+
+
+def _size(frame: Tensor) -> str:
+    return f"{frame.shape[-1]} × {frame.shape[-2]} pixels"
+
+
+def _size_and_depth(frame: Tensor) -> str:
+    return f"{_size(frame)} of {8 * frame.element_size()} bits"
