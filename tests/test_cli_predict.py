@@ -188,6 +188,23 @@ def test_a_folder_that_is_not_there_is_said(painter: tuple[Path, Path], tmp_path
     assert f"halfstep predict {folder} FOLDER" in done.stderr.replace("\n", "")
 
 
+@pytest.mark.parametrize("written", ["samples.png", "predictions.csv"])
+@pytest.mark.parametrize("known_before", [True, False], ids=["a file for the folder", "a folder for the file"])
+def test_a_place_that_cannot_be_written_to_is_said(
+    painter: tuple[Path, Path], tmp_path: Path, written: str, known_before: bool
+) -> None:
+    folder, file = painter
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    Image.new("RGB", (8, 8)).save(images / "a.png")
+    out.write_text("no folder") if known_before else (out / written).mkdir(parents=True)
+    inputs = [images] if written == "predictions.csv" else []
+    done = halfstep("predict", folder, *inputs, "--task", file, "--out", out, "--weights", "last")
+    assert done.exit_code == 74, done.output
+    assert f"{out} cannot be written to" in done.stderr.replace("\n", "")
+    assert "--out FOLDER" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["--samples", "0"], ["--samples", "1001"], ["--seed", "-1"], ["--columns", "0"]])
 def test_counts_are_bounded(painter: tuple[Path, Path], words: list[str]) -> None:
     folder, file = painter

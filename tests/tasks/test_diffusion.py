@@ -56,6 +56,7 @@ def embedded(tmp_path: Path, shape: tuple[int, ...]) -> dict[str, Any]:
         ({"attention_levels": 3}, {}, "model.attention_levels=2"),
         ({}, {"size": 18}, "data.size=20"),
         (PIXELS, {"size": 17}, "data.size=18"),
+        ({"stage": "autoencoder"}, {"size": 17}, "data.size=17, which the model halves once"),
         ({"sample_steps": 101}, {}, "model.sample_steps=100"),
         ({"sample_steps": 60}, {}, "model.sample_steps=50"),
         ({"condition": "class"}, {"name": "maps", "classes": None}, "model.condition"),

@@ -63,6 +63,21 @@ def test_a_published_scale_is_kept(tmp_path: Path) -> None:
     assert not any("multiplied" in line for line in lines)
 
 
+@pytest.mark.parametrize(("off", "told"), [(1.0, False), (2.0, False), (0.01, True), (100.0, True)])
+def test_a_published_scale_that_does_not_fit_is_told(tmp_path: Path, off: float, told: bool) -> None:
+    """As save_pretrained writes it: for an autoencoder of one's own too, that of another one."""
+    measured = on(folder(tmp_path))
+    fitting = model_of(measured)
+    measured.ready(fitting, precision_named("fp32"))
+    scale = off * fitting.latent_scale.item()
+    task = on(folder(tmp_path, scale))
+    model = model_of(task)
+    lines = [line for line in task.ready(model, precision_named("fp32")) if "scaling_factor" in line]
+    assert model.latent_scale.item() == pytest.approx(scale), "it is told, and not changed"
+    assert bool(lines) is told
+    assert not told or (f"{scale:.4g}" in lines[0] and f"deviation of {off:.2g}" in lines[0])
+
+
 @pytest.mark.parametrize("data", [{}, {"cache_latents": False}, {"augment": "flip"}])
 def test_a_scale_is_measured_so_that_latents_have_a_spread_of_one(tmp_path: Path, data: dict[str, Any]) -> None:
     task = on(folder(tmp_path), data)

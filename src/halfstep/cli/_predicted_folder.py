@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.cli._predicted_place import writing
 from halfstep.errors import BadData, WrongUse
 
 if TYPE_CHECKING:
@@ -42,9 +43,12 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
     with progress("predicting", inputs.unit) as told:
         for number, name in enumerate(inputs.names):
             try:
-                rows.append({"file": name, **_write(_predicted(finished, inputs.read(number)), out, Path(name))})
+                said = _predicted(finished, inputs.read(number))
             except BadSample as error:
                 bad.append({"file": name, "reason": error.reason})
+            else:
+                with writing(out):
+                    rows.append({"file": name, **_write(said, out, Path(name))})
             told(number + 1, len(inputs.names))
     if not rows:
         raise BadData(
@@ -52,7 +56,8 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
             allowed=inputs.kinds,
             do=f"look at {bad[0]['file']}: {bad[0]['reason']}" if bad else f"give a folder with {inputs.unit}",
         )
-    _write_table(rows, out / TABLE)
+    with writing(out):
+        _write_table(rows, out / TABLE)
     kinds = [kind for kind in ("mask", "overlay", "animation") if any(kind in row for row in rows)]
     return {
         "out": str(out),

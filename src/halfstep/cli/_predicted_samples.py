@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.cli._predicted_place import writing
 from halfstep.errors import BadData, WrongUse
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
             do=f"check data.path in its recipe, or give images: halfstep predict {finished.folder} FOLDER",
         )
     columns = columns or _columns(made, len(finished.task.facts().get("classes") or ()))
-    write_png(out / PICTURE, grid([made[i : i + columns] for i in range(0, len(made), columns)]))
+    with writing(out):
+        write_png(out / PICTURE, grid([made[i : i + columns] for i in range(0, len(made), columns)]))
     return {
         "out": str(out),
         "picture": str(out / PICTURE),

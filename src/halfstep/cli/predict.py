@@ -41,11 +41,13 @@ def run(
     Writes pictures where the task draws, and a table of values; or one picture of all samples. A setting after it
     changes how it is done, not what was learnt: model.guidance=4, or --sample_steps 100.
     """
+    from halfstep.cli._predicted_place import check_place
     from halfstep.cli._predicted_settings import changed, folder_and_settings
 
     images, settings = folder_and_settings(rest or [])
     finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
     place = out or folder / "predictions"
+    check_place(place)
     if images is None:
         from halfstep.cli._predicted_samples import drawn
 

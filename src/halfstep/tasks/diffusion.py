@@ -16,7 +16,7 @@ from torchvision.transforms import v2  # type: ignore[import-untyped]
 from halfstep.errors import WrongUse
 from halfstep.precision.precision import Precision
 from halfstep.tasks import _pixels
-from halfstep.tasks._latents.scale import measured_scale
+from halfstep.tasks._latents.scale import doubts, measured_scale
 from halfstep.tasks._latents.source import LatentSource
 from halfstep.tasks._sources import pictured
 from halfstep.tasks.models.latent.building import latent_diffusion
@@ -115,11 +115,11 @@ class Diffusion(Task):
             self._read()
         moments, told_of = encoded_once(model, precision, self.recipe, self._sources, self._image, told)
         lines = [*self.origins.notes, *told_of]
-        if not model.latent_scale > 0.0:
-            scale = measured_scale(moments)
-            model.latent_scale.fill_(scale)
-            lines.append(f"latents are multiplied by {scale:.4g}, one over their standard deviation")
-        return lines
+        if model.latent_scale > 0.0:
+            return lines + doubts(model.latent_scale.item(), moments)
+        scale = measured_scale(moments)
+        model.latent_scale.fill_(scale)
+        return [*lines, f"latents are multiplied by {scale:.4g}, one over their standard deviation"]
 
     def source(self, split: Split) -> Source:
         if not self._sources:

@@ -15,6 +15,9 @@ from halfstep.tasks._latents.moments import bounded
 SMALLEST = 1e-6
 """A standard deviation below this is none; what LEAST leaves of a variance is below it."""
 
+FAR = 4.0
+"""Times more or less than 1 that a standard deviation may be where data is not what a scale was published for."""
+
 
 def measured_scale(moments: Iterable[Tensor]) -> float:
     """1 ÷ the standard deviation of the latents whose moments these are, over all processes; the same on each.
@@ -32,6 +35,20 @@ def measured_scale(moments: Iterable[Tensor]) -> float:
             do="look at the autoencoder's reconstructions, and train it again with a smaller loss.kl",
         )
     return 1.0 / deviation
+
+
+def doubts(scale: float, moments: Iterable[Tensor]) -> list[str]:
+    """A line about a scale that came with an autoencoder and does not fit its latents.
+
+    diffusers writes one into every folder: where nobody gave it, that of another autoencoder.
+    """
+    deviation = scale / measured_scale(moments)
+    if 1.0 / FAR <= deviation <= FAR:
+        return []
+    return [
+        f"the autoencoder's own scaling_factor {scale:.4g} gives its latents a standard deviation of {deviation:.2g}, "
+        "where denoisers want 1: take it out of its config.json, and it is measured"
+    ]
 
 
 def _sums(moments: Iterable[Tensor]) -> list[float]:

@@ -33,8 +33,9 @@ def check(recipe: Any) -> None:
 def check_size(data: Any, halves: int) -> None:
     """Refuse images that cannot be halved as often as the levels ask; `halves` is 2 to the power of that."""
     if data.size % halves:
+        often = "once" if halves == 2 else f"{halves.bit_length() - 1} times"
         raise BadRecipe(
-            f"data.size={data.size}, which autoencoder and denoiser halve {halves.bit_length() - 1} times",
+            f"data.size={data.size}, which the model halves {often}",
             allowed=f"multiples of {halves}",
             do=f"write data.size={-(-data.size // halves) * halves}, or fewer levels",
         )
