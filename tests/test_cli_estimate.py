@@ -150,6 +150,7 @@ def test_without_a_device_it_is_this_machine() -> None:
     report = report_of(CASE, "--recompute", "off", "--precision", "fp32")
     (page,) = report["devices"]
     assert page["device"]["id"] == "here"
+    assert "on this machine in fp32" in report["verdict"]["lines"][0]
     assert page["columns"][0]["samples"] == 8
 
 

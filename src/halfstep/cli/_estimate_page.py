@@ -13,6 +13,7 @@ from rich.text import Text
 
 from halfstep.cli._doctor_page import heading
 from halfstep.cli._printable import printable
+from halfstep.measure.memory.verdict import place_in_words
 from halfstep.measure.sizes import size_in_words
 from halfstep.measure.survival_report import THE_MODEL_ITSELF
 
@@ -103,7 +104,7 @@ def _print_savings(console: Console, savings: Sequence[Mapping[str, Any]]) -> No
 def _print_device(console: Console, page: Mapping[str, Any]) -> None:
     device = page["device"]
     usable = f"{size_in_words(device['usable'])} of {size_in_words(device['memory'])} for tensors"
-    heading(console, f"How far on {device['id']}", usable)
+    heading(console, f"How far on {place_in_words(device)}", usable)
     table = _table(console, "precision", ["activations", "peak", "largest batch", "multiple of 8"])
     for row in page["largest"]:
         words = "recomputed" if row["recompute"] else "kept"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from halfstep.measure.memory.devices import HERE
 from halfstep.measure.sizes import size_in_words
 
 _CPU_RULES = "by the CPU's rules"
@@ -33,17 +34,21 @@ def main_column(page: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return first
 
 
+def place_in_words(device: Mapping[str, Any]) -> str:
+    return "this machine" if device["id"] == HERE else str(device["id"])
+
+
 def _line(page: Mapping[str, Any]) -> str:
     column = main_column(page)
     if column is None:
-        return f"{page['device']['id']}: nothing was estimated"
+        return f"{place_in_words(page['device'])}: nothing was estimated"
     setting, device = column["setting"], page["device"]
     how = f"in {setting['precision']}{' with recomputing' if setting['recompute'] else ''} at batch {column['samples']}"
     word = "fits" if column["fits"] else "does not fit"
     if any(note.startswith(_CPU_RULES) for note in column["notes"]):
         word += f", {_CPU_RULES}"
     peak, memory = size_in_words(column["peak"]), size_in_words(device["memory"])
-    return f"{word}: peak {peak} of {memory} on {device['id']} {how}{_farther(page, setting)}"
+    return f"{word}: peak {peak} of {memory} on {place_in_words(device)} {how}{_farther(page, setting)}"
 
 
 def _farther(page: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
