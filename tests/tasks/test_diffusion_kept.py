@@ -78,6 +78,16 @@ def test_a_published_scale_that_does_not_fit_is_told(tmp_path: Path, off: float,
     assert not told or (f"{scale:.4g}" in lines[0] and f"deviation of {off:.2g}" in lines[0])
 
 
+@pytest.mark.parametrize("times", [1e38, float("nan")])
+def test_latents_that_need_no_scale_and_are_not_finite_are_left_to_the_guard(tmp_path: Path, times: float) -> None:
+    task = on(folder(tmp_path, 0.75), {"cache_latents": False})
+    model = model_of(task)
+    assert model.autoencoder is not None
+    with torch.no_grad():
+        model.autoencoder.encoder.conv_out.weight *= times
+    assert not any("scaling_factor" in line for line in task.ready(model, precision_named("fp32")))
+
+
 @pytest.mark.parametrize("data", [{}, {"cache_latents": False}, {"augment": "flip"}])
 def test_a_scale_is_measured_so_that_latents_have_a_spread_of_one(tmp_path: Path, data: dict[str, Any]) -> None:
     task = on(folder(tmp_path), data)

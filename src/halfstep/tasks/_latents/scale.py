@@ -23,14 +23,8 @@ ENOUGH = 32
 
 
 def measured_scale(moments: Iterable[Tensor]) -> float:
-    """1 ÷ the standard deviation of the latents whose moments these are, over all processes; the same on each.
-
-    The variance of latents drawn around a mean is that of the means and, on average, their own. In float64.
-    """
-    sums = from_everyone(lambda: _sums(moments))
-    count, total, squares, own = (math.fsum(column) for column in zip(*sums, strict=True))
-    variance = (squares / count - (total / count) ** 2 + own / count) if count else math.nan
-    deviation = math.sqrt(variance) if variance >= 0 else math.nan
+    """1 ÷ the standard deviation of the latents whose moments these are, over all processes; the same on each."""
+    count, deviation = _spread(moments)
     if not SMALLEST < deviation < math.inf:
         raise BadData(
             f"the standard deviation of {count:,.0f} numbers of latents is {deviation:g}",
@@ -43,15 +37,27 @@ def measured_scale(moments: Iterable[Tensor]) -> float:
 def doubts(scale: float, moments: Iterable[Tensor]) -> list[str]:
     """A line about a scale that came with an autoencoder and does not fit its latents.
 
-    diffusers writes one into every folder: where nobody gave it, that of another autoencoder.
+    diffusers writes one into every folder: where nobody gave it, that of another autoencoder. Of latents that are not
+    finite nothing is said: with no need to measure them a run begins, and its guard finds out where they come from.
     """
-    deviation = scale / measured_scale(islice(moments, ENOUGH))
-    if 1.0 / FAR <= deviation <= FAR:
+    deviation = scale * _spread(islice(moments, ENOUGH))[1]
+    if not math.isfinite(deviation) or 1.0 / FAR <= deviation <= FAR:
         return []
     return [
         f"the autoencoder's own scaling_factor {scale:.4g} gives its latents a standard deviation of {deviation:.2g}, "
         "where denoisers want 1: take it out of its config.json, and it is measured"
     ]
+
+
+def _spread(moments: Iterable[Tensor]) -> tuple[float, float]:
+    """How many numbers, and their standard deviation, NaN where there is none; over all processes, in float64.
+
+    The variance of latents drawn around a mean is that of the means and, on average, their own.
+    """
+    sums = from_everyone(lambda: _sums(moments))
+    count, total, squares, own = (math.fsum(column) for column in zip(*sums, strict=True))
+    variance = (squares / count - (total / count) ** 2 + own / count) if count else math.nan
+    return count, math.sqrt(variance) if variance >= 0 else math.nan
 
 
 def _sums(moments: Iterable[Tensor]) -> list[float]:
