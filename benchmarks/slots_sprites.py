@@ -28,6 +28,7 @@ from halfstep.train.evaluation import evaluate, values
 from halfstep.train.loaders import make_val_loader
 from halfstep.train.randomness import seed_all
 from halfstep.train.run_folder import RESULT
+from halfstep.train.task import unheard
 
 RECORD = Path(__file__).with_suffix(".json")
 SHOWN = Path(__file__).parents[1] / "docs" / "slots_masks.png"
@@ -36,9 +37,7 @@ CLIPS = 4
 
 def judged(finished: Finished, model: torch.nn.Module) -> dict[str, float]:
     loader = make_val_loader(finished.task, finished.recipe, finished.device)
-    return evaluate(
-        finished.task, model, loader, precision=finished.choice.precision, device=finished.device
-    )  # fmt: skip
+    return evaluate(finished.task, model, loader, precision=finished.choice.precision, device=finished.device)
 
 
 def drawn_at_random(finished: Finished) -> dict[str, float]:
@@ -84,7 +83,7 @@ def main() -> None:
     if given.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
         with finished.choice.precision.inference(finished.device):
-            clips = finished.task.sample(finished.model, CLIPS, lambda done, of: None)
+            clips = finished.task.sample(finished.model, CLIPS, unheard)
         write_png(SHOWN, grid([[enlarged(clip, 192) for clip in clips]]))
     if given.json:
         print(json.dumps(found, indent=1))

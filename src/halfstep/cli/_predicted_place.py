@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from halfstep.errors import StorageFailed
+from halfstep.cli._storing import storing
 
 
-@contextmanager
-def writing(place: Path) -> Iterator[None]:
+def writing(place: Path) -> AbstractContextManager[None]:
     """What the system refuses inside is told as trouble with `place`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageFailed(
-            f"{place} cannot be written to: {error.strerror or error}",
-            allowed="a folder that this user can write to, with room for what is predicted",
-            do="give --out FOLDER, a place of your own",
-        ) from None
+    return storing(
+        f"{place} cannot be written to",
+        allowed="a folder that this user can write to, with room for what is predicted",
+        do="give --out FOLDER, a place of your own",
+    )
 
 
 def check_place(place: Path) -> None:

@@ -11,7 +11,8 @@ import typer
 from halfstep.cli._flag import flag
 from halfstep.cli._opened import OwnTask, RunFolder
 from halfstep.cli._printable import printable
-from halfstep.errors import FolderTaken, StorageFailed, WrongUse
+from halfstep.cli._storing import storing
+from halfstep.errors import FolderTaken, WrongUse
 
 if TYPE_CHECKING:
     from halfstep.tasks._exported import Exported
@@ -59,15 +60,13 @@ def write(found: Exported, file: Path) -> dict[str, Any]:
     """Write the file, read it back, and say what is in it."""
     from halfstep.tasks._exported import loading, remark, write_weights
 
-    try:
+    with storing(
+        f"{file} cannot be written",
+        allowed="a folder that this user can write to, with room for the weights",
+        do="give --out FILE, in a place of your own",
+    ):
         write_weights(found, file)
         sha256 = _sha256(file)
-    except OSError as error:
-        raise StorageFailed(
-            f"{file} cannot be written: {error.strerror or error}",
-            allowed="a folder that this user can write to, with room for the weights",
-            do="give --out FILE, in a place of your own",
-        ) from None
     return {
         "file": str(file),
         "source": found.source,

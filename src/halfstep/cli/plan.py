@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._flag import flag
+from halfstep.cli._storing import storing
 from halfstep.cli._subject import INTERRUPTED, TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
-from halfstep.errors import FolderTaken, StorageFailed, WrongUse
+from halfstep.errors import FolderTaken, WrongUse
 from halfstep.progress import progress
 
 if TYPE_CHECKING:
@@ -185,11 +186,9 @@ def _resolved(given: Subject) -> Resolved:
 def _write(file: Path, text: str) -> None:
     from halfstep.files import write_text
 
-    try:
+    with storing(
+        f"{file} cannot be written",
+        allowed="a place that this user can write to",
+        do="give --write FILE, in a place of your own",
+    ):
         write_text(file, text)
-    except OSError as error:
-        raise StorageFailed(
-            f"{file} cannot be written: {error.strerror or error}",
-            allowed="a place that this user can write to",
-            do="give --write FILE, in a place of your own",
-        ) from None

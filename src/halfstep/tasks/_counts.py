@@ -1,4 +1,4 @@
-"""How often pairs of numbers occur, counted where they are: a run adds to its metrics in every step, and must not wait.
+"""How often pairs of numbers occur, counted where they are: a run adds to its metrics between steps, and must not wait.
 
 `torch.bincount` and masks that choose elements need to know on the host how much there is, and wait for the device.
 """
