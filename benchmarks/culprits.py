@@ -2,10 +2,10 @@
 
     python benchmarks/culprits.py [--only NAME] [--warm-ups 200] [--json] [--record]
 
-What is expected of each fault is written beside it in benchmarks/plants/. A fault is named where cause, operation,
+What is expected of each fault is written beside it in benchmarks/plants/. A fault is named where class, operation,
 module, direction and line are those that were planted. A warm-up is named right where every step that was skipped is
-called one. `--record` keeps the result in benchmarks/culprits.json. The last line is `named=N/M false=K`: K of the
-warm-ups got another word.
+called one. `--record` keeps the result in benchmarks/culprits.json. There is a line for each class, and the last line
+is `named=N/M false=K`: K of the warm-ups got another word.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
 
 from halfstep import Stepper
-from halfstep.guard.replay.diagnose import diagnose
-from halfstep.guard.trouble import History
-from halfstep.guard.verdict import WARM_UP, Verdict
-from halfstep.precision.registry import precision_named
+from halfstep.errors import Diverged
+from halfstep.guard.diagnosis.diagnose import diagnose
+from halfstep.guard.events import GuardEvent
+from halfstep.guard.guardian import Guardian
+from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import WARM_UP, Cause, Verdict
+from halfstep.precision.precision import precision_named
 from halfstep.step.loss_scale import DynamicScale, LossScale
 
 if TYPE_CHECKING:
@@ -38,44 +41,37 @@ HELD = 12
 
 
 def verdict_on(plant: Plant) -> Verdict | None:
-    """Train until a step fails for another reason than a warm-up; None where none does."""
+    """Train under a guardian until a step fails for another reason than a warm-up; None where none does."""
     torch.manual_seed(SEED)
     scene = plant.make()
-    stepper = _stepper(scene, plant.precision)
-    history, found, skipped = History(), None, 0
+    found: list[Verdict] = []
+    guardian = _guarded(scene, plant.precision, found)
     for step in range(scene.steps + HELD):
         scene.before(step)
-        report = stepper.step(scene.loss_fn, scene.batch)
-        if report.applied:
-            history = _longer(history, report.loss, report.grad_norm, scene.rate)
-            if step + 1 >= scene.steps:
-                break
-            continue
-        assert stepper.attempt is not None
-        assert report.reason is not None
-        found = diagnose(
-            scene.model,
-            stepper.attempt,
-            precision=stepper.precision,
-            reason=report.reason,
-            history=history,
-            compiled=scene.compiled,
-        )
-        skipped += 1
-        if found.cause != WARM_UP or skipped == HELD:
+        try:
+            batch = scene.batch if scene.batch_at is None else scene.batch_at(step)
+            report = guardian.step(scene.loss_fn, batch)
+        except Diverged:
             break
-    return found
+        if (found and found[-1].cause != WARM_UP) or (report.applied and step + 1 >= scene.steps):
+            break
+    return found[-1] if found else None
 
 
-def _stepper(scene: Scene, precision: str) -> Stepper:
-    optimizer = torch.optim.SGD(scene.model.parameters(), scene.rate)
+def _guarded(scene: Scene, precision: str, found: list[Verdict]) -> Guardian:
+    """A guardian that adds what it says to `found`, and never ends a run by itself."""
     scale: LossScale | None = DynamicScale(init_scale=scene.scale) if precision == "fp16" else None
-    named = precision_named(precision)
-    return Stepper(scene.model, optimizer, precision=named, loss_scale=scale, observe=False)
+    optimizer = scene.optimizer(scene.model, scene.rate)
+    stepper = Stepper(scene.model, optimizer, precision=precision_named(precision), loss_scale=scale, observe=False)
 
+    def hear(told: GuardEvent) -> None:
+        if told.kind == "verdict":
+            found.append(Verdict.from_dict(told.facts))
 
-def _longer(history: History, loss: float, norm: float, rate: float) -> History:
-    return History((*history.losses, loss), (*history.grad_norms, norm), (*history.rates, rate))
+    guardian = Guardian(stepper, limits=Limits(skips_in_a_row=1000, skip_share=1.0, spikes="off"), tell=hear)
+    if scene.checkpoint:
+        guardian.taken_up_from(scene.checkpoint)
+    return guardian
 
 
 def misses(expected: Expected, verdict: Verdict | None) -> list[str]:
@@ -170,13 +166,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     start = time.perf_counter()
     chosen = [plant for plant in all_plants() if given.only in (None, plant.name)]
-    rows = [_examined(number, len(chosen), plant) for number, plant in enumerate(chosen, 1)]
+    # Before any plant is compiled: once Dynamo is loaded, every operation that is looked at costs twice as much.
     seen, wrong = _warm_ups(0 if given.only else given.warm_ups)
+    rows = [_examined(number, len(chosen), plant) for number, plant in enumerate(chosen, 1)]
     report = {
         "command": "python benchmarks/culprits.py",
         "torch": torch.__version__,
         "named": sum(not row["misses"] for row in rows),
         "of": len(rows),
+        "classes": _by_class(rows),
         "warm_ups": 0 if given.only else given.warm_ups,
         "skipped_steps": seen,
         "false": len(wrong),
@@ -192,9 +190,17 @@ def main() -> None:
 def _examined(number: int, of: int, plant: Plant) -> dict[str, Any]:
     verdict = verdict_on(plant)
     wrong = misses(plant.expected, verdict)
-    row = {"plant": plant.title, "misses": wrong, "sentence": verdict.sentence if verdict else ""}
+    said = verdict.sentence if verdict else ""
+    row = {"plant": plant.title, "class": plant.expected.cause, "misses": wrong, "sentence": said}
     print(f"{number:3}/{of} {plant.title:34} {'; '.join(wrong) or 'ok'}", file=sys.stderr, flush=True)
     return row
+
+
+def _by_class(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """How many of each class were named, and how many there are."""
+    classes = dict.fromkeys([cause for cause in get_args(Cause) if any(row["class"] == cause for row in rows)])
+    its = {cause: [row for row in rows if row["class"] == cause] for cause in classes}
+    return {cause: [sum(not row["misses"] for row in found), len(found)] for cause, found in its.items()}
 
 
 def _warm_ups(many: int) -> tuple[int, list[str]]:
@@ -218,6 +224,8 @@ def _show(report: dict[str, Any], as_json: bool, *, only: bool) -> None:
             print(f"{row['plant']}: {'; '.join(row['misses']) or 'ok'}\n    {row['sentence']}")
     for sentence in report["false_sentences"]:
         print(f"false: {sentence}")
+    for cause, (named, of) in report["classes"].items():
+        print(f"{cause:10} {named}/{of}")
     print(f"warm-ups={report['warm_ups']} skipped steps={report['skipped_steps']} in {report['seconds']} s")
     print(f"named={report['named']}/{report['of']} false={report['false']}")
 

@@ -245,9 +245,9 @@ def measured_elsewhere(name: str, size: int, precision: str) -> int:
 def predict(name: str, size: int, precision: str) -> Ledger:
     from halfstep.measure.case import case_of
     from halfstep.measure.memory.estimate import ledger_of
-    from halfstep.measure.setting import Setting
+    from halfstep.measure.setting import StepSetting
 
-    return ledger_of(lambda: case_of(*ALL[name][0](size)), Setting(precision))
+    return ledger_of(lambda: case_of(*ALL[name][0](size)), StepSetting(precision))
 
 
 @dataclass(frozen=True)

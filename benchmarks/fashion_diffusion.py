@@ -2,7 +2,7 @@
 
     python benchmarks/fashion_diffusion.py [--precision bf16] [--samples 500] [--out runs/fashion] [--record]
 
-Needs `scripts/data fashion_mnist` once. The two runs are `halfstep train fashion_autoencoder` and `halfstep train
+Needs `halfstep data get fashion_mnist` once. The two runs are `halfstep train fashion_autoencoder` and `halfstep train
 fashion_diffusion`, as they ship. The samples ask for the ten classes in turn; a small convolutional network, trained
 here on the real images and on nothing else, says how many of them show what was asked for. Its own training is not
 part of the time, which is that from the first run's folder to the second's result, encoding between them included, and
@@ -26,11 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.draw.grid import enlarged, grid
-from halfstep.draw.png import write_png
+from halfstep.draw.images import enlarged, grid, write_png
 from halfstep.measure.conditions import busy, conditions, in_words
-from halfstep.progress import progress
-from halfstep.tasks._finished import Finished, open_finished
+from halfstep.runs.finished import Finished, open_finished
+from halfstep.terminal import progress
 from halfstep.train.run_folder import RECIPE, RESULT
 from halfstep.train.task import Picture, Task
 

@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from halfstep.measure.case import Subject
 from halfstep.measure.conditions import busy, conditions, in_words
 from halfstep.measure.memory.estimate import ledger_of
-from halfstep.measure.process import ArmProcess
-from halfstep.measure.setting import Setting
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
 from halfstep.measure.timing import race, warm
-from halfstep.progress import progress
+from halfstep.measure.worker_process import ArmProcess
+from halfstep.terminal import progress
 
 RECORD = Path(__file__).with_suffix(".json")
 TABLE = RECORD.with_suffix(".md")
@@ -37,7 +37,7 @@ SUBJECTS = {
 ARMS = {"fp32": "fp32", "aa": "fp32", "bf16": "bf16"}
 
 
-def memory(subject: Subject, setting: Setting) -> dict[str, int]:
+def memory(subject: Subject, setting: StepSetting) -> dict[str, int]:
     with ArmProcess(subject, setting, "cpu") as arm:
         arm.open()
         counted = arm.memory()
@@ -45,7 +45,7 @@ def memory(subject: Subject, setting: Setting) -> dict[str, int]:
     return {"predicted": ledger.peak - ledger.at_peak["average"], "counted": counted}
 
 
-def speed(subject: Subject, settings: dict[str, Setting], pairs: int, name: str) -> dict[str, Any]:
+def speed(subject: Subject, settings: dict[str, StepSetting], pairs: int, name: str) -> dict[str, Any]:
     with ExitStack() as stack:
         arms = {
             arm: stack.enter_context(ArmProcess(subject, settings[precision], "cpu")) for arm, precision in ARMS.items()
@@ -60,7 +60,7 @@ def speed(subject: Subject, settings: dict[str, Setting], pairs: int, name: str)
 def measure(name: str, pairs: int) -> dict[str, Any]:
     subject = SUBJECTS[name]
     case = subject.open()
-    settings = {p: Setting(p, channels_last=True, batch=case.setting.batch) for p in ("fp32", "bf16")}
+    settings = {p: StepSetting(p, channels_last=True, batch=case.setting.batch) for p in ("fp32", "bf16")}
     return {
         "recipe": " ".join([subject.text, *subject.settings]),
         "parameters": sum(parameter.numel() for parameter in case.model.parameters()),

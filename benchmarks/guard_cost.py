@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import Stepper, clock
 from halfstep.guard.guardian import Guardian
-from halfstep.guard.limits import Limits
-from halfstep.guard.meters.meters import FIRST, Meters
-from halfstep.guard.remedy.rewind import Rewind
+from halfstep.guard.monitors.monitors import FIRST, Meters
+from halfstep.guard.repair.snapshot import RollbackSnapshot
+from halfstep.guard.streak import Limits
 from halfstep.measure.conditions import busy, conditions, in_words
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -91,7 +91,7 @@ class Made:
         """Seconds of one copy of the run in memory, over an older one."""
         stepper, batch = self.stepper()
         stepper.step(loss_fn, batch)
-        rewind = Rewind(stepper)
+        rewind = RollbackSnapshot(stepper)
         rewind.keep()
         return statistics.median(clock.seconds(rewind.keep, 1) for _ in range(COPIES))
 

@@ -26,8 +26,8 @@ from torch import nn
 import halfstep
 from halfstep.errors import Diverged
 from halfstep.files import read_json
-from halfstep.precision.registry import precision_named
-from halfstep.tasks.models.latent.kept import kept_autoencoder
+from halfstep.precision.precision import precision_named
+from halfstep.tasks.models.latent.pretrained import kept_autoencoder
 
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = [
@@ -94,7 +94,14 @@ def autoencoder_folder(root: Path) -> tuple[Path, dict[str, float]]:
     run = halfstep.fit(
         "diffusion_tiny",
         precision="fp32",
-        settings=[*SMALL, "model.stage=autoencoder", "model.condition=none", "train.epochs=8", f"run.dir={root}/first"],
+        settings=[
+            *SMALL,
+            "model.stage=autoencoder",
+            "model.autoencoder=new",
+            "model.condition=none",
+            "train.epochs=8",
+            f"run.dir={root}/first",
+        ],
         quiet=True,
     )
     module, times, apart = large(kept_autoencoder(str(run.dir)).module)

@@ -2,7 +2,7 @@
 
     python benchmarks/parity_cifar.py [--seeds 5] [--steps 1000] [--record]
 
-Needs `scripts/data cifar10` once. Every arm trains the same small CNN on the same pictures in the same order, with
+Needs `halfstep data get cifar10` once. Every arm trains the same small CNN on the same pictures in the same order, with
 AdamW at 1e-4, on a loss that is small (times 1e-5, which AdamW does not feel). Only the numbers' formats differ:
 
     fp32            strict, by the Stepper: what the others are compared with
@@ -32,15 +32,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Stepper
+from halfstep.data.shards import Shards
 from halfstep.files import cache_folder
-from halfstep.freed_memory import keep_freed_memory
-from halfstep.measure.bench.comparing import compare
-from halfstep.measure.bench.figures import smoothed
+from halfstep.host_memory import keep_freed_memory
+from halfstep.measure.bench.bench import compare
+from halfstep.measure.bench.comparison import smoothed
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import Metric, RunResult
+from halfstep.measure.bench.results import BenchMetric, RunResult
 from halfstep.measure.conditions import conditions
-from halfstep.precision.half_convolutions import spare_half_convolutions
-from halfstep.train.data.shards import Shards
+from halfstep.precision.precision import spare_half_convolutions
 
 HERE = Path(__file__).parent
 TRAIN, VAL, BATCH = 12_000, 5_000, 32
@@ -211,7 +211,7 @@ def main() -> None:
         arms(pictures(), given.steps),
         name="small CNN on CIFAR-10",
         seeds=range(1, given.seeds + 1),
-        metric=Metric("top1", higher_is_better=True),
+        metric=BenchMetric("top1", higher_is_better=True),
         conditions=told,
         progress=Progress(),
     )

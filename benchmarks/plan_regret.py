@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from halfstep import clock
 from halfstep.errors import HalfstepError
-from halfstep.measure.case import Subject
 from halfstep.measure.conditions import in_words
-from halfstep.measure.plan.arms import observes
 from halfstep.measure.plan.plan import Plan, plan
-from halfstep.measure.plan.space import abilities
-from halfstep.measure.process import ArmFailed, ArmProcess, ArmTooSlow
-from halfstep.measure.setting import Setting
+from halfstep.measure.plan.race import observes
+from halfstep.measure.plan.search import abilities
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
+from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow
 from halfstep.precision.hardware import describe
 
 SUBJECTS = ("resnet50", "unet", "resnet18_stock_stem_32")
@@ -120,18 +120,18 @@ def measured(name: str, seconds: float, pairs: int) -> dict[str, Any]:
     return {**final, "winner": label(winner), "sweep": sweep_seconds, "plan": found.as_dict()}
 
 
-def cells(found: Plan) -> Iterator[Setting]:
+def cells(found: Plan) -> Iterator[StepSetting]:
     """Every cell at the plan's global batch."""
     native = [name for name, can in abilities(describe(found.device.place)).items() if can.native]
     batch = found.now.batch or 1
     ways = [(False, batch, 1), (False, batch // 2, 2), (True, batch, 1)]
     for precision, last, (compiled, size, pieces) in itertools.product(native, (False, True), ways):
-        yield Setting(precision, last, compiled, size, pieces)
+        yield StepSetting(precision, last, compiled, size, pieces)
 
 
-def sweep(subject: Subject, found: Plan) -> dict[Setting, float]:
+def sweep(subject: Subject, found: Plan) -> dict[StepSetting, float]:
     """Seconds of one update of every cell that runs."""
-    times: dict[Setting, float] = {}
+    times: dict[StepSetting, float] = {}
     for setting in cells(found):
         try:
             with ArmProcess(subject, setting, observe=observes(setting)) as arm:
@@ -145,7 +145,7 @@ def sweep(subject: Subject, found: Plan) -> dict[Setting, float]:
     return times
 
 
-def head_to_head(subject: Subject, found: Plan, winner: Setting, pairs: int) -> dict[str, Any]:
+def head_to_head(subject: Subject, found: Plan, winner: StepSetting, pairs: int) -> dict[str, Any]:
     choice = found.choice.setting
     settings = {"fp32": found.baseline, "choice": choice, "again": choice, "winner": winner}
     with contextlib.ExitStack() as opened:
@@ -171,7 +171,7 @@ def head_to_head(subject: Subject, found: Plan, winner: Setting, pairs: int) -> 
     }
 
 
-def label(setting: Setting) -> str:
+def label(setting: StepSetting) -> str:
     return f"{setting}" if setting.microbatches > 1 else f"{setting}, 1 × {setting.batch}"
 
 

@@ -168,8 +168,8 @@ CONTROLS = {"healthy_perceptron": ("already-fast", "bf16"), "healthy_network": (
 
 def examine(name: str, expected: str, precision: str, seconds: float) -> dict[str, Any]:
     """Profile one of them in a process of its own; what is expected is not told to it."""
-    from halfstep.measure.case import Subject
-    from halfstep.measure.profiling.profile import profile
+    from halfstep.measure.profile.profile import profile
+    from halfstep.measure.subject import Subject
 
     start = time.perf_counter()
     found = profile(Subject(f"benchmarks.profile_situations:{name}"), precision=precision, seconds=seconds)

@@ -2,7 +2,7 @@
 
     python benchmarks/real_data.py [--recipes aerial_buildings cifar10] [--seeds 3] [--set train.epochs=4] [--write]
 
-Needs `scripts/data aerial_buildings` and `scripts/data cifar10` once. The two runs of a seed are the trainer's own,
+Needs `halfstep data get NAME` once for aerial_buildings and cifar10. The two runs of a seed are the trainer's own,
 with everything it does, in one process and step by step in turns, so that whatever else the machine does falls on
 both. The speed-up is the median over the pairs of steps; the first step of each epoch, in which the
 epoch before is evaluated, is left out. Time per epoch is the median step times the steps of an epoch. `--write` keeps
@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
-from halfstep.freed_memory import keep_freed_memory
+from halfstep.host_memory import keep_freed_memory
+from halfstep.journal.events import Journal
+from halfstep.journal.listeners import listeners
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
-from halfstep.tasks._folder import task_class
-from halfstep.train.journal.journal import Journal
-from halfstep.train.journal.listeners import listeners
+from halfstep.recipe.overrides import read_flags as read_settings
+from halfstep.recipe.resolve import resolve
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.registry import task_class
 from halfstep.train.loop import Loop
-from halfstep.train.recipe.overrides import read_flags as read_settings
-from halfstep.train.recipe.resolve import resolve
-from halfstep.train.recipe.sources import read_recipe
 from halfstep.train.run import make_loop
 
 PRECISIONS = ("fp32", "bf16")

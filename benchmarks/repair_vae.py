@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.guard.told import Told
+from halfstep.guard.events import GuardEvent
 from halfstep.precision.island import islands
 
 CULPRIT = "decoder.stretch"
@@ -85,9 +85,9 @@ def stepper_for(seed: int, precision: str) -> halfstep.Stepper:
     return halfstep.Stepper(model, optimizer, precision=precision, observe=False)
 
 
-def train(seed: int, precision: str, steps: int) -> tuple[float, list[str], halfstep.Guardian, list[Told]]:
+def train(seed: int, precision: str, steps: int) -> tuple[float, list[str], halfstep.Guardian, list[GuardEvent]]:
     """The mean loss of the last tenth, what is an island by then, and what was said."""
-    told: list[Told] = []
+    told: list[GuardEvent] = []
     stepper = stepper_for(seed, precision)
     guardian = halfstep.Guardian(stepper, mode="repair", tell=told.append)
     generator = torch.Generator().manual_seed(1000 + seed)

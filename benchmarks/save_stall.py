@@ -28,22 +28,22 @@ from typing import Any
 
 import torch
 
-from halfstep import world
-from halfstep.cli._verify_page import speed_in_words
+from halfstep import distributed
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.saver import Saver, SaveResult
+from halfstep.cli.pages.verify import speed_in_words
 from halfstep.cli.verify import described, look
-from halfstep.freed_memory import keep_freed_memory
+from halfstep.host_memory import keep_freed_memory
+from halfstep.journal.events import Journal
 from halfstep.precision.hardware import describe
+from halfstep.recipe.overrides import read_flags as read_settings
+from halfstep.recipe.resolve import resolve
+from halfstep.recipe.sources import read_recipe
+from halfstep.recipe.written import to_yaml
+from halfstep.runs.registry import task_class
 from halfstep.step.report import StepReport
-from halfstep.tasks._folder import task_class
-from halfstep.train.checkpoint.generation import CHECKPOINTS
-from halfstep.train.checkpoint.saver import Saved, Saver
-from halfstep.train.checkpoints import Checkpoints
-from halfstep.train.journal.journal import Journal
+from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.loop import Loop
-from halfstep.train.recipe.overrides import read_flags as read_settings
-from halfstep.train.recipe.resolve import resolve
-from halfstep.train.recipe.sources import read_recipe
-from halfstep.train.recipe.written import to_yaml
 from halfstep.train.run import make_loop
 
 HERE = Path(__file__).parent
@@ -77,7 +77,9 @@ class Arms:
         self.folders = {name: folder / name for name in ("synchronous", "background")}
         self.loop = _prepared(self.folders["background"], model)
         self.folders["synchronous"].mkdir()
-        saver = Saver(self.folders["synchronous"] / CHECKPOINTS, keep=2, party=world.Party(), background=False)
+        saver = Saver(
+            self.folders["synchronous"] / CHECKPOINTS, keep=2, party=distributed.RankGroup(), background=False
+        )
         self._synchronous = Checkpoints(self.loop.live, saver, Journal())
         self._attempts = self.loop.attempts()
         self.size = 0
@@ -130,7 +132,7 @@ def _prepared(folder: Path, model: str) -> Loop:
     return make_loop(kind(recipe), recipe, folder, Journal())
 
 
-def _committed(saved: Saved | None) -> Saved:
+def _committed(saved: SaveResult | None) -> SaveResult:
     assert saved is not None
     assert saved.generation is not None, "a save that failed measures nothing"
     return saved

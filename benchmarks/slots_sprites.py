@@ -2,7 +2,7 @@
 
     python benchmarks/slots_sprites.py [--out runs/slots_sprites] [--record]
 
-Needs `scripts/data dsprites` once. The run is `halfstep train slots_sprites`, as it ships; one that is finished in
+Needs `halfstep data get dsprites` once. The run is `halfstep train slots_sprites`, as it ships; one that is finished in
 `--out` is taken as it is. `untrained` is the same model with the weights it began with, `random` a slot drawn for each
 pixel by itself. FG-ARI and mBO are over the validation clips. `--record` keeps the result beside this file, and clips
 with their slots in docs/slots_masks.png.
@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchmetrics import MetricCollection
 
 import halfstep
-from halfstep.draw.grid import enlarged, grid
-from halfstep.draw.png import write_png
+from halfstep.draw.images import enlarged, grid, write_png
 from halfstep.measure.conditions import conditions, in_words
-from halfstep.tasks._finished import Finished, open_finished
+from halfstep.runs.finished import Finished, open_finished
 from halfstep.train.evaluation import evaluate, values
 from halfstep.train.loaders import make_val_loader
-from halfstep.train.randomness import seed_all
+from halfstep.train.metrics import Metrics
+from halfstep.train.rng import seed_all
 from halfstep.train.run_folder import RESULT
 from halfstep.train.task import unheard
 
@@ -42,7 +41,7 @@ def judged(finished: Finished, model: torch.nn.Module) -> dict[str, float]:
 
 def drawn_at_random(finished: Finished) -> dict[str, float]:
     """Slots that own pixels by chance."""
-    metrics: MetricCollection = finished.task.metrics()
+    metrics: Metrics = finished.task.metrics()
     torch.manual_seed(0)
     for batch in make_val_loader(finished.task, finished.recipe, finished.device):
         truth = batch.tensors["mask"]

@@ -1,13 +1,18 @@
 """What a step costs beside the same step written by hand, and beside what two popular wrappers add.
 
-    python benchmarks/step_overhead.py [--pairs 100] [--calls 100] [--json] [--profile]
+    python benchmarks/step_overhead.py [--pairs 100] [--calls 100] [--json] [--record] [--profile [ARM]]
 
 A bf16 step of a model so small that almost nothing but overhead is left: Linear 32-64-10, batch 16, fused AdamW.
 Clipping by norm, a schedule and an average of the weights are in every arm, written as leanly as each arm allows.
 halfstep's arm also checks the loss and every gradient, keeps buffers and generator state for a rollback, and reports;
 `guarded` has a Guardian in repair mode round it, with all alarms and meters, which look at one step in 50 and copy the
-run in memory once in 100: as many calls as that are timed together. The others guard nothing. Ratios are medians over
-interleaved pairs; `aa` is the hand-written loop against itself.
+run in memory once in 100: as many calls as that are timed together. The others guard nothing.
+
+Three more models, each beside its own hand-written loop, which clips, schedules and averages as well:
+`masks`: a GPT of 12 layers with 24 causal masks of 1024 x 1024 as buffers, 12 of them bool and 12 fp32, 64 tokens at a
+time; `two_optimizers`: Muon and AdamW with one loss and one clip, on matrices, embeddings and norms; `tensors2000`:
+1,000 small Linears, so that everything that is counted by tensor shows. Ratios are medians over interleaved pairs;
+`aa` is a hand-written loop against itself.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +35,13 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import clock
 from halfstep.guard.guardian import Guardian
-from halfstep.guard.meters.meters import Meters
+from halfstep.guard.monitors.monitors import Meters
 from halfstep.precision.flags import read_flags
+from halfstep.precision.precision import precision_named
 
 CLIP, DECAY = 1.0, 0.999
+# As an object: a CPU without bf16 instructions emulates it in every arm, and none of them falls to fp32.
+BF16 = precision_named("bf16")
 Batch = tuple[Tensor, Tensor]
 
 
@@ -78,7 +88,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 def stepper_and_batch() -> tuple[halfstep.Stepper, Batch]:
     model, optimizer, schedule, batch = parts()
     stepper = halfstep.Stepper(
-        model, optimizer, precision="bf16", clip_norm=CLIP, schedule=schedule, ema=halfstep.Ema(model, DECAY)
+        model, optimizer, precision=BF16, clip_norm=CLIP, schedule=schedule, ema=halfstep.Ema(model, DECAY)
     )
     return stepper, batch
 
@@ -135,6 +145,129 @@ def with_accelerate() -> Callable[[], object]:
     return step
 
 
+# -- other models, each beside its own loop by hand ------------------------------------------------------------------
+
+Optimizers = dict[str, torch.optim.Optimizer]
+
+
+class MaskedBlock(nn.Module):
+    """Attention with its causal mask as a buffer, and an MLP with another one for what it may see."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        triangle = torch.tril(torch.ones(context, context))
+        self.register_buffer("bias", triangle.bool())
+        self.register_buffer("decay", triangle.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        q, k, v = self.qkv(x).chunk(3, -1)
+        seen = (q @ k.transpose(1, 2) / 16).masked_fill(~self.bias[:length, :length], -1e9).softmax(-1)
+        x = x + self.out((seen * self.decay[:length, :length]).to(v.dtype) @ v)
+        return x + self.mlp(x)
+
+
+class MaskedGPT(nn.Module):
+    def __init__(self, layers: int = 12, width: int = 256, context: int = 1024) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.blocks = nn.Sequential(*[MaskedBlock(width, context) for _ in range(layers)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def one_optimizer(model: nn.Module) -> Optimizers:
+    return {"loss": torch.optim.AdamW(model.parameters(), 1e-4)}
+
+
+def muon_and_adamw(model: nn.Module) -> Optimizers:
+    blocks = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    known = set(map(id, blocks))
+    rest = [p for p in model.parameters() if id(p) not in known]
+    return {"muon": torch.optim.Muon(blocks, 1e-4), "adamw": torch.optim.AdamW(rest, 1e-4)}
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(512, 128), nn.LayerNorm(128), nn.Linear(128, 512)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(1000)])
+
+
+Model = tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizers], Callable[..., Tensor], Callable[[], Tensor]]
+MODELS: dict[str, Model] = {
+    "masks": (MaskedGPT, one_optimizer, next_token, lambda: torch.randint(512, (2, 64))),
+    "two_optimizers": (Tokens, muon_and_adamw, next_token, lambda: torch.randint(512, (16, 64))),
+    "tensors2000": (deep, one_optimizer, square, lambda: torch.randn(4, 8)),
+}
+
+
+def built(name: str) -> tuple[nn.Module, Optimizers, dict[str, Any], Callable[..., Tensor], Tensor]:
+    make, optimizers_of, loss, batch = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    optimizers = optimizers_of(model)
+    schedules = {key: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0) for key, o in optimizers.items()}
+    return model, optimizers, schedules, loss, batch()
+
+
+def by_hand(name: str) -> Callable[[], object]:
+    model, optimizers, schedules, loss_fn, batch = built(name)
+    parameters, average = list(model.parameters()), average_by_hand(model)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        for schedule in schedules.values():
+            schedule.step()
+        average()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def stepped(name: str) -> Callable[[], object]:
+    model, optimizers, schedules, loss_fn, batch = built(name)
+    average = halfstep.Ema(model, DECAY)
+    stepper = halfstep.Stepper(model, optimizers, precision=BF16, clip_norm=CLIP, schedule=schedules, ema=average)
+    return lambda: stepper.step(loss_fn, batch)
+
+
+def measured_models(pairs: int) -> dict[str, clock.Ratio]:
+    """Each of the other models beside its own loop, and that loop beside itself."""
+    found: dict[str, clock.Ratio] = {}
+    for name in MODELS:
+        arms = {"bare": by_hand(name), "aa": by_hand(name), name: stepped(name)}
+        for arm in arms.values():
+            clock.seconds(arm, 3)
+        both = clock.ratios(arms, baseline="bare", pairs=pairs, progress=show)
+        found |= {name: both[name], f"{name}_aa": both["aa"]}
+    return found
+
+
 ARMS = {
     "bare": bare,
     "aa": bare,
@@ -157,16 +290,16 @@ def show(done: int, of: int) -> None:
         print(f"\r{done}/{of} rounds", end="" if done < of else "\n", file=sys.stderr, flush=True)
 
 
-def profile() -> None:
-    """Where the microseconds of the guarded arm go."""
+def profile(arm: str) -> None:
+    """Show where the time of an arm goes."""
     import cProfile
     import pstats
 
-    step = with_guards()
-    for _ in range(500):
+    step, calls = (stepped(arm), 30) if arm in MODELS else (ARMS[arm](), 5000)
+    for _ in range(calls // 10):
         step()
     with cProfile.Profile() as profiler:
-        for _ in range(5000):
+        for _ in range(calls):
             step()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
@@ -177,34 +310,41 @@ def main() -> None:
     options.add_argument("--calls", type=int, default=100)
     options.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     options.add_argument("--json", action="store_true")
-    options.add_argument("--profile", action="store_true")
+    options.add_argument("--record", action="store_true", help="keep the figures in step_overhead.json")
+    options.add_argument("--profile", nargs="?", const="guarded", choices=[*ARMS, *MODELS], metavar="ARM")
     chosen = options.parse_args()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     warnings.filterwarnings("ignore", category=UserWarning)
     if chosen.profile:
-        profile()
+        profile(chosen.profile)
         return
     arms = {name: make() for name, make in ARMS.items()}
     for arm in arms.values():
         clock.seconds(arm, 200)
     measured = clock.ratios(arms, baseline="bare", pairs=chosen.pairs, calls=chosen.calls, progress=show)
+    measured |= measured_models(chosen.pairs)
     bare_us = clock.seconds(arms["bare"], 1000) * 1e6
-    if chosen.json:
+    if chosen.json or chosen.record:
         figures = {name: {k: round(v, 6) for k, v in asdict(ratio).items()} for name, ratio in measured.items()}
         command = " ".join(["python", "benchmarks/step_overhead.py", *sys.argv[1:]])
         about = {"command": command, "conditions": conditions(), "bare_us": round(bare_us, 1)}
-        print(json.dumps({**about, **figures}, indent=1))
-        return
+        text = json.dumps({**about, **figures}, indent=1)
+        if chosen.record:
+            Path(__file__).with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        if chosen.json:
+            print(text)
+            return
     print(conditions())
     print(f"bare step {bare_us:.0f} us; {chosen.pairs} interleaved rounds of {chosen.calls} calls")
     for name, ratio in measured.items():
         added = ratio.added_seconds * 1e6
-        print(f"{name:11s} {ratio.median:.3f}  (10-90 %: {ratio.low:.3f}-{ratio.high:.3f})  {added:+.1f} us a step")
+        print(f"{name:17s} {ratio.median:.3f}  (10-90 %: {ratio.low:.3f}-{ratio.high:.3f})  {added:+.1f} us a step")
     r = {name: ratio.median for name, ratio in measured.items()}
     print(
         f"halfstep={r['halfstep']:.3f} fabric={r['fabric']:.3f} accelerate={r['accelerate']:.3f} aa={r['aa']:.3f} "
-        f"added_us={measured['halfstep'].added_seconds * 1e6:.1f} guarded={r['guarded']:.3f}"
+        f"added_us={measured['halfstep'].added_seconds * 1e6:.1f} guarded={r['guarded']:.3f} masks={r['masks']:.3f} "
+        f"two_optimizers={r['two_optimizers']:.3f} tensors2000={r['tensors2000']:.3f}"
     )
 
 

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from halfstep import clock
+from halfstep.journal.events import Journal
+from halfstep.journal.listeners import listeners
 from halfstep.precision.flags import fp32_scope, read_flags
-from halfstep.train.journal.journal import Journal
-from halfstep.train.journal.listeners import listeners
-from halfstep.train.recipe.resolve import resolve
+from halfstep.recipe.resolve import resolve
 from halfstep.train.run import make_loop
 from halfstep.train.task import Task
 

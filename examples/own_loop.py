@@ -31,7 +31,7 @@ def two_moons(count: int) -> Batch:
 def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """A sum and a count, so that micro-batches of any size weigh what they should."""
     points, side = batch
-    return F.cross_entropy(model(points), side, reduction="sum"), len(side)
+    return halfstep.Counted(F.cross_entropy(model(points), side, reduction="sum"), len(side))
 
 
 def main(precision: str = "auto") -> float:

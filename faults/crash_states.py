@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import CHECKPOINTS
+from halfstep.checkpoint.paths import CHECKPOINTS, Disk
 
 RUN = Path("run") / CHECKPOINTS
 """Where the checkpoints are in a place."""

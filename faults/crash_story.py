@@ -15,11 +15,10 @@ import torch
 
 from faults.crash_states import MODELS, RUN, Folder, Recording, Replay, Tree, build, left, on_disk
 from faults.outcome import Outcome
+from halfstep.checkpoint import commit as protocol
+from halfstep.checkpoint import reading
+from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk
 from halfstep.errors import HalfstepError
-from halfstep.train.checkpoint import commit as protocol
-from halfstep.train.checkpoint import reading
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import BAD, Generation
 from tests.support.digest import digest_of
 
 RESUMED, ZERO, REFUSED, MIXED, LOST, STUCK = "resumed", "from zero", "refused", "mixed", "lost", "stuck"
@@ -35,11 +34,11 @@ class Save(NamedTuple):
     serial: int
     attempt: int
 
-    def snapshot(self, rank: int) -> protocol.Snapshot:
+    def snapshot(self, rank: int) -> protocol.RankSnapshot:
         chance = torch.Generator().manual_seed(1000 * self.serial + rank)
         names = ["weights", "moments", "average"] if rank == 0 else []
         tensors = {name: torch.rand(5, 7, generator=chance) for name in [*names, f"own {rank}"]}
-        return protocol.Snapshot(self.attempt, {"serial": self.serial, "rank": rank}, tensors)
+        return protocol.RankSnapshot(self.attempt, {"serial": self.serial, "rank": rank}, tensors)
 
 
 @dataclass
@@ -60,13 +59,13 @@ class Seat:
 
 
 def commit_together(
-    folder: Path, snapshots: Sequence[protocol.Snapshot], *, keep: int, disks: Sequence[Disk]
-) -> list[Generation | Exception]:
+    folder: Path, snapshots: Sequence[protocol.RankSnapshot], *, keep: int, disks: Sequence[Disk]
+) -> list[CheckpointDir | Exception]:
     """What a save came to on each rank."""
     size = len(snapshots)
     told, barrier = [""] * size, threading.Barrier(size)
 
-    def one(rank: int) -> Generation | Exception:
+    def one(rank: int) -> CheckpointDir | Exception:
         seat = Seat(rank, size, told, barrier)
         try:
             return protocol.commit(folder, snapshots[rank], keep=keep, disk=disks[rank], party=seat)
@@ -166,7 +165,7 @@ class Story:
         return clean and not any(isinstance(one, Exception) for one in told) and serial_in(folder, self.ranks) == NEXT
 
 
-def commit_all(folder: Path, save: Save, ranks: int, keep: int, disk: Disk) -> list[Generation | Exception]:
+def commit_all(folder: Path, save: Save, ranks: int, keep: int, disk: Disk) -> list[CheckpointDir | Exception]:
     return commit_together(folder, [save.snapshot(rank) for rank in range(ranks)], keep=keep, disks=[disk] * ranks)
 
 

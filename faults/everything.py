@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
 
+import halfstep
+from halfstep.runs import fit
 from halfstep.step.report import StepReport
-from halfstep.tasks import _fit
 from halfstep.train import loaders
 from halfstep.train.loop import Loop
 from tests.support.tiny_task import Tiny
@@ -59,7 +60,7 @@ class Everything(Tiny):
             metrics.update(out.detach().float().nan_to_num().sigmoid(), (y > 0).long())
         counted = (x[:, :1] > -0.5).to(out)
         weight = 1.0 + 0.2 * random.random() + 0.2 * float(np.random.rand())
-        return ((out - y).square() * counted).sum() * weight, counted.sum()
+        return halfstep.Counted(((out - y).square() * counted).sum() * weight, counted.sum())
 
 
 class Steady:
@@ -94,12 +95,12 @@ class Launch:
     def __call__(self) -> Callable[[], None]:
         """Break this process, and give what mends it."""
         warnings.simplefilter("ignore")  # fp16 is slow on most processors
-        make_loop, choose = _fit.make_loop, loaders.choose_workers
-        _fit.make_loop = functools.partial(self._built, make_loop)
+        make_loop, choose = fit.make_loop, loaders.choose_workers
+        fit.make_loop = functools.partial(self._built, make_loop)
         loaders.choose_workers = lambda *given, **more: (self.workers, "as this test has it")
 
         def mend() -> None:
-            _fit.make_loop, loaders.choose_workers = make_loop, choose
+            fit.make_loop, loaders.choose_workers = make_loop, choose
 
         return mend
 

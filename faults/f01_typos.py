@@ -19,7 +19,7 @@ WHAT = "a misspelt key is refused, with the right one as a hint, before anything
 REFERENCES = ("unet", "imagenet100", "segmentation_tiny", "classification_tiny", "cifar10")
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 RIGHT_HINTS = 0.9
-SLOWEST = {False: 0.02, True: 3.0}
+SLOWEST = {False: 0.05, True: 3.0}
 """Seconds: in this process, and as a command of its own."""
 PER_KEY = {False: 2, True: 3}
 
@@ -59,10 +59,10 @@ def _must_pass(ending: Ending, recipe: str) -> None:
 
 
 def _mutants(per_key: int) -> Iterator[Mutant]:
-    from halfstep.tasks._folder import task_class
-    from halfstep.train.recipe.fields import places, sections_of
-    from halfstep.train.recipe.sources import read_recipe
-    from halfstep.train.recipe.words import FOREIGN_SECTIONS, PRECISION_WORDS
+    from halfstep.recipe.aliases import FOREIGN_SECTIONS, PRECISION_WORDS
+    from halfstep.recipe.fields import places, sections_of
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.registry import task_class
 
     chance = random.Random(0)
     for name in REFERENCES:

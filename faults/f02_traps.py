@@ -98,7 +98,7 @@ def _as_expected(trap: Trap, ending: Ending) -> bool:
 
 
 def _shown(ending: Ending) -> dict[str, Any]:
-    from halfstep.train.recipe.strict_yaml import read_yaml
+    from halfstep.recipe.strict_yaml import read_yaml
 
     return read_yaml(ending.said, "what --show printed") if ending.code == 0 else {}
 

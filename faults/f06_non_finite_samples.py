@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from faults.outcome import Outcome
-from halfstep import world
-from halfstep.train.journal.journal import Journal
-from halfstep.train.recipe.resolve import resolve
+from halfstep import distributed
+from halfstep.journal.events import Journal
+from halfstep.recipe.resolve import resolve
 from halfstep.train.run import make_loop
 from tests.support.digest import digest_of_run
 from tests.support.ranks import Ranks
@@ -55,7 +55,7 @@ def judge(rank: int, poison: str, place: int, precision: str, seed: int) -> str:
         "the sample was not quarantined": [event["quarantined"] for event in skips] == [[GUILTY]],
         "a weight is not finite": finite,
         "the steps do not add up": loop.stepper.counts.applied == 2 * SAMPLES // WINDOW - 1,
-        "the schedule moved on a skip": loop.parts.stepper.state_dict()["lanes"]["loss"]["schedule"]["last_epoch"]
+        "the schedule moved on a skip": loop.parts.stepper.state_dict()["optimizers"]["loss"]["schedule"]["last_epoch"]
         == loop.stepper.counts.applied,
     }
     return ", ".join(text for text, good in checks.items() if not good)
@@ -81,7 +81,7 @@ def _loop(poison: str, place: int, precision: str, seed: int, folder: Path, told
         "data": {"samples": SAMPLES, "nan": [GUILTY], "poison": poison, "where": place},
         # Low enough for fp16 to overflow for no other reason.
         "loss_scale": {"init_scale": 16.0},
-        "train": {"epochs": 2, "batch_size": WINDOW // world.size(), "num_workers": 0, "seed": seed, "ema": 0.9},
+        "train": {"epochs": 2, "batch_size": WINDOW // distributed.size(), "num_workers": 0, "seed": seed, "ema": 0.9},
     }
     recipe = resolve(raw, Tiny.schema, (), "poisoned").recipe
     loop = make_loop(Tiny(recipe), recipe, folder, Journal([_Told(told)]))

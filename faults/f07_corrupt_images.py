@@ -10,13 +10,12 @@ import torch
 
 from faults.bad_images import DAMAGED, encoded, picture
 from faults.outcome import Outcome
+from halfstep.data.dataset import BadSampleBudget, Samples
+from halfstep.data.folders import ImageFolder
+from halfstep.data.loader import TrainLoader
+from halfstep.data.order import Order
+from halfstep.data.source import Batch, Replaced, Sample
 from halfstep.errors import BadData
-from halfstep.train.data.budget import Budget
-from halfstep.train.data.folders import ImageFolder
-from halfstep.train.data.loader import TrainLoader
-from halfstep.train.data.order import Order
-from halfstep.train.data.samples import Samples
-from halfstep.train.data.source import Batch, Replaced, Sample
 
 ID = "F07"
 WHAT = "damaged images are replaced, the same ones on every run, and reported; too many end the run"
@@ -89,7 +88,7 @@ def _ids(batches: list[Batch]) -> list[tuple[list[int], list[Replaced]]]:
 
 def _spent(replaced: list[Replaced]) -> int:
     """Distinct bad samples when the budget said no, with the exit code of bad data; -1 if it never did."""
-    budget = Budget(LIMIT)
+    budget = BadSampleBudget(LIMIT)
     for one in replaced:
         try:
             budget.spend([one])

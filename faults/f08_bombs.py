@@ -11,12 +11,12 @@ import torch
 from faults.bad_images import BOMBS, encoded, picture
 from faults.memory import highest, in_a_new_process
 from faults.outcome import Outcome
-from halfstep.train.data.folders import ImageFolder
-from halfstep.train.data.loader import TrainLoader
-from halfstep.train.data.order import Order
-from halfstep.train.data.reading import read_image
-from halfstep.train.data.samples import Samples
-from halfstep.train.data.source import BadSample, Sample
+from halfstep.data.dataset import Samples
+from halfstep.data.folders import ImageFolder
+from halfstep.data.image_io import read_image
+from halfstep.data.loader import TrainLoader
+from halfstep.data.order import Order
+from halfstep.data.source import BadSample, Sample
 
 ID = "F08"
 WHAT = "an image that would fill the memory is rejected before it is decoded, and the worker lives on"

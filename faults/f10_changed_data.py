@@ -17,11 +17,11 @@ import halfstep
 from faults import child, rig
 from faults.bad_images import encoded, picture
 from faults.outcome import Outcome
+from halfstep.data.folders import ImageFolder
+from halfstep.data.source import split
 from halfstep.errors import HalfstepError
-from halfstep.train.data.folders import ImageFolder
-from halfstep.train.data.split import split
-from halfstep.train.journal.jsonl import read_events
-from halfstep.train.recipe.schema import LossOptions, Recipe
+from halfstep.journal.jsonl import read_events
+from halfstep.recipe.schema import LossOptions, Recipe
 from halfstep.train.task import Task
 from tests.support.tiny_task import Data, Model
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from faults import child, rig
 from faults.outcome import Outcome
+from halfstep.journal.events import Journal
+from halfstep.recipe.overrides import Override
+from halfstep.recipe.resolve import resolve
 from halfstep.step.report import StepReport
-from halfstep.train.journal.journal import Journal
 from halfstep.train.loop import Loop
-from halfstep.train.recipe.overrides import Override
-from halfstep.train.recipe.resolve import resolve
+from halfstep.train.process_group import generators_kept
 from halfstep.train.run import make_loop
-from halfstep.train.start import generators_kept
 from tests.support.digest import digest_of_run
 from tests.support.tiny_task import Tiny
 
@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "train.steps": 1000,
     "train.ema": 0.9,
     "checkpoint.every_steps": 100_000,
+    "guard.spikes": "refuse",
 }
 """Batches of four points, whose losses are noisy by themselves."""
 

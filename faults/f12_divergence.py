@@ -11,10 +11,10 @@ from typing import Any
 from faults import rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
-from halfstep.tasks import _fit
-from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation, generations, named, set_aside
-from halfstep.train.checkpoint.reading import newest_whole, read_state
-from halfstep.train.journal.jsonl import read_events
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations, named, set_aside
+from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.journal.jsonl import read_events
+from halfstep.runs import fit
 from halfstep.train.loop import Loop
 from tests.support.digest import digest_of
 from tests.support.troubled import rate_times
@@ -24,6 +24,7 @@ WHAT = "a learning rate 10,000 times too high ends the run with 80 within 20 ste
 SEEDS = {False: 2, True: 10}
 TIMES, WITHIN, GAVE_UP = 1e4, 20, 80
 MODES = ("watch", "repair")
+SETTINGS: dict[str, Any] = {"train.steps": 120, "guard.spikes": "refuse", "checkpoint.keep": 3}
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,17 @@ class TooHigh:
     since: int
 
     def __call__(self) -> Callable[[], None]:
-        make_loop = _fit.make_loop
+        make_loop = fit.make_loop
 
         def built(*given: Any, **more: Any) -> Loop:
             loop = make_loop(*given, **more)
             rate_times(TIMES, self.since)(loop)
             return loop
 
-        _fit.make_loop = built
+        fit.make_loop = built
 
         def mend() -> None:
-            _fit.make_loop = make_loop
+            fit.make_loop = make_loop
 
         return mend
 
@@ -56,7 +57,7 @@ def run(full: bool) -> Outcome:
             for seed in range(SEEDS[full]):
                 onset = random.Random(seed).randrange(31, 60)
                 place = folder / f"{mode}-{seed}"
-                settings = {"train.seed": seed, "train.steps": 120, "guard.mode": mode, "checkpoint.keep": 3}
+                settings = {**SETTINGS, "train.seed": seed, "guard.mode": mode}
                 trials[f"{mode}, seed {seed}, from step {onset}"] = _trial(place, settings, onset)
                 latest = max(latest, rig.last_step(place) - onset)
     return outcome(trials, f"gave up {latest} steps after the onset at most")
@@ -92,22 +93,22 @@ def _newest(place: Path) -> str | None:
     return verdict.generation.name if verdict is not None and not damaged else None
 
 
-def _same(generation: Generation, place: Path) -> bool:
+def _same(generation: CheckpointDir, place: Path) -> bool:
     """But for the recipe and the journal, which are those of another run."""
     twin = next(one for one in generations(place) if one.attempt == generation.attempt)
     return _content(generation) == _content(twin)
 
 
-def _content(generation: Generation) -> str:
+def _content(generation: CheckpointDir) -> str:
     plain, tensors = read_state(generation, 0)
     return digest_of({key: plain[key] for key in ("counts", "optimizers", "schedules", "guards")}, tensors)
 
 
-def _all(place: Path) -> list[Generation]:
+def _all(place: Path) -> list[CheckpointDir]:
     aside = [named(place, 0, 0)._replace(path=path) for path in set_aside(place)]
     return [*generations(place), *aside]
 
 
-def _is_finite(generation: Generation) -> bool:
+def _is_finite(generation: CheckpointDir) -> bool:
     _, tensors = read_state(generation, 0)
     return all(bool(tensor.isfinite().all()) for tensor in tensors.values() if tensor.is_floating_point())

@@ -12,7 +12,7 @@ from torch import nn
 from faults import rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
-from halfstep.train.journal.jsonl import read_events
+from halfstep.journal.jsonl import read_events
 from tests.support.tiny_task import Tiny
 
 ID = "F14"

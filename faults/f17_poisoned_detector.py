@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from faults.outcome import Outcome
 from halfstep.guard.alarms.spike import REFUSED, Spike
-from halfstep.step.transaction import Stepper
+from halfstep.step.stepper import Stepper
 
 ID = "F17"
 WHAT = "1 to 5 losses that are not finite blind no detector, and a resumed one decides as the uninterrupted one did"

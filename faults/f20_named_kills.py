@@ -12,9 +12,9 @@ from faults import rig
 from faults.judged import steps
 from faults.killing import POINTS, KillAt, Point
 from faults.outcome import Outcome
-from halfstep.train.checkpoint.generation import CHECKPOINTS
-from halfstep.train.checkpoint.reading import newest_whole
-from halfstep.train.journal.jsonl import read_events
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.reading import newest_whole
+from halfstep.journal.jsonl import read_events
 
 ID = "F20"
 WHAT = "a run that is killed at any point of a save goes on from that save or the one before, to the same end"

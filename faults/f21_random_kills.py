@@ -15,10 +15,9 @@ from faults.f20_named_kills import acknowledged_lost
 from faults.judged import steps as steps_of
 from faults.outcome import Outcome
 from faults.slowed import SlowDisk
-from halfstep.train.checkpoint.generation import CHECKPOINTS, leftovers
-from halfstep.train.checkpoint.reading import newest_whole
-from halfstep.train.journal.cutting import JOURNAL
-from halfstep.train.journal.jsonl import kept_events
+from halfstep.checkpoint.paths import CHECKPOINTS, leftovers
+from halfstep.checkpoint.reading import newest_whole
+from halfstep.journal.jsonl import JOURNAL, kept_events
 from tests.support.tiny_task import Tiny
 
 ID = "F21"

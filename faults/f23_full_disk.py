@@ -16,12 +16,11 @@ from faults import rig
 from faults.judged import first_wrong, outcome, steps
 from faults.outcome import Outcome
 from faults.slowed import SlowSteps
+from halfstep.checkpoint.paths import CHECKPOINTS, DRAFT, Disk, generations, leftovers
+from halfstep.checkpoint.reading import verified
 from halfstep.files import write_text
-from halfstep.train import keeping
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import CHECKPOINTS, DRAFT, generations, leftovers
-from halfstep.train.checkpoint.reading import verified
-from halfstep.train.journal.jsonl import read_events
+from halfstep.journal.jsonl import read_events
+from halfstep.train import outputs
 from halfstep.train.weights import save_weights
 
 ID = "F23"
@@ -70,11 +69,11 @@ def with_limit(size: int, write: Callable[[], Any]) -> None:
 
 def no_room_for_weights() -> None:
     """In the process of a run: weights are cut off by the system; everything else has room."""
-    keeping.save_weights = lambda *given: with_limit(600, partial(save_weights, *given))  # type: ignore[assignment]
+    outputs.save_weights = lambda *given: with_limit(600, partial(save_weights, *given))  # type: ignore[assignment]
 
 
 def no_room_for_the_result() -> None:
-    keeping.write_text = lambda *given: with_limit(100, partial(write_text, *given))  # type: ignore[assignment]
+    outputs.write_text = lambda *given: with_limit(100, partial(write_text, *given))  # type: ignore[assignment]
 
 
 def run(full: bool) -> Outcome:

@@ -14,11 +14,10 @@ from faults import rig
 from faults.judged import first_wrong, outcome, steps
 from faults.outcome import Outcome
 from faults.slowed import SlowDisk, SlowSteps
+from halfstep.checkpoint.paths import CHECKPOINTS, DRAFT, Disk, generations, leftovers
+from halfstep.checkpoint.reading import verified
 from halfstep.errors import BadData
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import CHECKPOINTS, DRAFT, generations, leftovers
-from halfstep.train.checkpoint.reading import verified
-from halfstep.train.journal.jsonl import read_events
+from halfstep.journal.jsonl import read_events
 
 ID = "F24"
 WHAT = "a save that fails beside the training is told at the next step; one that is under way at the end is waited for"

@@ -11,11 +11,11 @@ from pathlib import Path
 from faults import rig
 from faults.judged import first_wrong, held, outcome
 from faults.outcome import Outcome
-from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation, generations
-from halfstep.train.checkpoint.manifest import MANIFEST, with_seal
-from halfstep.train.checkpoint.reading import newest_whole, read_state, verified
-from halfstep.train.journal.jsonl import read_events
-from halfstep.train.resuming import find
+from halfstep.checkpoint.manifest import MANIFEST, with_seal
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
+from halfstep.checkpoint.reading import newest_whole, read_state, verified
+from halfstep.journal.jsonl import read_events
+from halfstep.train.resume import find
 from tests.support.digest import digest_of
 
 ID = "F25"
@@ -119,7 +119,7 @@ def _apply(damage: Damage, run: Path, chance: random.Random) -> None:
     damage(file, older.path / file.name, chance)
 
 
-def _read(generation: Generation) -> str:
+def _read(generation: CheckpointDir) -> str:
     return digest_of(*read_state(generation, 0))
 
 
@@ -133,12 +133,12 @@ def _seen(run: Path, saved: str, searched: bool) -> str | None:
     )
 
 
-def _taken(run: Path) -> Generation | None:
+def _taken(run: Path) -> CheckpointDir | None:
     verdict, damaged = newest_whole(run / CHECKPOINTS)
     return verdict.generation if verdict is not None and len(damaged) == 1 else None
 
 
-def _found(run: Path, newest: Generation, older: Generation) -> bool:
+def _found(run: Path, newest: CheckpointDir, older: CheckpointDir) -> bool:
     found = find(run)
     return (
         found is not None

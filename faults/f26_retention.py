@@ -8,9 +8,9 @@ from pathlib import Path
 from faults.crash_story import Save, Story, outcome
 from faults.f19_crash_points import outcomes
 from faults.outcome import Outcome
-from halfstep.train.checkpoint import commit as protocol
-from halfstep.train.checkpoint.generation import BAD, DRAFT, Generation, generations
-from halfstep.train.checkpoint.manifest import MANIFEST, tensors_of
+from halfstep.checkpoint import commit as protocol
+from halfstep.checkpoint.manifest import MANIFEST, tensors_of
+from halfstep.checkpoint.paths import BAD, DRAFT, CheckpointDir, generations
 
 ID = "F26"
 WHAT = "while old, damaged and unfinished checkpoints are cleared away, the newest whole one is there all the time"
@@ -73,7 +73,7 @@ def _nothing_else(story: Story) -> None:
     protocol.retain(story.folder, story.keep, story.disk)
 
 
-def _spoil_three(story: Story) -> list[Generation]:
+def _spoil_three(story: Story) -> list[CheckpointDir]:
     """Three more saves: one loses its manifest, one a file, and of one a file is cut off."""
     keep, story.keep = story.keep, 100
     for serial in (4, 5, 6):

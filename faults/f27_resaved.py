@@ -12,8 +12,8 @@ from faults.f19_crash_points import outcomes
 from faults.f20_named_kills import SHORT, killed_and_resumed
 from faults.killing import POINTS, KillAt
 from faults.outcome import Outcome
-from halfstep.train.checkpoint.generation import CHECKPOINTS, generations
-from halfstep.train.checkpoint.manifest import tensors_of
+from halfstep.checkpoint.manifest import tensors_of
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
 
 ID = "F27"
 WHAT = "a step that is saved again leaves the first save whole until the second is committed, and never mixes them"

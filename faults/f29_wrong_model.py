@@ -11,10 +11,10 @@ from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.wrong_pairs import PAIRS, STEPS, Kind, loop_of, saved_by
 from halfstep.errors import HalfstepError
+from halfstep.recipe.changes import RECIPE
 from halfstep.train.loop import Loop
-from halfstep.train.recipe.changes import RECIPE
-from halfstep.train.resuming import find, take_up
-from halfstep.train.start import generators_kept
+from halfstep.train.process_group import generators_kept
+from halfstep.train.resume import find, take_up
 from halfstep.train.state import State
 from tests.support.digest import digest_of
 

@@ -13,7 +13,7 @@ from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.refit import refit
 from halfstep.errors import HalfstepError
-from halfstep.train.resuming import find
+from halfstep.train.resume import find
 from halfstep.train.state import COMPONENTS
 
 ID = "F31"

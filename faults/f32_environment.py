@@ -18,11 +18,11 @@ from faults import rig
 from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.refit import elsewhere, of_later_version
-from halfstep.train.checkpoint.generation import CHECKPOINTS
-from halfstep.train.checkpoint.reading import newest_whole, read_state
-from halfstep.train.checkpoints import Checkpoints
-from halfstep.train.journal.jsonl import read_events
-from halfstep.train.recipe.changes import SAFE
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.journal.jsonl import read_events
+from halfstep.recipe.changes import SAFE
+from halfstep.train.checkpointing import Checkpoints
 from tests.support.digest import digest_of
 
 ID = "F32"

@@ -15,8 +15,8 @@ from faults.abusive_files import refit
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from faults.payloads import MANIFEST, PAYLOADS, Payload, fires
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.cli.main import build
-from halfstep.train.checkpoint.generation import CHECKPOINTS, generations
 from tests.support import tiny_task
 
 ID = "F39"

@@ -18,12 +18,12 @@ from faults.abusive_files import CRAFTED, FILES, mutate
 from faults.judged import outcome
 from faults.memory import highest, in_a_new_process
 from faults.outcome import Outcome
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.errors import HalfstepError
-from halfstep.train.checkpoint.generation import CHECKPOINTS, generations
-from halfstep.train.journal.journal import Journal
+from halfstep.journal.events import Journal
 from halfstep.train.loop import Loop
-from halfstep.train.restoring import restore
-from halfstep.train.resuming import find
+from halfstep.train.restore import restore
+from halfstep.train.resume import find
 from halfstep.train.run import make_loop
 from tests.support.tiny_task import Tiny
 

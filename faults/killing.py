@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import DRAFT
-from halfstep.train.checkpoint.manifest import MANIFEST
+from halfstep.checkpoint.manifest import MANIFEST
+from halfstep.checkpoint.paths import DRAFT, Disk
 
 
 class Point(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 import halfstep
 from faults import child, mutants, rig
 from faults.everything import SETTINGS, Everything, Launch
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.reading import newest_whole, read_state
 from halfstep.errors import HalfstepError
-from halfstep.tasks import _fit
-from halfstep.train.checkpoint.generation import CHECKPOINTS
-from halfstep.train.checkpoint.reading import newest_whole, read_state
+from halfstep.runs import fit
 from halfstep.train.loop import Loop
-from halfstep.train.randomness import read_generators
+from halfstep.train.rng import read_generators
 from tests.support.digest import digest_of
 from tests.support.ranks import Ranks
 
@@ -50,9 +50,9 @@ def launched(rank: int, folder: str, stop_at: int | None) -> dict[str, Any]:
     mutants.apply(mutants.current())
     seen: dict[str, Any] = {"code": 0, "attempt": 0, "began": "", "saved": ""}
     mend = Launch(stop_at if rank == 1 else None, "SIGTERM")()
-    make_loop, take_up = _fit.make_loop, _fit.take_up
-    _fit.make_loop = lambda *given, **more: _watched(make_loop(*given, **more), seen)
-    _fit.take_up = lambda loop, *more: _noted(take_up(loop, *more), loop, seen)
+    make_loop, take_up = fit.make_loop, fit.take_up
+    fit.make_loop = lambda *given, **more: _watched(make_loop(*given, **more), seen)
+    fit.take_up = lambda loop, *more: _noted(take_up(loop, *more), loop, seen)
     try:
         recipe = Path(f"{folder}-{rank}.yaml")
         recipe.write_text("task: tiny\n")
@@ -60,7 +60,7 @@ def launched(rank: int, folder: str, stop_at: int | None) -> dict[str, Any]:
     except HalfstepError as error:
         seen["code"] = error.exit_code
     finally:
-        _fit.take_up = take_up
+        fit.take_up = take_up
         mend()
     return seen
 

@@ -27,10 +27,10 @@ class Ending(NamedTuple):
 
 def in_process(recipe: str, folder: Path, words: Sequence[str] = ()) -> Ending:
     """The same check, with `folder` as the place where it would make files."""
-    from halfstep.tasks._folder import task_class
-    from halfstep.train.recipe.overrides import read_flags
-    from halfstep.train.recipe.resolve import resolve
-    from halfstep.train.recipe.sources import read_recipe
+    from halfstep.recipe.overrides import read_flags
+    from halfstep.recipe.resolve import resolve
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.registry import task_class
 
     # Processor time: other work on the machine is not the check's.
     began = time.process_time()

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from halfstep.train.checkpoint import manifest
-from halfstep.train.checkpoint.generation import CHECKPOINTS, Generation, generations
-from halfstep.train.checkpoint.sealed import Sealed
+from halfstep.checkpoint import manifest
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
+from halfstep.checkpoint.sealed import Sealed
 
 
 def refit(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 0) -> None:
@@ -46,9 +46,9 @@ def of_later_version(folder: Path) -> None:
         manifest.FORMAT = form
 
 
-def _newest(folder: Path) -> Generation:
+def _newest(folder: Path) -> CheckpointDir:
     return generations(folder / CHECKPOINTS)[0]
 
 
-def _write(generation: Generation, text: bytes) -> None:
+def _write(generation: CheckpointDir, text: bytes) -> None:
     (generation.path / manifest.MANIFEST).write_bytes(text)

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from faults import child, mutants
-from halfstep.train.checkpoint.generation import CHECKPOINTS
-from halfstep.train.checkpoint.reading import newest_whole, read_state
-from halfstep.train.journal.cutting import JOURNAL
-from halfstep.train.journal.jsonl import kept_events, read_events
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.journal.jsonl import JOURNAL, kept_events, read_events
 from tests.support.digest import digest_of
+from tests.support.preloaded import PRELOADED
 
 LONGEST = 60.0
 """Seconds after which a process has hung."""
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["faults.child"])
+_context.set_forkserver_preload(PRELOADED)
 
 
 @contextmanager

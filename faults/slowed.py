@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import DRAFT
+from halfstep.checkpoint.paths import DRAFT, Disk
 from tests.support.tiny_task import Tiny
 
 STEP = 0.02

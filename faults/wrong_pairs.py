@@ -16,11 +16,11 @@ from torchmetrics.classification import BinaryConfusionMatrix, MulticlassConfusi
 
 from faults import child
 from halfstep import island
+from halfstep.journal.events import Journal
+from halfstep.recipe.overrides import Override
+from halfstep.recipe.resolve import resolve
 from halfstep.train import setup
-from halfstep.train.journal.journal import Journal
 from halfstep.train.loop import Loop
-from halfstep.train.recipe.overrides import Override
-from halfstep.train.recipe.resolve import resolve
 from halfstep.train.run import make_loop
 from tests.support.tiny_task import Tiny
 

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.cpu import described_with_bf16
+
+# Before halfstep is imported, here and in every process that a test starts. Without bf16 instructions torch computes
+# the same numbers more slowly; what tests assert about bf16 is the numbers.
+if "HALFSTEP_CPUINFO" not in os.environ and (description := described_with_bf16(Path("/proc/cpuinfo"))):
+    _described = Path(tempfile.gettempdir()) / f"halfstep-cpuinfo-{os.getuid()}"
+    _described.write_text(description, encoding="utf-8")
+    os.environ["HALFSTEP_CPUINFO"] = str(_described)
 
 import pytest
 import torch
 
 from halfstep.precision.flags import read_flags
+from tests.support.quick import Quick, Stopwatch
 from tests.support.ranks import Ranks
 
 # Several workers with several threads each would fight over the cores.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also what takes longer than CI has time for")
+    parser.addoption("--quick", action="store_true", help="what a change touches, two minutes at most")
+    parser.addoption("--since", default="HEAD", help="the commit that --quick compares with (default: HEAD)")
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json, for --quick")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", config.getoption("numprocesses", None) or 1))
+        config.pluginmanager.register(Quick(config.getoption("--since"), workers))
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch("scripts/test --record-durations"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # One worker takes a file: begun last, the longest would keep one of them busy while the other waits.
+    items.sort(key=lambda item: item.path.name != "test_faults.py")
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="needs --full"))
 
 
 def settings() -> dict[str, object]:

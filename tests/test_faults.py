@@ -14,7 +14,7 @@ from faults import f03_malice, mutants
 from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process
 from faults.record import RECORD
-from halfstep.train.recipe import overrides
+from halfstep.recipe import overrides
 
 ROWS = runner.rows()
 AT_LEAST = {
@@ -66,6 +66,7 @@ def test_the_record_has_every_row_in_full_and_every_defect_killed() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.slow
 def test_a_row_holds(name: str) -> None:
     outcome = ROWS[name].run(False)
     assert runner.held(outcome), outcome
@@ -85,6 +86,7 @@ def _wasteful(full: bool) -> dict[str, tuple[bool, float]]:
     return f03_malice.attacked(full)
 
 
+@pytest.mark.full
 def test_attacks_that_take_memory_are_seen_whatever_this_process_took_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(b"1" * int(3 * f03_malice.MOST_BYTES)) > 0
     monkeypatch.setattr(f03_malice, "attacked", _wasteful)

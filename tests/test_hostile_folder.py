@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+from halfstep.checkpoint.paths import CheckpointDir, generations
 from halfstep.cli import verify
-from halfstep.cli._printable import printable
 from halfstep.cli.main import build
 from halfstep.files import LARGEST_JSON, read_json
-from halfstep.train.checkpoint.generation import Generation, generations
+from halfstep.printable import printable
 
 WORDS = ["segmentation_tiny", "data.samples=64", "train.steps=12", "train.batch_size=4", "checkpoint.every_steps=3"]
 CLEAR = "\x1b[2J"
@@ -96,11 +96,9 @@ def test_a_link_in_a_checkpoints_place_is_a_problem_and_no_crash(run: Path, lead
 
 
 def test_checkpoints_that_are_always_gone_end_the_search(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Generation(run / "checkpoints" / "step-00000001.0001", 1, 1)
+    gone = CheckpointDir(run / "checkpoints" / "step-00000001.0001", 1, 1)
     asked = []
-    monkeypatch.setattr(
-        "halfstep.train.checkpoint.generation.generations", lambda folder: asked.append(folder) or [gone]
-    )
+    monkeypatch.setattr("halfstep.checkpoint.paths.generations", lambda folder: asked.append(folder) or [gone])
     assert verify.look(run).verdicts == []
     assert len(asked) == verify.TRIES
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep import progress as module
-from halfstep.progress import progress
+from halfstep import terminal as module
+from halfstep.terminal import progress
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ def test_committed_readme_is_what_the_command_prints() -> None:
     assert (ROOT / "zoo" / "README.md").read_text(encoding="utf-8") == _zoo("--readme").stdout
 
 
+@pytest.mark.slow
 def test_command_runs_them_all() -> None:
     finished = _zoo("--json")
     results = json.loads(finished.stdout)
@@ -88,6 +89,7 @@ def test_command_runs_them_all() -> None:
     assert finished.returncode == 0
 
 
+@pytest.mark.full
 def test_command_says_how_many_were_held() -> None:
     assert _zoo().stdout.splitlines()[-1] == f"{len(PAINS)}/{len(PAINS)} held"
 

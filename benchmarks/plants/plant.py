@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 ROOT = ""
@@ -43,8 +44,14 @@ class Scene:
     """How many steps to take at most, until one fails."""
     before: Callable[[int], None] = field(default=lambda step: None)
     """Called with the number of each step ahead of it."""
-    compiled: bool = False
     scale: float = 2.0**16
+    batch_at: Callable[[int], Any] | None = None
+    """The batch of each step, where they differ."""
+    checkpoint: str = ""
+    """What the run was taken up from, before its first step."""
+    optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] = field(
+        default=lambda model, rate: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def compiled(model: Callable[[], nn.Module], backend: str) -> Callable[[], Scene
     def make() -> Scene:
         built = model()
         torch._dynamo.reset()
-        return Scene(torch.compile(built, backend=backend), squares, batch_for(built), compiled=True)  # type: ignore[arg-type]
+        return Scene(torch.compile(built, backend=backend), squares, batch_for(built))  # type: ignore[arg-type]
 
     return make
 
@@ -27,7 +27,7 @@ def compiled_part() -> Scene:
     torch._dynamo.reset()
     model = Perceptron(Applies(by_zero))
     model.fault.compile(backend="eager")
-    return Scene(model, squares, batch_for(model), compiled=True)
+    return Scene(model, squares, batch_for(model))
 
 
 def wrong_compiler() -> Scene:
@@ -38,7 +38,7 @@ def wrong_compiler() -> Scene:
         return lambda *given: tuple(out * torch.nan if isinstance(out, Tensor) else out for out in graph(*given))
 
     model = Perceptron()
-    return Scene(torch.compile(model, backend=backend), squares, batch_for(model), compiled=True)  # type: ignore[arg-type]
+    return Scene(torch.compile(model, backend=backend), squares, batch_for(model))  # type: ignore[arg-type]
 
 
 def nan_weight() -> Scene:

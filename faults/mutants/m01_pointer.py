@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfstep.train import resuming
-from halfstep.train.checkpoint import commit, reading
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import Generation, generations
+from halfstep.checkpoint import commit, reading
+from halfstep.checkpoint.paths import CheckpointDir, Disk, generations
+from halfstep.train import resume
 
 WHAT = "a pointer to the latest checkpoint is removed before the new one is made"
 ROWS = ("F19", "F20")
@@ -18,7 +17,7 @@ POINTER = "latest"
 def apply() -> None:
     finish = commit._finish
 
-    def and_point(generation: Generation, manifest: Any, disk: Disk) -> None:
+    def and_point(generation: CheckpointDir, manifest: Any, disk: Disk) -> None:
         finish(generation, manifest, disk)
         pointer = generation.path.parent / POINTER
         disk.remove(pointer)
@@ -28,11 +27,11 @@ def apply() -> None:
         disk.close(file)
         disk.flush_folder(pointer.parent)
 
-    def pointed_at(folder: Path) -> list[Generation]:
+    def pointed_at(folder: Path) -> list[CheckpointDir]:
         pointer = folder / POINTER
         latest = pointer.read_bytes() if pointer.is_file() else b""
         return [one for one in generations(folder) if one.name.encode() == latest]
 
     commit._finish = and_point
     reading.generations = pointed_at  # type: ignore[attr-defined]
-    resuming.generations = pointed_at  # type: ignore[attr-defined]
+    resume.generations = pointed_at  # type: ignore[attr-defined]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from halfstep.train.checkpoint import commit
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.sealed import Sealed, write_sealed
+from halfstep.checkpoint import commit
+from halfstep.checkpoint.paths import Disk
+from halfstep.checkpoint.sealed import Sealed, write_sealed
 
 WHAT = "a save is reported, and old ones are removed, before its data is on the disk"
 ROWS = ("F19", "F26")

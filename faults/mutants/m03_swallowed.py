@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep.train.checkpoint import saver
-from halfstep.train.checkpoint.commit import NotCommitted, commit
-from halfstep.train.checkpoint.generation import following
+from halfstep.checkpoint import saver
+from halfstep.checkpoint.commit import NotCommitted, commit
+from halfstep.checkpoint.paths import following
 
 WHAT = "an error in the thread that writes is swallowed"
 ROWS = ("F23", "F24")

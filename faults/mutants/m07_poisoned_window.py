@@ -24,7 +24,7 @@ def _learns_from_spikes() -> None:
         passed = passes(spike, report)
         if not passed:
             for name, part in report.parts.items():
-                spike._of(name).add(part.loss)
+                spike._of(name).usual.add(part.loss)
         return passed
 
     Spike.passes = learning  # type: ignore[method-assign]

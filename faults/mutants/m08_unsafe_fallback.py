@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from halfstep.checkpoint import reading, sealed
 from halfstep.train import weights
-from halfstep.train.checkpoint import reading, sealed
 
 WHAT = "a file that the safe reader refuses is read by the unsafe one"
 ROWS = ("F39",)

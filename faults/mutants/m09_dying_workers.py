@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from halfstep.train.data.beside import Worker
+from halfstep.data.loader import Worker
 
 WHAT = "the processes that read samples die of SIGTERM"
 ROWS = ("F33",)

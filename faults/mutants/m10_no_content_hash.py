@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfstep.train.checkpoint import reading
-from halfstep.train.checkpoint.sealed import Sealed
+from halfstep.checkpoint import reading
+from halfstep.checkpoint.sealed import Sealed
 
 WHAT = "no digest of the content: a file of the right size is taken"
 ROWS = ("F25",)

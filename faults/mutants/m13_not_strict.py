@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from halfstep.train import restoring
-from halfstep.train.state import Live, State
+from halfstep.train import restore
+from halfstep.train.state import RunObjects, State
 
 WHAT = "a checkpoint is loaded as far as it fits"
 ROWS = ("F29",)
 
 
 @torch.no_grad()
-def _put_what_fits(live: Live, saved: State) -> None:
+def _put_what_fits(live: RunObjects, saved: State) -> None:
     for name, parameter in live.parts.model.named_parameters():
         value = saved.weights["parameters"].get(name)
         if value is not None and value.shape == parameter.shape:
@@ -24,5 +24,5 @@ def _put_what_fits(live: Live, saved: State) -> None:
 def apply() -> None:
     def unchecked(*given: Any) -> None: ...
 
-    restoring._check_weights = unchecked
-    restoring._put_weights = _put_what_fits
+    restore._check_weights = unchecked
+    restore._put_weights = _put_what_fits

@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 
 from halfstep.errors import Stopped
-from halfstep.train.stopping import Stopping
+from halfstep.train.signals import Stopping
 
 WHAT = "the run is ended inside the signal's handler"
 ROWS = ("F33",)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfstep.train.checkpoint import commit
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import Generation, following, generations
+from halfstep.checkpoint import commit
+from halfstep.checkpoint.paths import CheckpointDir, Disk, following, generations
 
 WHAT = "a step that is saved again is saved into the folder that it has"
 ROWS = ("F27",)
@@ -16,11 +15,11 @@ ROWS = ("F27",)
 def apply() -> None:
     finish = commit._finish
 
-    def in_place(generation: Generation, manifest: Any, disk: Disk) -> None:
+    def in_place(generation: CheckpointDir, manifest: Any, disk: Disk) -> None:
         commit.remove(generation.path, disk)
         finish(generation, manifest, disk)
 
-    def same(folder: Path, attempt: int) -> Generation:
+    def same(folder: Path, attempt: int) -> CheckpointDir:
         there = [one for one in generations(folder) if one.attempt == attempt]
         return there[0] if there else following(folder, attempt)
 

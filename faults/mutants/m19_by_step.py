@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfstep.train.checkpoint import commit, reading
-from halfstep.train.checkpoint.generation import Generation, generations
+from halfstep.checkpoint import commit, reading
+from halfstep.checkpoint.paths import CheckpointDir, generations
 
 WHAT = "checkpoints are put in order by their step, not by when they were saved"
 ROWS = ("F27",)
 
 
 def apply() -> None:
-    def by_step(folder: Path) -> list[Generation]:
+    def by_step(folder: Path) -> list[CheckpointDir]:
         return sorted(generations(folder), key=lambda one: one.attempt, reverse=True)
 
     commit.generations = by_step  # type: ignore[attr-defined]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from halfstep.train import resuming
-from halfstep.train.resuming import Found
-from halfstep.train.state import COMPONENTS, Live, State
+from halfstep.train import resume
+from halfstep.train.resume import FoundCheckpoint
+from halfstep.train.state import COMPONENTS, RunObjects, State
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class Forgotten:
         return f"{self.component} is not restored"
 
     def apply(self) -> None:
-        restore = resuming.restore
+        restore = resume.restore
 
-        def forgetful(live: Live, saved: State, accepted: Collection[str] = ()) -> list[str]:
+        def forgetful(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> list[str]:
             own = getattr(State.of(live), self.component)
             return restore(live, replace(saved, **{self.component: own}), accepted)
 
-        resuming.restore = forgetful
+        resume.restore = forgetful
         if self.component == "measured":
             # It is used before anything is restored.
-            Found.measured_for = lambda found, recipe: None  # type: ignore[method-assign]
+            FoundCheckpoint.measured_for = lambda found, recipe: None  # type: ignore[method-assign]
 
 
 MUTANTS = {f"M31-{component}": Forgotten(component) for component in COMPONENTS}

@@ -9,65 +9,72 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from halfstep._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
+    from halfstep.guard.diagnosis.diagnoser import diagnose as diagnose
     from halfstep.guard.guardian import Guardian as Guardian
-    from halfstep.guard.last_step import diagnose as diagnose
-    from halfstep.guard.limits import Limits as Limits
-    from halfstep.guard.meters.meters import Meters as Meters
+    from halfstep.guard.monitors.monitors import Meters as Meters
+    from halfstep.guard.streak import Limits as Limits
     from halfstep.measure.audit.audit import audit as audit
     from halfstep.measure.bench.bench import bench as bench
     from halfstep.measure.memory.estimate import estimate as estimate
     from halfstep.measure.plan.plan import plan as plan
-    from halfstep.measure.profiling.profile import profile as profile
+    from halfstep.measure.profile.profile import profile as profile
     from halfstep.measure.survival import survival as survival
-    from halfstep.observe.watch import Observation as Observation
+    from halfstep.observe.observation import Observation as Observation
     from halfstep.precision.island import island as island
-    from halfstep.precision.ladder import choose_precision as choose_precision
     from halfstep.precision.precision import Precision as Precision
     from halfstep.precision.precision import widen as widen
+    from halfstep.precision.select import choose_precision as choose_precision
+    from halfstep.runs.fit import fit as fit
+    from halfstep.runs.load import load as load
+    from halfstep.step.ema import Ema as Ema
+    from halfstep.step.loss import Counted as Counted
+    from halfstep.step.loss import Out as Out
     from halfstep.step.loss_scale import DynamicScale as DynamicScale
     from halfstep.step.loss_scale import StaticScale as StaticScale
     from halfstep.step.report import Guard as Guard
     from halfstep.step.report import StepReport as StepReport
-    from halfstep.step.riders import Ema as Ema
-    from halfstep.step.transaction import Stepper as Stepper
+    from halfstep.step.stepper import Stepper as Stepper
     from halfstep.step.window import Window as Window
     from halfstep.step.window import windows as windows
-    from halfstep.tasks._fit import fit as fit
     from halfstep.train.run import Run as Run
     from halfstep.train.task import Task as Task
 
-__version__ = "0.1.0"
 
 # Names are looked up when first used, so that `halfstep --help` does not wait for torch.
 _HOMES = {
+    "Counted": "step.loss",
     "DynamicScale": "step.loss_scale",
-    "Ema": "step.riders",
+    "Ema": "step.ema",
     "Finding": "finding",
     "Guard": "step.report",
     "Guardian": "guard.guardian",
     "HalfstepError": "errors",
-    "Limits": "guard.limits",
-    "Meters": "guard.meters.meters",
-    "Observation": "observe.watch",
+    "Limits": "guard.streak",
+    "Meters": "guard.monitors.monitors",
+    "Observation": "observe.observation",
+    "Out": "step.loss",
     "Precision": "precision.precision",
     "StaticScale": "step.loss_scale",
     "Run": "train.run",
     "StepReport": "step.report",
-    "Stepper": "step.transaction",
+    "Stepper": "step.stepper",
     "Task": "train.task",
     "Window": "step.window",
     "audit": "measure.audit.audit",
     "bench": "measure.bench.bench",
-    "choose_precision": "precision.ladder",
-    "diagnose": "guard.last_step",
+    "choose_precision": "precision.select",
+    "diagnose": "guard.diagnosis.diagnoser",
     "estimate": "measure.memory.estimate",
-    "fit": "tasks._fit",
+    "fit": "runs.fit",
     "island": "precision.island",
+    "load": "runs.load",
     "plan": "measure.plan.plan",
-    "profile": "measure.profiling.profile",
+    "profile": "measure.profile.profile",
     "survival": "measure.survival",
     "widen": "precision.precision",
     "windows": "step.window",

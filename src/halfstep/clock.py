@@ -1,4 +1,4 @@
-"""Time as ratios: paired, interleaved, in alternating order, with the noise printed beside them."""
+"""Measure time as ratios of paired, interleaved calls, with their noise."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from functools import partial
 
 FEWEST_FOR_INTERVAL = 6
-"""Values: the range of six holds the median with 97 %, that of five with 94 %."""
+"""The range of six values contains the median with 97 % probability, that of five with 94 %."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How one arm compares with the baseline, pair by pair."""
+    """The time of one candidate relative to the baseline, over paired measurements."""
 
     median: float
     low: float
     high: float
     pairs: int
     added_seconds: float
-    """Median of the paired differences: what one call costs more than the baseline's."""
+    """Median of the paired differences: the seconds that one call costs more than the baseline's."""
 
 
 def seconds(call: Callable[[], object], calls: int) -> float:
-    """Wall time of one call, averaged over `calls` of them in a row."""
+    """Return the wall time of one call, averaged over `calls` consecutive calls."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -34,13 +34,15 @@ def seconds(call: Callable[[], object], calls: int) -> float:
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], turns: int) -> Iterator[dict[str, float]]:
-    """Ask every timer once a turn, in an order that is turned round each time, and give each turn's times."""
+    """Run every timer once per turn, in alternating order, and yield the times of each turn by name."""
     for turn in range(turns):
         yield {name: timers[name]() for name in order(list(timers), turn)}
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """In which they are asked in this turn: another one begins after every two, and the second goes backwards."""
+    """Return the order of this turn: it rotates every two turns, and every second turn is reversed."""
+    # Over a full cycle each candidate comes first equally often, and before and after each other one equally often: a
+    # drifting clock speed or a warm cache then favors none of them.
     shift = turn // 2 % len(names)
     shifted = [*names[shift:], *names[:shift]]
     return shifted[::-1] if turn % 2 else shifted
@@ -54,7 +56,10 @@ def ratios(
     calls: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Ratio]:
-    """Measure every arm against the baseline; each round times all arms, starting with another one."""
+    """Measure every candidate in `arms` against the baseline; each round times all of them once.
+
+    `calls` calls are averaged for one time, and `progress` is called with (rounds done, rounds in total).
+    """
     timers = {name: partial(seconds, arm, calls) for name, arm in arms.items()}
     rounds = []
     for times in interleaved(timers, pairs):
@@ -66,17 +71,20 @@ def ratios(
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, by order alone.
+    """Return the 95 % confidence interval of the median, from order statistics alone.
 
-    Of fewer values than `FEWEST_FOR_INTERVAL` it is all of their range, which holds the median less surely.
+    With fewer values than `FEWEST_FOR_INTERVAL` it is their whole range, which has a lower confidence.
     """
     each = sorted(values)
+    # The number of values below the median is binomial(n, 1/2): 0.98 sqrt(n) is 1.96 of its standard deviations.
     cut = max(0, math.floor(len(each) / 2 - 0.98 * math.sqrt(len(each))))
     return each[cut], each[-1 - cut]
 
 
 def _compare(arm: list[float], base: list[float]) -> Ratio:
+    # Ratios within a pair: a slow moment of the machine hits both of its calls and cancels out.
     each = sorted(a / b for a, b in zip(arm, base, strict=True))
+    # low and high enclose the middle 80 % of the pairs.
     tail = len(each) // 10
     return Ratio(
         median=statistics.median(each),

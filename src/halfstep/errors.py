@@ -1,45 +1,52 @@
-"""Everything halfstep raises, in one tree.
+"""All errors that halfstep raises, in one tree.
 
 HalfstepError
-├── WrongUse               the call cannot mean what it says
-├── UnknownName            a word outside the vocabulary; the nearest one is offered
+├── WrongUse               a call that cannot work as it was written
+├── UnknownName            a name that is not known; the message offers the nearest one
 ├── Contradiction          two settings that ask for different things
-├── PrecisionRefused       the device cannot do what was asked, and substitution was not allowed
-├── PrecisionNotObserved   the step ran, but not in the format that was asked for
-├── RanksDisagree          processes that train one model had different gradients, or different steps
+├── PrecisionRefused       a precision that the device does not support, where a substitute was not allowed
+├── PrecisionNotObserved   a step that did not run in the requested format
+├── RanksDisagree          ranks that have different gradients, or are at different steps
+├── RankFailed             another rank failed, and the window was dropped on every rank
 ├── StateMismatch          a saved state that does not belong to this object
-├── NotExact               a resume that would not go on as the run would have
-├── TornUpdate             an optimizer failed half-way through an update
-├── BadRecipe              a recipe that cannot be read, or that says something impossible
-├── BadData                samples that are missing, unreadable or not what the task can use
-├── NoCheckpoint           a run that has been saved, and of which no checkpoint is whole
-├── FolderTaken            a run's folder that cannot be used
-├── StorageFailed          checkpoints that could not be written, again and again
-├── Diverged               a run that was given up: steps failed and nothing cured them
-├── Stopped                a run that was asked to stop, and has saved what it had
-│   └── NotBegun           ... before its first step, so that there was nothing to save
-├── Unsafe                 a file that would run code, or reach outside its folder
+├── NotExact               a resume that would not continue exactly as the run would have
+├── TornUpdate             an optimizer, schedule or average that failed in the middle of an update
+├── BadRecipe              a recipe that cannot be read, or that asks for something impossible
+├── BadData                samples that are missing, unreadable, or not usable for the task
+├── NoCheckpoint           a run that was saved, and that has no intact checkpoint
+├── FolderTaken            a run folder that cannot be used
+├── StorageFailed          checkpoints that could not be written in repeated attempts
+├── OutOfMemory            a step or an evaluation that did not fit into memory
+├── Diverged               a run that was given up: steps failed, and no remedy helped
+├── Stopped                a run that was asked to stop, and has saved its state
+│   └── NotBegun           ... before its first step, so that there is nothing to save
+├── Unsafe                 a file that would run code, or that points outside of its folder
 └── MissingExtra           an optional package that is not installed
 
-Every message has the same three parts: what was given, what is allowed, what to type next.
+Every message has three parts: what was given, what is allowed, and what to do next.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
-"""Exit codes, as sysexits.h has them."""
+"""Exit codes of sysexits.h."""
 INCOMPATIBLE = 79
-"""A saved state that belongs to another model, recipe or data set; sysexits.h has no word for it."""
+"""A saved state that belongs to another model, recipe or data set; sysexits.h has no code for it."""
 GAVE_UP = 80
-"""A run that cannot go on as it is: steps fail, and what may be tried has been."""
+"""A run that cannot continue: steps fail, and every permitted remedy has been tried."""
+
+OUT_OF_MEMORY = 81
+"""Not enough memory: the same command will fail again."""
+INTERRUPTED = 130
+"""Ctrl-C, as shells report it: 128 and the number of SIGINT."""
 
 
 class HalfstepError(Exception):
-    """Base of all errors; carries the three parts of its message, and the exit code of a command that ends in it."""
+    """The base of all errors, with the three parts of its message and the exit code of a command that it ends."""
 
     exit_code = SOFTWARE
 
@@ -53,19 +60,28 @@ class HalfstepError(Exception):
         super().__init__("\n".join(lines))
 
 
+# Each error is also a built-in one, so that code which catches ValueError or RuntimeError keeps working.
 class WrongUse(HalfstepError, RuntimeError):
+    """A call that cannot work as it was written."""
+
     exit_code = CONFIGURATION
 
 
 class UnknownName(HalfstepError, ValueError):
+    """A name that is not known; the message offers the nearest one."""
+
     exit_code = CONFIGURATION
 
 
 class Contradiction(HalfstepError, ValueError):
+    """Two settings that ask for different things."""
+
     exit_code = CONFIGURATION
 
 
 class PrecisionRefused(HalfstepError, RuntimeError):
+    """A precision that the device does not support, where a substitute was not allowed."""
+
     exit_code = CONFIGURATION
 
 
@@ -75,7 +91,19 @@ class PrecisionNotObserved(HalfstepError, RuntimeError): ...
 class RanksDisagree(HalfstepError, RuntimeError): ...
 
 
+class RankFailed(HalfstepError, RuntimeError):
+    """Another rank failed, and the window was dropped on every rank; nothing on this rank has changed."""
+
+    exit_code = TRY_AGAIN
+    rank: int | None = None
+    """The rank that failed, if it is known."""
+    usable: bool = True
+    """Whether the process group can be used for another window."""
+
+
 class StateMismatch(HalfstepError, ValueError):
+    """A saved state that does not belong to this object."""
+
     exit_code = INCOMPATIBLE
 
 
@@ -83,36 +111,66 @@ class TornUpdate(HalfstepError, RuntimeError): ...
 
 
 class BadRecipe(HalfstepError, ValueError):
+    """A recipe that cannot be read, or that asks for something impossible."""
+
     exit_code = CONFIGURATION
 
 
 class BadData(HalfstepError, ValueError):
+    """Samples that are missing, unreadable, or not usable for the task."""
+
     exit_code = DATA
 
 
 class NoCheckpoint(HalfstepError, RuntimeError):
+    """A run that was saved, and that has no intact checkpoint."""
+
     exit_code = DATA
 
 
 class FolderTaken(HalfstepError, RuntimeError):
+    """A run folder that cannot be used."""
+
     exit_code = CANNOT_CREATE
 
 
 class StorageFailed(HalfstepError, RuntimeError):
+    """Checkpoints that could not be written in repeated attempts."""
+
     exit_code = STORAGE
 
 
+class OutOfMemory(HalfstepError, RuntimeError):
+    """A step or an evaluation that did not fit into memory; nothing of the step was applied.
+
+    `command` returns the command line to run with other settings, where there is one.
+    """
+
+    exit_code = OUT_OF_MEMORY
+    command: Callable[[Mapping[str, object]], str] | None = None
+    batch: int = 0
+    """Samples of the micro-batch that did not fit; 0 outside of a step."""
+    microbatches: int = 1
+    precision: str = ""
+
+
 class Diverged(HalfstepError, RuntimeError):
-    """The weights are good: they are the last ones from before the trouble, as the message says."""
+    """A run that was given up; its weights are the last good ones, and the message tells which."""
 
     exit_code = GAVE_UP
     verdict: Mapping[str, Any] | None = None
-    """What was found, as plain data; None where the step could not be run again."""
+    """The diagnosis as plain data; None where the step could not be replayed."""
     report: Any = None
     """The StepReport of the last attempt."""
+    cause: str = ""
+    """The verdict's cause, `divergence`, or a sentence where neither is known."""
+    why: str = ""
+    """The message without its advice on checkpoints, for callers that know which of them is good."""
 
 
 class Stopped(HalfstepError, RuntimeError):
+    """A run that was asked to stop, and has saved its state."""
+
     exit_code = TRY_AGAIN
 
 
@@ -120,6 +178,8 @@ class NotBegun(Stopped): ...
 
 
 class Unsafe(HalfstepError, RuntimeError):
+    """A file that would run code, or that points outside of its folder."""
+
     exit_code = REFUSED
 
 
@@ -127,7 +187,7 @@ class MissingExtra(HalfstepError, ImportError): ...
 
 
 def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownName:
-    """The error for a word that is not known, with the nearest one that is."""
+    """Return the error for an unknown name, with the nearest known one as a suggestion."""
     known = sorted(set(allowed))
     near = difflib.get_close_matches(str(given), known, n=1, cutoff=0.6)
     return UnknownName(
@@ -138,28 +198,29 @@ def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownNam
 
 
 def reason_in(error: BaseException) -> str:
-    """Why it failed, for a list of what did: of our errors only what was given, without what to do about it."""
+    """Return the reason of an error for a list of failures: for halfstep's own errors, without `allowed` and `do`."""
     return error.given if isinstance(error, HalfstepError) else str(error)
 
 
 def in_one_line(error: BaseException) -> str:
-    """What somebody else's code raised, with the name of its type, as the last line of a traceback has it."""
+    """Return the type and the first line of an error's message, like the last line of a traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 _EXTRAS = {
     "train": {"matplotlib", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
-    "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchmetrics", "torchvision", "webdataset"},
+    "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchvision"},
     "diffusion": {"diffusers"},
     "video": {"av"},
+    "onnx": {"onnx", "onnxruntime", "onnxscript"},
 }
 _USUAL = ("train", "vision")
-"""What every run needs; other extras are named where one of their packages is missing."""
+"""Extras that every run needs; others are added to the message where one of their packages is missing."""
 
 
 def missing_extra(error: ImportError) -> MissingExtra | None:
-    """What to install, where an import failed because an extra of halfstep is not there; None for other failures."""
+    """Return the error that names the extra to install, or None if the import failed for another reason."""
     package = (error.name or "").partition(".")[0]
     if isinstance(error, MissingExtra) or not any(package in packages for packages in _EXTRAS.values()):
         return None
@@ -172,7 +233,7 @@ def missing_extra(error: ImportError) -> MissingExtra | None:
 
 
 def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
-    """Refuse saved names that lack one of ours, or have one that we have not."""
+    """Raise StateMismatch where saved names and ours differ."""
     missing, extra = sorted(set(ours) - set(saved)), sorted(set(saved) - set(ours))
     if missing or extra:
         words = [f"without {', '.join(missing)}"] if missing else []
@@ -185,5 +246,5 @@ def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
 
 
 def same_presence(what: str, key: str, ours: Mapping[str, object], saved: Mapping[str, object]) -> None:
-    """Refuse where one of the two has None for `key` and the other has something."""
+    """Raise StateMismatch where `key` is None in one of the two states and not in the other."""
     same_keys(what, [key] if ours[key] is not None else [], [key] if saved[key] is not None else [])

@@ -1,4 +1,4 @@
-"""Small files, written whole or not at all, and never a pickle."""
+"""Write small files atomically, and read JSON that is bounded in size; nothing here is a pickle."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 16 * 2**20
-"""A JSON file that we wrote is never near this; a larger one is not ours."""
+"""Bytes. No JSON file that halfstep writes comes near this size, so a larger one is not ours."""
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace `path` by `content` as JSON."""
+    """Replace `path` atomically by `content` as JSON."""
     write_text(path, json.dumps(content, indent=1, sort_keys=True))
 
 
 def write_text(path: Path, content: str) -> None:
-    """Replace `path` by `content`."""
+    """Replace `path` atomically by `content`."""
     with replacing(path) as draft:
         draft.write_text(content, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, to be written inside; afterwards it is `path`, and a reader sees the old or the new one.
+    """Yield a draft path beside `path` to write to; on success it replaces `path` atomically.
 
-    An error inside leaves the old one. What was replaced is on the disk, and not only in its cache.
+    Readers see the old content or the new one. An error inside leaves the old one. The new content is flushed to the
+    disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because os.replace is atomic only within one file system; with the process id, because several
+    # processes may write the same file.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
+        # Before the rename: a file system may otherwise store the new name ahead of the data, and a power cut then
+        # leaves an empty file.
         flush(draft)
         os.replace(draft, path)
     except BaseException:
@@ -45,7 +50,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """What a file holds, or the names in a folder, are on the disk, and not only in its cache."""
+    """Force the content of a file, or the names in a folder, to the disk."""
     if os.name == "nt" and path.is_dir():  # Windows opens no folders
         return
     handle = os.open(path, os.O_RDONLY)
@@ -56,10 +61,11 @@ def flush(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The content of a JSON file, or None where there is none or it cannot be read as JSON."""
+    """Return the content of a JSON file, or None if it is missing, too large or not JSON."""
     try:
-        # Without blocking: a pipe in the file's place would wait for ever for somebody to write.
+        # Non-blocking: if a named pipe stands in the file's place, opening it would wait forever for a writer.
         with open(path, "rb", opener=_without_waiting) as file:
+            # Of the open file, not of the path, which could be replaced between the check and the read.
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_JSON:
                 return None
@@ -73,7 +79,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def strict_json(text: bytes | str) -> Any:
-    """JSON with every key once and no NaN in it, or ValueError: for files that somebody else may have touched."""
+    """Parse JSON with unique keys and finite numbers; raise ValueError otherwise. For files that others may edit."""
     try:
         return json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number, parse_float=_finite)
     except RecursionError:
@@ -88,7 +94,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(word: str) -> float:
-    """A number that is too large for a float would become an infinity in silence."""
+    """Refuse a number too large for a float, which would silently become inf."""
     return float(word) if math.isfinite(float(word)) else _no_number(word)
 
 
@@ -97,6 +103,6 @@ def _no_number(word: str) -> Any:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept between runs."""
+    """Return the folder where measurements are cached between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "halfstep"

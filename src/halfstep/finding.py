@@ -1,4 +1,4 @@
-"""One thing that a check found, in a shape that people and machines can read."""
+"""The result of a check, for people and machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Severity = Literal["note", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, how bad it is, what shows it, and exactly what to do."""
+    """One result of a check: its id, its severity, the evidence, and the exact fix."""
 
     id: str
     severity: Severity
@@ -21,4 +21,5 @@ class Finding:
         return f"{self.severity} {self.id}: {self.evidence} ({self.fix})"
 
     def as_dict(self) -> dict[str, str]:
+        """Return the fields as plain data."""
         return asdict(self)

@@ -1,7 +1,8 @@
-"""Number formats and their facts. Every figure is asked of torch, none is typed in."""
+"""Number formats and their properties; every figure is read from torch, none is typed in."""
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: its range, its spacing, and how far it counts exactly."""
+    """A number format: its range, its spacing, and the integers that it represents exactly."""
 
     name: str
     dtype: torch.dtype | None
@@ -21,12 +22,38 @@ class Format:
 
     @property
     def largest_exact_integer(self) -> int:
-        """The last n such that every integer up to n is representable."""
+        """The largest n such that every integer up to n is representable."""
         return int(2 / self.epsilon)
 
     @property
     def bytes(self) -> int:
+        """The bytes of one stored number; tf32 is stored as fp32."""
         return 4 if self.dtype is None else self.dtype.itemsize
+
+    @property
+    def fraction_bits(self) -> int:
+        """The bits of the fraction, without the implicit one."""
+        return -math.frexp(self.epsilon)[1] + 1
+
+    @property
+    def exponent_bits(self) -> int:
+        """The exponent bits, from the bias 2^(bits - 1) - 1: the smallest normal number is 2^(1 - bias)."""
+        return (2 - math.frexp(self.smallest_normal)[1]).bit_length() + 1
+
+    @property
+    def bits(self) -> int:
+        """The bits of the number itself, with its sign; tf32 is stored in more."""
+        return 1 + self.exponent_bits + self.fraction_bits
+
+    @property
+    def smallest(self) -> float:
+        """The smallest subnormal number; half of it and less rounds to zero."""
+        return self.smallest_normal * self.epsilon
+
+    @property
+    def decimal_digits(self) -> int:
+        """The decimal digits that are always preserved."""
+        return int((self.fraction_bits + 1) * math.log10(2))
 
 
 def _stored(name: str, dtype: torch.dtype) -> Format:
@@ -40,7 +67,7 @@ BF16 = _stored("bf16", torch.bfloat16)
 FP16 = _stored("fp16", torch.float16)
 FP8_E4M3 = _stored("fp8_e4m3", torch.float8_e4m3fn)
 FP8_E5M2 = _stored("fp8_e5m2", torch.float8_e5m2)
-# tf32 has fp32's exponent and fp16's fraction, and no dtype that finfo could be asked about.
+# tf32 has fp32's exponent and fp16's fraction. No dtype stores it, so torch.finfo cannot be asked.
 TF32 = Format(
     "tf32",
     None,
@@ -54,26 +81,26 @@ _BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.dtype is not None}
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest format that a device computes in; Apple's GPUs have nothing wider than fp32."""
+    """Return the widest dtype that a device computes in; Apple's GPUs have nothing wider than fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def as_fp32(number: float) -> float:
-    """A Python number rounded as a float32 tensor would round it, without making one."""
+    """Return a Python number rounded to float32, without allocating a tensor."""
     return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def format_of(dtype: torch.dtype) -> Format | None:
-    """The format a dtype stores, or None for integers and other dtypes we have no word for."""
+    """Return the format that a dtype stores, or None for integers and other dtypes without a format here."""
     return _BY_DTYPE.get(dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of the format a dtype stores, or torch's own word for it."""
+    """Return the name of the format that a dtype stores, or torch's own name for the dtype."""
     found = format_of(dtype)
     return found.name if found else str(dtype).removeprefix("torch.")
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Floating point in fewer than 32 bits."""
+    """Return whether a dtype is floating point with fewer than 32 bits."""
     return dtype.is_floating_point and dtype.itemsize < 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.doctor.accelerate_file import default_place, from_accelerate, reads_a_boolean
+from halfstep.doctor.sources import default_place, from_accelerate, reads_a_boolean
 from halfstep.errors import BadRecipe
 
 pytest.importorskip("accelerate")

@@ -54,13 +54,15 @@ def test_long_names_leave_room_for_their_meaning(monkeypatch: pytest.MonkeyPatch
 def test_the_verdict_is_the_end_of_the_page() -> None:
     result = doctor("configs/aligned.yaml", "--accelerate", "default_config.yaml", width=120)
     assert result.exit_code == 0
-    assert result.output.splitlines()[-6:] == [
+    assert result.output.splitlines()[-8:] == [
         "=== Configuration Status Check ===",
         "✅ Configuration is properly aligned: everything asks for bf16",
         "   AMP: enabled (in bf16)",
         "   FP16: disabled (the format is bf16)",
         "   Learning Rate: 1e-5 (trainer.lr, configs/aligned.yaml, line 4)",
         "   Gradient Clipping: 0.5 (trainer.grad_clip, configs/aligned.yaml, line 5)",
+        "   NaN Handling: not set here (halfstep.Stepper skips such steps)",
+        "   Final Status: ready",
     ]
 
 

@@ -8,10 +8,15 @@ from typing import ClassVar
 
 import pytest
 
-from halfstep.doctor.accelerate_file import NOT_GIVEN, default_place, from_accelerate
-from halfstep.doctor.environment import from_environment
-from halfstep.doctor.settings import Setting
-from halfstep.doctor.sources import from_deepspeed, from_recipe
+from halfstep.doctor.settings import FoundSetting
+from halfstep.doctor.sources import (
+    NOT_GIVEN,
+    default_place,
+    from_accelerate,
+    from_deepspeed,
+    from_environment,
+    from_recipe,
+)
 from halfstep.errors import BadRecipe, HalfstepError, MissingExtra, PrecisionRefused, UnknownName, Unsafe
 
 GUIDE = """\
@@ -31,7 +36,7 @@ def written(folder: Path, text: str, name: str = "given.yaml") -> str:
     return str(path)
 
 
-def brief(settings: list[Setting]) -> list[tuple[str, object, int | None, str]]:
+def brief(settings: list[FoundSetting]) -> list[tuple[str, object, int | None, str]]:
     return [(s.key, s.value, s.line, s.claim.meaning if s.claim else "") for s in settings]
 
 
@@ -212,7 +217,7 @@ def test_a_word_that_cannot_be_read_is_an_error_with_its_file(tmp_path: Path) ->
 
 
 def test_without_yaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("halfstep.train.recipe.sources", "halfstep.train.recipe.strict_yaml"):
+    for name in ("halfstep.recipe.sources", "halfstep.recipe.strict_yaml"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingExtra, match=r"halfstep\[train\]"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from halfstep.draw.gif import write_gif
+from halfstep.draw.images import write_gif
 from halfstep.errors import WrongUse
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.draw.grid import enlarged, grid
-from halfstep.draw.png import write_png
+from halfstep.draw.images import enlarged, grid, write_png
 from halfstep.errors import WrongUse
 
 

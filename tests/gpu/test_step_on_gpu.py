@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from halfstep import Ema, Stepper, Window, island
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
-from halfstep.precision.ladder import choose_precision
+from halfstep.precision.select import choose_precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def snapshot(stepper: Stepper) -> list[Tensor]:
-    state = stepper.state_dict()["lanes"]["loss"]["optimizer"]["state"]
+    state = stepper.state_dict()["optimizers"]["loss"]["optimizer"]["state"]
     moments = [t for values in state.values() for t in values.values() if isinstance(t, Tensor)]
     return [t.detach().clone() for t in (*stepper.model.state_dict().values(), *moments)]
 

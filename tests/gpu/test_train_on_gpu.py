@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.train.journal.jsonl import read_events
+from halfstep.journal.jsonl import read_events
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,10 +32,10 @@ def test_a_run_learns_in_the_precision_asked_for(recipe: str, precision: str, tm
 
 def test_the_hot_path_synchronises_once_a_step(tmp_path: Path) -> None:
     """torch names every synchronisation that is not asked for; the step's own read is the only one."""
-    from halfstep.tasks._folder import task_class
-    from halfstep.train.journal.journal import Journal
-    from halfstep.train.recipe.resolve import resolve
-    from halfstep.train.recipe.sources import read_recipe
+    from halfstep.journal.events import Journal
+    from halfstep.recipe.resolve import resolve
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.registry import task_class
     from halfstep.train.run import make_loop
 
     kind = task_class("classification")

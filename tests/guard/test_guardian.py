@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper, Window
 from halfstep.errors import Diverged, UnknownName
-from halfstep.guard.limits import Limits
-from halfstep.guard.meters.meters import Meters
-from halfstep.guard.told import Told
-from halfstep.guard.trouble import Trouble
+from halfstep.guard.events import FailedStep, GuardEvent
+from halfstep.guard.monitors.monitors import Meters
+from halfstep.guard.streak import Limits
 from halfstep.step.loss_scale import DynamicScale
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import buffered_model, plain_model
@@ -40,9 +39,9 @@ def nan(model: nn.Module, x: Tensor) -> Tensor:
 
 def guarded(
     precision: str = "fp32", *, lr: float = 1e-3, mode: Any = "watch", model: nn.Module | None = None, **options: Any
-) -> tuple[Guardian, list[Told]]:
+) -> tuple[Guardian, list[GuardEvent]]:
     model = model or plain_model()
-    told: list[Told] = []
+    told: list[GuardEvent] = []
     limits = options.pop("limits", Limits())
     record = options.pop("record", None)
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), lr), precision=precision, observe=False, **options)
@@ -98,9 +97,9 @@ def test_with_meters_too_it_is_the_same_to_the_bit() -> None:
 def test_two_optimizers_in_turns_are_watched_each_by_itself() -> None:
     model = plain_model()
     first, second = torch.optim.SGD(model[0].parameters(), 1e-3), torch.optim.SGD(model[2].parameters(), 1e-3)
-    told: list[Told] = []
+    told: list[GuardEvent] = []
     stepper = Stepper(model, {"a": first, "b": second}, precision="fp32", observe=False)
-    guardian = Guardian(stepper, tell=told.append)
+    guardian = Guardian(stepper, tell=told.append, limits=Limits(spikes="refuse"))
 
     def losses(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
         return {"a": fit(model, x), "b": 1000.0 * fit(model, x)}
@@ -122,7 +121,7 @@ def test_a_wrong_mode_is_refused_with_the_nearest_one() -> None:
 
 
 def test_a_bad_sample_is_named_once_and_the_run_goes_on() -> None:
-    boxes: list[Trouble] = []
+    boxes: list[FailedStep] = []
     guardian, told = guarded(record=boxes.append)
     for step in range(20):
         x = batch()
@@ -142,7 +141,7 @@ def test_each_bad_batch_of_a_streak_is_looked_at_but_one_cause_only_once() -> No
     for _ in range(4):
         guardian.step(nan, batch())
     assert guardian.state_dict()["examiner"]["made"] == 1
-    assert [t.facts["cause"] for t in told] == ["divergence"]
+    assert [t.facts["cause"] for t in told] == ["code"]
     assert guardian.in_trouble
 
 
@@ -182,11 +181,11 @@ def test_five_in_a_row_end_the_run_with_its_weights_and_the_cause() -> None:
     assert after == 5
     assert error.exit_code == 80
     assert error.report.attempt == 8
-    assert error.given.startswith("divergence: ")
+    assert error.given.startswith("code: ")
     assert "no update was applied since attempt 4" in error.given
     assert error.do
     assert error.verdict is not None
-    assert error.verdict["cause"] == "divergence"
+    assert error.verdict["cause"] == "code"
     assert digest_of(dict(guardian.stepper.model.named_parameters())) == weights
     assert (told[-1].kind, told[-1].level) == ("alarm", "error")
 
@@ -258,12 +257,12 @@ def test_a_start_scale_that_is_far_too_high_is_told_once_and_forgiven() -> None:
 # -- divergence --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["watch", "repair"])
+@pytest.mark.parametrize(("mode", "spikes"), [("watch", "refuse"), ("repair", "refuse"), ("repair", "warn")])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_learning_rate_that_explodes_is_given_up_within_twenty_attempts(mode: str, precision: str, seed: int) -> None:
+def test_a_learning_rate_that_explodes_is_given_up_soon(mode: str, spikes: Any, precision: str, seed: int) -> None:
     torch.manual_seed(seed)
-    guardian, _ = guarded(precision, mode=mode, model=plain_model(seed))
+    guardian, _ = guarded(precision, mode=mode, model=plain_model(seed), limits=Limits(spikes=spikes))
     (optimizer,) = guardian.stepper.optimizers.values()
     onset = 30 + 3 * seed
     attempts = itertools.count(1)
@@ -274,7 +273,7 @@ def test_a_learning_rate_that_explodes_is_given_up_within_twenty_attempts(mode: 
         return batch()
 
     error, attempt = until_given_up(guardian, fit, batch_at_a_rate, most=100)
-    assert attempt - onset <= 20
+    assert attempt - onset <= (20 if spikes == "refuse" else 25)
     assert error.do == "optimizer.lr=0.001"
     assert all(p.isfinite().all() for p in guardian.stepper.model.parameters())
     if mode == "repair":

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.limits import Limits
-from halfstep.guard.told import Told
-from halfstep.guard.trouble import Trouble
+from halfstep.guard.events import FailedStep, GuardEvent
+from halfstep.guard.streak import Limits
 from halfstep.step.report import StepReport
 from tests.support.digest import digest_of
 from tests.support.models import plain_model
@@ -40,8 +39,8 @@ class EveryNth:
         return self.seen % self.n != 0
 
 
-def guarded(*guards: Any, **options: Any) -> tuple[Guardian, list[Told]]:
-    model, told = plain_model(), list[Told]()
+def guarded(*guards: Any, **options: Any) -> tuple[Guardian, list[GuardEvent]]:
+    model, told = plain_model(), list[GuardEvent]()
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision="fp32", guards=guards, observe=False)
     return Guardian(stepper, tell=told.append, **options), told
 
@@ -69,7 +68,7 @@ def test_somebodys_guard_may_refuse_now_and_then() -> None:
 
 
 def test_a_recorder_that_fails_does_not_end_the_run() -> None:
-    def full(trouble: Trouble) -> None:
+    def full(trouble: FailedStep) -> None:
         raise OSError(28, "No space left on device")
 
     guardian, told = guarded(record=full)

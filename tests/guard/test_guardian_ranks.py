@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.limits import Limits
-from halfstep.guard.told import Told
+from halfstep.guard.events import GuardEvent
+from halfstep.guard.streak import Limits
 from halfstep.precision.island import islands
 from halfstep.step.loss_scale import DynamicScale
 from tests.support.digest import digest_of
@@ -44,11 +44,11 @@ def fit(model: nn.Module, x: Tensor) -> Tensor:
 
 def run(rank: int, precision: str, mode: Any, trouble: str) -> dict[str, Any]:
     model = Net()
-    told: list[Told] = []
+    told: list[GuardEvent] = []
     scale = DynamicScale(init_scale=64.0) if precision == "fp16" else None
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     stepper = Stepper(model, optimizer, precision=precision, loss_scale=scale, observe=False)
-    guardian = Guardian(stepper, mode=mode, tell=told.append, limits=Limits(keep_every=5))
+    guardian = Guardian(stepper, mode=mode, tell=told.append, limits=Limits(keep_every=5, spikes="refuse"))
     reasons, weights, error = [], [], ""
     generator = torch.Generator().manual_seed(rank)
     for step in range(40):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.repair_vae import CULPRIT, one
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.limits import Limits
-from halfstep.guard.told import Told
+from halfstep.guard.events import GuardEvent
+from halfstep.guard.streak import Limits
 from halfstep.precision.island import islands
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import plain_model
@@ -50,8 +50,8 @@ def fit(model: nn.Module, x: Tensor) -> Tensor:
 
 def repairing(
     model: nn.Module, precision: str = "fp16", limits: Limits | None = None, **options: Any
-) -> tuple[Guardian, list[Told]]:
-    told: list[Told] = []
+) -> tuple[Guardian, list[GuardEvent]]:
+    told: list[GuardEvent] = []
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     stepper = Stepper(model, optimizer, precision=precision, observe=False, **options)
     return Guardian(stepper, mode="repair", tell=told.append, limits=limits or Limits()), told
@@ -162,15 +162,16 @@ def spoil(model: nn.Module) -> None:
         model[2].weight.mul_(1e8)
 
 
-def test_spoilt_weights_are_taken_back_and_training_goes_on() -> None:
+@pytest.mark.parametrize(("spikes", "after", "said"), [("refuse", 4, ["alarm"] * 4), ("warn", 5, ["alarm"])])
+def test_spoilt_weights_are_taken_back_and_training_goes_on(spikes: Any, after: int, said: list[str]) -> None:
     model = plain_model()
-    guardian, told = repairing(model, "bf16", Limits(keep_every=5))
+    guardian, told = repairing(model, "bf16", Limits(keep_every=5, spikes=spikes))
     steps(guardian, 32)
     spoil(model)
     steps(guardian, 20, first=32)
-    assert [t.kind for t in told] == ["alarm", "alarm", "alarm", "remedy"]
-    assert told[3].facts == {"remedy": "rollback", "to": guardian.stepper.counts.applied - 17}
-    assert 25 <= told[3].facts["to"] <= 31
+    assert [t.kind for t in told] == [*said, "remedy"]
+    assert told[-1].facts == {"remedy": "rollback", "to": guardian.stepper.counts.applied - (20 - after)}
+    assert 25 <= told[-1].facts["to"] <= 31
     assert max(p.abs().max() for p in model.parameters()) < 10
     assert not guardian.in_trouble
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep import DynamicScale, Guardian, StaticScale, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.told import Told
+from halfstep.guard.events import GuardEvent
 from halfstep.step.loss_scale import LossScale
 from tests.support.digest import digest_of
 from tests.support.models import plain_model
@@ -20,8 +20,8 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
 
-def static(scale: LossScale, mode: Any = "watch") -> tuple[Guardian, list[Told]]:
-    model, told = plain_model(), list[Told]()
+def static(scale: LossScale, mode: Any = "watch") -> tuple[Guardian, list[GuardEvent]]:
+    model, told = plain_model(), list[GuardEvent]()
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     stepper = Stepper(model, optimizer, precision="fp16", loss_scale=scale, observe=False)
     return Guardian(stepper, mode=mode, tell=told.append), told
@@ -56,7 +56,7 @@ def turn_by_turn(taker: Guardian | Stepper, loss_fn: Any, number: int) -> list[s
 
 
 def test_a_warm_up_in_turns_is_let_through_as_without_a_guardian() -> None:
-    told: list[Told] = []
+    told: list[GuardEvent] = []
     expected = turn_by_turn(in_turns(), both, 40)
     assert expected[:12] == ["gradient_overflow"] * 12
     assert expected.count(None) > 10
@@ -70,7 +70,7 @@ def test_one_that_never_gets_through_is_found_while_the_other_goes_on() -> None:
         fine = model["g"](x / 60.0).float().square().mean()  # type: ignore[index,operator]
         return {"g": 1e-3 * fine, "d": 1e9 * both(model, x)}
 
-    told: list[Told] = []
+    told: list[GuardEvent] = []
     guardian = Guardian(in_turns(), tell=told.append)
     with pytest.raises(Diverged, match="no update of d was applied since attempt 2") as raised:
         turn_by_turn(guardian, losses, 120)
@@ -114,5 +114,5 @@ def test_a_dynamic_scale_with_a_cap_of_its_own_goes_on_from_its_state() -> None:
     state = guardian.stepper.state_dict()
     other, _ = static(DynamicScale(init_scale=128.0, cap=256.0))
     other.stepper.load_state_dict(state)
-    assert other.stepper.state_dict()["lanes"]["loss"]["loss_scale"]["scale"] == 128.0
+    assert other.stepper.state_dict()["losses"]["loss"]["loss_scale"]["scale"] == 128.0
     assert told == []

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 import halfstep
-from halfstep.tasks._resolving import resolved_recipe
-from halfstep.train.recipe.sources import read_recipe
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.resolve import resolved_recipe
 
 COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "FP16": (
@@ -90,7 +90,11 @@ def test_a_command_line_means_what_the_guide_says(name: str) -> None:
     assert {key: value(found.recipe, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+TRAINED = ("FP16", "BF16", "time, FP32", "gradient scaling", "AdamW")
+"""Command lines that differ in what they train; the others are resolved above, and trained with --full."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in TRAINED else pytest.mark.full) for n in COMMANDS])
 def test_a_command_line_trains(name: str, data: Path, tmp_path: Path) -> None:
     """The line itself, then what makes it small."""
     line, expected = COMMANDS[name]
@@ -103,6 +107,7 @@ def test_a_command_line_trains(name: str, data: Path, tmp_path: Path) -> None:
     assert {"loss", "top1"} <= run.metrics.keys()
 
 
+@pytest.mark.slow
 def test_the_command_itself(data: Path, tmp_path: Path) -> None:
     line = f"train imagenet100 --data_dir {data} --mixed_precision --precision_type bf16 --batch_size 2"
     command = [sys.executable, "-m", "halfstep", *line.split(), *SMALL, "num_workers=0", f"run.dir={tmp_path / 'run'}"]
@@ -111,6 +116,7 @@ def test_the_command_itself(data: Path, tmp_path: Path) -> None:
     assert "bf16" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_guides_script_runs(data: Path, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "train_imagenet100.py"
     line = f"--data_dir {data} --mixed_precision --precision_type bf16 --batch_size 4 --epochs 1 --lr 0.1"

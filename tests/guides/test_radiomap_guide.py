@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 import halfstep
 from halfstep.cli import main
-from halfstep.tasks._resolving import resolved_recipe
-from halfstep.train.journal.jsonl import read_events
-from halfstep.train.recipe.sources import read_recipe
+from halfstep.journal.jsonl import read_events
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.resolve import resolved_recipe
 
 SCRIPT = """
 trainer:

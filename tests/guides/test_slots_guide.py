@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import halfstep
-from halfstep.tasks._resolving import resolved_recipe
-from halfstep.train.recipe.resolve import Resolved
-from halfstep.train.recipe.sources import read_recipe
+from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps
+from halfstep.recipe.resolve import Resolved
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.resolve import resolved_recipe
+from tests.support.movi import write_movi
 
 CONFIGS = {
     "config.yaml": "slots_movi_e",
@@ -132,8 +134,22 @@ def test_a_snippet_trains() -> None:
     assert run.steps >= 1
 
 
+def test_the_recipe_reads_movi_e_as_it_is_stored(tmp_path: Path) -> None:
+    """Drawn clips in MOVi's shards; the split for validation is the one that has its name."""
+    write_movi(tmp_path, {"train": range(6), "validation": range(6, 8)}, MovingSprites(ShapeStamps(), 8, 16, 4, 2))
+    small = [word for word in SMALL if not word.startswith(("data.name", "data.val", "data.objects", "data.samples"))]
+    settings = ["--data_dir", str(tmp_path), "--bf16", *small, "batch_size=2", "run.dir=run"]
+    run = halfstep.fit("slots_movi_e", settings=settings, quiet=True)
+    assert run.precision == "bf16"
+    assert run.steps >= 1
+    assert {"loss", "fg_ari", "mbo"} <= run.metrics.keys()  # there are true masks
+    assert resolved_recipe(read_recipe("slots_movi_e"), []).recipe.data.val == "validation"
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["several GPUs", "low memory"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) for name in ("several GPUs", "low memory")]
+)
 def test_torchrun(name: str) -> None:
     """`torchrun --nproc_per_node=8`, with two processes."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "halfstep", "train"]

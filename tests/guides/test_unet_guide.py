@@ -14,8 +14,8 @@ import yaml
 from PIL import Image
 
 import halfstep
-from halfstep.tasks._resolving import resolved_recipe
-from halfstep.train.recipe.sources import read_recipe
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.resolve import resolved_recipe
 
 SMALL = ["model.width=4", "model.depth=2", "data.crop=16", "data.tile=16", "data.overlap=4", "run.pictures=0"]
 """What makes any of these runs take seconds on a CPU; nothing of it is in the guide."""
@@ -161,6 +161,7 @@ def test_the_guides_script_runs(data: Path, tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "runs" / "unet" / "best.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_of_the_summary(data: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "halfstep", "train", "unet", "use_amp=True", "--data_dir", str(data), *SMALL]
     more = ["train.steps=1", "batch_size=2", "num_workers=0", f"run.dir={tmp_path / 'run'}"]

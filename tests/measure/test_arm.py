@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from halfstep.errors import HalfstepError
-from halfstep.measure.arm import Arm
-from halfstep.measure.case import Case, Subject, case_of
+from halfstep.measure.candidate import Candidate
+from halfstep.measure.case import Case, case_of
 from halfstep.measure.conditions import busy, conditions, in_words
-from halfstep.measure.process import ArmFailed, ArmProcess, ArmTooSlow
-from halfstep.measure.setting import Setting
-from halfstep.measure.timing import Race, Speed, race, warm
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
+from halfstep.measure.timing import Speed, TimedRace, race, warm
+from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow
 from tests.support import cases
 
 LINEAR = Subject("tests.support.cases:linear")
@@ -26,7 +27,7 @@ LINEAR = Subject("tests.support.cases:linear")
 def test_an_arm_trains_a_copy_in_the_precision_asked_for() -> None:
     case = LINEAR.open()
     before = [p.detach().clone() for p in case.model.parameters()]
-    arm = Arm(case, Setting("bf16", batch=4, microbatches=2))
+    arm = Candidate(case, StepSetting("bf16", batch=4, microbatches=2))
     losses = arm.losses(20)
     assert losses[-1] < losses[0]
     assert arm.samples == 8
@@ -37,32 +38,33 @@ def test_an_arm_trains_a_copy_in_the_precision_asked_for() -> None:
 
 def test_a_precision_that_is_not_here_is_refused_not_replaced() -> None:
     with pytest.raises(HalfstepError, match="tf32"):
-        Arm(LINEAR.open(), Setting("tf32"))
+        Candidate(LINEAR.open(), StepSetting("tf32"))
 
 
 def test_an_arm_elsewhere_is_the_same_arm() -> None:
-    setting = Setting("bf16", batch=4)
+    setting = StepSetting("bf16", batch=4)
     with ArmProcess(LINEAR, setting) as away:
         opened = away.open()
         assert opened["samples"] == 4
         assert opened["conditions"]["torch"] == torch.__version__
-        assert away.losses(3) == Arm(LINEAR.open(), setting).losses(3)
+        assert away.losses(3) == Candidate(LINEAR.open(), setting).losses(3)
         assert away.seconds(2) > 0
         assert away.memory() > 4 * (64 * 128 + 128 * 10) * 4  # weights, gradients and two of AdamW
 
 
+@pytest.mark.slow
 def test_an_arm_elsewhere_says_why_it_cannot() -> None:
-    with ArmProcess(LINEAR, Setting("tf32")) as away, pytest.raises(HalfstepError, match="tf32 on") as refused:
+    with ArmProcess(LINEAR, StepSetting("tf32")) as away, pytest.raises(HalfstepError, match="tf32 on") as refused:
         away.open()
     assert refused.value.do
-    with ArmProcess(Subject("tests.support.cases:broken"), Setting()) as away:
+    with ArmProcess(Subject("tests.support.cases:broken"), StepSetting()) as away:
         away.open()
         with pytest.raises(ArmFailed, match="IndexError"):
             away.seconds()
 
 
 def test_an_arm_that_dies_or_hangs_is_told_apart() -> None:
-    with ArmProcess(LINEAR, Setting()) as away:
+    with ArmProcess(LINEAR, StepSetting()) as away:
         with pytest.raises(ArmTooSlow):
             away.open(limit=0.01)
         with pytest.raises(ArmFailed):
@@ -70,7 +72,7 @@ def test_an_arm_that_dies_or_hangs_is_told_apart() -> None:
 
 
 def test_no_time_left_is_too_slow_and_not_a_wait_without_end() -> None:
-    with ArmProcess(LINEAR, Setting()) as away:
+    with ArmProcess(LINEAR, StepSetting()) as away:
         away.open()
         with pytest.raises(ArmTooSlow):
             away.seconds(1, limit=-0.5)
@@ -120,7 +122,7 @@ def test_a_race_ends_in_time_and_on_ctrl_c_with_what_it_has() -> None:
     assert interrupted.speeds["a"].pairs == 3
     at_once = Interrupted(1.0)
     at_once.calls = 3
-    assert race({"a": at_once}, baseline="a") == Race({}, interrupted=True)
+    assert race({"a": at_once}, baseline="a") == TimedRace({}, interrupted=True)
     late = race({"a": Clockwork(1.0)}, baseline="a", pairs=10, seconds=0.0)
     assert late.speeds["a"].pairs == 1
     assert not late.interrupted
@@ -163,7 +165,7 @@ def test_what_a_case_started_does_not_outlive_its_arm(tmp_path: Path, monkeypatc
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), str(tmp_path)]))
     monkeypatch.chdir(tmp_path)
-    with ArmProcess(Subject("sleepy:case"), Setting()) as away:
+    with ArmProcess(Subject("sleepy:case"), StepSetting()) as away:
         away.open()
         started = int(Path("pid").read_text().split()[1])
         begin = time.monotonic()
@@ -179,7 +181,7 @@ def test_an_arm_ends_with_its_parent_even_in_a_long_step(tmp_path: Path) -> None
     )
     parent = subprocess.Popen(
         [sys.executable, "-c",
-         "from halfstep.measure.process import *; ArmProcess(Subject('endless:case'), Setting()).open()"],
+         "from halfstep.measure.worker_process import *; ArmProcess(Subject('endless:case'), StepSetting()).open()"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(tmp_path)])},
     )  # fmt: skip
     file, deadline = tmp_path / "pid", time.monotonic() + 60
@@ -211,8 +213,8 @@ def dropping() -> Case:
 def test_arms_draw_the_same_random_numbers_and_leave_the_callers_alone() -> None:
     case = dropping()
     before = torch.get_rng_state()
-    one, other = Arm(case, Setting()), Arm(case, Setting())
-    found: dict[Arm, list[float]] = {one: [], other: []}
+    one, other = Candidate(case, StepSetting()), Candidate(case, StepSetting())
+    found: dict[Candidate, list[float]] = {one: [], other: []}
     for arm in (one, other, other, one):  # whoever takes turns with it
         found[arm] += arm.losses(1)
     assert found[one] == found[other]

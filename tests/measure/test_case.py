@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from halfstep.errors import WrongUse
 from halfstep.measure.batches import placed, resized, size_of, taken_as_samples
-from halfstep.measure.case import Subject, case_of
+from halfstep.measure.case import case_of
+from halfstep.measure.subject import Subject
 from tests.support import cases
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.measure.arm import Arm
-from halfstep.measure.case import Subject
-from halfstep.measure.setting import Setting
+from halfstep.measure.candidate import Candidate
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measure.md").read_text()
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_case_is_a_case() -> None:
     case = Subject("my_case:make").open()
     assert isinstance(case.model, nn.Sequential)
-    assert Arm(case, Setting(precision="bf16"), "cpu").step().applied
+    assert Candidate(case, StepSetting(precision="bf16"), "cpu").step().applied
     assert survival(case).survives
 
 
@@ -60,7 +60,7 @@ def test_a_case_from_a_lightning_module() -> None:
     case = Subject("my_lightning_case:make").open()
     assert case.data is not None
     assert isinstance(case.batch[0], torch.Tensor)
-    assert Arm(case, Setting(), "cpu").step().applied
+    assert Candidate(case, StepSetting(), "cpu").step().applied
 
 
 def test_both_blocks_were_found_and_each_command_has_its_link() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.measure.parity import Parity, half_a_point, margin_of, parity, student
+from halfstep.measure.parity import ParityTest, half_a_point, margin_of, parity, student
 
 # Student's t at 95 % one-sided and 97.5 % one-sided, as the tables in books print it.
 TABLE = {
@@ -24,7 +24,7 @@ BASE = [0.90, 0.91, 0.92, 0.91, 0.91]
 """A standard deviation of 0.00707, so a margin of 0.0212."""
 
 
-def judged(base: list[float], arm: list[float], points: float = 0.005, higher_is_better: bool = True) -> Parity:
+def judged(base: list[float], arm: list[float], points: float = 0.005, higher_is_better: bool = True) -> ParityTest:
     return parity(base, arm, margin_of(base, points=points), higher_is_better=higher_is_better)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.measure.batches import bytes_of
-from halfstep.measure.sizes import size_in_words
+from halfstep.measure.setting import size_in_words
 
 
 def shared_and_alone() -> list[torch.Tensor]:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep import island
-from halfstep.cli._survival_page import show
+from halfstep import Counted, island
+from halfstep.cli.pages.estimate import show_survival
 from halfstep.errors import UnknownName, WrongUse
-from halfstep.measure.case import Subject
+from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
 from tests.support.models import buffered_model
 
@@ -274,7 +274,7 @@ def test_an_interrupt_leaves_everything_as_it_was() -> None:
 def test_losses_with_counts_and_by_name() -> None:
     x = torch.randn(6, 8)
     plain = survival(buffered_model(), mse, x)
-    counted = survival(buffered_model(), lambda m, x: (mse(m, x) * 24, torch.tensor(24)), x)
+    counted = survival(buffered_model(), lambda m, x: Counted(mse(m, x) * 24, torch.tensor(24)), x)
     by_name = survival(buffered_model(), lambda m, x: {"a": mse(m, x) / 2, "b": mse(m, x) / 2}, x)
     assert counted.loss == pytest.approx(plain.loss)
     assert by_name.loss == pytest.approx(plain.loss, rel=1e-3)
@@ -291,12 +291,12 @@ def test_wrong_use_is_refused() -> None:
 
 def test_the_page_says_the_verdict_first_and_what_to_type_last(capsys: pytest.CaptureFixture[str]) -> None:
     case = Subject("tests.support.cases:convolutions").open()
-    show([survival(Net(1e5), classify, IMAGES).as_dict(), survival(case, format_name="fp8_e4m3").as_dict()])
+    show_survival([survival(Net(1e5), classify, IMAGES).as_dict(), survival(case, format_name="fp8_e4m3").as_dict()])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0].startswith("fp16: overflows in neck.0 (aten.convolution)")
     assert lines[-2:] == ['  island(model, "neck")', '  precision="bf16"']
     assert max(map(len, lines)) <= 80
-    show([survival(case).as_dict()])
+    show_survival([survival(case).as_dict()])
     assert capsys.readouterr().out.splitlines()[-1].startswith("  halfstep plan CASE")
-    show([])
+    show_survival([])
     assert "No format" in capsys.readouterr().out

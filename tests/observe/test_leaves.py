@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.observe.leaves import leaves
-from halfstep.step.attempt import versions_of
+from halfstep.observe.reachable import leaves
+from halfstep.step.step_inputs import versions_of
 
 
 @dataclass

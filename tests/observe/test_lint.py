@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.formats import BF16, FP16, Format
+from halfstep.observe.emulate import RoundedOutputs
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Lint, Spotted
 from halfstep.observe.recorder import Operation, Recorder
-from halfstep.observe.rounding import RoundedOutputs
 
 Forward = Callable[["Planted", Tensor], Tensor]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.observe.leaves import leaves
-from halfstep.observe.origins import BATCH, Made, Origins
+from halfstep.observe.nonfinite_origin import BATCH, Made, NonfiniteOrigins
+from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import OUTSIDE, Operation, Recorder
 
 Change = Callable[[Tensor], Tensor]
@@ -34,7 +34,7 @@ def origin_in(change: Change, x: Tensor | None = None, prepare: Callable[[Net], 
     model = Net(change)
     prepare(model)
     batch = {"x": torch.randn(4, 8) if x is None else x}
-    origins = Origins(model, batch)
+    origins = NonfiniteOrigins(model, batch)
     with Recorder(model, origins):
         loss = model(batch["x"]).square().mean()
         loss.backward()
@@ -78,7 +78,7 @@ def test_what_is_not_finite_and_does_not_reach_the_end_is_not_named(change: Chan
 
 
 def test_memory_that_was_never_set_is_nobodys_fault() -> None:
-    origins = Origins(nn.Linear(2, 2), ())
+    origins = NonfiniteOrigins(nn.Linear(2, 2), ())
     memory = torch.full((3,), torch.nan)
     origins(Operation(torch.ops.aten.empty.memory_format, ([3],), {}, memory, "", False, False))
     assert origins.reaching([memory]) is None
@@ -204,7 +204,7 @@ def test_a_constant_of_minus_infinity_is_a_mask_and_one_of_nan_is_not() -> None:
 def test_a_mask_in_the_batch_is_not_blamed_for_what_something_else_did() -> None:
     model = Net(torch.tanh)
     batch = {"x": torch.randn(4, 8), "mask": torch.zeros(4, 4).fill_diagonal_(-torch.inf)}
-    origins = Origins(model, batch)
+    origins = NonfiniteOrigins(model, batch)
     with Recorder(model, origins):
         h = (torch.randn(4, 4) + batch["mask"]).softmax(-1)
         large = h / torch.zeros(())
@@ -245,7 +245,7 @@ def test_a_batch_that_holds_itself_has_an_end() -> None:
 
 def test_an_operation_that_spoils_a_buffer_in_place_is_named() -> None:
     model = Net(lambda h: h * model.factor.div_(0.0))
-    origins = Origins(model, ())
+    origins = NonfiniteOrigins(model, ())
     with Recorder(model, origins):
         loss = model(torch.randn(4, 8)).square().mean()
     found = origins.reaching([loss])
@@ -256,7 +256,7 @@ def test_an_operation_that_spoils_a_buffer_in_place_is_named() -> None:
 def test_what_was_bad_before_it_was_written_into_is_named_itself() -> None:
     model = Net(lambda h: h * model.factor.mul_(2.0))
     model.factor.fill_(torch.nan)
-    origins = Origins(model, ())
+    origins = NonfiniteOrigins(model, ())
     with Recorder(model, origins):
         loss = model(torch.randn(4, 8)).square().mean()
     found = origins.reaching([loss])

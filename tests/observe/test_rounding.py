@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
-from halfstep.observe.ranges import BACKWARD, FORWARD, WEIGHTS
+from halfstep.observe.emulate import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    RoundedOperands,
+    RoundedOutputs,
+    Rounding,
+    over_the_whole_range,
+    rounded_to,
+)
 from halfstep.observe.recorder import Recorder
-from halfstep.observe.rounding import RoundedOperands, RoundedOutputs, Rounding, over_the_whole_range, rounded_to
 
 INF, NAN = math.inf, math.nan
 SPECIAL = torch.tensor([0.0, -0.0, INF, -INF, NAN, 1.0, -1.0, 65504.0, 65519.9, 65520.0, 1e-8, -1e-8, 6e-8, 1e-40])

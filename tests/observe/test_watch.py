@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, Window, island
 from halfstep.errors import PrecisionNotObserved
+from halfstep.observe.precision_check import Watch
 from halfstep.observe.recorder import Operation, Recorder
-from halfstep.observe.watch import Watch
-from halfstep.precision.registry import precision_named, precision_names
+from halfstep.precision.names import precision_names
+from halfstep.precision.precision import precision_named
 from tests.support.digest import digest_of_run
 from tests.support.models import buffered_model, plain_model
 

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import PrecisionRefused, UnknownName
-from halfstep.precision import ladder
-from halfstep.precision.abilities import Device
-from halfstep.precision.ladder import choose_precision
-from halfstep.precision.measurements import Measurements
-from halfstep.precision.registry import precision_named
+from halfstep.precision import select
+from halfstep.precision.capability import Device
+from halfstep.precision.precision import precision_named
+from halfstep.precision.probe_cache import Measurements
+from halfstep.precision.select import choose_precision
 from tests.support.devices import ASKED, ROWS, TPU, Row, named
 
 
@@ -123,14 +123,14 @@ def test_a_format_that_failed_in_one_operation_is_not_taken() -> None:
 
 
 def test_auto_measures_a_device_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "describe", lambda _device: named("Xeon with AMX"))
+    monkeypatch.setattr(select, "describe", lambda _device: named("Xeon with AMX"))
     seen = []
 
     def fake(device: Device, *, fresh: bool) -> Measurements:
         seen.append((device.name, fresh))
         return measured(bf16=0.9)
 
-    monkeypatch.setattr(ladder, "measure", fake)
+    monkeypatch.setattr(select, "measure", fake)
     assert choose_precision("auto", device="cpu", fresh=True).precision.name == "fp32"
     assert choose_precision("bf16", device="cpu").precision.name == "bf16"
     assert seen == [("Xeon with AMX", True)]

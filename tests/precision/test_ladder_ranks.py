@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from halfstep.errors import HalfstepError
-from halfstep.precision import ladder
-from halfstep.precision.measurements import Measurements
+from halfstep.precision import select
+from halfstep.precision.probe_cache import Measurements
 from tests.support.devices import named
 from tests.support.ranks import Ranks
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 def chosen(rank: int) -> tuple[str, int, list[str]]:
     """Each rank has a device and measurements of its own, and would choose differently alone."""
     measured = {"bf16": {"GEMM": 3.0}} if rank == 0 else {"fp16": {"GEMM": 9.0}}
-    choice = ladder.choose_precision(device=named(["A100", "Tesla T4"][rank]), measured=Measurements(measured, {}, 0.0))
+    choice = select.choose_precision(device=named(["A100", "Tesla T4"][rank]), measured=Measurements(measured, {}, 0.0))
     return choice.precision.name, len(choice.rungs), [finding.id for finding in choice.findings]
 
 
@@ -30,7 +30,7 @@ def test_rank_zero_decides(on_ranks: Ranks) -> None:
 
 def refused(rank: int) -> str:
     try:
-        ladder.choose_precision("fp8", device=named(["A100", "Tesla T4"][rank]), strict=True)
+        select.choose_precision("fp8", device=named(["A100", "Tesla T4"][rank]), strict=True)
     except HalfstepError as error:
         return f"{type(error).__name__}: {error.given}"
     return "went on"
@@ -44,20 +44,20 @@ def test_its_refusal_travels(on_ranks: Ranks) -> None:
 
 def with_a_broken_probe(rank: int) -> tuple[str, int]:
     measured_here = []
-    right = ladder.measure
+    right = select.measure
 
     def broken(*_args: Any, **_named: Any) -> Any:
         measured_here.append(rank)
         raise ValueError("the probe broke")
 
-    ladder.measure = broken
+    select.measure = broken
     try:
-        ladder.choose_precision("auto", device="cpu")
+        select.choose_precision("auto", device="cpu")
         said = "went on"
     except HalfstepError as error:
         said = error.given
     finally:
-        ladder.measure = right
+        select.measure = right
     return said, len(measured_here)
 
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from halfstep.errors import Contradiction, PrecisionRefused, UnknownName
-from halfstep.precision.names import Named, read_precision, read_settings
-from halfstep.precision.registry import precision_names
+from halfstep.precision.names import Named, precision_names, read_precision, read_settings
 
 
 @pytest.mark.parametrize("name", [*precision_names(), "auto"])

@@ -8,9 +8,9 @@ from torch import nn
 
 from halfstep.formats import FP16, FP32, TF32
 from halfstep.precision.flags import computes_tf32, fp32_scope, read_flags
-from halfstep.precision.half_convolutions import spare_half_convolutions
 from halfstep.precision.names import precision_names
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named, spare_half_convolutions
+from tests.support.cpu import emulates_bf16
 
 CPU = torch.device("cpu")
 NAMES = precision_names()
@@ -69,7 +69,8 @@ def test_fp32_is_fp32_whatever_the_process_was_set_to() -> None:
             strict = ((x @ x) - exact).abs().max()
         assert torch.get_float32_matmul_precision() == "medium"
         assert strict < 1e-3
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # oneDNN takes the looser product only where it has instructions for it.
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulates_bf16():
             assert loose > 10 * strict
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -12,8 +12,9 @@ from torch import Tensor
 from halfstep.errors import WrongUse
 from halfstep.precision import flags, probe
 from halfstep.precision.hardware import describe
-from halfstep.precision.measurements import Measurements, cache_file, keep, kept, key_of
 from halfstep.precision.probe import measure
+from halfstep.precision.probe_cache import Measurements, cache_file, keep, kept, key_of
+from tests.support.cpu import emulates_bf16
 from tests.support.devices import named
 
 
@@ -45,7 +46,7 @@ def test_the_real_probe_is_quick_and_complete() -> None:
     # Processor time: the wall's says more about what else the machine is doing.
     start = time.process_time()
     found = measure("cpu", fresh=True)
-    assert time.process_time() - start < 1.5
+    assert time.process_time() - start < (6.0 if emulates_bf16() else 1.5)
     for name in (name for name in found.speedups if name not in found.failures):
         assert set(found.speedups[name]) == {"GEMM", "conv2d", "conv3d"}
         assert found.combined(name) == pytest.approx(math.prod(found.speedups[name].values()) ** (1 / 3))

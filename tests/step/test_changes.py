@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import Ema, Stepper, Window, island
+from halfstep import Counted, Ema, Stepper, Window, island
 from halfstep.errors import StateMismatch, WrongUse
 from tests.support.digest import digest_of_run
 from tests.support.models import plain_model
@@ -36,7 +36,7 @@ def test_a_head_that_replaces_another_is_guarded_and_unscaled(precision: str) ->
     stepper = make(model, precision)
     stepper.step(mse, torch.randn(6, 8))
     model[2] = nn.Linear(16, 4)
-    stepper._lanes[0].optimizer.param_groups[0]["params"][-2:] = list(model[2].parameters())
+    stepper.optimizers["loss"].param_groups[0]["params"][-2:] = list(model[2].parameters())
     before = model[2].weight.detach().clone()
     assert stepper.step(mse, torch.randn(6, 8)).applied
     assert 0 < (model[2].weight - before).norm().item() < 1.0
@@ -63,7 +63,7 @@ def test_an_unfrozen_layer_leaves_no_old_gradient_for_its_optimizer() -> None:
     model[2].requires_grad_(True)
     for _ in range(5):
         stepper.step(mse, x)
-    stepper._lanes[0].optimizer.add_param_group({"params": list(model[2].parameters())})
+    stepper.optimizers["loss"].add_param_group({"params": list(model[2].parameters())})
     first, second = stepper.step(mse, x), stepper.step(mse, x)
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-6)
 
@@ -277,9 +277,9 @@ def test_an_average_of_another_model_is_refused() -> None:
 def test_a_count_that_is_not_finite_does_not_stay() -> None:
     stepper = make(plain_model())
     for count in (float("inf"), float("nan"), 0):
-        assert not stepper.step(lambda m, x, n=count: (m(x).square().sum(), n), torch.randn(6, 8)).applied
-    assert stepper.state_dict()["lanes"]["loss"]["base_count"] is None
-    assert stepper.step(lambda m, x: (m(x).square().sum(), 6), torch.randn(6, 8)).applied
+        assert not stepper.step(lambda m, x, n=count: Counted(m(x).square().sum(), n), torch.randn(6, 8)).applied
+    assert stepper.state_dict()["losses"]["loss"]["base_count"] is None
+    assert stepper.step(lambda m, x: Counted(m(x).square().sum(), 6), torch.randn(6, 8)).applied
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -288,7 +288,7 @@ def test_two_kinds_of_loss_in_one_window_are_refused_in_either_order(first: int)
 
     def mixed(model: nn.Module, x: Tensor) -> Any:
         total = model(x).square().sum()
-        return (total, 6) if next(turn) else total
+        return Counted(total, 6) if next(turn) else total
 
     with pytest.raises(WrongUse, match="the same for every micro-batch"):
         make(plain_model()).step(mixed, Window([torch.randn(6, 8)] * 2))
@@ -338,11 +338,11 @@ def test_a_state_of_another_width_is_refused_before_anything_changes() -> None:
         wide.load_state_dict(narrow.state_dict())
     spoiled = copy.deepcopy(wide.state_dict())
     spoiled["counts"].pop("applied")
-    spoiled["lanes"]["loss"]["optimizer"]["param_groups"][0]["lr"] = 9.0
-    with pytest.raises(StateMismatch, match="counters saved without applied"):
+    spoiled["optimizers"]["loss"]["optimizer"]["param_groups"][0]["lr"] = 9.0
+    with pytest.raises(StateMismatch, match="counts saved without applied"):
         wide.load_state_dict(spoiled)
     assert digest_of_run(wide) == before
-    assert wide._lanes[0].optimizer.param_groups[0]["lr"] == 1e-2
+    assert wide.optimizers["loss"].param_groups[0]["lr"] == 1e-2
 
 
 # -- the context form, out of turn ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep import Stepper, audit, island
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
 
 PAGE = Path(__file__).parents[2] / "docs" / "custom-operations.md"
 # The rounding of each format, over the few operations from the loss to the first weight.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep import Stepper
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
 from tests.step.test_ranks import Counted, mse
 from tests.support.digest import digest_of
 from tests.support.models import buffered_model

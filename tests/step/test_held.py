@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.step.held import held_by
+from halfstep.observe.reachable import held_by
 
 GLOBAL = torch.Generator()
 

@@ -32,10 +32,11 @@ def torch_trace(bad: list[bool], knobs: dict[str, Any]) -> list[tuple[float, int
     return trace
 
 
-def test_equal_to_torch_on_a_thousand_traces_until_torch_leaves_the_bounds() -> None:
+@pytest.mark.parametrize("traces", [150, pytest.param(1000, marks=pytest.mark.full)])
+def test_equal_to_torch_on_many_traces_until_torch_leaves_the_bounds(traces: int) -> None:
     dice = random.Random(20)
     compared = left = 0
-    for _ in range(1000):
+    for _ in range(traces):
         knobs = {
             "init_scale": 2.0 ** dice.randint(0, 24),
             "growth_factor": dice.choice([2.0, 1.5, 3.7]),
@@ -52,8 +53,8 @@ def test_equal_to_torch_on_a_thousand_traces_until_torch_leaves_the_bounds() -> 
             ours.update(overflow=overflow)
             assert (ours.value, ours.growth_tracker) == (scale, tracker), knobs
             compared += 1
-    assert compared > 20_000
-    assert left > 100
+    assert compared > 20 * traces
+    assert left > traces / 10
 
 
 def whole_steps(bad: list[bool]) -> list[float]:
@@ -197,7 +198,7 @@ def test_a_static_scale_skips_and_stays() -> None:
     )
     report = stepper.step(lambda m, x: m(x).float().square().mean() * 1e4, torch.randn(4, 8))
     assert (report.reason, report.loss_scale) == ("gradient_overflow", 2.0**40)
-    assert stepper.state_dict()["lanes"]["loss"]["loss_scale"] == {"scale": 2.0**40}
+    assert stepper.state_dict()["losses"]["loss"]["loss_scale"] == {"scale": 2.0**40}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import DynamicScale, Stepper
-from halfstep.precision.precision import Precision
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import Precision, precision_named
 from tests.support.models import plain_model
 
 
@@ -37,7 +36,7 @@ def test_the_callers_loss_scale_is_used_again_and_begins_anew() -> None:
     stepper.change_precision("fp16")
     assert scale.value == stepper.step(square, torch.randn(6, 8)).loss_scale == 128.0
     assert scale.growth_tracker == 1
-    assert stepper.state_dict()["lanes"]["loss"]["loss_scale"] == scale.state_dict()
+    assert stepper.state_dict()["losses"]["loss"]["loss_scale"] == scale.state_dict()
 
 
 def test_a_precision_that_is_the_callers_own_is_found_again() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import halfstep
 from halfstep import DynamicScale, Stepper, Window, windows
 from halfstep.errors import WrongUse
 from tests.step.test_skip import OPTIMIZERS
@@ -77,7 +78,7 @@ def fresh() -> Stepper:
 def gradients_of(stepper: Stepper, loss: Any, batch: Any) -> Tensor:
     """The gradients that the optimizer was given, as one vector."""
     found: list[Tensor] = []
-    optimizer = stepper._lanes[0].optimizer
+    optimizer = stepper.optimizers["loss"]
     handle = optimizer.register_step_pre_hook(
         lambda *_: found.extend(p.grad.clone() for p in stepper.model.parameters())
     )
@@ -87,7 +88,7 @@ def gradients_of(stepper: Stepper, loss: Any, batch: Any) -> Tensor:
 
 
 def counted(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+    return halfstep.Counted(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -106,7 +107,7 @@ def test_micro_batches_with_unequal_counts_equal_one_batch(sizes: list[int]) -> 
     stepper.step(counted, (x.repeat(50, 1), y.repeat(50)))
     stepper.model.load_state_dict(plain_model().state_dict())
     assert relative(gradients_of(stepper, counted, window), whole) < 1e-6
-    assert stepper.state_dict()["lanes"]["loss"]["base_count"] == 600.0
+    assert stepper.state_dict()["losses"]["loss"]["base_count"] == 600.0
 
 
 def test_means_of_unequal_micro_batches_do_not_equal_one_batch() -> None:
@@ -128,11 +129,10 @@ def test_the_reported_loss_is_the_mean_over_what_was_counted() -> None:
 
 
 def test_sums_over_many_elements_do_not_overflow_fp16() -> None:
-    def pixels(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    def pixels(model: nn.Module, batch: Tensor) -> halfstep.Counted:
         out = model(batch)
-        return F.binary_cross_entropy_with_logits(
-            out.float(), torch.ones_like(out).float(), reduction="sum"
-        ), out.numel()
+        loss = F.binary_cross_entropy_with_logits(out.float(), torch.ones_like(out).float(), reduction="sum")
+        return halfstep.Counted(loss, out.numel())
 
     model = plain_model()
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp16")
@@ -144,16 +144,16 @@ def test_sums_over_many_elements_do_not_overflow_fp16() -> None:
 def test_nothing_counted_is_no_loss() -> None:
     model = plain_model()
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
-    nothing = lambda m, x: (m(x).sum() * 0.0, 0)  # noqa: E731
+    nothing = lambda m, x: halfstep.Counted(m(x).sum() * 0.0, 0)  # noqa: E731
     assert stepper.step(nothing, torch.randn(2, 8)).reason == "loss_not_finite"
-    assert stepper.state_dict()["lanes"]["loss"]["base_count"] is None
+    assert stepper.state_dict()["losses"]["loss"]["base_count"] is None
     assert stepper.step(counted, data(1)[0]).applied
     assert stepper.step(nothing, torch.randn(2, 8)).reason == "loss_not_finite"
 
 
 def test_counts_may_be_tensors() -> None:
     (x, y) = data(1)[0]
-    as_tensor = lambda m, b: (counted(m, b)[0], torch.tensor(len(b[1])))  # noqa: E731
+    as_tensor = lambda m, b: halfstep.Counted(counted(m, b)[0], torch.tensor(len(b[1])))  # noqa: E731
     assert torch.equal(gradients_of(fresh(), as_tensor, (x, y)), gradients_of(fresh(), counted, (x, y)))
 
 

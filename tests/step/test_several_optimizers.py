@@ -97,7 +97,7 @@ def test_one_scale_a_loss() -> None:
     assert report.reason == "gradient_overflow"
     assert digest_of_run(stepper) == before
     assert {n: p.loss_scale for n, p in report.parts.items()} == {"g": 256.0, "d": 1024.0}
-    scales = {n: lane["loss_scale"] for n, lane in stepper.state_dict()["lanes"].items()}
+    scales = {n: loss["loss_scale"] for n, loss in stepper.state_dict()["losses"].items()}
     assert (scales["g"]["scale"], scales["d"]["scale"]) == (128.0, 1024.0)
     assert (scales["g"]["_growth_tracker"], scales["d"]["_growth_tracker"]) == (0, 1)
     armed[0] = False
@@ -112,7 +112,7 @@ def test_in_turns_each_is_a_step_of_its_own() -> None:
     assert digest(stepper.model.g) == g
     assert digest(stepper.model.d) != d
     assert stepper.model.g.weight.grad is None
-    rates = {n: lane["optimizer"]["param_groups"][0]["lr"] for n, lane in stepper.state_dict()["lanes"].items()}
+    rates = {n: own["optimizer"]["param_groups"][0]["lr"] for n, own in stepper.state_dict()["optimizers"].items()}
     assert rates == {"g": 1e-2, "d": 5e-3}
     averages = stepper.ema.averages()
     assert torch.equal(averages["g.weight"], stepper.model.g.weight)
@@ -127,7 +127,7 @@ def test_in_turns_each_is_a_step_of_its_own() -> None:
 def test_clipping_by_name() -> None:
     stepper = make(clip_norm={"d": 1e-3})
     moved: dict[str, float] = {}
-    for lane in stepper._lanes:
+    for lane in stepper.slots.values():
         lane.optimizer.register_step_pre_hook(
             lambda o, *_, name=lane.name: moved.update(
                 {name: torch.cat([p.grad.flatten() for p in o.param_groups[0]["params"]]).norm().item()}
@@ -146,8 +146,8 @@ def test_wrong_names_are_refused() -> None:
         stepper.step(losses, torch.randn(6, 4), only="x")
     with pytest.raises(WrongUse, match="'x'"):
         make(clip_norm={"x": 1.0})
-    with pytest.raises(WrongUse, match="a dict by optimizer name"):
-        make("fp16", loss_scale=DynamicScale())
+    with pytest.raises(WrongUse, match="which no optimizer is called"):
+        make("fp16", loss_scale={"x": DynamicScale()})
     shared = Pair()
     both = {n: torch.optim.SGD(shared.g.parameters(), 0.1) for n in ("a", "b")}
     with pytest.raises(WrongUse, match=r"g\.weight belongs to optimizers 'a' and 'b'"):

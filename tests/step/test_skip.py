@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
 from tests.support.digest import digest_of_run
 from tests.support.models import buffered_model
 
@@ -137,7 +137,7 @@ def test_scale_and_tracker_move_on_overflow_and_hold_on_a_bad_loss() -> None:
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp16")
 
     def scale() -> tuple[float, int]:
-        state = stepper.state_dict()["lanes"]["loss"]["loss_scale"]
+        state = stepper.state_dict()["losses"]["loss"]["loss_scale"]
         return state["scale"], state["_growth_tracker"]
 
     stepper.step(fault.loss, fault.batch())
@@ -157,7 +157,7 @@ def test_at_the_floor_an_overflow_is_not_blamed_on_the_scale() -> None:
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp16")
     reasons = [stepper.step(fault.loss, fault.batch()).reason for _ in range(18)]
     assert reasons == ["gradient_overflow"] * 16 + ["gradient_not_finite"] * 2
-    assert stepper.state_dict()["lanes"]["loss"]["loss_scale"]["scale"] == 1.0
+    assert stepper.state_dict()["losses"]["loss"]["loss_scale"]["scale"] == 1.0
 
 
 def test_a_gradient_too_large_for_a_norm_is_not_applied() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import halfstep
 from halfstep import DynamicScale, Ema, Stepper
 from halfstep.errors import StateMismatch, WrongUse
 from tests.support.digest import digest_of, digest_of_run
@@ -26,7 +27,7 @@ def make(precision: str, seed: int = 0) -> Stepper:
 
 
 def counted(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    return model(x).float().square().sum(), len(x)
+    return halfstep.Counted(model(x).float().square().sum(), len(x))
 
 
 def batches(count: int) -> list[Tensor]:
@@ -51,18 +52,18 @@ def test_stop_save_load_go_on(precision: str) -> None:
         second.model(torch.randn(4, 8))  # the buffer that starts as None exists in the saved state
     second.model.load_state_dict(model)
     second.load_state_dict(saved)
-    assert second.state_dict()["lanes"]["loss"]["base_count"] == 4.0
+    assert second.state_dict()["losses"]["loss"]["base_count"] == 4.0
     again = [second.step(counted, x) for x in batches(20)[9:]]
 
     assert again == reports[9:]
     assert digest_of_run(second) == digest_of_run(straight)
-    assert digest_of(second.state_dict()["lanes"]["loss"]["loss_scale"], second.counts.state_dict()) == digest_of(
-        straight.state_dict()["lanes"]["loss"]["loss_scale"], straight.counts.state_dict()
+    assert digest_of(second.state_dict()["losses"]["loss"]["loss_scale"], second.counts.state_dict()) == digest_of(
+        straight.state_dict()["losses"]["loss"]["loss_scale"], straight.counts.state_dict()
     )
-    assert second.state_dict()["lanes"]["loss"]["base_count"] == 4.0
+    assert second.state_dict()["losses"]["loss"]["base_count"] == 4.0
 
 
-@pytest.mark.parametrize("part", ["precision", "counts", "ema", "lanes"])
+@pytest.mark.parametrize("part", ["precision", "counts", "ema", "optimizers", "losses"])
 def test_a_missing_part_is_refused(part: str) -> None:
     stepper = make("bf16")
     state = stepper.state_dict()
@@ -78,33 +79,33 @@ def test_the_state_of_another_run_is_refused() -> None:
         make("bf16").load_state_dict(make("fp16").state_dict())
     state = make("bf16").state_dict()
     with pytest.raises(StateMismatch, match="optimizers saved without loss and with g"):
-        make("bf16").load_state_dict({**state, "lanes": {"g": state["lanes"]["loss"]}})
+        make("bf16").load_state_dict({**state, "optimizers": {"g": state["optimizers"]["loss"]}})
     with pytest.raises(StateMismatch, match="riders saved without ema"):
         make("bf16").load_state_dict({**state, "ema": None})
-    bare = {**state["lanes"]["loss"], "schedule": None}
+    bare = {**state["optimizers"]["loss"], "schedule": None}
     with pytest.raises(StateMismatch, match="a schedule saved without schedule"):
-        make("bf16").load_state_dict({**state, "lanes": {"loss": bare}})
+        make("bf16").load_state_dict({**state, "optimizers": {"loss": bare}})
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda lane: lane.pop("loss_scale"), r"without loss_scale"),
-        (lambda lane: lane["optimizer"].update(param_groups=[]), "0 parameters"),
-        (lambda lane: lane["loss_scale"].update(scale=float("inf")), "inf"),
-        (lambda lane: lane.update(extra=1), r"with extra"),
+        (lambda slot, loss: loss.pop("loss_scale"), r"without loss_scale"),
+        (lambda slot, loss: slot["optimizer"].update(param_groups=[]), "0 parameters"),
+        (lambda slot, loss: loss["loss_scale"].update(scale=float("inf")), "inf"),
+        (lambda slot, loss: slot.update(extra=1), r"with extra"),
     ],
 )
 def test_a_spoiled_state_is_refused_before_anything_changes(spoil: Any, words: str) -> None:
     stepper, other = make("fp16"), make("fp16", seed=3)
     other.step(counted, torch.randn(4, 8))
     state = copy.deepcopy(other.state_dict())
-    state["lanes"]["loss"]["loss_scale"]["scale"] = 8.0
-    spoil(state["lanes"]["loss"])
-    before = digest_of(stepper.state_dict()["lanes"], stepper.state_dict()["ema"])
+    state["losses"]["loss"]["loss_scale"]["scale"] = 8.0
+    spoil(state["optimizers"]["loss"], state["losses"]["loss"])
+    before = digest_of_run(stepper)
     with pytest.raises(StateMismatch, match=words):
         stepper.load_state_dict(state)
-    assert digest_of(stepper.state_dict()["lanes"], stepper.state_dict()["ema"]) == before
+    assert digest_of_run(stepper) == before
 
 
 # -- the average ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfstep.precision.abilities import Device
+from halfstep.precision.capability import Device
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def digest_of_run(stepper: Stepper) -> str:
     return digest_of(
         dict(stepper.model.named_parameters()),
         dict(stepper.model.named_buffers()),
-        {name: (lane["optimizer"], _plain(lane["schedule"])) for name, lane in state["lanes"].items()},
+        {name: (own["optimizer"], _plain(own["schedule"])) for name, own in state["optimizers"].items()},
         state["ema"],
         stepper.counts.applied,
     )

@@ -13,7 +13,7 @@ from torch.amp import custom_bwd, custom_fwd
 from halfstep import Stepper
 from halfstep.finding import Finding
 from halfstep.observe.lint.functions import ID
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
 
 
 class Bare(torch.autograd.Function):

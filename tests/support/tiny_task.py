@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.train.task import Split, Task
 
 
@@ -46,7 +46,7 @@ class Points:
 
     def read(self, index: int) -> dict[str, Tensor]:
         if index in self.unreadable:
-            from halfstep.train.data.source import BadSample
+            from halfstep.data.source import BadSample
 
             raise BadSample(self.name(index), "not readable in this test")
         return {"x": self.x[index], "y": self.y[index]}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.tasks import _fit
+from halfstep.runs import fit as _fit
 from halfstep.train.loop import Loop
 from halfstep.train.run import Run
 from tests.support.tiny_task import Tiny

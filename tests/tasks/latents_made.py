@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.data.source import BadSample, Sample
 from halfstep.errors import HalfstepError
-from halfstep.tasks._latents.cache import CachedLatents, cached
-from halfstep.tasks._latents.chunks import PER_CHUNK
-from halfstep.tasks._latents.encoding import Encoding
-from halfstep.tasks._latents.scale import measured_scale
-from halfstep.train.data.source import BadSample, Sample
+from halfstep.tasks.latent_cache.cache import PER_CHUNK, CachedLatents, cached
+from halfstep.tasks.latent_cache.encoding import Encoding, measured_scale
 
 PARTS = {"autoencoder": "a" * 64, "format": "bf16", "size": "4", "channels": "1"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep.tasks._folder import task_class
-from halfstep.train.data.source import Sample
+from halfstep.data.source import Sample
+from halfstep.runs.registry import task_class
 from halfstep.train.task import Split, Task
 
 

@@ -253,6 +253,27 @@ def test_frames_tell_right_from_wrong() -> None:
     task = made("classification")
     batch = batch_of(task, "val", 2)
     answers = torch.eye(6)[[int(batch["label"][0]), (int(batch["label"][1]) + 1) % 6]]
-    right, wrong = task.pictures(Says(answers).eval(), batch)
-    assert right[0, 0].tolist() == [0, 158, 115]
-    assert wrong[0, 0].tolist() == [213, 94, 0]
+    right, wrong = task.shown(Says(answers).eval(), batch)
+    assert (right.frame, wrong.frame) == ((0, 158, 115), (213, 94, 0))
+    names = [task.classes[int(label)] for label in batch["label"]]
+    assert right.caption.splitlines() == [f"truth: {names[0]}", f"answer: {names[0]} (0.35)"]  # e / (e + 5)
+    assert wrong.caption.startswith(f"truth: {names[1]}\nanswer: ")
+    assert names[1] not in wrong.caption.splitlines()[1]
+
+
+def test_each_image_is_judged_by_the_chance_of_its_truth() -> None:
+    task = made("classification")
+    judged = task.judge(torch.tensor([[0.0, 0, 9, 0, 0, 0], [9.0, 0, 0, 0, 0, 0]]), torch.tensor([2, 2]))
+    assert judged.quality[0] > 0.99 > 0.01 > judged.quality[1]
+    assert judged.counts[2].tolist() == [1, 0, 1, 0, 0, 0]
+    assert judged.counts.sum() == 2
+    assert {name: numbers.tolist() for name, numbers in judged.classes.items()} == {"truth": [2, 2], "answer": [2, 0]}
+
+
+@pytest.mark.parametrize("crop", ["resize", "shift"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.float32])
+def test_its_preprocessing_is_what_validation_sees(crop: str, dtype: torch.dtype) -> None:
+    task = made("classification", data={"crop": crop})
+    image = torch.rand(3, 50, 71)
+    image = image if dtype.is_floating_point else (image * 255).to(dtype)
+    assert torch.equal(task.signature().preprocessing(image), task.transform("val", {"image": image})["image"][None])

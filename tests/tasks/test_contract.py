@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep import Stepper
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import Case
-from halfstep.measure.memory.building import as_fake
-from halfstep.measure.memory.placing import placed
-from halfstep.precision.registry import precision_named
-from halfstep.tasks._folder import task_names
+from halfstep.measure.memory.fake_tensors import as_fake, placed
+from halfstep.precision.precision import precision_named
+from halfstep.runs.registry import task_names
 from halfstep.train.task import Task
 from tests.support.digest import digest_of_run
 from tests.tasks.made import batch_of, made
@@ -115,13 +114,11 @@ def copies_from_a_gpu(task: Task) -> list[str]:
     gpu, model, batch, mode = torch.device("cuda"), task.model(), batch_of(task, "train"), FakeTensorMode()
     case = as_fake(Case("tiny", model, task.loss, batch), mode)
     metrics = task.metrics()
-    metrics._enable_compute_groups = False  # which metrics count alike is looked up once, in the first step
     with mode:
         there = placed(case.model, gpu, False)
-        placed(metrics, gpu, False)
-        for metric in metrics.values():
-            for state in metric._defaults:
-                setattr(metric, state, torch.empty_like(mode.from_tensor(getattr(metric, state)), device=gpu))
+        for _, metric in metrics.items():
+            for name, state in metric.metric_state.items():
+                setattr(metric, name, torch.empty_like(mode.from_tensor(state), device=gpu))
         with Leaving() as leaving:
             task.loss(there, placed_batch(case.batch, gpu), metrics)
     return leaving.copies
@@ -163,9 +160,9 @@ def test_nothing_to_remember_is_no_error(task: Task) -> None:
 
 @torch.no_grad()
 def test_pictures_are_8_bit_colour(task: Task) -> None:
-    pictures = task.pictures(task.model().eval(), batch_of(task, "val", 2))
-    assert len(pictures) == 2
-    for picture in pictures:
+    shown = task.shown(task.model().eval(), batch_of(task, "val", 2))
+    assert len(shown) == 2
+    for picture in (picture for one in shown for picture in one.panels.values()):
         assert picture.dtype == np.uint8
         assert picture.ndim == 3
         assert picture.shape[2] == 3

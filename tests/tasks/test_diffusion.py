@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from halfstep import Stepper
 from halfstep.errors import BadRecipe, WrongUse
 from halfstep.precision.island import is_island
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
 from halfstep.tasks.diffusion import Diffusion
-from halfstep.tasks.models.latent.conditions import Condition
-from halfstep.tasks.models.latent.losses import divergence, reconstruction
-from halfstep.tasks.models.latent.model import LatentDiffusion
+from halfstep.tasks.models.latent.model import Condition, LatentDiffusion
+from halfstep.tasks.models.latent.noise import divergence, reconstruction
 from tests.tasks.made import batch_of, made
 
 CPU = torch.device("cpu")

@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 
 import halfstep
 from halfstep.errors import BadRecipe, StateMismatch, Stopped
+from halfstep.journal.jsonl import read_events
 from halfstep.precision.island import island
-from halfstep.precision.registry import precision_named
-from halfstep.tasks.diffusion import Diffusion
-from halfstep.tasks.models.latent.encoding_once import computed_in
-from halfstep.train.journal.jsonl import read_events
+from halfstep.precision.precision import precision_named
+from halfstep.tasks.diffusion import Diffusion, computed_in
 from tests.tasks.made import batch_of
 from tests.tasks.test_diffusion import diffusion, model_of
 

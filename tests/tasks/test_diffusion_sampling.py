@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.data.source import BadSample
 from halfstep.errors import BadData
-from halfstep.precision.registry import precision_named
-from halfstep.tasks.models.latent.conditions import Condition
-from halfstep.tasks.models.latent.denoiser import Asked
-from halfstep.tasks.models.latent.model import LatentDiffusion
+from halfstep.precision.precision import precision_named
+from halfstep.tasks.models.latent.model import Asked, Condition, LatentDiffusion
 from halfstep.tasks.models.latent.noise import Draws, NoiseSchedule
-from halfstep.tasks.models.latent.sampling import AT_ONCE, sampled
-from halfstep.tasks.models.latent.wanted import first_conditions
-from halfstep.train.data.source import BadSample
+from halfstep.tasks.models.latent.sampling import AT_ONCE, first_conditions, sampled
 from tests.tasks.test_diffusion import CPU, MAPS, PIXELS, diffusion, embedded, model_of
 
 SHAPE = (2, 3, 16, 16)

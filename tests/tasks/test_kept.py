@@ -15,8 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
 from halfstep.files import write_json
-from halfstep.tasks.models.latent.kept import CONFIG, INDEX, WEIGHTS, kept_autoencoder, kept_denoiser, plain_config
-from halfstep.train.keeping import BEST, FACTS, LAST
+from halfstep.tasks.models.latent.pretrained import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    kept_autoencoder,
+    kept_denoiser,
+    plain_config,
+)
+from halfstep.train.outputs import BEST, FACTS, LAST
 from halfstep.train.weights import digest
 
 SMALL = {

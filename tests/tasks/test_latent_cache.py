@@ -14,15 +14,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from halfstep.data import fingerprint as fingerprints
+from halfstep.data.folders import ImageFolder
+from halfstep.data.source import Sample
+from halfstep.data.synthetic.shapes import ShapeLabels
 from halfstep.errors import BadData, NotBegun, StorageFailed
-from halfstep.tasks._latents.cache import CachedLatents, cached
-from halfstep.tasks._latents.chunks import ABOUT, PER_CHUNK
-from halfstep.tasks._latents.encoding import Encoding
-from halfstep.train.data import fingerprint as fingerprints
-from halfstep.train.data.folders import ImageFolder
-from halfstep.train.data.procedural import ShapeLabels
-from halfstep.train.data.source import Sample
-from halfstep.train.stopping import Stopping
+from halfstep.tasks.latent_cache.cache import ABOUT, PER_CHUNK, CachedLatents, cached
+from halfstep.tasks.latent_cache.encoding import Encoding
+from halfstep.train.signals import Stopping
 from tests.tasks.latents_made import (
     MANY,
     PARTS,

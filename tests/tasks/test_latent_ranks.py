@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep import world
+from halfstep import distributed
 from halfstep.errors import HalfstepError
-from halfstep.tasks._latents.cache import cached
-from halfstep.tasks._latents.chunks import ABOUT, PER_CHUNK
-from halfstep.train.stopping import Stopping
+from halfstep.tasks.latent_cache.cache import ABOUT, PER_CHUNK, cached
+from halfstep.train.signals import Stopping
 from tests.support.ranks import Ranks
 from tests.tasks.latents_made import (
     MANY,
@@ -84,7 +83,7 @@ def test_where_one_process_is_refused_both_end_with_its_words(on_ranks: Ranks, t
 
 
 def asked_on_the_second(images: Tensor) -> Tensor:
-    return encode(images) if world.rank() == 0 else stop_asked(images)
+    return encode(images) if distributed.rank() == 0 else stop_asked(images)
 
 
 def test_where_one_process_is_asked_to_stop_both_do(on_ranks: Ranks, tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from halfstep.data.source import Sample
 from halfstep.errors import BadData
-from halfstep.tasks._latents.cache import cached
-from halfstep.tasks._latents.encoding import Encoding, evenly
-from halfstep.tasks._latents.scale import measured_scale
-from halfstep.train.data.source import Sample
+from halfstep.tasks.latent_cache.cache import cached
+from halfstep.tasks.latent_cache.encoding import Encoding, evenly, measured_scale
 from tests.support.ranks import Ranks
 from tests.tasks.latents_made import PARTS, Pictures, drawn, encoding, scale_on
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from halfstep.data.dataset import Samples
+from halfstep.data.fingerprint import fingerprint
+from halfstep.data.loader import TrainLoader
+from halfstep.data.order import Order
+from halfstep.data.source import BadSample, Sample
 from halfstep.errors import BadData
-from halfstep.tasks._latents.cache import cached
-from halfstep.tasks._latents.source import LatentSource
-from halfstep.train.data.fingerprint import fingerprint
-from halfstep.train.data.loader import TrainLoader
-from halfstep.train.data.order import Order
-from halfstep.train.data.samples import Samples
-from halfstep.train.data.source import BadSample, Sample
+from halfstep.tasks.latent_cache.cache import LatentSource, cached
 from tests.tasks.latents_made import MANY, PARTS, Pictures, encoding, expected, kept, moments_of
 from tests.tasks.latents_made import own_cache as own_cache
 

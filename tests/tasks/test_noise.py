@@ -10,8 +10,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from halfstep.tasks.models.latent.noise import Draws, NoiseSchedule, schedule_settings
-from halfstep.tasks.models.latent.quarters import DenoisingByNoise
+from halfstep.tasks.models.latent.noise import DenoisingByNoise, Draws, NoiseSchedule, schedule_settings
 
 
 def schedule(**changes: Any) -> NoiseSchedule:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from halfstep.tasks._overlap import Overlap, overlap_loss
+from halfstep.tasks.shared.confusion import Overlap, overlap_loss
 
 IGNORED = 255
 
@@ -143,7 +143,6 @@ def test_two_classes_are_judged_by_the_foreground(said: list[int], truth: list[i
 def test_counts_do_not_round_where_fp32_would() -> None:
     metric = Overlap(["0", "1"], IGNORED)
     metric.confmat += torch.tensor([[0, 1], [0, 2**40]])
-    metric._update_count = 1
     assert metric.compute()["iou"].item() == 2**40 / (2**40 + 1)
     assert metric.compute()["iou"].item() < 1.0
 

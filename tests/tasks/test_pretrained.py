@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import constants
 
 from halfstep.errors import BadData
-from halfstep.tasks import _pretrained
+from halfstep.tasks.shared import pretrained
 from halfstep.train.weights import load_weights
 from tests.tasks.made import made
 
@@ -90,7 +90,7 @@ def test_a_hub_that_answers_no_is_reachable() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.handle_request, daemon=True).start()
     try:
-        assert _pretrained._reachable(f"http://127.0.0.1:{server.server_port}")
+        assert pretrained._reachable(f"http://127.0.0.1:{server.server_port}")
     finally:
         server.server_close()
-    assert not _pretrained._reachable(NOWHERE)
+    assert not pretrained._reachable(NOWHERE)

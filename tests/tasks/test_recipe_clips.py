@@ -12,8 +12,8 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from halfstep.errors import BadData
-from halfstep.tasks._clips import clips, clips_in, has_masks
-from halfstep.tasks.options.slots import Data
+from halfstep.tasks.options.slots import SlotsData
+from halfstep.tasks.shared.sources import clips, clips_in, has_masks
 
 
 def put(folder: Path, count: int = 4) -> None:
@@ -22,8 +22,8 @@ def put(folder: Path, count: int = 4) -> None:
         Image.fromarray(np.full((6, 8, 3), n, np.uint8)).save(folder / f"{n}.png")
 
 
-def data(**values: Any) -> Data:
-    return Data(**{"frames": 2, "size": 16, **values})
+def data(**values: Any) -> SlotsData:
+    return SlotsData(**{"frames": 2, "size": 16, **values})
 
 
 def names(source: Any) -> set[str]:

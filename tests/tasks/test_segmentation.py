@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from halfstep.errors import BadData, BadRecipe, UnknownName
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
 from tests.tasks.made import batch_of, made
 
 
@@ -145,11 +145,34 @@ def test_predictions_in_16_bits_are_nearly_the_same() -> None:
 def test_truth_is_drawn_beside_the_image_and_the_ignored_is_grey() -> None:
     task = made("segmentation", data={"ignore_index": 0})
     batch = batch_of(task, "val", 1)
-    picture = task.pictures(task.model().eval(), batch)[0]
-    assert picture.shape == (48, 3 * 48 + 8, 3)
-    truth = picture[:, 52:100]
+    shown = task.shown(task.model().eval(), batch)[0]
+    assert list(shown.panels) == ["image", "truth", "prediction", "mistakes"]
+    assert {picture.shape for picture in shown.panels.values()} == {(48, 48, 3)}
+    assert shown.caption.startswith("IoU ")
+    truth = shown.panels["truth"]
+    assert ("no class", (128, 128, 128)) in task.legend()
     assert (truth[batch["mask"][0].numpy() == 0] == 128).all()
     assert not (truth[batch["mask"][0].numpy() == 1] == 128).all()
+
+
+def test_each_image_is_judged_as_the_metric_would_alone() -> None:
+    task = made("segmentation", data={"ignore_index": 9})
+    draw = torch.Generator().manual_seed(0)
+    truth, said = (torch.randint(0, 3, (4, 8, 8), generator=draw) for _ in range(2))
+    truth[0, :4], truth[1] = 9, 9
+    judged = task.judge(said, truth)
+    for number in (0, 2, 3):
+        alone = task.metrics()
+        alone.update(said[number : number + 1], truth[number : number + 1])
+        assert float(judged.figures["iou"][number]) == pytest.approx(float(alone.compute()["iou"]))
+    assert judged.counts.sum() == 32 + 2 * 64
+    assert judged.figures["accuracy"][2] == (said[2] == truth[2]).double().mean()
+
+
+def test_its_preprocessing_is_what_validation_sees() -> None:
+    task = made("segmentation")
+    sample = task.source("val").read(0)
+    assert torch.equal(task.signature().preprocessing(sample["image"])[0], task.transform("val", sample)["image"])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.precision.registry import precision_named
-from halfstep.tasks.models.slots.slot_attention import (
+from halfstep.precision.precision import precision_named
+from halfstep.tasks.models.slots.model import (
     FirstSlots,
     Gate,
     SlotAttention,

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from halfstep.precision.registry import precision_named
-from halfstep.tasks.models.slots.contrast import temporal_contrast
+from halfstep.precision.precision import precision_named
+from halfstep.tasks.models.slots.model import temporal_contrast
 
 CPU = torch.device("cpu")
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.precision.registry import precision_named
-from halfstep.tasks.models.slots.broadcast_decoder import BroadcastDecoder, blended
-from halfstep.tasks.models.slots.discrete_autoencoder import DiscreteAutoencoder, drawn
-from halfstep.tasks.models.slots.frame_encoder import FrameEncoder
-from halfstep.tasks.models.slots.positions import Positions
-from halfstep.tasks.models.slots.token_decoder import TokenDecoder
-from halfstep.tasks.models.slots.transformer import Attention
+from halfstep.precision.precision import precision_named
+from halfstep.tasks.models.slots.decoders import BroadcastDecoder, DiscreteAutoencoder, TokenDecoder, blended, drawn
+from halfstep.tasks.models.slots.layers import Attention, FrameEncoder, Positions
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,12 @@ from PIL import Image
 from torch import nn
 
 from halfstep import Stepper
+from halfstep.data.source import Sample
 from halfstep.errors import BadRecipe
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
 from halfstep.tasks.models.slots.model import COOLING
 from halfstep.tasks.slots import owners
-from halfstep.train.data.source import Sample
-from halfstep.train.recomputing import checkpoint_activations
+from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.task import Task
 from tests.support.digest import digest_of_run
 from tests.tasks.made import batch_of, made

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.tasks._colours import palette
-from halfstep.tasks._slots.drawing import GAP, MOST_FRAMES, clip_picture, overlays
+from halfstep.tasks.shared.images import palette
+from halfstep.tasks.slots import GAP, MOST_FRAMES, clip_picture, overlays
 
 
 def grey(count: int, high: int = 4, wide: int = 6) -> list[np.ndarray]:

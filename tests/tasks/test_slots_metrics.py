@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
 from torchmetrics.functional.clustering import adjusted_rand_score
 
-from halfstep.tasks._slots.metrics import BestOverlap, ForegroundAri
+from halfstep.tasks.slots import BestOverlap, ForegroundAri
+from halfstep.train.metrics import Metrics
 
 SLOTS = 5
 
@@ -120,9 +120,9 @@ def test_batches_may_be_cut_anywhere(kind: type) -> None:
 
 
 def test_in_a_collection_each_keeps_its_own_sum() -> None:
-    """torchmetrics lets metrics share a state that is equal after the first batch, which it is in a perfect one."""
+    """Also where both are equal after the first batch, which is perfect."""
     _, truth = clips(0)
-    together = MetricCollection({"fg_ari": ForegroundAri(SLOTS), "mbo": BestOverlap(SLOTS)})
+    together = Metrics({"fg_ari": ForegroundAri(SLOTS), "mbo": BestOverlap(SLOTS)})
     together.update(truth.long(), truth)
     said, other = clips(3)
     together.update(said, other)

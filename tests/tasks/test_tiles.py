@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.tasks._tiles import AT_ONCE, each_in_its_size, tiled
+from halfstep.tasks.shared.images import AT_ONCE, each_in_its_size, tiled
 
 
 def test_one_tile_is_the_forward_itself() -> None:

@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 import halfstep
-from halfstep.tasks._folder import task_names
-from halfstep.train.journal.jsonl import read_events
-from halfstep.train.recipe.sources import read_recipe, recipe_names
+from halfstep.journal.jsonl import read_events
+from halfstep.recipe.sources import read_recipe, recipe_names
+from halfstep.runs.registry import task_names
 
 TINY = [name for name in recipe_names() if name.endswith("_tiny")]
 SMALLER = ["train.steps=3", "train.batch_size=2", "data.samples=16", "data.size=16", "run.pictures=1", "num_workers=0"]
@@ -76,6 +76,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TINY)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.train.advising import launcher, lower_rate, written_rate
+from halfstep.train.give_up import launcher, lower_rate, written_rate
 
 
 @pytest.mark.parametrize(

@@ -15,23 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep import Stepper, world
+from halfstep import Stepper, distributed
+from halfstep.checkpoint.commit import NotCommitted
+from halfstep.checkpoint.manifest import with_seal
+from halfstep.checkpoint.paths import Disk
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
-from halfstep.guard.replay.rerun import Way, rerun
-from halfstep.guard.trouble import History, Trouble
+from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
+from halfstep.guard.events import FailedStep, History
 from halfstep.guard.verdict import Cause, Culprit, Cure, Verdict
 from halfstep.precision.island import islands
-from halfstep.precision.registry import precision_named
-from halfstep.step.attempt import Attempt
+from halfstep.precision.precision import precision_named
 from halfstep.step.report import StepReport
+from halfstep.step.step_inputs import StepInputs
 from halfstep.step.window import Window
-from halfstep.train.black_box.loading import load_attempt, load_model
-from halfstep.train.black_box.places import RECORD, WEIGHTS, batch_of, place_of, recorded_in
-from halfstep.train.black_box.reading import read, run_of
-from halfstep.train.black_box.writing import recording, write
-from halfstep.train.checkpoint.commit import NotCommitted
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.manifest import with_seal
+from halfstep.train.failed_steps.places import RECORD, WEIGHTS, batch_of, place_of, recorded_in
+from halfstep.train.failed_steps.reading import load_attempt, load_model, read, run_of
+from halfstep.train.failed_steps.writing import recording, write
 from tests.support.ranks import Ranks
 from tests.support.room import files_of_at_most
 
@@ -69,7 +68,7 @@ def verdict_of(cause: Cause = "data") -> Verdict:
     return Verdict(cause, f"{cause}: it holds nan", culprit, ("one line",), (Cure("skip", "leave it out", None),))
 
 
-def troubled(batch: Any = None, model: Net | None = None) -> tuple[Net, Trouble]:
+def troubled(batch: Any = None, model: Net | None = None) -> tuple[Net, FailedStep]:
     """A model, and a step of it that was skipped."""
     torch.manual_seed(3)
     model = model or Net()
@@ -80,11 +79,11 @@ def troubled(batch: Any = None, model: Net | None = None) -> tuple[Net, Trouble]
     assert not report.applied
     assert stepper.attempt is not None
     history = History((1.5, 0.25), (2.0, 1.0), (0.1, 0.1))
-    return model, Trouble(stepper.attempt, report, "fp32", (), history, verdict_of())
+    return model, FailedStep(stepper.attempt, report, "fp32", (), history, verdict_of())
 
 
-def kept(folder: Path, model: nn.Module, trouble: Trouble, **more: Any) -> Path:
-    return write(folder, trouble, model, party=world.Party(), **more)
+def kept(folder: Path, model: nn.Module, trouble: FailedStep, **more: Any) -> Path:
+    return write(folder, trouble, model, party=distributed.RankGroup(), **more)
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_step_comes_back_to_the_bit(run: Path) -> None:
     model, trouble = troubled()
-    before = rerun(model, trouble.attempt, Way(precision_named("fp32")))
+    before = rerun(model, trouble.attempt, ReplayConfig(precision_named("fp32")))
     again = rerun(model, trouble.attempt._replace(microbatches=trouble.attempt.microbatches[:1]), before.way)
     record = read(kept(run, model, trouble))
     assert (record.verdict, record.history, record.precision) == (trouble.verdict, trouble.history, "fp32")
@@ -131,7 +130,7 @@ def test_formats_layouts_and_islands_come_back(run: Path) -> None:
     model.a.weight.data = model.a.weight.data.to(precision_named("bf16").computes.dtype)
     rest = {"n": 3, "f": math.inf, "a": {1: (), "1": None}}
     attempt = trouble.attempt._replace(microbatches=Window([(image, [torch.tensor([True])], rest)]))
-    record = read(kept(run, model, Trouble(attempt, trouble.report, "fp16", ("norm",), History(), verdict_of())))
+    record = read(kept(run, model, FailedStep(attempt, trouble.report, "fp16", ("norm",), History(), verdict_of())))
     other = Net()
     load_model(record, other)
     assert other.a.weight.dtype == model.a.weight.dtype
@@ -156,7 +155,7 @@ def test_a_batch_that_was_written_to_is_said_to_be(run: Path) -> None:
 def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[{"x": object()}])
-    place = kept(run, model, Trouble(odd, trouble.report, "fp32", (), History(), verdict_of()))
+    place = kept(run, model, FailedStep(odd, trouble.report, "fp32", (), History(), verdict_of()))
     assert [path.name for path in place.iterdir()] == [RECORD]
     record = read(place)
     assert "holds a object" in record.without
@@ -166,7 +165,7 @@ def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
 def test_a_type_that_no_file_knows_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[torch.ones(2, dtype=torch.complex64)])
-    record = read(kept(run, model, Trouble(odd, trouble.report, "fp32", (), History(), verdict_of())))
+    record = read(kept(run, model, FailedStep(odd, trouble.report, "fp32", (), History(), verdict_of())))
     assert "complex64" in record.without
 
 
@@ -178,7 +177,7 @@ class Broken(dict[str, Any]):
 def test_a_batch_that_breaks_when_it_is_looked_at_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[Broken(x=1)])
-    record = read(kept(run, model, Trouble(odd, trouble.report, "fp32", (), History(), verdict_of())))
+    record = read(kept(run, model, FailedStep(odd, trouble.report, "fp32", (), History(), verdict_of())))
     assert record.without == "a batch that cannot be looked at"
 
 
@@ -192,7 +191,7 @@ def test_what_is_too_large_is_recorded_without(run: Path) -> None:
 def test_an_empty_batch_is_kept(run: Path) -> None:
     model, trouble = troubled()
     empty = trouble.attempt._replace(microbatches=Window([{"x": torch.empty(0, 4)}]))
-    record = read(kept(run, model, Trouble(empty, trouble.report, "fp32", (), History(), verdict_of())))
+    record = read(kept(run, model, FailedStep(empty, trouble.report, "fp32", (), History(), verdict_of())))
     assert load_attempt(record, 0, loss_fn, CPU).microbatches[0]["x"].shape == (0, 4)
 
 
@@ -202,7 +201,7 @@ def test_a_full_disk_costs_the_record_and_not_the_run(run: Path) -> None:
     record = recording(run, model, lambda text, level: told.append((level, text)))
     with files_of_at_most(100):
         record(trouble)
-    assert list((run / "trouble").iterdir()) == []
+    assert list((run / "failed_steps").iterdir()) == []
     record(trouble)
     assert [level for level, _ in told] == ["warning", "info"]
     assert "attempt 2 was not recorded: File too large" in told[0][1]
@@ -233,7 +232,7 @@ class Failing(Disk):
 def test_wherever_it_stops_what_was_there_is_whole(run: Path) -> None:
     model, trouble = troubled()
     first = kept(run, model, trouble)
-    second = Trouble(trouble.attempt, trouble.report._replace(attempt=7), "fp32", (), History(), verdict_of())
+    second = FailedStep(trouble.attempt, trouble.report._replace(attempt=7), "fp32", (), History(), verdict_of())
     for at in range(1, 60):
         disk = Failing(at)
         try:
@@ -246,7 +245,7 @@ def test_wherever_it_stops_what_was_there_is_whole(run: Path) -> None:
                 break
         load_model(read(first), Net())
     assert at > 15
-    assert [path.name for path in (run / "trouble").iterdir() if path.name.endswith(".tmp")] == []
+    assert [path.name for path in (run / "failed_steps").iterdir() if path.name.endswith(".tmp")] == []
 
 
 # -- how many ---------------------------------------------------------------------------------------------------------
@@ -256,7 +255,7 @@ def numbered(run: Path, *causes: Cause) -> list[int]:
     model, trouble = troubled()
     for attempt, cause in enumerate(causes, start=1):
         report = trouble.report._replace(attempt=attempt)
-        kept(run, model, Trouble(trouble.attempt, report, "fp32", (), History(), verdict_of(cause)))
+        kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), History(), verdict_of(cause)))
     return [int(path.name) for path in recorded_in(run)]
 
 
@@ -273,15 +272,15 @@ def test_a_damaged_one_goes_before_any_other(run: Path) -> None:
     (place_of(run, 2) / RECORD).write_text("{}")
     model, trouble = troubled()
     report = trouble.report._replace(attempt=9)
-    kept(run, model, Trouble(trouble.attempt, report, "fp32", (), History(), verdict_of("precision")))
+    kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), History(), verdict_of("precision")))
     assert [int(path.name) for path in recorded_in(run)] == [1, 3, 9]
 
 
 def test_a_step_that_is_attempted_again_replaces_its_record(run: Path) -> None:
     model, trouble = troubled()
     kept(run, model, trouble)
-    kept(run, model, Trouble(trouble.attempt, trouble.report, "bf16", (), History(), verdict_of("hardware")))
-    assert [path.name for path in (run / "trouble").iterdir()] == ["000002"]
+    kept(run, model, FailedStep(trouble.attempt, trouble.report, "bf16", (), History(), verdict_of("hardware")))
+    assert [path.name for path in (run / "failed_steps").iterdir()] == ["000002"]
     assert read(place_of(run, 2)).precision == "bf16"
 
 
@@ -387,9 +386,10 @@ def test_a_record_that_is_no_json_object_is_refused(place: Path) -> None:
             read(place)
 
 
-def test_a_later_form_says_so(place: Path) -> None:
-    changed(place, _set("format", 2))
-    with pytest.raises(StateMismatch, match="by a later halfstep"):
+@pytest.mark.parametrize(("form", "whose"), [(1, "an earlier"), (3, "a later")])
+def test_another_form_says_so(place: Path, form: int, whose: str) -> None:
+    changed(place, _set("format", form))
+    with pytest.raises(StateMismatch, match=f"in form {form} by {whose} halfstep"):
         read(place)
 
 
@@ -428,7 +428,7 @@ def test_another_model_is_refused_and_not_touched(place: Path) -> None:
 def test_the_run_of_a_failed_step_is_found(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_of(place) == run
     assert run_of(run) == run
-    monkeypatch.chdir(run / "trouble")
+    monkeypatch.chdir(run / "failed_steps")
     assert run_of(Path(place.name)) == run
 
 
@@ -441,9 +441,9 @@ def _record_on(rank: int, folder: str, odd: int | None) -> list[str]:
     batch = bad_batch(rank)
     draws = [torch.get_rng_state()]
     microbatches = [{"x": object()}] if rank == odd else batch
-    attempt = Attempt(loss_fn, microbatches, None, draws, {}, ())
+    attempt = StepInputs(loss_fn, microbatches, None, draws, {}, ())
     report = StepReport(1, 2, False, "loss_not_finite", False, math.nan, math.nan, 1.0, {})
-    trouble = Trouble(attempt, report, "fp32", (), History(), verdict_of())
+    trouble = FailedStep(attempt, report, "fp32", (), History(), verdict_of())
     told: list[str] = []
     recording(Path(folder), model, lambda text, level: told.append(level))(trouble)
     return told
@@ -466,5 +466,5 @@ def test_a_batch_of_one_process_that_cannot_be_kept_is_everyones(run: Path, on_r
 
 
 def test_a_failure_of_one_process_is_told_by_all(run: Path, on_ranks: Ranks) -> None:
-    (run / "trouble").write_text("in the way")
+    (run / "failed_steps").write_text("in the way")
     assert on_ranks(_record_on, str(run), None) == [["warning"], ["warning"]]

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from torch import nn
 
+from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations, leftovers
+from halfstep.checkpoint.reading import verified
+from halfstep.checkpoint.saver import Saver
 from halfstep.errors import HalfstepError, Stopped, StorageFailed
-from halfstep.train.checkpoint.disk import Disk
-from halfstep.train.checkpoint.generation import CHECKPOINTS, generations, leftovers
-from halfstep.train.checkpoint.reading import verified
-from halfstep.train.checkpoint.saver import Saver
-from halfstep.train.checkpoints import Checkpoints
-from halfstep.train.journal.journal import Event, Journal
-from halfstep.train.keeping import LAST, Keeper
+from halfstep.journal.events import Event, Journal
+from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.loop import Loop
+from halfstep.train.outputs import LAST, RunOutputs
 from halfstep.train.run import make_loop
 from halfstep.train.weights import digest, load_weights
 from tests.support.room import files_of_at_most
@@ -172,7 +171,7 @@ def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(taking: tu
 
 def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path: Path) -> None:
     heard, model = Heard(), nn.Linear(20, 20)
-    keeper = Keeper(tmp_path, Journal([heard]), pictures=0)
+    keeper = RunOutputs(tmp_path, Journal([heard]), pictures=0)
     keeper.last(model, None)
     before = digest(model)
     model.weight.data.add_(1)
@@ -202,8 +201,10 @@ def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path:
 @pytest.mark.parametrize(
     "write", [lambda keeper: keeper.result({"a": "x" * 100}), lambda keeper: keeper.facts(_Facts())]
 )
-def test_a_small_file_that_has_no_room_ends_the_run_in_words(tmp_path: Path, write: Callable[[Keeper], None]) -> None:
-    keeper = Keeper(tmp_path, Journal(), pictures=0)
+def test_a_small_file_that_has_no_room_ends_the_run_in_words(
+    tmp_path: Path, write: Callable[[RunOutputs], None]
+) -> None:
+    keeper = RunOutputs(tmp_path, Journal(), pictures=0)
     with files_of_at_most(50), pytest.raises(StorageFailed, match=r"\.json could not be written: File too large"):
         write(keeper)
     assert list(tmp_path.iterdir()) == []
@@ -216,7 +217,7 @@ class _Facts:
 
 def test_a_picture_that_has_no_room_is_a_warning(tmp_path: Path, loop: Loop) -> None:
     heard = Heard()
-    keeper = Keeper(tmp_path, Journal([heard]), pictures=2)
+    keeper = RunOutputs(tmp_path, Journal([heard]), pictures=2)
 
     class Drawing(Tiny):
         def pictures(self, model: nn.Module, batch: Any) -> Any:

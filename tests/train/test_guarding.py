@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from faults.refit import refit
+from halfstep.checkpoint.paths import CHECKPOINTS, generations, set_aside
+from halfstep.checkpoint.reading import newest_whole
 from halfstep.errors import BadData, Diverged, StateMismatch, Stopped
-from halfstep.train.checkpoint.generation import CHECKPOINTS, generations, set_aside
-from halfstep.train.checkpoint.reading import newest_whole
 from halfstep.train.loop import Loop
-from halfstep.train.resuming import find
+from halfstep.train.resume import find
 from tests.support.digest import digest_of
 from tests.support.tiny_task import Tiny
 from tests.support.troubled import InOneModule, InTheLoss, before_steps, every_loop, fit, rate_times
@@ -108,7 +108,7 @@ def test_off_means_off(tmp_path: Path) -> None:
     run = fit(tmp_path, InOneModule, guard="off", train__steps=12)
     assert sum(run.skipped.values()) == 12
     assert not events(tmp_path / "run", "guard")
-    assert not (tmp_path / "run" / "trouble").exists()
+    assert not (tmp_path / "run" / "failed_steps").exists()
 
 
 @pytest.mark.parametrize(("task", "cure"), [(InOneModule, "island"), (InTheLoss, "precision")])
@@ -205,7 +205,7 @@ def test_cures_that_no_guard_placed_are_refused(tmp_path: Path, made_up: Any) ->
 def test_the_last_good_checkpoint_stays_the_newest(tmp_path: Path, onset: int, mode: str) -> None:
     """The rate is too high from `onset` on, and every fifth step is saved: the twenty-fifth is a bad one, or not."""
     with every_loop(rate_times(1e5, since=onset)), pytest.raises(Diverged) as caught:
-        fit(tmp_path, precision="fp32", guard=mode, guard__rollbacks=1)
+        fit(tmp_path, precision="fp32", guard=mode, guard__spikes="refuse", guard__rollbacks=1)
     place = tmp_path / "run" / CHECKPOINTS
     verdict, damaged = newest_whole(place)
     assert verdict is not None
@@ -238,7 +238,14 @@ def test_the_recipe_of_a_run_says_what_it_was_guarded_by(tmp_path: Path) -> None
 
 def test_where_the_only_checkpoint_is_spoilt_the_run_begins_again(tmp_path: Path) -> None:
     with every_loop(rate_times(1e5, since=30)), pytest.raises(Diverged) as caught:
-        fit(tmp_path, precision="fp32", data__samples=800, train__steps=90, checkpoint__every_steps=30)
+        fit(
+            tmp_path,
+            precision="fp32",
+            guard__spikes="refuse",
+            data__samples=800,
+            train__steps=90,
+            checkpoint__every_steps=30,
+        )
     assert [one.attempt for one in generations(tmp_path / "run" / CHECKPOINTS)] == [30]
     assert not set_aside(tmp_path / "run" / CHECKPOINTS)
     assert "must begin again" in str(caught.value)
@@ -254,3 +261,27 @@ def test_a_run_that_is_stopped_while_steps_fail_keeps_its_last_good_checkpoint(t
         fit(tmp_path, precision="fp32")
     assert generations(tmp_path / "run" / CHECKPOINTS)[0].attempt == 25
     assert fit(tmp_path, precision="fp32").reason == "finished"
+
+
+@pytest.mark.parametrize("mode", ["watch", "repair"])
+def test_while_losses_are_far_above_the_usual_no_checkpoint_is_written(tmp_path: Path, mode: str) -> None:
+    """In the default, where the updates are applied: whether they do harm is not known yet."""
+
+    def a_hundred_times(loop: Loop) -> None:
+        def now() -> float:
+            return 100.0 if loop.stepper.counts.attempted >= 26 else 1.0
+
+        loss = loop.task.loss
+        loop.task.loss = lambda *given: loss(*given) * now()  # type: ignore[method-assign]
+
+    with every_loop(a_hundred_times):
+        still = {"optimizer__lr": 1e-9, "checkpoint__every_steps": 1, "checkpoint__keep": 100}
+        run = fit(tmp_path, precision="fp32", guard=mode, **still)
+    assert (run.reason, run.steps, run.skipped) == ("finished", 36, {})
+    (told,) = events(tmp_path / "run", "guard")
+    assert told["text"].startswith("a new level: ")
+    known = told["facts"]["attempt"]
+    assert 30 <= known <= 33
+    # The one that says what it is, and two after it: three that are usual.
+    attempts = {one.attempt for one in generations(tmp_path / "run" / CHECKPOINTS)}
+    assert attempts == set(range(1, 37)) - set(range(26, known + 2))

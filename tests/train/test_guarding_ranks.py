@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from halfstep import world
+from halfstep import distributed
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.errors import HalfstepError
-from halfstep.train.checkpoint.generation import CHECKPOINTS, generations
 from halfstep.train.weights import digest
 from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
@@ -28,7 +28,7 @@ class OnOneRank(Tiny):
     def loss(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any = None) -> Tensor:
         out = model(batch["x"])
         self.batches += model.training
-        large = 1e6 if world.rank() == 1 and self.batches >= 10 else 1.0
+        large = 1e6 if distributed.rank() == 1 and self.batches >= 10 else 1.0
         return ((out * large / large).float() - batch["y"]).square().mean()
 
 
@@ -69,7 +69,7 @@ def test_both_give_up_at_the_same_step_with_the_same_checkpoint(on_ranks: Ranks,
 
 
 def launched(rank: int) -> list[str]:
-    from halfstep.train.giving_up import _launched
+    from halfstep.train.give_up import _launched
 
     return _launched(["halfstep", "train", "mine.yaml"])
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from halfstep.checkpoint.paths import CHECKPOINTS, generations, set_aside
 from halfstep.errors import Diverged, Stopped
-from halfstep.tasks._finished import open_finished
-from halfstep.train.checkpoint.generation import CHECKPOINTS, generations, set_aside
+from halfstep.runs.finished import open_finished
 from halfstep.train.loop import Loop
-from halfstep.train.resuming import find
+from halfstep.train.resume import find
 from tests.support.tiny_task import Tiny
 from tests.support.troubled import InOneModule, before_steps, every_loop, fit, rate_times
 from tests.train.test_loop import events

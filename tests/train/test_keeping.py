@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError
-from halfstep.train.journal.journal import Event, Journal
-from halfstep.train.keeping import BEST, LAST, Keeper
+from halfstep.journal.events import Event, Journal
+from halfstep.train.outputs import BEST, LAST, RunOutputs
 from halfstep.train.run_folder import RESULT
 
 
@@ -39,7 +39,7 @@ def ended(best_epoch: int) -> dict[str, Any]:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_run_that_was_never_finite_does_not_finish(tmp_path: Path, value: float) -> None:
     notes = Notes()
-    keeper = Keeper(tmp_path, Journal([notes]), pictures=0)
+    keeper = RunOutputs(tmp_path, Journal([notes]), pictures=0)
     keeper.last(model(value), None)
     assert "last.safetensors is not written" in notes.texts[0]
     with pytest.raises(HalfstepError, match=r"last\.safetensors is not written: .* not finite") as caught:
@@ -50,7 +50,7 @@ def test_a_run_that_was_never_finite_does_not_finish(tmp_path: Path, value: floa
 
 def test_earlier_weights_stay_where_the_last_are_not_finite(tmp_path: Path) -> None:
     notes = Notes()
-    keeper = Keeper(tmp_path, Journal([notes]), pictures=0)
+    keeper = RunOutputs(tmp_path, Journal([notes]), pictures=0)
     keeper.last(model(torch.nan), None)
     keeper.last(model(), None)
     before = (tmp_path / LAST).read_bytes()
@@ -66,9 +66,9 @@ def test_best_weights_of_another_epoch_are_told_by_whoever_ends_the_run(
     tmp_path: Path, kept: int | None, best: int, told: list[str]
 ) -> None:
     if kept is not None:
-        Keeper(tmp_path, Journal(), pictures=0).best(model(), None, kept, {"loss": 0.5})
+        RunOutputs(tmp_path, Journal(), pictures=0).best(model(), None, kept, {"loss": 0.5})
     notes = Notes()
-    later = Keeper(tmp_path, Journal([notes]), pictures=0)
+    later = RunOutputs(tmp_path, Journal([notes]), pictures=0)
     later.last(model(), None)
     later.result(ended(best))
     assert notes.texts == [f"the best epoch was 2, and its weights were not kept: {BEST} is of epoch {n}" for n in told]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError
-from halfstep.train.lock import LOCK, lock
+from halfstep.train.run_folder import LOCK, lock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -28,7 +28,7 @@ def refusal(folder: Path) -> FolderTaken:
     began = time.perf_counter()
     with pytest.raises(FolderTaken) as caught:
         lock(folder)
-    assert time.perf_counter() - began < 0.1
+    assert time.perf_counter() - began < 1  # at once: it does not wait for the holder, who stays
     assert caught.value.exit_code == 73
     return caught.value
 
@@ -91,7 +91,7 @@ def test_a_lock_that_nobody_refers_to_is_held(tmp_path: Path) -> None:
     number = id(kept)
     del kept
     refusal(tmp_path)
-    from halfstep.train import lock as module
+    from halfstep.train import run_folder as module
 
     [one.release() for one in list(module._held) if id(one) == number]
 
@@ -281,5 +281,5 @@ def test_a_system_without_flock_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_locks_and_signals_need_no_torch() -> None:
-    code = "import halfstep.train.lock, halfstep.train.stopping, sys; sys.exit('torch' in sys.modules)"
+    code = "import halfstep.train.run_folder, halfstep.train.signals, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import halfstep
 from halfstep.errors import BadData, BadRecipe, FolderTaken
-from halfstep.train.journal.jsonl import read_events
+from halfstep.journal.jsonl import read_events
 from halfstep.train.run import Run
 from tests.support.tiny_task import Tiny
 
@@ -64,7 +64,7 @@ def test_a_run_learns_and_leaves_everything_in_its_folder(recipe: Path) -> None:
 def test_fp32_is_bitwise_the_loop_that_a_person_writes(recipe: Path) -> None:
     run = fit(recipe)
     ids = []
-    from halfstep.train.data.order import Order
+    from halfstep.data.order import Order
 
     for epoch in range(4):
         ids += Order(64, 5).numbers(epoch).split(16)
@@ -83,7 +83,7 @@ def test_fp32_is_bitwise_the_loop_that_a_person_writes(recipe: Path) -> None:
 
 
 def _resolved(run: Run) -> Any:
-    from halfstep.train.recipe.sources import read_recipe
+    from halfstep.recipe.sources import read_recipe
 
     return Tiny.schema.model_validate(read_recipe(str(run.dir / "recipe.yaml")).raw)
 
@@ -231,8 +231,8 @@ def test_a_finished_folder_is_refused_and_new_numbers_another(recipe: Path) -> N
     before = (first.dir / "last.safetensors").read_bytes()
     with pytest.raises(FolderTaken, match="finished"):
         fit(recipe)
-    with pytest.raises(FolderTaken, match=r"train\.epochs: 4 -> 5"):
-        fit(recipe, train__epochs=5)
+    with pytest.raises(FolderTaken, match=r"optimizer\.lr: 0\.05 -> 0\.5"):
+        fit(recipe, optimizer__lr=0.5)
     second = halfstep.fit(recipe, task=Tiny, settings={"run.dir": str(first.dir)}, new=True, quiet=True)
     assert second.dir.name == "run-2"
     assert (first.dir / "last.safetensors").read_bytes() == before
@@ -252,6 +252,8 @@ def test_workers_change_no_bit(recipe: Path, workers: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_compiled_model_is_compiled_and_learns_the_same(recipe: Path) -> None:
     from torch._dynamo.utils import counters
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from halfstep.guard.alarms.spike import REFUSED
-from halfstep.train.journal.cutting import JOURNAL
-from halfstep.train.journal.jsonl import as_line
-from halfstep.train.losses import Losses
+from halfstep.journal.jsonl import JOURNAL, as_line
+from halfstep.train.give_up import Losses
 
 NOT_FINITE = "loss_not_finite"
 

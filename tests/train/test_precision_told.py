@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.precision import ladder
-from halfstep.precision.ladder import choose_precision
+from halfstep.precision import select
+from halfstep.precision.select import choose_precision
 from tests.support.devices import named
 from tests.train.test_run_resumed import events, fit, stopped
 
@@ -23,7 +23,7 @@ from tests.train.test_run_resumed import events, fit, stopped
 def test_what_runs_is_told_beside_what_was_asked_for(
     asked: str, rungs: list[str], findings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder, "describe", lambda device: named("Xeon with AMX"))
+    monkeypatch.setattr(select, "describe", lambda device: named("Xeon with AMX"))
     (start,) = events(fit(tmp_path, precision=asked).dir, "start")
     choice = choose_precision(asked, device=named("Xeon with AMX"))
     told = start["precision"]

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.checkpoint.paths import CheckpointDir, generations
 from halfstep.errors import StorageFailed, WrongUse
-from halfstep.guard.remedy.remedies import Remedies
-from halfstep.train.checkpoint.generation import Generation, generations
-from halfstep.train.journal.journal import Journal
-from halfstep.train.journal.jsonl import read_events
-from halfstep.train.measured import Measured
-from halfstep.train.proof import Build, first_difference, prove
-from halfstep.train.recipe.strict_yaml import read_yaml
+from halfstep.guard.repair.remedies import Remedies
+from halfstep.journal.events import Journal
+from halfstep.journal.jsonl import read_events
+from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.train.environment import AutoChoices
+from halfstep.train.epoch_metrics import EpochMetrics
+from halfstep.train.resume_proof import Build, first_difference, prove
 from halfstep.train.run import make_loop
 from halfstep.train.state import COMPONENTS, State
-from halfstep.train.tally import Tally
 from tests.support.tiny_task import Tiny
 
 RECIPE = """
@@ -75,13 +75,13 @@ def recipe(tmp_path: Path, kind: type[Tiny], **settings: Any) -> Any:
 
 
 def building(kind: type[Tiny], made: Any) -> Build:
-    def build(where: Path, measured: Measured | None, cures: Remedies | None) -> Any:
+    def build(where: Path, measured: AutoChoices | None, cures: Remedies | None) -> Any:
         return make_loop(kind(made), made, where, Journal(), measured=measured, cures=cures)
 
     return build
 
 
-def saved(tmp_path: Path) -> list[Generation]:
+def saved(tmp_path: Path) -> list[CheckpointDir]:
     return generations(tmp_path / "run" / "checkpoints")
 
 
@@ -129,15 +129,15 @@ def test_what_never_repeats_is_found_before_the_resume(tmp_path: Path) -> None:
 
 
 def _forgets_random(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("halfstep.train.restoring.set_generators", lambda *_: None)
+    patch.setattr("halfstep.train.restore.set_generators", lambda *_: None)
 
 
 def _forgets_the_epoch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tally, "load_state_dict", lambda *_: None)
+    patch.setattr(EpochMetrics, "load_state_dict", lambda *_: None)
 
 
 def _forgets_the_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("halfstep.train.restoring._put_weights", lambda *_: None)
+    patch.setattr("halfstep.train.restore._put_weights", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)
 
-    def blocked(where: Path, measured: Measured | None, cures: Remedies | None) -> Any:
+    def blocked(where: Path, measured: AutoChoices | None, cures: Remedies | None) -> Any:
         (where / "checkpoints").write_text("in the way")
         return build(where, measured, cures)
 

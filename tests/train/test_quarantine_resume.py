@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.data.order import Order
 from halfstep.errors import WrongUse
-from halfstep.train.data.order import Order
-from halfstep.train.journal.jsonl import read_events
+from halfstep.journal.jsonl import read_events
 from halfstep.train.run import Run
 from tests.support.tiny_task import Points, Tiny
 
@@ -99,6 +99,7 @@ def test_a_sample_that_is_no_number_is_left_out_from_the_next_epoch_on(tmp_path:
     assert {number for (number,) in told(tmp_path / "run", "replaced", "number")} == {TWICE}
 
 
+@pytest.mark.full
 def test_workers_and_a_cut_change_nothing_of_a_run_with_a_bad_sample_and_drawn_numbers(tmp_path: Path) -> None:
     settings = {"data__nan": [TWICE], "train__epochs": 2}
     fit(tmp_path / "whole", Drawing, **settings)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.train.recomputing import blocks, checkpoint_activations
+from halfstep.train.activation_checkpointing import blocks, checkpoint_activations
 
 
 class Net(nn.Module):

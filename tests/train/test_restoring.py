@@ -15,11 +15,11 @@ from faults.everything import Steady
 from faults.refit import refit
 from faults.wrong_pairs import Kind, Net, loop_of, saved_by
 from halfstep.errors import BadData, StateMismatch
+from halfstep.recipe.changes import DATA
 from halfstep.train.loop import Loop
-from halfstep.train.recipe.changes import DATA
-from halfstep.train.restoring import FORM, restore
-from halfstep.train.resuming import Found, find, take_up
-from halfstep.train.start import generators_kept
+from halfstep.train.process_group import generators_kept
+from halfstep.train.restore import FORM, restore
+from halfstep.train.resume import FoundCheckpoint, find, take_up
 from halfstep.train.state import State
 from tests.support.digest import digest_of
 
@@ -234,7 +234,7 @@ def test_a_component_of_another_form_is_refused_and_nothing_is_changed(name: str
     assert digest(loop) == before
 
 
-def _found(folder: Path) -> Found:
+def _found(folder: Path) -> FoundCheckpoint:
     found = find(folder)
     assert found is not None
     return found

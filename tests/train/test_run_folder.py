@@ -11,12 +11,21 @@ import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError, StateMismatch, Unsafe
 from halfstep.files import write_json
+from halfstep.recipe.resolve import Resolved, resolve
+from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.strict_yaml import read_yaml
 from halfstep.train import run_folder
-from halfstep.train.lock import LOCK
-from halfstep.train.recipe.resolve import Resolved, resolve
-from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
-from halfstep.train.recipe.strict_yaml import read_yaml
-from halfstep.train.run_folder import FILES, FOLDERS, RECIPE, RESULT, RunFolder, is_finished, keep_recipe, open_run
+from halfstep.train.run_folder import (
+    FILES,
+    FOLDERS,
+    LOCK,
+    RECIPE,
+    RESULT,
+    RunFolder,
+    is_finished,
+    keep_recipe,
+    open_run,
+)
 
 SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
 

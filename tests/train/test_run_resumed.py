@@ -17,9 +17,9 @@ import torch
 
 import halfstep
 from faults.refit import refit
+from halfstep.checkpoint import reading
 from halfstep.errors import NoCheckpoint, StateMismatch, Stopped, StorageFailed
-from halfstep.train import loaders, resuming, setup
-from halfstep.train.checkpoint import reading
+from halfstep.train import loaders, resume, setup
 from halfstep.train.run import Run
 from tests.support.digest import digest_of
 from tests.support.tiny_task import Data, Model, Points, Tiny
@@ -125,7 +125,7 @@ class Filed(Numbers):
 
 
 class FromFile(Tiny):
-    schema = halfstep.train.recipe.schema.Recipe[Model, Where, halfstep.train.recipe.schema.LossOptions]
+    schema = halfstep.recipe.schema.Recipe[Model, Where, halfstep.recipe.schema.LossOptions]
     source_class: Any = Numbers
 
     def source(self, split: Any) -> Any:
@@ -187,25 +187,25 @@ def test_a_damaged_journal_does_not_hold_up_a_run(tmp_path: Path) -> None:
     stopped(tmp_path)
     journal = tmp_path / "run" / "journal.jsonl"
     whole, chance = journal.read_bytes(), random.Random(0)
-    assert resuming._was_saved(tmp_path / "run")
+    assert resume._was_saved(tmp_path / "run")
     for _ in range(400):
         flipped = bytearray(whole)
         flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         journal.write_bytes(flipped)
-        resuming._last_attempt(tmp_path / "run")
-        resuming._was_saved(tmp_path / "run")
+        resume._last_attempt(tmp_path / "run")
+        resume._was_saved(tmp_path / "run")
     lines = [{"event": "step"}, {"event": "step", "attempt": "7"}, {"event": "step", "attempt": True}]
     lines += [{"event": "start", "resumed": "yes"}, {"event": "step", "attempt": 3}]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert resuming._last_attempt(tmp_path / "run") == 3
-    assert not resuming._was_saved(tmp_path / "run")
+    assert resume._last_attempt(tmp_path / "run") == 3
+    assert not resume._was_saved(tmp_path / "run")
 
 
 def test_steps_that_are_done_again_are_counted_from_the_end_of_the_journal(tmp_path: Path) -> None:
     at, run = stopped(tmp_path), tmp_path / "run"
     size = (run / "journal.jsonl").stat().st_size
-    assert resuming._last_attempt(run) == at
-    assert resuming._last_attempt(run, size) == resuming._last_attempt(run, 2**80) == 0
+    assert resume._last_attempt(run) == at
+    assert resume._last_attempt(run, size) == resume._last_attempt(run, 2**80) == 0
     with (run / "journal.jsonl").open("a") as file:
         file.writelines(json.dumps({"event": "step", "attempt": at + more}) + "\n" for more in (1, 2, 3))
     fit(tmp_path)
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_given_up(
         else:
             patch.setattr(os, "open", failing)
         with pytest.raises(StorageFailed, match=f"cannot be read now: .*{failure.strerror}"):
-            resuming.find(tmp_path / "run")
+            resume.find(tmp_path / "run")
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == before
     assert fit(tmp_path).steps == 16
 

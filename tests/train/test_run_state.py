@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from faults.wrong_pairs import Kind, Net, loop_of
-from halfstep import world
+from halfstep import distributed
 from halfstep.errors import BadData, StateMismatch
 from halfstep.train.environment import differences, environment
-from halfstep.train.start import generators_kept
+from halfstep.train.process_group import generators_kept
 from halfstep.train.state import COMPONENTS, OWN, State
 from tests.support.digest import digest_of
 
@@ -68,7 +68,7 @@ def test_a_component_too_many_and_a_tensor_too_few_are_refused(tmp_path: Path) -
 def test_a_process_that_is_not_the_first_writes_its_own_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = state(tmp_path, net=_normalised, settings={"train.ema": 0.9})
     everything = own.snapshot(1, {})
-    monkeypatch.setattr(world, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
     less = own.snapshot(1, {})
     assert less.plain == everything.plain
     assert set(less.tensors) == {name for name in everything.tensors if name.startswith(OWN)}
@@ -81,7 +81,7 @@ def test_a_process_that_is_not_the_first_writes_its_own_only(tmp_path: Path, mon
 
 def test_what_a_model_keeps_for_itself_is_each_process_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = state(tmp_path, net=_Hidden)
-    monkeypatch.setattr(world, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
     assert "weights/more/between._extra_state" in own.snapshot(1, {}).tensors
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from halfstep import Stepper
-from halfstep.train.recipe.schema import ScheduleOptions
-from halfstep.train.schedules import Plateau, make_schedule
+from halfstep.recipe.schema import ScheduleOptions
+from halfstep.train.setup import Plateau, make_schedule
 
 
 def rates(total: int, per_epoch: int = 10, **options: object) -> list[float]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from halfstep.train import stopping
-from halfstep.train.stopping import HEARD, Stopping
+from halfstep.errors import NotBegun
+from halfstep.train import signals
+from halfstep.train.signals import HEARD, Stopping
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 
@@ -24,7 +28,7 @@ def _as_before() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in HEARD}
     yield
     assert {number: signal.getsignal(number) for number in HEARD} == before
-    assert stopping._active is None
+    assert signals._active is None
 
 
 def send(*numbers: int) -> None:
@@ -55,9 +59,18 @@ def test_who_presses_ctrl_c_twice_insists() -> None:
         send(TERM)
         with pytest.raises(KeyboardInterrupt):
             send(INT)
+        assert run.asked == "SIGINT"
+
+
+def test_a_third_ctrl_c_does_not_end_what_tidies_up_after_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stopping():
+        send(INT)
         with pytest.raises(KeyboardInterrupt):
             send(INT)
-        assert run.asked == "SIGINT"
+        send(INT, INT, INT)
+        monkeypatch.setattr(signals, "PATIENCE", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            send(INT)
 
 
 def _fails() -> None:
@@ -132,7 +145,7 @@ def test_another_thread_installs_nothing() -> None:
         with Stopping() as run:
             seen.append({number: signal.getsignal(number) for number in HEARD})
             seen.append(run.asked)
-            seen.append(stopping._active)
+            seen.append(signals._active)
 
     _in_thread(alone)
     assert seen == [before, None, None]
@@ -158,7 +171,7 @@ def test_another_thread_sees_what_the_main_one_heard() -> None:
 
 
 def _interrupts(frame: FrameType, event: str, _: object) -> Any:
-    if frame.f_code.co_filename not in (stopping.__file__, signal.__file__):
+    if frame.f_code.co_filename not in (signals.__file__, signal.__file__):
         return None
     send(INT, TERM)
     return _interrupts
@@ -187,3 +200,114 @@ def test_an_interrupt_at_any_line_of_its_door_leaves_no_handler_behind() -> None
     assert not raised
     assert outer.asked is not None
     assert set(heard) == set(HEARD)
+
+
+def _said(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    """What was written to standard error, once all of these words are in it."""
+    text, end = "", time.monotonic() + 5.0
+    while not all(word in text for word in words):
+        assert time.monotonic() < end, f"{words} are not all in {text!r}"
+        time.sleep(0.005)
+        text += capfd.readouterr().err
+    return text
+
+
+@pytest.mark.parametrize("when", [signals.BEFORE_STEPS, signals.AFTER_STEP, signals.AFTER_BATCH])
+def test_ctrl_c_is_acknowledged_with_what_it_leads_to(capfd: pytest.CaptureFixture[str], when: str) -> None:
+    with Stopping() as run:
+        run.will_stop(when)
+        send(INT)
+        _said(capfd, f"stopping {when}; Ctrl-C again to stop now\n")
+        with pytest.raises(KeyboardInterrupt):
+            send(INT)
+        _said(capfd, "stopping now\n")
+
+
+def test_sigterm_is_acknowledged_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Stopping() as run, Stopping() as inner:
+        inner.will_stop(signals.AFTER_STEP)
+        send(TERM)
+        assert _said(capfd, "\n") == "SIGTERM: stopping after this step\n"
+        send(TERM)
+    assert run.asked == "SIGTERM"
+    assert capfd.readouterr().err == ""
+
+
+KERNEL = """
+import hashlib, os, signal, threading, time
+from halfstep.train.signals import Stopping, end_process
+
+def press(*pauses):
+    for pause in pauses:
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGINT)
+
+with Stopping({last_resort}) as run:
+    run.will_stop("after this step")
+    threading.Thread(target=press, args=(0.1, 0.3), daemon=True).start()
+    try:
+        hashlib.pbkdf2_hmac("sha512", b"as long as", b"a kernel", {rounds})  # no instruction of Python's for so long
+        print("the kernel is done", flush=True)
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def _pressed_in_a_kernel(rounds: int, last_resort: str) -> subprocess.CompletedProcess[str]:
+    code = KERNEL.format(rounds=rounds, last_resort=last_resort)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_two_in_one_kernel_are_both_acknowledged_and_stop_what_comes_after_it() -> None:
+    """Python's own handler runs once, and after the kernel: signals of one kind that wait become one."""
+    done = _pressed_in_a_kernel(400_000, "")
+    assert done.stderr == "stopping after this step; Ctrl-C again to stop now\nstopping now\n"
+    assert done.stdout in ("the kernel is done\ninterrupted\n", "interrupted\n")
+    assert done.returncode == 0
+
+
+def test_a_command_does_not_wait_for_a_long_kernel_twice() -> None:
+    done = _pressed_in_a_kernel(1_000_000_000, "end_process")
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1].startswith("stopped in the middle of a step")
+    assert done.stdout == ""
+
+
+def test_a_fork_has_ears_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    """A loader that ends its workers sends them SIGTERM, which is none of the run's."""
+    with Stopping() as run:
+        child = os.fork()
+        if child == 0:
+            signal.signal(TERM, lambda *_: os._exit(0))
+            signal.pause()
+        time.sleep(0.1)
+        os.kill(child, TERM)
+        os.waitpid(child, 0)
+        assert run.asked is None
+    assert capfd.readouterr().err == ""
+
+
+def test_other_signals_still_reach_an_event_loop() -> None:
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before, handler = signal.set_wakeup_fd(writer.fileno()), signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with Stopping():
+            send(signal.SIGUSR1, INT)
+            reader.settimeout(5.0)
+            assert reader.recv(8) == bytes([signal.SIGUSR1])
+        assert signal.set_wakeup_fd(writer.fileno()) == writer.fileno()
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR1, handler)
+        reader.close()
+        writer.close()
+
+
+def test_asked_before_the_first_step_it_has_not_begun() -> None:
+    with Stopping() as run:
+        run.leave_unbegun()
+        send(TERM)
+        with pytest.raises(NotBegun, match="SIGTERM before the first step"):
+            run.leave_unbegun()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,10 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
+from halfstep.checkpoint.packing import pack, unpack
 from halfstep.errors import StateMismatch
 from halfstep.step.report import StepReport
-from halfstep.train.checkpoint.packing import pack, unpack
-from halfstep.train.tally import Tally
+from halfstep.train.epoch_metrics import EpochMetrics
 from tests.support.digest import digest_of
 
 
@@ -29,7 +30,7 @@ def report(loss: float, reason: str | None = None) -> StepReport:
     return StepReport(1, 1, reason is None, reason, True, loss, 1.0, 1.0, {})
 
 
-def saved_and_loaded(tally: Tally) -> Any:
+def saved_and_loaded(tally: EpochMetrics) -> Any:
     plain, tensors = pack(tally.state_dict(), "epoch")
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     return unpack(json.loads(json.dumps(plain, allow_nan=False)), copies, "here")
@@ -69,7 +70,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(s, s.argmax(1) if i == 0 else torch.randint(4, (6,), generator=generator)) for i, s in enumerate(scores)]
 
 
-def add(tally: Tally, number: int) -> None:
+def add(tally: EpochMetrics, number: int) -> None:
     tally.metrics.update(*batches()[number])
     tally.add(report(0.1 * number, "loss_not_finite" if number == 2 else None))
 
@@ -77,7 +78,7 @@ def add(tally: Tally, number: int) -> None:
 @pytest.mark.parametrize("cut", range(6))
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_epoch_that_is_cut_adds_up_the_same(name: str, cut: int) -> None:
-    whole, first, second = (Tally(MAKERS[name]()) for _ in range(3))
+    whole, first, second = (EpochMetrics(MAKERS[name]()) for _ in range(3))
     for tally, numbers in ((whole, range(5)), (first, range(cut))):
         for number in numbers:
             add(tally, number)
@@ -97,7 +98,7 @@ def test_what_counts_alike_is_not_decided_again_in_a_later_epoch() -> None:
     """Decided by what was counted first: where that looks the same by chance, two metrics are one from then on."""
     thresholds = {"low": 0.4, "high": 0.6}
     whole, second = (
-        Tally(MetricCollection({name: BinaryAccuracy(threshold=at) for name, at in thresholds.items()}))
+        EpochMetrics(MetricCollection({name: BinaryAccuracy(threshold=at) for name, at in thresholds.items()}))
         for _ in range(2)
     )
     whole.metrics.update(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]))
@@ -112,7 +113,7 @@ def test_what_counts_alike_is_not_decided_again_in_a_later_epoch() -> None:
 
 
 def test_states_that_are_lists_go_on_and_are_no_longer_shared() -> None:
-    one, other = (Tally(MetricCollection({"all": CatMetric()})) for _ in range(2))
+    one, other = (EpochMetrics(MetricCollection({"all": CatMetric()})) for _ in range(2))
     for value in (1.0, 2.0):
         one.metrics.update(torch.tensor([value]))
     state = saved_and_loaded(one)
@@ -124,11 +125,11 @@ def test_states_that_are_lists_go_on_and_are_no_longer_shared() -> None:
 
 
 def test_loading_copies_and_a_reset_forgets() -> None:
-    tally = Tally(grouped())
+    tally = EpochMetrics(grouped())
     add(tally, 0)
     state = saved_and_loaded(tally)
     before = digest_of(state)
-    second = Tally(grouped())
+    second = EpochMetrics(grouped())
     second.load_state_dict(state)
     add(second, 1)
     assert digest_of(state) == before
@@ -138,7 +139,7 @@ def test_loading_copies_and_a_reset_forgets() -> None:
 
 
 def test_a_number_that_became_a_table_is_no_other_metric() -> None:
-    one, other = (Tally(MetricCollection({"mean": MeanMetric()})) for _ in range(2))
+    one, other = (EpochMetrics(MetricCollection({"mean": MeanMetric()})) for _ in range(2))
     one.metrics["mean"].mean_value = torch.tensor([1.0, 2.0])
     other.check_state(saved_and_loaded(one))
 
@@ -164,7 +165,7 @@ OTHERS: dict[str, tuple[Callable[[], MetricCollection], Callable[[], MetricColle
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_state_of_other_metrics_is_refused(name: str) -> None:
-    saved, own = (Tally(make()) for make in OTHERS[name])
+    saved, own = (EpochMetrics(make()) for make in OTHERS[name])
     before = digest_of(own.state_dict())
     with pytest.raises(StateMismatch):
         own.check_state(saved_and_loaded(saved))
@@ -172,8 +173,34 @@ def test_the_state_of_other_metrics_is_refused(name: str) -> None:
 
 
 def test_a_state_without_a_part_is_refused() -> None:
-    tally = Tally(grouped())
+    tally = EpochMetrics(grouped())
     for name in tally.state_dict():
         state = {key: value for key, value in tally.state_dict().items() if key != name}
         with pytest.raises(StateMismatch, match=name):
             tally.check_state(state)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "none"])
+def test_what_a_skipped_step_said_is_taken_back_as_a_stepper_does_it(name: str) -> None:
+    tally, plain = EpochMetrics(MAKERS[name]()), EpochMetrics(MAKERS[name]())
+    for number in range(5):
+        before = copy.deepcopy(tally.counts.state_dict())
+        tally.metrics.update(*batches()[number])
+        if number in (0, 3):
+            tally.counts.load_state_dict(copy.deepcopy(before))
+        else:
+            plain.metrics.update(*batches()[number])
+    assert tally.values()["loss"] != tally.values()["loss"]
+    assert {k: v for k, v in tally.values().items() if k != "loss"} == pytest.approx(
+        {k: v for k, v in plain.values().items() if k != "loss"}
+    )
+
+
+def test_lists_are_cut_back_and_never_copied() -> None:
+    tally = EpochMetrics(MetricCollection({"all": CatMetric()}))
+    tally.metrics.update(torch.tensor([1.0]))
+    state = tally.counts.state_dict()
+    assert not any(isinstance(value, list | torch.Tensor) for value in state[0].values())
+    tally.metrics.update(torch.tensor([2.0]))
+    tally.counts.load_state_dict(state)
+    assert tally.metrics["all"].value == [torch.tensor([1.0])]

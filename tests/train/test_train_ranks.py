@@ -13,10 +13,10 @@ import halfstep
 from faults import on_two
 from faults.everything import Launch
 from faults.refit import refit
-from halfstep import world
+from halfstep import distributed
+from halfstep.checkpoint import saver
+from halfstep.checkpoint.paths import Disk
 from halfstep.errors import HalfstepError
-from halfstep.train.checkpoint import saver
-from halfstep.train.checkpoint.disk import Disk
 from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 from tests.train.test_loop import RECIPE, events
@@ -74,7 +74,7 @@ def test_a_refused_folder_ends_both_with_the_same_words(on_ranks: Ranks, tmp_pat
 
 
 def texts(rank: int) -> list[str]:
-    return world.from_all("" if rank else "from zero: ü")
+    return distributed.from_all("" if rank else "from zero: ü")
 
 
 def test_every_rank_hears_every_text(on_ranks: Ranks) -> None:
@@ -86,7 +86,7 @@ class Uneven(Tiny):
 
     def source(self, split: Any) -> Any:
         points = super().source(split)
-        if world.rank() == 1 and split == "train":
+        if distributed.rank() == 1 and split == "train":
             points.x = points.x[:-3]
         return points
 
@@ -127,6 +127,7 @@ def resumed_on(rank: int, folder: str, stop_at: int | None) -> dict[str, Any]:
     return on_two.launched(rank, folder, stop_at)
 
 
+@pytest.mark.slow
 def test_a_run_that_one_process_stopped_goes_on_on_both_with_the_same_bits(on_ranks: Ranks, tmp_path: Path) -> None:
     whole = on_ranks(resumed_on, str(tmp_path / "whole"), None)
     stopped = on_ranks(resumed_on, str(tmp_path / "cut"), on_two.STOP_AT)
@@ -177,7 +178,7 @@ class FullDisk(Disk):
     """Of one machine."""
 
     def create(self, path: Path) -> Any:
-        if world.rank() == 1:
+        if distributed.rank() == 1:
             raise OSError(28, "No space left on device")
         return super().create(path)
 

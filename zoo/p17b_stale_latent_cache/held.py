@@ -12,8 +12,8 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from halfstep.errors import BadData
-from halfstep.tasks._latents.cache import CachedLatents, cached
-from halfstep.tasks._latents.encoding import Encoding
+from halfstep.tasks.latent_cache.cache import CachedLatents, cached
+from halfstep.tasks.latent_cache.encoding import Encoding
 from halfstep.train.weights import digest
 from zoo.outcome import Outcome
 from zoo.p17b_stale_latent_cache.plain import another, first, images, in_fp16, in_fp32

@@ -1,4 +1,4 @@
-"""The loss is handed over as (sum, count); the division happens once, by the count of the whole window."""
+"""The loss is handed over as Counted(sum, count); the division happens once, by the count of the whole window."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def run() -> Outcome:
 
 
 def loss_fn(model: nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    return (model(tokens) - 1).square().sum(), len(tokens)
+    return halfstep.Counted((model(tokens) - 1).square().sum(), len(tokens))

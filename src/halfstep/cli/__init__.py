@@ -1,1 +1,1 @@
-"""The command line: one file a command, found by listing this folder."""
+"""The commands of `halfstep`; each public file of this folder is one."""

@@ -1,4 +1,4 @@
-"""`halfstep audit`: which format each part of a model is in, and which mistakes its numbers show."""
+"""`halfstep audit`: show the format of each part of a model, and precision mistakes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._subject import INTERRUPTED, TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
-from halfstep.errors import WrongUse
+from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
+from halfstep.errors import INTERRUPTED, WrongUse
 
 if TYPE_CHECKING:
-    from halfstep.measure.case import Subject
+    from halfstep.measure.subject import Subject
 
 GROUP = "Trouble"
 COMMAND = TAKES_SETTINGS
 _BF16 = 'precision="bf16"'
-"""The fix of an overflow that no island cures."""
+"""The fix of an overflow that no island resolves."""
 
 
 def run(
@@ -36,12 +35,12 @@ def run(
     ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Which format each part of a model is in, where its numbers do not fit, and mistakes that they show."""
+    """Show which format each part of a model computes in, where its numbers do not fit, and precision mistakes."""
     try:
         examined = subject(recipe, context.args)
         draw = _drawing(picture)
         report = _report(examined, precision, device)
-    except KeyboardInterrupt:  # while torch was imported, or the case built: nothing is known yet
+    except KeyboardInterrupt:  # torch was being imported or the case built: there is no report yet
         if json:
             print_json(_nothing([recipe, *context.args], precision, device))
         raise typer.Exit(INTERRUPTED) from None
@@ -50,16 +49,17 @@ def run(
     if json:
         print_json(report)
     else:
-        from halfstep.cli._audit_page import show
+        from halfstep.cli.pages.audit import show
 
         show(report, every=every, picture=picture)
     end(report)
 
 
 def _drawing(picture: Path | None) -> Any:
-    """What draws, before anything is computed: a package that is missing is told at once."""
+    """Return the drawing function before anything is computed, so that a missing package is reported at once."""
     if picture is None:
         return None
+    # Checked before the audit, which may take minutes.
     if picture.suffix.lower() != ".png" or not picture.absolute().parent.is_dir():
         raise WrongUse(
             f"--picture {picture}", allowed="a .png file in a folder that is there", do="--picture formats.png"
@@ -70,7 +70,7 @@ def _drawing(picture: Path | None) -> Any:
 
 
 def _nothing(words: list[str], precision: str | None, device: str | None) -> dict[str, Any]:
-    """The report of an audit that had not begun: every key of one, and no torch."""
+    """Return the report of an audit that had not started: all keys, without torch."""
     asked = {"--precision": precision, "--device": device}
     again = [word for option, value in asked.items() if value is not None for word in (option, value)]
     return {
@@ -83,7 +83,7 @@ def _nothing(words: list[str], precision: str | None, device: str | None) -> dic
 
 def _report(examined: Subject, precision: str | None, device: str | None) -> dict[str, Any]:
     from halfstep.measure.audit.audit import audit
-    from halfstep.progress import progress
+    from halfstep.terminal import progress
 
     with progress("auditing", "stages") as told:
         report = audit(examined, precision=precision, device=device, progress=told).as_dict()
@@ -91,11 +91,15 @@ def _report(examined: Subject, precision: str | None, device: str | None) -> dic
 
 
 def next_command(examined: Subject, report: dict[str, Any], device: str | None = None) -> str:
-    """What to type after reading the page."""
-    typed = shlex.join([examined.text, *examined.settings])
+    """Return the command to type next."""
+    from halfstep.runs.resolve import but_for_precision
+
+    words = [examined.text] if examined.is_own_code else but_for_precision(examined.text, examined.settings)
+    typed = shlex.join(words)
     where = f" --device {shlex.quote(device)}" if device else ""
     again = f"halfstep audit {typed}{where} --precision"
     fixes = [one["fix"] for one in report["findings"] if one["severity"] != "note"]
+    # Where bf16 resolves an overflow, the next audit shows whether it does.
     if _BF16 in fixes:
         return f"{again} bf16"
     if report["interrupted"] or fixes:
@@ -104,5 +108,4 @@ def next_command(examined: Subject, report: dict[str, Any], device: str | None =
         return f"halfstep estimate {typed}{where}"
     if examined.is_own_code:
         return f"halfstep plan {typed}"
-    kept = [word for word in examined.settings if not word.lstrip("-").startswith("precision")]
-    return shlex.join(["halfstep", "train", examined.text, *kept, f"--{report['precision']}"])
+    return f"halfstep train {typed} --{report['precision']}"

@@ -1,4 +1,4 @@
-"""`halfstep bench`: one recipe in several precisions, over the same seeds, in one table."""
+"""`halfstep bench`: train one recipe in several precisions or configurations over the same seeds, and compare."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._subject import TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
+from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
 from halfstep.errors import SOFTWARE
-from halfstep.progress import progress
+from halfstep.terminal import progress
+
+if TYPE_CHECKING:
+    from halfstep.measure.subject import Subject
 
 GROUP = "Choose"
 COMMAND = TAKES_SETTINGS
@@ -26,6 +28,13 @@ def run(
     precisions: Annotated[
         str, typer.Option(help="Which, with commas; strict fp32 is always among them.")
     ] = "fp32,bf16",
+    configs: Annotated[
+        bool, flag("--configs", "Instead: AMP, AMP with twice the batch, and AMP compiled, beside the baseline.")
+    ] = False,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help='One more arm, "NAME: SETTING SETTING"; may be repeated.', metavar="ARM"),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each precision; 3 or more for a verdict on accuracy.")] = 3,
     price_per_hour: Annotated[
         float | None, typer.Option(help="Of the machine, in any currency: adds what training costs.")
@@ -35,41 +44,57 @@ def run(
     ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Train a recipe in several precisions: speed, memory and accuracy beside strict fp32.
+    """Train a recipe in several precisions or configurations, and compare speed, memory and accuracy with strict fp32.
 
-    An interrupted bench goes on where it was, when it is started again with the same folder.
+    An interrupted bench resumes when it is started again with the same folder.
     """
     given = subject(recipe, context.args)
     from halfstep.measure.bench.bench import bench
-    from halfstep.measure.bench.writing import check_folder, write_report
+    from halfstep.measure.bench.report import check_folder, write_report
 
     words = [word for word in (part.strip() for part in precisions.split(",")) if word]
+    arms = _arms(given, words, configs, arm or [])
     folder = out or _folder(recipe)
+    # Before any training: the folder may belong to another bench.
     check_folder(folder, recipe)
     with signals_as_ctrl_c(), progress("bench", "jobs") as tell:
         found = bench(
-            given, precisions=words, seeds=seeds, folder=folder, price_per_hour=price_per_hour, progress=tell
+            given, precisions=words, arms=arms, seeds=seeds, folder=folder, price_per_hour=price_per_hour, progress=tell
         )  # fmt: skip
     files = write_report(found, folder)
     report = {**found.as_dict(), "files": [str(path) for path in files]}
     if json:
         print_json(report)
     else:
-        from halfstep.cli._bench_page import show
+        from halfstep.cli.pages.bench import show
 
         show(found, files)
     end(report)
-    if found.baseline.failed:  # nothing was compared
+    if found.baseline.failed:  # no comparison without a baseline
         raise typer.Exit(SOFTWARE)
+
+
+def _arms(given: Subject, precisions: list[str], configs: bool, more: list[str]) -> dict[str, tuple[str, ...]] | None:
+    """Return settings by the name of a candidate; None where the candidates are precisions."""
+    from halfstep.measure.bench.bench import usual_arms
+    from halfstep.measure.bench.results import read_arms
+    from halfstep.precision.names import read_precision
+
+    if not configs and not more:
+        return None
+    names = [read_precision(word).name for word in precisions]
+    lower = next((name for name in names if name not in ("fp32", "tf32")), "bf16")
+    return {**(usual_arms(given, lower) if configs else {}), **read_arms(more)}
 
 
 @contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
-    """A system that stops us, and a terminal that goes away, end a bench as Ctrl-C does: with what there is."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that a bench ends with the results so far."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
+    # Windows has no SIGHUP.
     before = {which: signal.signal(which, stop) for name in _STOPPING if (which := getattr(signal, name, None))}
     try:
         yield

@@ -1,4 +1,4 @@
-"""`halfstep doctor`: what this device can do, or, given a recipe, whether its settings agree with everyone else's."""
+"""`halfstep doctor`: report on this device, or check whether the settings of a recipe agree with other sources."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
+from halfstep.cli._options import flag
 from halfstep.errors import CONFIGURATION, WrongUse
+from halfstep.terminal import say
 
 if TYPE_CHECKING:
-    from halfstep.precision.abilities import Device
-    from halfstep.precision.ladder import Choice
-    from halfstep.precision.measurements import Measurements
+    from halfstep.doctor.wheel import Build
+    from halfstep.precision.capability import Device
+    from halfstep.precision.probe_cache import Measurements
+    from halfstep.precision.select import Choice
 
 GROUP = "Trouble"
 
@@ -29,43 +31,72 @@ def run(
     precision: Annotated[str, typer.Option(help="The precision to ask for, in any spelling.")] = "auto",
     strict: Annotated[bool, flag("--strict", "Refuse rather than fall to another precision.")] = False,
     fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
+    formats: Annotated[bool, flag("--formats", "Instead: what fp32, bf16, fp16 and fp8 hold, and what for.")] = False,
+    gpus: Annotated[bool, flag("--gpus", "Instead: the GPUs that are known, and what each should run in.")] = False,
+    fix: Annotated[
+        str | None, typer.Option(help="Make all settings ask for this precision, and write the files.", metavar="NAME")
+    ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """What this device can do and should run in; with a RECIPE, whether its settings agree."""
+    """Show what this device can do and which precision fits it; with a RECIPE, check whether its settings agree."""
     if recipe or accelerate or deepspeed:
-        _refuse_device_options(device, precision, strict, fresh)
-        _settings(recipe, accelerate, deepspeed, json)
-        return
-    report = examine(device, precision, strict=strict, fresh=fresh)
+        _refuse_device_options(device, precision, strict, **{"--fresh": fresh, "--formats": formats, "--gpus": gpus})
+        _settings(recipe, accelerate, deepspeed, fix, json)
+    elif fix:
+        raise WrongUse("--fix without settings", allowed="--fix NAME after a RECIPE", do="name the file to mend")
+    elif formats or gpus:
+        _tables(formats, gpus, json)
+    else:
+        _device(examine(device, precision, strict=strict, fresh=fresh), json)
+
+
+def _device(report: dict[str, Any], json: bool) -> None:
     if json:
         _print_json(report)
     else:
-        from halfstep.cli._doctor_page import show
+        from halfstep.cli.pages.layout import show
 
         show(report)
+    # Scripts can check the exit code before they start a run.
+    if any(finding["severity"] == "error" for finding in report["findings"]):
+        raise typer.Exit(CONFIGURATION)
 
 
-def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None, json: bool) -> None:
-    from halfstep.doctor.checkup import check_settings
+def _tables(formats: bool, gpus: bool, json: bool) -> None:
+    from halfstep.cli.pages import known
 
-    report = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
+    report = {**({"formats": known.format_rows()} if formats else {}), **({"gpus": known.gpu_rows()} if gpus else {})}
     if json:
         _print_json(report)
     else:
-        from halfstep.cli._settings_page import show
+        known.show(report)
+
+
+def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None, fix: str | None, json: bool) -> None:
+    from halfstep.doctor.checkup import check_settings
+    from halfstep.doctor.fixing import make_agree
+
+    # Changed first, so that the report shows the settings as they are now.
+    changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else []
+    report = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
+    report |= {"changed": [change.as_dict() for change in changed]} if fix else {}
+    if json:
+        _print_json(report)
+    else:
+        from halfstep.cli.pages.settings import show
 
         show(report)
     if not report["status"]["aligned"]:
         raise typer.Exit(CONFIGURATION)
 
 
-def _refuse_device_options(device: str | None, precision: str, strict: bool, fresh: bool) -> None:
-    given = {"--device": device, "--precision": precision != "auto", "--strict": strict, "--fresh": fresh}
+def _refuse_device_options(device: str | None, precision: str, strict: bool, **others: bool) -> None:
+    given = {"--device": device, "--precision": precision != "auto", "--strict": strict, **others}
     wrong = [name for name, value in given.items() if value]
     if wrong:
         raise WrongUse(
             f"{', '.join(wrong)} beside settings to check",
-            allowed="a RECIPE with --accelerate, --deepspeed and --json; or a device report without them",
+            allowed="a RECIPE with --accelerate, --deepspeed, --fix and --json; or a device report without them",
             do=f"leave out {', '.join(wrong)}, or ask for the device report by itself",
         )
 
@@ -73,18 +104,23 @@ def _refuse_device_options(device: str | None, precision: str, strict: bool, fre
 def _print_json(report: dict[str, Any]) -> None:
     from json import dumps
 
-    typer.echo(dumps(report, indent=1))
+    say(dumps(report, indent=1))
 
 
-def examine(device: str | None, precision: str, *, strict: bool = False, fresh: bool = False) -> dict[str, Any]:
-    """Everything that doctor knows, as plain data."""
+def examine(
+    device: str | None, precision: str, *, strict: bool = False, fresh: bool = False, build: Build | None = None
+) -> dict[str, Any]:
+    """Return the whole device report as plain data; `build` stands for another torch and other GPUs than those
+    present.
+    """
+    from halfstep.doctor.wheel import check_build, read_build
     from halfstep.precision import flags
-    from halfstep.precision.abilities import facts
+    from halfstep.precision.capability import facts
     from halfstep.precision.hardware import describe
-    from halfstep.precision.ladder import choose_precision
     from halfstep.precision.probe import measure
+    from halfstep.precision.select import choose_precision
 
-    here = describe(device)
+    here, build = describe(device), build or read_build()
     measured = measure(here, fresh=fresh)
     choice = choose_precision(precision, device=here, strict=strict, measured=measured)
     return {
@@ -93,12 +129,13 @@ def examine(device: str | None, precision: str, *, strict: bool = False, fresh: 
         "measured": {"seconds": round(measured.seconds, 3), "how": measured.how, "cached": measured.cached},
         "flags": flags.read_flags(),
         "choice": _choice(choice),
-        "findings": [finding.as_dict() for finding in choice.findings],
+        "build": build.as_dict(),
+        "findings": [finding.as_dict() for finding in (*check_build(build), *choice.findings)],
     }
 
 
 def _formats(here: Device, measured: Measurements) -> list[dict[str, Any]]:
-    from halfstep.precision.abilities import FORMAT_NAMES, ability
+    from halfstep.precision.capability import FORMAT_NAMES, ability
 
     return [
         {

@@ -1,4 +1,4 @@
-"""`halfstep estimate`: how much memory a step will take, here or on a device that is not here, without running it."""
+"""`halfstep estimate`: predict the memory of a step, on this or another device, without running it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._subject import INTERRUPTED, TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
-from halfstep.errors import WrongUse
-from halfstep.progress import progress
+from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
+from halfstep.errors import INTERRUPTED, WrongUse
+from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.measure.case import Subject
+    from halfstep.measure.subject import Subject
 
 GROUP = "Choose"
 COMMAND = TAKES_SETTINGS
@@ -42,10 +41,10 @@ def run(
     ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """How much memory a step will take, and the largest batch that fits, on any device, without running it."""
+    """Estimate how much memory a step takes, and the largest batch that fits, on any device, without running it."""
     try:
         _answer(subject(recipe, context.args), (device, precision, batch, recompute), survive, json)
-    except KeyboardInterrupt:  # while torch was imported: nothing is known yet
+    except KeyboardInterrupt:  # torch was being imported: there is no report yet
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -68,7 +67,7 @@ def _answer(
     if json:
         print_json(report)
     else:
-        from halfstep.cli._estimate_page import show
+        from halfstep.cli.pages.estimate import show
 
         show(report)
     end(report)
@@ -93,21 +92,22 @@ def _sizes(words: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def next_command(wanted: Subject, report: dict[str, Any]) -> str:
-    """What to type after reading the page."""
+    """Return the command to type next."""
     typed = shlex.join([wanted.text, *wanted.settings])
     take = report["verdict"]["take"]
     if take is None:
         return f"halfstep estimate {typed} --device {_large_enough(report)}"
     if wanted.is_own_code:
         return f"halfstep plan {typed}"
-    kept = [word for word in wanted.settings if not word.startswith(f"{_BATCH}=")]
+    from halfstep.runs.resolve import with_changes
+
     changes = [f"--{take['precision']}", f"{_BATCH}={take['batch']}"]
     changes += [f"{_RECOMPUTE}=true"] if take["recompute"] else []
-    return shlex.join(["halfstep", "train", wanted.text, *kept, *changes])
+    return shlex.join(["halfstep", "train", *with_changes(wanted.text, wanted.settings, *changes)])
 
 
 def _large_enough(report: dict[str, Any]) -> str:
-    """A size into which the smallest way would go; a guess where nothing was estimated."""
+    """Return a size that the smallest configuration fits into; a guess where nothing was estimated."""
     for page in report["devices"]:
         device = page["device"]
         peaks = [lever["peak"] for row in page["largest"] for lever in (row, *row["levers"])]
@@ -131,7 +131,7 @@ def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
     if json:
         print_json(report)
     else:
-        from halfstep.cli._survival_page import show
+        from halfstep.cli.pages.estimate import show_survival
 
-        show(report["survival"], shlex.join([wanted.text, *wanted.settings]))
+        show_survival(report["survival"], shlex.join([wanted.text, *wanted.settings]))
     end(report)

@@ -1,22 +1,36 @@
-"""`halfstep evaluate`: how good a run's weights are on its validation data."""
+"""`halfstep evaluate`: measure a run's weights on its validation data or on a test set."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._opened import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, opened
-
-if TYPE_CHECKING:
-    from halfstep.tasks._finished import Finished
+from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened
+from halfstep.terminal import say
 
 GROUP = "Run"
 
 
 def run(
     folder: RunFolder,
+    data: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="Labelled data elsewhere, laid out as the training data were; the run's validation data if left out.",
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Write a row for each sample here; classes and confusion beside it.", metavar="FILE"),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw confusion, classes, the worst and typical samples.", metavar="FILE.png")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, max=100, help="Samples in the picture.")] = 8,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace files that are there.")] = False,
     weights: Weights = "best",
     precision: Precision = None,
     bf16: Bf16 = False,
@@ -24,58 +38,25 @@ def run(
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Measure a run's weights on its validation data."""
+    """Measure a run's weights: overall, per class and per sample, and name the worst samples."""
+    from halfstep.cli.pages.evaluate import check_files, write_files
+
+    # Before the evaluation, which may take minutes.
+    check_files(csv, picture, overwrite)
     finished = opened(folder, weights, precision, bf16, fp16, task)
-    report = measure(finished)
+    if data is not None:
+        from halfstep.runs.finished import elsewhere
+
+        finished = elsewhere(finished, data)
+    from halfstep.cli.pages.evaluate import measured
+
+    found = measured(finished, "validation" if data is None else str(data))
+    written = write_files(found, finished, csv, picture, samples)
     if json:
         from json import dumps
 
-        typer.echo(dumps(report, indent=1))
+        say(dumps({**found.report, "written": [str(file) for file in written]}, indent=1))
     else:
-        _print(report, finished)
+        from halfstep.cli.pages.evaluate import show
 
-
-def measure(finished: Finished) -> dict[str, Any]:
-    """The metrics, and what they were measured with."""
-    from halfstep.progress import progress
-    from halfstep.train.evaluation import evaluate
-    from halfstep.train.loaders import make_val_loader
-
-    loader = make_val_loader(finished.task, finished.recipe, finished.device)
-    left_out: list[Any] = []
-    with progress("evaluating", "batches") as told:
-        metrics = evaluate(
-            finished.task,
-            finished.model,
-            loader,
-            precision=finished.choice.precision,
-            device=finished.device,
-            progress=told,
-            left_out=left_out.extend,
-        )
-    return {
-        "run": str(finished.folder),
-        "weights": str(finished.weights),
-        "precision": finished.choice.precision.name,
-        "device": finished.choice.device.name,
-        "samples": len(loader.samples) - len(left_out),
-        "left_out": [{"file": one.name, "reason": one.reason} for one in left_out],
-        "metrics": metrics,
-        "findings": [finding.as_dict() for finding in finished.choice.findings],
-    }
-
-
-def _print(report: dict[str, Any], finished: Finished) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(f"[bold]{report['weights']}[/] in {report['precision']} on {report['device']}", soft_wrap=True)
-    width = max(map(len, report["metrics"]))
-    for name, value in report["metrics"].items():
-        mark = "  [dim]the metric that decides[/]" if name == finished.task.metric else ""
-        console.print(f"  {name:<{width}}  {value:.4f}{mark}")
-    console.print(f"  [dim]over {report['samples']} validation samples[/]")
-    for one in report["left_out"]:
-        console.print(f"[yellow]left out[/] {one['file']}: {one['reason']}", soft_wrap=True)
-    for finding in report["findings"]:
-        console.print(f"[yellow]{finding['severity']} {finding['id']}[/]: {finding['evidence']}", soft_wrap=True)
+        show(found.report, written)

@@ -1,4 +1,4 @@
-"""`halfstep export`: a run's weights as a plain safetensors file, by the names that timm and smp know them by."""
+"""`halfstep export`: write a run's model as weights, as ONNX or as a torch.export program."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._opened import OwnTask, RunFolder
-from halfstep.cli._printable import printable
-from halfstep.cli._storing import storing
-from halfstep.errors import FolderTaken, WrongUse
+from halfstep.cli._options import OwnTask, RunFolder, flag, storing
+from halfstep.errors import FolderTaken, WrongUse, unknown_name
+from halfstep.terminal import say
 
 if TYPE_CHECKING:
-    from halfstep.tasks._exported import Exported
+    from halfstep.runs.export import Exported
 
 GROUP = "Files"
-FILE = "export.safetensors"
-SUFFIX = ".safetensors"
+FILE = "export"
+SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2"}
 BLOCK = 2**20
-"""Bytes that are hashed at a time."""
+"""Bytes hashed at a time."""
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
 
 def run(
     folder: RunFolder,
+    format: Annotated[
+        str | None,
+        typer.Option(help="safetensors, onnx or torch_export; if left out, as --out ends, else safetensors."),
+    ] = None,
     weights: Annotated[
         str | None,
         typer.Option(help="best, last or checkpoint; if left out, best of a finished run, else the newest checkpoint."),
@@ -35,51 +37,80 @@ def run(
         bool | None,
         typer.Option("--ema/--no-ema", help="Averaged weights, or those that were trained; averaged if there are any."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help=f"The file; RUN/{FILE} if left out.", metavar="FILE")] = None,
-    force: Annotated[bool, flag("--force", "Replace the file where there is one.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help=f"The file; RUN/{FILE}.safetensors, .onnx or .pt2 if left out.", metavar="FILE")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", "--overwrite", help="Replace the file where there is one.", metavar="")
+    ] = False,
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Write a run's weights as one safetensors file that timm and smp load."""
-    file = out or folder / FILE
-    _refuse(folder, file, force)
-    from halfstep.tasks._exported import exported
-    from halfstep.tasks._folder import task_from_file
+    """Write a run's model to one file, verify it against the model, and print Python code that predicts with it.
+
+    The file's metadata contains the preprocessing, the classes and the meaning of the output.
+    """
+    kind = _format(format, out)
+    file = out or folder / f"{FILE}{SUFFIXES[kind]}"
+    _refuse(folder, file, kind, force)
+    from halfstep.train.run_folder import recipe_in
+
+    recipe_in(folder)  # fails before torch is loaded, which takes seconds
+    from halfstep.runs.export import exported
+    from halfstep.runs.registry import task_from_file
 
     found = exported(folder, weights, ema, task_from_file(task)[0] if task else None)
-    report = write(found, file)
+    report = write(found, file, kind)
     if json:
         from json import dumps
 
-        typer.echo(dumps({"run": str(folder), **report}, indent=1))
+        say(dumps({"run": str(folder), **report}, indent=1))
     else:
-        _print(report)
+        from halfstep.cli.pages.export import show
+
+        show(report)
 
 
-def write(found: Exported, file: Path) -> dict[str, Any]:
-    """Write the file, read it back, and say what is in it."""
-    from halfstep.tasks._exported import loading, remark, write_weights
+def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
+    """Write the file, verify it against the model, and return a report."""
+    from halfstep._version import __version__
+    from halfstep.runs.export import write as write_checked
+    from halfstep.runs.snippet import snippet
+    from halfstep.terminal import progress
 
+    signature = found.signature()
+    python, kept = (
+        snippet(found.task, found.model, signature, place, format)
+        # The file's own copy has no path in it: the same weights give the same bytes wherever they are written.
+        for place in (file, Path(f"{FILE}{SUFFIXES[format]}"))
+    )
+    notes = {**found.metadata(), "python": kept, "halfstep": __version__}
     with storing(
         f"{file} cannot be written",
         allowed="a folder that this user can write to, with room for the weights",
         do="give --out FILE, in a place of your own",
     ):
-        write_weights(found, file)
+        with progress("exporting", "steps") as told:
+            checked = write_checked(found, file, format, notes, told)
         sha256 = _sha256(file)
     return {
         "file": str(file),
+        "format": format,
         "source": found.source,
         "step": found.step,
         "epoch": found.epoch,
         "metric": {"name": found.task.metric, "value": found.value},
         "averaged": found.averaged,
         "model": found.name,
-        "tensors": _count(file),
+        "trained_in": str(found.task.recipe.precision),
+        "tensors": len(found.model.state_dict()),
         "bytes": file.stat().st_size,
         "sha256": sha256,
-        "python": loading(found, file),
-        "remark": remark(found),
+        "preprocessing": signature.preprocessing.as_dict() if signature else None,
+        "classes": signature.classes if signature else None,
+        "output": signature.meaning if signature else None,
+        "checked": checked.as_dict() if checked else None,
+        "python": python,
     }
 
 
@@ -93,34 +124,29 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _count(file: Path) -> int:
-    from safetensors import safe_open
+def _format(format: str | None, out: Path | None) -> str:
+    """Return the format given by name, or by the suffix of the file."""
+    by_suffix = next((kind for kind, suffix in SUFFIXES.items() if out is not None and out.suffix == suffix), None)
+    if format is not None and format not in SUFFIXES:
+        raise unknown_name("--format", format, SUFFIXES)
+    return format or by_suffix or "safetensors"
 
-    with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
-        return len(opened.keys())
 
-
-def _refuse(folder: Path, file: Path, force: bool) -> None:
-    """Before torch is loaded, and before anything is written."""
-    if file.suffix.lower() in PICKLES:
-        raise WrongUse(
-            f"--out {file}: files of this kind are pickles, which can run code when they are read, and we write none",
-            allowed=f"a name that ends in {SUFFIX}; timm and smp load it by the line that is printed",
-            do=f"--out {file.with_suffix(SUFFIX)}",
-        )
-    if file.suffix != SUFFIX:
-        raise WrongUse(
-            f"--out {file}", allowed=f"a name that ends in {SUFFIX}", do=f"--out {file.with_name(file.name + SUFFIX)}"
-        )
+def _refuse(folder: Path, file: Path, format: str, force: bool) -> None:
+    """Raise `WrongUse` or `FolderTaken` for an unusable output file, before torch is loaded or anything is written."""
+    _refuse_name(file, format)
     if _is_the_runs_own(folder, file):
         raise FolderTaken(
-            f"{file} is the run's own file", allowed="a file beside it, or elsewhere", do=f"--out {folder / FILE}"
+            f"{file} is the run's own file",
+            allowed="a file beside it, or elsewhere",
+            do=f"--out {folder / FILE}{SUFFIXES[format]}",
         )
+    # A missing run folder has an error of its own, raised by `recipe_in`.
     if file.parent != folder and not os.path.lexists(file.parent):
         raise FolderTaken(
             f"--out {file}: there is no folder {file.parent}",
             allowed="a file in a folder that is there",
-            do=f"make the folder, or --out {folder / FILE}",
+            do=f"make the folder, or --out {folder / FILE}{SUFFIXES[format]}",
         )
     if file.exists() and (file.is_dir() or not force):
         raise FolderTaken(
@@ -130,31 +156,27 @@ def _refuse(folder: Path, file: Path, force: bool) -> None:
         )
 
 
+def _refuse_name(file: Path, format: str) -> None:
+    suffix = SUFFIXES[format]
+    if file.suffix.lower() in PICKLES:
+        raise WrongUse(
+            f"--out {file}: files of this kind are pickles, which can run code when they are read, and we write none",
+            allowed=f"a name that ends in {' or '.join(SUFFIXES.values())}",
+            do=f"--out {file.with_suffix(suffix)}",
+        )
+    if file.suffix != suffix:
+        other = next((kind for kind, end in SUFFIXES.items() if end == file.suffix), None)
+        raise WrongUse(
+            f"--out {file}" + (f" with --format {format}" if other else ""),
+            allowed=f"a name that ends in {suffix} for {format}",
+            do=f"--format {other}" if other else f"--out {file.with_name(file.name + suffix)}",
+        )
+
+
 def _is_the_runs_own(folder: Path, file: Path) -> bool:
-    from halfstep.train.checkpoint.generation import CHECKPOINTS
+    from halfstep.checkpoint.paths import CHECKPOINTS
 
+    # Resolved, so that a link cannot lead to the run's own weights.
     place, root = file.resolve(), folder.resolve()
-    names = ("best", "last", "last-ema")
-    return place in [root / f"{name}{SUFFIX}" for name in names] or root / CHECKPOINTS in place.parents
-
-
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(highlight=False)
-    metric, value = report["metric"]["name"], report["metric"]["value"]
-    moment = [f"step {report['step']:,}"] if report["step"] is not None else []
-    moment += [f"epoch {report['epoch']}"] if report["epoch"] is not None else []
-    moment += [f"{metric} {value:.4f}"] if value is not None else []
-    when = f" ({', '.join(moment)})" if moment else ""
-    average = ", averaged" if report["averaged"] else ""
-    lines = [
-        f"[bold]{escape(report['file'])}[/]: {report['tensors']} tensors, {report['bytes'] / 1e6:,.1f} MB",
-        f"  {report['model']} from {report['source']}{average}{when}",
-        f"  sha256 {report['sha256']}",
-        f"\n{escape(report['python'])}",
-    ]
-    lines += [f"[dim]{report['remark']}[/]"] if report["remark"] else []
-    for line in lines:
-        console.print(printable(line), soft_wrap=True)
+    names = (f"{name}{SUFFIXES['safetensors']}" for name in ("best", "last", "last-ema"))
+    return place in [root / name for name in names] or root / CHECKPOINTS in place.parents

@@ -1,4 +1,4 @@
-"""`halfstep plan`: the precision, layout, compilation and batch for this model on this device, chosen by measuring."""
+"""`halfstep plan`: choose precision, layout, compilation and batch for a model on this device by measuring."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._storing import storing
-from halfstep.cli._subject import INTERRUPTED, TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
-from halfstep.errors import FolderTaken, WrongUse
-from halfstep.progress import progress
+from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, storing, subject
+from halfstep.errors import INTERRUPTED, FolderTaken, WrongUse
+from halfstep.terminal import progress, screen
 
 if TYPE_CHECKING:
-    from halfstep.measure.case import Subject
     from halfstep.measure.plan.plan import Plan
-    from halfstep.train.recipe.resolve import Resolved
+    from halfstep.measure.subject import Subject
+    from halfstep.recipe.resolve import Resolved
     from halfstep.train.setup import AnyRecipe
 
 GROUP = "Choose"
@@ -46,17 +44,17 @@ def run(
 ) -> None:
     """Measure which precision, layout, compilation and batch are fastest here, and write the recipe for them."""
     given = subject(recipe, context.args)
-    file = _file(given, write, yes)  # what cannot be written is found before anything is measured
+    file = _file(given, write, yes)  # fails before anything is measured
     from halfstep.measure.plan.plan import plan
 
     try:
         with progress("planning", "s") as tell:
             found = plan(given, seconds=seconds, device=device, grow_batch=grow_batch, progress=tell)
-    except KeyboardInterrupt:  # before the search began: the case was still being opened
+    except KeyboardInterrupt:  # the case was still being opened
         nothing = {"subject": given.text, "interrupted": True}
         if json:
             print_json(nothing)
-        typer.echo("interrupted before anything was measured", err=True)
+        screen(stderr=True).print("interrupted before anything was measured")
         raise typer.Exit(INTERRUPTED) from None
     found = _fitted(given, found)
     report = found.as_dict() | {
@@ -67,20 +65,21 @@ def run(
         "written": None,
     }
     if not json:
-        from halfstep.cli._plan_page import show
+        from halfstep.cli.pages.plan import show
 
         show(report)
     left = False
     if file is not None and not found.interrupted:
         try:
             report["written"] = _offer(given, report, file, yes=yes, asks=not json)
-        except typer.Abort:  # Ctrl-C at the question is a no
+        except typer.Abort:  # Ctrl-C at the prompt means no
             left = True
+        # The printed command must not name a file that exists.
         report["file"] = report["written"] or str(_free(file))
     if json:
         print_json(report)
     else:
-        from halfstep.cli._plan_page import show_next
+        from halfstep.cli.pages.plan import show_next
 
         show_next(report)
     if left:
@@ -89,23 +88,23 @@ def run(
 
 
 def _options(seconds: float, device: str | None, grow_batch: bool) -> list[str]:
-    """As they were typed, for the commands that are printed."""
+    """Return the options as typed, for the commands that are printed."""
     found = [] if seconds == SECONDS else ["--seconds", f"{seconds:g}"]
     found += ["--device", device] if device else []
     return [*found, *(["--grow-batch"] * grow_batch)]
 
 
 def _fitted(given: Subject, found: Plan) -> Plan:
-    """A warm-up for a larger learning rate is to be a small part of the run that it is written for."""
+    """Return the plan with its learning rate warm-up limited to a small part of the run."""
     if found.growth is None or given.is_own_code:
         return found
-    from halfstep.measure.plan.run_length import updates_of
+    from halfstep.measure.recipe_case import updates_of
 
     return replace(found, growth=found.growth.within(updates_of(_changed(given, found.changes))))
 
 
 def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
-    """Where the recipe would go; None for a person's own code, which has none."""
+    """Return where the recipe would be written; None for a user's own code. Raise `WrongUse` or `FolderTaken`."""
     if given.is_own_code:
         if write is not None or yes:
             raise WrongUse(
@@ -118,13 +117,15 @@ def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
     if file.suffix not in (".yaml", ".yml"):
         raise WrongUse(f"--write {file}", allowed="a name that ends in .yaml", do=f"--write {file}.yaml")
     _refuse_link(file)
+    # With --yes nobody is asked, so nothing is replaced.
     if yes and file.exists():
         raise FolderTaken(f"{file} is there already", allowed="a new file", do=f"give --write {_free(file)}")
     return file
 
 
 def _free(file: Path) -> Path:
-    """This name, or the next one that is not taken."""
+    """Return this path, or the next numbered one that is free."""
+    # A broken link does not exist, but writing would follow it.
     names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
     return next(name for name in chain([file], names) if not (name.exists() or name.is_symlink()))
 
@@ -137,7 +138,7 @@ def _refuse_link(file: Path) -> None:
 
 
 def _offer(given: Subject, report: dict[str, Any], file: Path, *, yes: bool, asks: bool) -> str | None:
-    """Write the recipe if the person wants it; without a terminal nobody can be asked, and nothing is written."""
+    """Write the recipe if the user agrees; without a terminal nobody can be asked, and nothing is written."""
     if not yes:
         if not (asks and has_terminal()):
             return None
@@ -150,25 +151,26 @@ def _offer(given: Subject, report: dict[str, Any], file: Path, *, yes: bool, ask
 
 
 def has_terminal() -> bool:
-    """Whether there is somebody to ask."""
+    """Return whether the user can be asked."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _text(given: Subject, report: dict[str, Any]) -> str:
-    """A complete recipe, with what the plan changes in it."""
-    from halfstep.train.recipe.written import to_yaml
+    """Return the complete recipe with the plan's changes, as YAML."""
+    from halfstep.recipe.written import to_yaml
 
     choice, device = report["choice"], report["device"]["name"]
     speed = f", {choice['speed']['speedup']:.2f}x strict fp32" if choice["speed"] else ""
     about = f"# halfstep plan {given.text}: {choice['name']}{speed} on {device}\n"
     if report["growth"]:
         about += f"# {report['growth']['words']}\n"
+    # A carriage return in a name would end the YAML comment.
     return about.replace("\r", " ") + to_yaml(_changed(given, report["changes"]))
 
 
 def _changed(given: Subject, changes: dict[str, Any]) -> AnyRecipe:
-    """The recipe with what the plan changes in it."""
-    from halfstep.train.recipe.overrides import Override, apply
+    """Return the recipe with the plan's changes."""
+    from halfstep.recipe.overrides import Override, apply
 
     recipe = _resolved(given).recipe
     changed = apply(recipe.model_dump(), [Override(key, value) for key, value in changes.items()])
@@ -177,8 +179,8 @@ def _changed(given: Subject, changes: dict[str, Any]) -> AnyRecipe:
 
 
 def _resolved(given: Subject) -> Resolved:
-    from halfstep.tasks._resolving import resolved_recipe
-    from halfstep.train.recipe.sources import read_recipe
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.resolve import resolved_recipe
 
     return resolved_recipe(read_recipe(given.text), list(given.settings))
 

@@ -1,4 +1,4 @@
-"""`halfstep predict`: what a run's model says about the images in a folder, or makes by itself."""
+"""`halfstep predict`: predict the images of a folder with a run's model, or draw samples from it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._opened import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, opened
+from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened
+from halfstep.terminal import say
 
 GROUP = "Run"
 COMMAND = {"context_settings": {"ignore_unknown_options": True}}
@@ -24,6 +24,7 @@ def run(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write; RUN/predictions if left out.")] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace predictions that are there.")] = False,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Without FOLDER: how many pictures are made.")] = 40,
     columns: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Without FOLDER: pictures in a row; 10 where they fit.")
@@ -36,46 +37,51 @@ def run(
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Predict masks or classes for images, or objects in clips; without FOLDER, make pictures with the model alone.
+    """Predict masks or classes for images, or objects in clips; without FOLDER, draw samples from the model alone.
 
-    Writes pictures where the task draws, and a table of values; or one picture of all samples. A setting after it
-    changes how it is done, not what was learnt: model.guidance=4, or --sample_steps 100.
+    Writes pictures where the task draws them, and a table of values; or one picture of all samples. Settings after
+    FOLDER change inference only, not what was learned: model.guidance=4, or --sample_steps 100.
     """
-    from halfstep.cli._predicted_place import check_place
-    from halfstep.cli._predicted_settings import changed, folder_and_settings
+    from halfstep.cli._predict_outputs import changed, check_place, folder_and_settings
 
     images, settings = folder_and_settings(rest or [])
-    finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
     place = out or folder / "predictions"
-    check_place(place)
+    check_place(place, overwrite)
+    finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
     if images is None:
-        from halfstep.cli._predicted_samples import drawn
+        from halfstep.cli._predict_outputs import drawn
 
         report = drawn(finished, place, samples=samples, columns=columns, seed=seed)
     else:
-        from halfstep.cli._predicted_folder import predict
+        from halfstep.cli._predict_outputs import predict
 
         report = predict(finished, images, place)
     if json:
         from json import dumps
 
-        typer.echo(dumps(report, indent=1))
+        say(dumps(report, indent=1))
     else:
         _print(report)
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(highlight=False)
-    where = f"in {report['precision']} on {report['device']}"
+    from halfstep.printable import in_line
+    from halfstep.terminal import screen
+
+    console = screen()
+    where = f" in {report['precision']} on {in_line(report['device'])}"
     if "picture" in report:
-        made = f"[bold]{report['samples']} samples[/] {where}, seed {report['seed']}"
-        console.print(f"{made}: [bold]{report['picture']}[/]", soft_wrap=True)
+        made, picture = (f"{report['samples']} samples", "bold"), (in_line(report["picture"]), "bold")
+        console.print(Text.assemble(made, f"{where}, seed {report['seed']}: ", picture), soft_wrap=True)
         return
     for bad in report["unreadable"]:
-        console.print(f"[yellow]left out[/] {bad['file']}: {bad['reason']}", soft_wrap=True)
+        console.print(
+            Text.assemble(("left out", "yellow"), in_line(f" {bad['file']}: {bad['reason']}")), soft_wrap=True
+        )
     unit = "clips" if "clips" in report else "images"
     what = " and ".join([f"{kind}s" for kind in report["pictures"]] + ["a table"])
     many = f"{report[unit]} {unit if report[unit] != 1 else unit[:-1]}"
-    console.print(f"[bold]{many}[/] {where}: {what} in [bold]{report['out']}[/]", soft_wrap=True)
+    out = (in_line(report["out"]), "bold")
+    console.print(Text.assemble((many, "bold"), f"{where}: {what} in ", out), soft_wrap=True)

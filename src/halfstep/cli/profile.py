@@ -1,4 +1,4 @@
-"""`halfstep profile`: why a recipe or a case does not train faster in a lower precision."""
+"""`halfstep profile`: explain why a recipe or a case does not train faster in a lower precision."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._subject import TAKES_SETTINGS, RecipeOrCase, end, print_json, subject
+from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
 
 GROUP = "Trouble"
 COMMAND = TAKES_SETTINGS
@@ -25,17 +24,17 @@ def run(
     ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Why there is no speed-up: where a step's time goes, one cause, and one command to run."""
+    """Explain a missing speed-up: where a step's time goes, one cause, and one command to run."""
     examined = subject(recipe, context.args)
-    from halfstep.measure.profiling.profile import profile
-    from halfstep.progress import progress
+    from halfstep.measure.profile.profile import profile
+    from halfstep.terminal import progress
 
     with progress("profiling", "%") as tell:
         report = profile(examined, precision=precision, seconds=seconds, device=device, progress=tell).as_dict()
     if json:
         print_json(report)
     else:
-        from halfstep.cli._profile_page import show
+        from halfstep.cli.pages.profile import show
 
         show(report)
     end(report)

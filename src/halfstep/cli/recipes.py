@@ -1,32 +1,39 @@
-"""`halfstep recipes`: what there is to run, what each setting means, and a copy to make one's own."""
+"""`halfstep recipes`: list recipes, explain their settings, and copy one for editing."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
+from halfstep.cli._options import flag
+from halfstep.printable import in_line
+from halfstep.terminal import say, screen
 
 if TYPE_CHECKING:
-    from halfstep.train.recipe.explain import Row
-    from halfstep.train.recipe.sources import Found
+    from halfstep.recipe.explain import SettingRow
+    from halfstep.recipe.sources import RawRecipe
 
 GROUP = "Run"
 ACTIONS = ("list", "explain", "copy", "schema")
 
 
 def run(
-    action: Annotated[str, typer.Argument(help="list, explain, copy or schema.", metavar="[ACTION]")] = "list",
-    recipe: Annotated[str | None, typer.Argument(help="The name of a recipe, or a path to one.")] = None,
+    action: Annotated[str, typer.Argument(help="list, explain, copy or schema.", metavar="ACTION")] = "list",
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A name from the list, or a path.")] = None,
     more: Annotated[
-        str | None, typer.Argument(help="explain: one setting, such as optimizer.lr. copy: the file to write.")
+        str | None,
+        typer.Argument(
+            metavar="SETTING|FOLDER|FILE",
+            help="explain: one setting, such as lr, or a folder to size the recipe to. copy: the file to write.",
+        ),
     ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """List the recipes, explain one, copy one to make it your own, or print the JSON schema for editors."""
-    # `halfstep recipes unet` is what people type first.
+    # `halfstep recipes unet` is short for `explain unet`.
     if action not in ACTIONS:
         action, recipe, more = "explain", _recipe_or_action(action), recipe
     if action == "list":
@@ -40,24 +47,25 @@ def run(
     if json or action == "schema":
         from json import dumps
 
-        typer.echo(dumps(report, indent=1))
+        say(dumps(report, indent=1))
 
 
 def _recipe_or_action(word: str) -> str:
-    """A recipe; a misspelt action is told so, and not that there is no such recipe."""
+    """Return the word as a recipe; a misspelled action is reported as such, not as an unknown recipe."""
     from halfstep.errors import unknown_name
-    from halfstep.train.recipe.sources import is_path, recipe_names
-    from halfstep.train.recipe.spelling import nearest
+    from halfstep.recipe.fields import nearest
+    from halfstep.recipe.sources import is_path, recipe_names
 
+    # `halfstep recipes explian` is a misspelled action, not a missing recipe.
     if not is_path(word) and nearest(word, [*recipe_names(), *ACTIONS]) in ACTIONS:
         raise unknown_name("action", word, ACTIONS)
     return word
 
 
 def shipped() -> list[Any]:
-    """The recipes that ship with halfstep, as they describe themselves."""
-    from halfstep.train.recipe.explain import Shipped
-    from halfstep.train.recipe.sources import read_recipe, recipe_names
+    """Return the recipes that ship with halfstep, with their own descriptions."""
+    from halfstep.recipe.explain import Shipped
+    from halfstep.recipe.sources import read_recipe, recipe_names
 
     raw = {name: read_recipe(name).raw for name in recipe_names()}
     return [Shipped(name, str(content.get("task")), str(content.get("about", ""))) for name, content in raw.items()]
@@ -66,29 +74,30 @@ def shipped() -> list[Any]:
 def _list(quiet: bool) -> list[dict[str, str]]:
     found = shipped()
     if not quiet:
-        from halfstep.cli._explained import shipped_table
+        from halfstep.cli.pages.explained import shipped_table
 
         _print(shipped_table(found))
-        typer.echo("\nhalfstep train NAME runs one; halfstep recipes explain NAME says what it sets.")
+        say("\nhalfstep train NAME runs one; halfstep recipes NAME says what it sets.")
     return [one._asdict() for one in found]
 
 
 def _schema() -> dict[str, Any]:
-    from halfstep.cli._schemas import task_schemas
-    from halfstep.train.recipe.explain import editor_schema
+    from halfstep.recipe.explain import editor_schema
+    from halfstep.runs.registry import task_schemas
 
     return editor_schema(task_schemas())
 
 
 def _copy(recipe: str, to: str | None, *, quiet: bool) -> Path:
     from halfstep.errors import FolderTaken
-    from halfstep.train.recipe.sources import recipe_text
+    from halfstep.recipe.sources import recipe_text
 
     label, text = recipe_text(recipe)
     target = Path(to or f"{label}.yaml")
     if target.is_dir():
         target = target / f"{label}.yaml"
     try:
+        # "x" fails where the file exists, without a race between check and write.
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
@@ -97,17 +106,20 @@ def _copy(recipe: str, to: str | None, *, quiet: bool) -> Path:
             f"{target} {reason}", allowed="a new file", do=f"halfstep recipes copy {recipe} OTHER.yaml"
         ) from None
     if not quiet:
-        typer.echo(f"wrote {target}\nedit it, then: halfstep train {target if '/' in str(target) else f'./{target}'}")
+        path = shlex.quote(str(target) if "/" in str(target) else f"./{target}")
+        say(f"wrote {in_line(target)}\nedit it, then: halfstep train {path}")
     return target
 
 
 def _explain(recipe: str, setting: str | None, *, quiet: bool) -> dict[str, Any]:
-    from halfstep.cli._schemas import task_schemas
     from halfstep.errors import unknown_name
-    from halfstep.train.recipe.explain import rows
-    from halfstep.train.recipe.sources import read_recipe
+    from halfstep.recipe.explain import rows
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.registry import task_schemas
 
     found, schemas = read_recipe(recipe), task_schemas()
+    if setting is not None and found.raw.get("sizing") == "auto" and Path(setting).expanduser().is_dir():
+        return _sized(found, setting, quiet=quiet)
     task = str(found.raw.get("task"))
     if task not in schemas:
         raise unknown_name("task", task, schemas)
@@ -119,20 +131,36 @@ def _explain(recipe: str, setting: str | None, *, quiet: bool) -> dict[str, Any]
     return {"recipe": found.label, "task": task, "settings": [row._asdict() for row in chosen]}
 
 
-def _is_meant(row: Row, word: str) -> bool:
+def _sized(found: RawRecipe, folder: str, *, quiet: bool) -> dict[str, Any]:
+    """Report what a recipe chooses for a data set on this machine, and why."""
+    import shlex
+
+    from halfstep.runs.resolve import resolved_recipe
+
+    chosen = resolved_recipe(found, {"data.path": folder}).sizing
+    if not quiet:
+        from halfstep.cli.pages.explained import sizing_table
+
+        say(f"{found.label} chooses for {shlex.quote(folder)} on this machine, where nothing else is given:\n")
+        _print(sizing_table(chosen))
+        say(f"\nrun it: halfstep train {found.label} --data_dir {shlex.quote(folder)}")
+    return {"recipe": found.label, "folder": folder, "sizing": [one._asdict() for one in chosen]}
+
+
+def _is_meant(row: SettingRow, word: str) -> bool:
     return word in (row.key, row.key.partition(".")[0], *(name.lstrip("-") for name in row.flags))
 
 
-def _show(found: Found, chosen: list[Row], *, whole: bool) -> None:
-    from halfstep.cli._explained import one_setting, short
-    from halfstep.train.recipe.explain import value_in_words
-    from halfstep.train.recipe.written import flat
+def _show(found: RawRecipe, chosen: list[SettingRow], *, whole: bool) -> None:
+    from halfstep.cli.pages.explained import one_setting, short
+    from halfstep.recipe.explain import value_in_words
+    from halfstep.recipe.written import flat
 
     if not whole:
         for row in chosen:
             _print(one_setting(row))
         return
-    typer.echo(f"{found.text.rstrip()}\n\nWhat can be set, what it is if it is left out, and what it is here:\n")
+    say(f"{found.text.rstrip()}\n\nWhat can be set, what it is if it is left out, and what it is here:\n")
     _print(short(chosen, {key: value_in_words(value) for key, value in flat(found.raw)}))
 
 
@@ -149,6 +177,4 @@ def _needed(recipe: str | None, action: str) -> str:
 
 
 def _print(content: Any) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(content)
+    screen().print(content)

@@ -1,4 +1,4 @@
-"""`halfstep replay`: a step that failed, run again here: which operation spoiled it, and what cures it."""
+"""`halfstep replay`: run a failed step again here, name the origin of its non-finite values, and the fix."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._opened import OwnTask
-from halfstep.cli._subject import end
-from halfstep.errors import BadData, HalfstepError, reason_in
+from halfstep.cli._options import OwnTask, end, flag
+from halfstep.errors import BadData, HalfstepError, StateMismatch, reason_in
 
 if TYPE_CHECKING:
-    from halfstep.train.black_box.record import Record
+    from halfstep.train.failed_steps.record import Record
 
 GROUP = "Trouble"
 
@@ -21,7 +19,7 @@ GROUP = "Trouble"
 def run(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="The folder of a run, or of one failed step of it: RUN/trouble/000123."),
+        typer.Argument(metavar="RUN", help="A run's folder, or one failed step of it: RUN/failed_steps/000123."),
     ],
     attempt: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Which failed step; the newest if left out.")
@@ -31,8 +29,8 @@ def run(
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Run a failed step again: the operation that made its NaN, whether precision caused it, and what cures it."""
-    from halfstep.cli import _replay_page as page
+    """Run a failed step again: name the operation that produced its NaN, whether precision caused it, and the fix."""
+    from halfstep.cli.pages import replay as page
 
     run_folder, found = _recorded(folder)
     if list or not found:
@@ -45,11 +43,12 @@ def run(
 
 
 def _recorded(folder: Path) -> tuple[Path, list[Path]]:
-    """The run's folder, and its failed steps; of a failed step's own folder, that one."""
-    from halfstep.tasks._finished import recipe_in
-    from halfstep.train.black_box.places import RECORD, recorded_in, refuse_elsewhere
-    from halfstep.train.black_box.reading import run_of
+    """Return the run's folder and its failed steps; for the folder of one failed step, only that one."""
+    from halfstep.train.failed_steps.places import EARLIER, FAILED_STEPS, RECORD, recorded_in, refuse_elsewhere
+    from halfstep.train.failed_steps.reading import run_of
+    from halfstep.train.run_folder import recipe_in
 
+    # A user may point at one failed step instead of its run.
     if (folder / RECORD).is_file() and run_of(folder) != folder:
         return recipe_in(run_of(folder)).parent, [folder]
     run = recipe_in(folder).parent
@@ -61,12 +60,18 @@ def _recorded(folder: Path) -> tuple[Path, list[Path]]:
             allowed="the folder that the run made",
             do="move it away: the next step that fails makes a folder",
         ) from None
+    if (run / EARLIER).is_dir() and not (run / FAILED_STEPS).exists():
+        raise StateMismatch(
+            f"{run / EARLIER} holds failed steps of an earlier halfstep",
+            allowed=f"{FAILED_STEPS}/, as this version writes them",
+            do="replay them with the version that wrote them",
+        )
     return folder, recorded_in(run)
 
 
 def _chosen(run_folder: Path, found: list[Path], attempt: int | None) -> Path:
     if attempt is None:
-        # Where none is whole, what is wrong with the newest is said.
+        # Where none is intact, opening the newest reports what is wrong.
         return next((path for path in reversed(found) if _is_whole(_read(path))), found[-1])
     for path in found:
         if int(path.name) == attempt:
@@ -80,12 +85,10 @@ def _chosen(run_folder: Path, found: list[Path], attempt: int | None) -> Path:
 
 def _replayed(run_folder: Path, place: Path, precision: str | None, task: Path | None) -> dict[str, Any]:
     from halfstep.precision.names import read_precision
-    from halfstep.progress import progress
-    from halfstep.tasks._cure import advice, in_precision
-    from halfstep.tasks._folder import task_from_file
-    from halfstep.tasks._replayed import open_recorded
-    from halfstep.tasks._replaying import described, replay
-    from halfstep.train.black_box.reading import read
+    from halfstep.runs.registry import task_from_file
+    from halfstep.runs.replay import advice, described, in_precision, open_recorded, replay
+    from halfstep.terminal import progress
+    from halfstep.train.failed_steps.reading import read
 
     asked = read_precision(precision).name if precision else None
     record = read(place)
@@ -111,24 +114,25 @@ def _replayed(run_folder: Path, place: Path, precision: str | None, task: Path |
         return {**report, "interrupted": True}
     advised = advice(verdict or record.verdict, record, run_folder, replayed.recipe, task)
     if verdict is None and choice.precision.name != record.precision:
+        # Finite in another precision: that precision is the fix.
         advised = in_precision(choice.precision.name, record, run_folder, task)
     return {**report, **advised._asdict()}
 
 
 def _listing(run_folder: Path, found: list[Path]) -> dict[str, Any]:
-    from halfstep.tasks._replaying import described
+    from halfstep.runs.replay import described
 
     rows = []
     for path in found:
         record = _read(path)
         known = {"attempt": int(path.name), "problem": record} if isinstance(record, str) else described(record)
         rows.append({"path": str(path), **known})
-    return {"run": str(run_folder), "guard": _guard_of(run_folder), "troubles": rows}
+    return {"run": str(run_folder), "guard": _guard_of(run_folder), "failed_steps": rows}
 
 
 def _read(path: Path) -> Record | str:
-    """The record, or what is wrong with it, as far as that shows without reading its tensors."""
-    from halfstep.train.black_box.reading import cut_off, read
+    """Return the record, or what is wrong with it as far as it shows without reading its tensors."""
+    from halfstep.train.failed_steps.reading import cut_off, read
 
     try:
         record = read(path)
@@ -142,21 +146,21 @@ def _is_whole(record: Record | str) -> bool:
 
 
 def _guard_of(run_folder: Path) -> str:
-    """What the run's recipe says about its guard, in its long form or its short one."""
-    from halfstep.train.recipe.sources import read_recipe
+    """Return the guard mode of the run's recipe, from its long or short form."""
+    from halfstep.recipe.sources import read_recipe
     from halfstep.train.run_folder import RECIPE
 
     section = read_recipe(str(run_folder / RECIPE)).raw.get("guard")
     mode = section.get("mode") if isinstance(section, dict) else section
-    # YAML reads the word off as a truth value.
+    # YAML 1.1 reads the word off as a boolean.
     return "off" if mode in (False, "off") else str(mode or "watch")
 
 
 def _print_json(report: dict[str, Any]) -> None:
-    """Numbers that JSON has no sign for are words, as in the journal."""
+    """Print a report as JSON; non-finite numbers become words, as in the journal."""
     from json import loads
 
-    from halfstep.cli._subject import print_json
-    from halfstep.train.journal.jsonl import as_line
+    from halfstep.cli._options import print_json
+    from halfstep.journal.jsonl import as_line
 
     print_json(loads(as_line(report)))

@@ -1,4 +1,4 @@
-"""`halfstep train`: a recipe, changed by what follows it, becomes a run."""
+"""`halfstep train`: train a recipe, changed by the settings that follow it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._settings import TakesSettings
-from halfstep.errors import Diverged, NotBegun, Stopped, WrongUse
-from halfstep.freed_memory import keep_freed_memory
-from halfstep.train.stopping import Stopping
+from halfstep.cli._options import TakesSettings, flag
+from halfstep.errors import Diverged, NotBegun, OutOfMemory, Stopped, WrongUse
+from halfstep.host_memory import keep_freed_memory, nothing_collected
+from halfstep.status_line import Now, waiting
+from halfstep.terminal import say
+from halfstep.train.signals import Stopping, end_process
+
+if TYPE_CHECKING:
+    from halfstep.recipe.resolve import Resolved
+    from halfstep.train.run import Run
 
 GROUP = "Run"
 COMMAND = {
     "cls": TakesSettings,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
-"""How typer is to make the command, where that is not as usual."""
+"""typer's arguments for the command, where they differ from the default."""
 
 
 def run(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="The name of a recipe (see `halfstep recipes`), or a path to one.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `halfstep recipes`, or a path.")],
     new: Annotated[bool, flag("--new", "Number another folder where the run's own is taken.")] = False,
     task: Annotated[Path | None, typer.Option(help="A Python file with a task of your own.", metavar="FILE")] = None,
     accept_data_change: Annotated[
@@ -35,48 +40,94 @@ def run(
     accept_recipe_change: Annotated[
         bool, flag("--accept-recipe-change", "Go on with an unfinished run under another recipe.")
     ] = False,
+    extend: Annotated[
+        bool, flag("--extend", "Go on with a finished run, up to the --epochs or --steps given, at its last lr.")
+    ] = False,
+    rewarm: Annotated[
+        bool, flag("--rewarm", "With --extend: a new warm-up and decay of the lr over what is added.")
+    ] = False,
     show: Annotated[bool, flag("--show", "Print the resolved recipe, and train nothing.")] = False,
     json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,
 ) -> None:
-    """Train a recipe. What follows it changes it: train.batch_size=4, or --batch_size 4, or --bf16.
+    """Train a recipe. Settings after it change it: train.batch_size=4, or --batch_size 4, or --bf16.
 
-    A run that was interrupted goes on where it was, when it is started again with the same command. One whose steps
-    fail names what made them fail, and stops with exit code 80; with --guard repair it cures it and goes on.
+    An interrupted run resumes when it is started again with the same command. A run whose steps fail reports the origin
+    and stops with exit code 80; with --guard repair it applies a remedy and continues.
     """
     if recipe.startswith("-"):
         raise WrongUse(f"{recipe} where RECIPE should be", allowed="RECIPE first", do=f"halfstep train RECIPE {recipe}")
-    from halfstep.tasks._folder import task_from_file
-    from halfstep.tasks._resolving import resolved_recipe
-    from halfstep.train.recipe.changes import DATA, RECIPE
-    from halfstep.train.recipe.sources import read_recipe
+    now = waiting(f"halfstep train {recipe}")
+    now("reading the recipe")
+    from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM, refuse_contradictions
 
-    own, digest = task_from_file(task) if task else (None, "")
-    # Everything that can be wrong in words is found here, before torch is loaded.
-    resolved = resolved_recipe(read_recipe(recipe), context.args, schema=own.schema if own else None)
+    refuse_contradictions(new, extend, rewarm)
+    resolved, own, notes = _resolved(recipe, task, context.args, now)
     if show:
-        from halfstep.train.recipe.written import to_yaml
-
-        typer.echo(to_yaml(resolved.recipe), nl=False)
+        _show(resolved, now)
         return
-    accepted = {DATA: accept_data_change, RECIPE: accept_recipe_change}
-    notes = [f"task {own.__name__} from {task} (sha256 {digest})"] if own else []
-    with Stopping():  # torch takes seconds to load, and a run that is asked to stop meanwhile should know of it
-        from halfstep.tasks._fit import launch
+    accepted = {DATA: accept_data_change, RECIPE: accept_recipe_change, EXTEND: extend, REWARM: rewarm}
+    given = [name for name, is_given in accepted.items() if is_given]
+    # A user's task may need other packages and data than ours, so only our tasks are checked early.
+    if own is None:
+        from halfstep.runs.resolve import refuse_early
 
-        if not _has_accelerator():
-            keep_freed_memory()
-        given = [name for name, is_given in accepted.items() if is_given]
+        refuse_early(resolved, new=new, accepted=given)
+    now("loading torch")
+    # Loading torch takes seconds; a signal during that time must not be lost.
+    with Stopping(end_process) as stopping:
+        options = {"task": own, "new": new, "quiet": json, "notes": notes, "accepted": given, "now": now}
         try:
-            result = launch(resolved, task=own, new=new, quiet=json, command=_command(), notes=notes, accepted=given)
+            result = _launched(resolved, stopping, options)
         except (Stopped, Diverged) as ended:
             if json or isinstance(ended, NotBegun):
                 raise
-            raise typer.Exit(ended.exit_code) from None  # the journal has said it on the screen already
+            raise typer.Exit(ended.exit_code) from None  # the journal has printed it already
+        except OutOfMemory as failed:
+            from halfstep.cli.pages.out_of_memory import show as show_memory
+
+            show_memory(failed, recipe, context.args)
+            raise typer.Exit(failed.exit_code) from None
     if json and os.environ.get("RANK", "0") == "0":
         from dataclasses import asdict
         from json import dumps
 
-        typer.echo(dumps({**asdict(result), "dir": str(result.dir)}, indent=1))
+        say(dumps({**asdict(result), "dir": str(result.dir)}, indent=1))
+
+
+def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tuple[Resolved, Any, list[str]]:
+    """Return the complete recipe, the user's own task if any, and notes about it."""
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.registry import task_from_file
+    from halfstep.runs.resolve import resolved_recipe
+
+    found = read_recipe(recipe)
+    if task is None:
+        return resolved_recipe(found, words), None, []
+    now(f"loading {task}")
+    with nothing_collected():
+        own, digest = task_from_file(task)
+    notes = [f"task {own.__name__} from {task} (sha256 {digest})"]
+    return resolved_recipe(found, words, schema=own.schema), own, notes
+
+
+def _show(resolved: Resolved, now: Now) -> None:
+    from halfstep.recipe.written import to_yaml
+
+    now("")
+    say(to_yaml(resolved.recipe).rstrip("\n"))
+
+
+def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -> Run:
+    with nothing_collected():
+        from halfstep.runs.fit import launch
+
+    # A signal that came while torch was loading.
+    stopping.leave_unbegun()
+    if not _has_accelerator():
+        # glibc returns large blocks to the system, and the next step would fault every page in again; must precede the
+        # first large allocation.
+        keep_freed_memory()
+    return launch(resolved, command=_command(), **options)
 
 
 def _has_accelerator() -> bool:
@@ -86,5 +137,5 @@ def _has_accelerator() -> bool:
 
 
 def _command() -> str:
-    """What was typed, to be typed again."""
+    """Return the typed command, for typing it again."""
     return shlex.join(["halfstep", *sys.argv[1:]])

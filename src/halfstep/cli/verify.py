@@ -1,4 +1,4 @@
-"""`halfstep verify`: whether every byte of a run's checkpoints is as it was written, and whether a resume is exact."""
+"""`halfstep verify`: check every byte of a run's checkpoints, and whether a resume is exact."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._flag import flag
-from halfstep.cli._opened import OwnTask, RunFolder
-from halfstep.cli._verify_page import print_proof, print_report
+from halfstep.cli._options import OwnTask, RunFolder, flag
+from halfstep.cli.pages.verify import print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
+from halfstep.terminal import say
 
 if TYPE_CHECKING:
-    from halfstep.train.checkpoint.generation import Generation
-    from halfstep.train.checkpoint.reading import Verdict
-    from halfstep.train.proof import Proof
+    from halfstep.checkpoint.paths import CheckpointDir
+    from halfstep.checkpoint.reading import CheckpointVerdict
+    from halfstep.train.resume_proof import Proof
 
 GROUP = "Files"
 STEPS = 3
 TRIES = 10
 BRIEF = 0.05
-"""Seconds below which a speed is mostly noise."""
+"""Seconds below which a throughput is mostly noise."""
 
 
 class NotExact(HalfstepError, RuntimeError):
-    """A resume that would not go on as the run would have."""
+    """A resume that would not continue as the uninterrupted run."""
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Check every byte of a run's checkpoints. Changes nothing, also while the run is being trained."""
+    """Check every byte of a run's checkpoints. Changes nothing, also while the run is training."""
     if not resume and (steps is not None or task is not None):
         raise WrongUse(
             f"--{'steps' if steps is not None else 'task'} without --resume",
@@ -61,7 +61,7 @@ def run(
     if json:
         from json import dumps
 
-        typer.echo(dumps(report, indent=1))
+        say(dumps(report, indent=1))
     elif proof is not None:
         print_proof(proof)
     if failure is not None:
@@ -72,49 +72,52 @@ def run(
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What a look at every byte of every checkpoint found, and what the time went to."""
+class VerifiedRun:
+    """The result of reading every byte of every checkpoint, and where the time went."""
 
-    verdicts: list[Verdict]
-    """The newest first."""
+    verdicts: list[CheckpointVerdict]
+    """Newest first."""
     bytes: int
-    """That were found as they were written."""
+    """Bytes that were found as written."""
     seconds: float
     hashing: float
-    """Seconds of computing."""
+    """Seconds of user time."""
     copying: float
-    """Seconds in which the system handed over what it had read."""
+    """Seconds of system time, copying out of the page cache."""
     from_disk: int
     """Bytes that were in no cache."""
 
     @property
     def limited_by(self) -> str:
+        """Return the bottleneck of the verification, in words."""
         waiting = self.seconds - self.hashing - self.copying
         most = max(self.hashing, self.copying, waiting)
         if most == self.hashing:
             return "SHA-256 on one core"
         if most == self.copying:
             return "copying out of the system's cache"
+        # Waiting without reads from the disk means that the cores were busy.
         return "the disk" if 10 * self.from_disk > self.bytes else "other programs on the cores"
 
 
-def look(folder: Path) -> Looked:
-    """Needs no lock: a generation that goes while it is read was retired by the run, and is left out."""
-    from halfstep.tasks._finished import recipe_in
-    from halfstep.train.checkpoint.generation import CHECKPOINTS, generations
+def look(folder: Path) -> VerifiedRun:
+    """Read every byte of every checkpoint. No lock is needed: a generation that disappears was retired by the run."""
+    from halfstep.checkpoint.paths import CHECKPOINTS, generations
+    from halfstep.train.run_folder import recipe_in
 
     place = recipe_in(folder).parent / CHECKPOINTS
+    # A run that saves often may retire every listed generation while the first is read.
     for _ in range(TRIES):
         found = generations(place)
         looked = _looked_at(found)
         if looked.verdicts or not found:
-            break  # else the run has saved as many since, so there are others
+            break  # otherwise the run retired all of them and has saved new ones
     return looked
 
 
-def _looked_at(found: list[Generation]) -> Looked:
-    from halfstep.progress import progress
-    from halfstep.train.checkpoint.reading import verified
+def _looked_at(found: list[CheckpointDir]) -> VerifiedRun:
+    from halfstep.checkpoint.reading import verified
+    from halfstep.terminal import progress
 
     total, done = sum(map(_size, found)), 0
     before, began = _spent(), time.perf_counter()
@@ -125,28 +128,31 @@ def _looked_at(found: list[Generation]) -> Looked:
             done += read
             told(done // 10**6, total // 10**6)
 
-        def seen(generation: Generation) -> Verdict | None:
+        def seen(generation: CheckpointDir) -> CheckpointVerdict | None:
+            # A problem in a generation that is gone by now is no problem: the run retired it while it was read.
             verdict = verified(generation, count)
             return verdict if verdict.problem is None or os.path.lexists(generation.path) else None
 
         verdicts = [verdict for one in found if (verdict := seen(one)) is not None]
     seconds = time.perf_counter() - began
+    # User time is SHA-256, system time is copying; the rest of the wall time is waiting.
     hashing, copying, blocks = (now - then for now, then in zip(_spent(), before, strict=True))
-    return Looked(verdicts, done, seconds, hashing, copying, int(blocks) * 512)
+    # ru_inblock counts blocks of 512 bytes.
+    return VerifiedRun(verdicts, done, seconds, hashing, copying, int(blocks) * 512)
 
 
 def _spent() -> tuple[float, float, int]:
-    """Of this thread: seconds in its own code, seconds in the system, and blocks that came from a disk."""
+    """Return this thread's user seconds, system seconds, and blocks read from disk."""
     try:
         import resource
 
         used = resource.getrusage(resource.RUSAGE_THREAD)
         return used.ru_utime, used.ru_stime, used.ru_inblock
-    except (ImportError, AttributeError):  # where the system does not tell these apart
+    except (ImportError, AttributeError):  # RUSAGE_THREAD is Linux only
         return time.thread_time(), 0.0, 0
 
 
-def _size(generation: Generation) -> int:
+def _size(generation: CheckpointDir) -> int:
     try:
         return sum(file.lstat().st_size for file in generation.path.iterdir())
     except OSError:
@@ -156,8 +162,8 @@ def _size(generation: Generation) -> int:
 # -- what it means ----------------------------------------------------------------------------------------------------
 
 
-def complaint(folder: Path, looked: Looked) -> HalfstepError | None:
-    """What is wrong, and what a resume would make of it."""
+def complaint(folder: Path, looked: VerifiedRun) -> HalfstepError | None:
+    """Return the error for missing or corrupt checkpoints, with what a resume would do; None where all are intact."""
     if not looked.verdicts:
         return NoCheckpoint(
             f"{folder} has no checkpoints",
@@ -183,7 +189,7 @@ def complaint(folder: Path, looked: Looked) -> HalfstepError | None:
     )
 
 
-def _what_a_resume_does(folder: Path, looked: Looked) -> str:
+def _what_a_resume_does(folder: Path, looked: VerifiedRun) -> str:
     from halfstep.train.run_folder import is_finished
 
     newest = next(one for one in looked.verdicts if one.problem is None).generation
@@ -196,9 +202,9 @@ def _what_a_resume_does(folder: Path, looked: Looked) -> str:
     return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
 
 
-def described(folder: Path, looked: Looked) -> dict[str, Any]:
-    """The report as plain data."""
-    from halfstep.train.checkpoint.generation import CHECKPOINTS, set_aside
+def described(folder: Path, looked: VerifiedRun) -> dict[str, Any]:
+    """Return the report as plain data."""
+    from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
 
     newest = next((one.generation.name for one in looked.verdicts if one.problem is None), None)
     return {
@@ -229,15 +235,16 @@ def described(folder: Path, looked: Looked) -> dict[str, Any]:
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------
 
 
-def proven(folder: Path, verdicts: list[Verdict], steps: int, task: Path | None) -> Proof:
-    """Train a few steps in two ways, in a folder that is gone afterwards."""
+def proven(folder: Path, verdicts: list[CheckpointVerdict], steps: int, task: Path | None) -> Proof:
+    """Train a few steps in two ways in a temporary folder, and compare. Raise `WrongUse` for a run of several ranks."""
     import tempfile
 
-    from halfstep.progress import progress
-    from halfstep.tasks._folder import task_from_file
-    from halfstep.tasks._rebuilt import rebuilding
-    from halfstep.train.proof import prove
+    from halfstep.runs.finished import rebuilding
+    from halfstep.runs.registry import task_from_file
+    from halfstep.terminal import progress
+    from halfstep.train.resume_proof import prove
 
+    # The proof trains in this process alone, without the other ranks.
     together = max(one.manifest.world for one in verdicts if one.manifest is not None)
     if together > 1:
         raise WrongUse(

@@ -1,1 +1,1 @@
-"""Settings before you run: where each comes from, and which contradict each other."""
+"""Check precision settings before a run: the source of each, and which of them conflict."""

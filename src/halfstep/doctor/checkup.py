@@ -1,18 +1,343 @@
-"""The whole check of settings: read every source, judge them together, and say how things stand. Imports no torch."""
+"""Read precision settings from every source, compare them, and report the status. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from halfstep.doctor.accelerate_file import from_accelerate
-from halfstep.doctor.conflicts import Verdict, judge
-from halfstep.doctor.environment import from_environment
-from halfstep.doctor.facts import default_file_note, facts
-from halfstep.doctor.settings import Setting, Source, shown
-from halfstep.doctor.sources import CLIPPING, LEARNING_RATE, from_deepspeed, from_recipe
-from halfstep.precision.names import AUTO
+from halfstep.doctor import sources as accelerate_file
+from halfstep.doctor import sources as environment
+from halfstep.doctor.settings import FoundSetting, SettingSource, line_for, shown
+from halfstep.doctor.sources import (
+    CLIPPING,
+    LEARNING_RATE,
+    from_accelerate,
+    from_deepspeed,
+    from_environment,
+    from_recipe,
+)
+from halfstep.finding import Finding
+from halfstep.precision.names import AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
+from halfstep.recipe.schema import GuardOptions
+
+# -- conflicts --------------------------------------------------------------------------------------------------------
+# Conflicting settings, and the lines that resolve them. Imports no torch.
+
+
+class Resolution(NamedTuple):
+    """One resolution of a conflict: what to write where, and the precision that results."""
+
+    precision: str
+    where: str
+    write: str
+
+    def __str__(self) -> str:
+        # On its own line, so that it can be copied.
+        return f"to run in {self.precision}, write in {self.where}:\n    {self.write}"
+
+
+class Conflict(NamedTuple):
+    """Two settings that cannot both be obeyed."""
+
+    one: FoundSetting
+    other: FoundSetting
+    ways: tuple[Resolution, Resolution]
+
+    @property
+    def finding(self) -> Finding:
+        """Return the conflict as a finding with both resolutions."""
+        evidence = "\n".join(f"{s}  ({s.where}): {s.means}" for s in (self.one, self.other))
+        fix = "\nor: ".join(map(str, self.ways))
+        return Finding("settings.precision_mismatch", "error", f"{evidence}{_together(self)}", fix)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "settings": [self.one.as_dict(), self.other.as_dict()],
+            "ways": [way._asdict() for way in self.ways],
+        }
+
+
+class SettingsVerdict(NamedTuple):
+    """The precision that all settings agree on, or their conflicts."""
+
+    precision: str | None
+    conflicts: list[Conflict]
+
+
+def judge(settings: Sequence[FoundSetting]) -> SettingsVerdict:
+    """Return whether all settings about precision agree; `auto` agrees with any other file."""
+    speaking = [s for s in settings if s.claim]
+    if not speaking:
+        return SettingsVerdict(None, [])
+    # `auto` can still conflict with other settings of its own file, so those are compared per file below.
+    firm = [s for s in speaking if s.claim and (s.claim.meaning != AUTO or s.claim.denies)]
+    groups = [firm, *(_same_file(speaking, s) for s in speaking if s not in firm)]
+    for group in groups:
+        settled = _settled(group)
+        if settled and settled.against:
+            return SettingsVerdict(settled.name, _conflicts(settled, group, settings))
+    # Without a firm setting, `auto` is what all of them say.
+    decided = _settled(firm) or _settled(speaking)
+    return SettingsVerdict(decided.name if decided else None, [])
+
+
+def _settled(settings: Sequence[FoundSetting]) -> Settled | None:
+    claims = [s.claim for s in settings if s.claim]
+    return settle(claims) if claims else None
+
+
+def _same_file(settings: Sequence[FoundSetting], one: FoundSetting) -> list[FoundSetting]:
+    return [s for s in settings if s.place == one.place]
+
+
+def _conflicts(
+    settled: Settled, settings: Sequence[FoundSetting], everything: Sequence[FoundSetting]
+) -> list[Conflict]:
+    by_claim = {id(s.claim): s for s in settings}
+    one = by_claim[id(settled.by)]
+    found = []
+    for claim in settled.against:
+        other = by_claim[id(claim)]
+        if other is one:
+            continue
+        # Each conflict gets two resolutions: change the one file, or change the other.
+        wish = _wish(other, one, settings, settled.name)
+        ways = (
+            Resolution(settled.name, other.where, _lines_for(other, settled.name, everything)),
+            Resolution(wish, one.where, _lines_for(one, wish, everything)),
+        )
+        found.append(Conflict(one, other, ways))
+    return found
+
+
+def _lines_for(setting: FoundSetting, precision: str, everything: Sequence[FoundSetting]) -> str:
+    """Return the line to write and, below it, a dormant format that the changed switch would activate."""
+    own = line_for(setting, precision)
+    if setting.leaf not in SWITCHES or precision in ("fp32", "tf32"):
+        return own
+    asleep = [
+        s for s in everything
+        if s.leaf in FORMATS and s.claim is None and s.place == setting.place and _section(s) == _section(setting)
+    ]  # fmt: skip
+    lines = [line_for(s, precision) for s in asleep if read_precision(s.value).name != precision]
+    return "\n    ".join([own, *lines])
+
+
+def _section(setting: FoundSetting) -> str:
+    return setting.key.rpartition(".")[0]
+
+
+def _wish(other: FoundSetting, one: FoundSetting, settings: Sequence[FoundSetting], refused: str) -> str:
+    """Return the precision the other setting's file asks for as a whole: `amp: true` with `fp16: false` means bf16."""
+    own = _settled([s for s in _same_file(settings, other) if s is not one])
+    wish = own.name if own else refused
+    if wish not in (refused, AUTO):
+        return wish
+    return "fp32" if refused != "fp32" else "bf16"
+
+
+def _together(conflict: Conflict) -> str:
+    """Return what happens if the conflict stays."""
+    kinds = {conflict.one.kind, conflict.other.kind}
+    if kinds == {"accelerate", "environment"}:
+        return "\naccelerate launch puts the file's word in place of the variable; plain python never reads the file"
+    if kinds == {"accelerate", "recipe"}:
+        return "\naccelerate obeys its own file, and the script believes its own: a precision mismatch, with no message"
+    return "\nprecision mismatch: which of the two is obeyed depends on the code that reads them"
+
+
+# -- facts ------------------------------------------------------------------------------------------------------------
+# Pitfalls in settings that do not conflict.
+# Verified with accelerate 1.15, except for two known only from its source, since they need an fp8 GPU and DeepSpeed:
+# `fp8_falls_to_fp16` and `deepspeed_file`.
+
+
+NARROW = ("fp16", "bf16", "fp8")
+
+
+class Lookup:
+    """Settings by source and key."""
+
+    def __init__(self, sources: Sequence[SettingSource]) -> None:
+        self.sources = sources
+        self._found: dict[tuple[str, str], FoundSetting] = {
+            (s.kind, s.key): s for source in sources for s in source.precision
+        }
+
+    def get(self, kind: str, key: str) -> FoundSetting | None:
+        """Return a setting by source and key, None where it is not set."""
+        return self._found.get((kind, key))
+
+    def value(self, kind: str, key: str) -> object:
+        """Return the value of a setting, None where it is not set."""
+        setting = self.get(kind, key)
+        return setting.value if setting else None
+
+    def of_accelerate(self) -> list[FoundSetting]:
+        """Return the settings that decide accelerate's precision, from its file and its variable."""
+        keys = (("accelerate", "mixed_precision"), ("accelerate", "fp16"), ("environment", environment.MIXED_PRECISION))
+        return [setting for key in keys if (setting := self._found.get(key))]
+
+    def accelerate_text(self) -> str:
+        """Return the text of accelerate's file, empty without one."""
+        return next((source.text for source in self.sources if source.kind == "accelerate"), "")
+
+    def asks(self, *precisions: str) -> FoundSetting | None:
+        """Return accelerate's setting that asks for one of these precisions, None where there is none."""
+        return next((s for s in self.of_accelerate() if s.claim and s.claim.meaning in precisions), None)
+
+
+def facts(sources: Sequence[SettingSource]) -> list[Finding]:
+    """Return all findings about the settings."""
+    lookup = Lookup(sources)
+    return [finding for check in _CHECKS for finding in check(lookup)]
+
+
+def default_file_note(variables: Mapping[str, str]) -> list[Finding]:
+    """Return a note where `accelerate launch` would read a default file that was not given here."""
+    place = accelerate_file.default_place(variables)
+    if not place.is_file():
+        return []
+    evidence = f"{place} exists and was not compared; accelerate launch reads it unless it is given --config_file"
+    return [Finding("accelerate.default_file", "note", evidence, f"add --accelerate {place}")]
+
+
+def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
+    fp16 = lookup.asks("fp16")
+    variable = lookup.get("environment", environment.USE_CPU)
+    in_file = lookup.get("accelerate", "use_cpu")
+    forced = in_file if in_file and in_file.value is True else None
+    # Both force the CPU; where both are set, the variable is named.
+    if variable and str(variable.value).lower() in environment.ON:
+        forced = variable
+    if fp16 and forced:
+        evidence = f"{fp16} with {forced} ({forced.where}): accelerate reports fp16 and computes in fp32, silently"
+        yield Finding("accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'")
+
+
+def _no_without_quotes(lookup: Lookup) -> Iterator[Finding]:
+    setting, text = lookup.get("accelerate", "mixed_precision"), lookup.accelerate_text()
+    if setting and accelerate_file.reads_a_boolean(text):
+        evidence = (
+            f"{setting} without quotes ({setting.where}): accelerate launch reads a boolean and stops in an error"
+        )
+        yield Finding("accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'")
+
+
+def _no_distributed_type(lookup: Lookup) -> Iterator[Finding]:
+    place = next((s.place for s in lookup.sources if s.kind == "accelerate"), None)
+    if place and not lookup.get("accelerate", accelerate_file.DISTRIBUTED):
+        evidence = f"{place} has no {accelerate_file.DISTRIBUTED}, without which accelerate launch refuses the file"
+        yield Finding("accelerate.no_distributed_type", "warning", evidence, "add the line  distributed_type: 'NO'")
+
+
+def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
+    variable = lookup.get("environment", environment.MIXED_PRECISION)
+    if variable and str(variable.value) not in accelerate_file.WORDS:
+        evidence = f"{variable}: under plain python accelerate knows small letters only, and computes in fp32, silently"
+        fix = f"export {variable.key}={str(variable.value).lower()}"
+        yield Finding("accelerate.variable_case", "warning", evidence, fix)
+
+
+def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
+    asked = lookup.asks(*NARROW)
+    if asked and asked.claim and lookup.value("accelerate", accelerate_file.DISTRIBUTED) == "FSDP":
+        # accelerate's FSDP policy treats fp8 as bf16.
+        name = "bf16" if asked.claim.meaning == "fp8" else asked.claim.meaning
+        evidence = f"distributed_type: FSDP with {asked}: accelerate also sums gradients over processes in {name}"
+        fix = (
+            "in the script, give Accelerator an FSDP plugin whose mixed_precision_policy has reduce_dtype=torch.float32"
+        )
+        yield Finding("accelerate.fsdp_reduces_narrow", "warning", evidence, fix)
+
+
+def _not_read(lookup: Lookup) -> Iterator[Finding]:
+    settings = [lookup.get("accelerate", f"fsdp_config.{key}") for key in accelerate_file.POLICIES]
+    downcast = lookup.get("accelerate", "downcast_bf16")
+    settings += [downcast] if downcast and downcast.value not in (False, "no", "NO") else []
+    for setting in filter(None, settings):
+        evidence = f"{setting} ({setting.where}): accelerate launch does not read this key from its file"
+        tpu = setting.leaf == "downcast_bf16"
+        fix = (
+            "use accelerate launch --downcast_bf16 (TPU only)" if tpu else "set the policy in the script's FSDP plugin"
+        )
+        yield Finding("accelerate.key_not_read", "warning", evidence, fix)
+
+
+def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
+    word = lookup.get("accelerate", "mixed_precision")
+    file = lookup.get("accelerate", "deepspeed_config.deepspeed_config_file")
+    if word and file:
+        evidence = f"{word} ({word.where}) beside deepspeed_config_file: accelerate refuses to run with both"
+        yield Finding("accelerate.deepspeed_file", "warning", evidence, "delete mixed_precision from accelerate's file")
+
+
+def _fp8_may_be_fp16(lookup: Lookup) -> Iterator[Finding]:
+    asked = lookup.asks("fp8")
+    if asked:
+        evidence = f"{asked}: on a GPU below compute capability 8.9 accelerate takes fp16 instead"
+        yield Finding("accelerate.fp8_falls_to_fp16", "note", evidence, "write mixed_precision: bf16 for such a GPU")
+
+
+def _tf32_behind_fp32(lookup: Lookup) -> Iterator[Finding]:
+    variable = lookup.get("environment", environment.TORCH_TF32)
+    if variable and variable.value == "1":
+        evidence = f"{variable}: what torch calls an fp32 matrix product is a tf32 one on NVIDIA GPUs since Ampere"
+        yield Finding("torch.tf32_override", "warning", evidence, f"unset {variable.key}")
+
+
+def _who_wins(lookup: Lookup) -> Iterator[Finding]:
+    if lookup.of_accelerate():
+        evidence = (
+            "who wins in accelerate: Accelerator(mixed_precision=...) in the script, then accelerate launch "
+            f"--mixed_precision, then its file. {environment.MIXED_PRECISION} counts only under plain python, "
+            "where the file is not read"
+        )
+        fix = "start with accelerate launch, and leave mixed_precision out of the script"
+        yield Finding("accelerate.order", "note", evidence, fix)
+
+
+def _same_gpus(lookup: Lookup) -> Iterator[Finding]:
+    """Yield a note on accelerate's GPUs for a halfstep recipe: under torchrun a variable selects them."""
+    own = next((source.place for source in lookup.sources if source.halfstep), None)
+    setting = lookup.get("accelerate", "gpu_ids")
+    # accelerate also knows `all`, which needs no variable.
+    named = str(setting.value).replace(" ", "") if setting else ""
+    if own and setting and re.fullmatch(r"\d+(,\d+)*", named):
+        evidence = f"{setting} ({setting.where}) are accelerate's; halfstep takes all GPUs that it sees"
+        count = named.count(",") + 1
+        fix = f"CUDA_VISIBLE_DEVICES={named} torchrun --nproc_per_node={count} -m halfstep train {own}"
+        yield Finding("accelerate.gpu_ids", "note", evidence, fix)
+
+
+def _not_under_accelerate(lookup: Lookup) -> Iterator[Finding]:
+    if lookup.of_accelerate() and any(source.halfstep for source in lookup.sources):
+        evidence = (
+            "halfstep train obeys its recipe alone; accelerate's settings matter where a script of yours runs too"
+        )
+        yield Finding("recipe.not_accelerate", "note", evidence, "nothing, if you only use halfstep train")
+
+
+_CHECKS: tuple[Callable[[Lookup], Iterator[Finding]], ...] = (
+    _no_without_quotes,
+    _no_distributed_type,
+    _fp16_on_a_cpu,
+    _word_of_the_variable,
+    _sums_in_16_bits,
+    _not_read,
+    _two_files_for_deepspeed,
+    _fp8_may_be_fp16,
+    _tf32_behind_fp32,
+    _who_wins,
+    _same_gpus,
+    _not_under_accelerate,
+)
+
+
+# -- checkup ----------------------------------------------------------------------------------------------------------
+
 
 _FULL = ("fp32", "tf32")
 
@@ -24,12 +349,15 @@ def check_settings(
     deepspeed: str | None = None,
     variables: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Every precision setting with its source, what contradicts what, and the status, as plain data."""
-    readers = ((from_recipe, recipe), (from_accelerate, accelerate), (from_deepspeed, deepspeed))
-    sources = [read(place) for read, place in readers if place is not None] + [from_environment(variables)]
+    """Return every precision setting with its source, the conflicts, the findings and the status, as plain data.
+
+    Raise `BadRecipe` for a file that cannot be read.
+    """
+    sources = read_sources(recipe, accelerate, deepspeed, variables)
     settings = [setting for source in sources for setting in source.precision]
     verdict = judge(settings)
     findings = [conflict.finding for conflict in verdict.conflicts] + facts(sources)
+    # accelerate's default file is easily forgotten: it is read without being named.
     findings += default_file_note(variables) if accelerate is None else []
     return {
         "sources": [{"kind": s.kind, "place": s.place} for s in sources if s.kind != "environment" or s.precision],
@@ -40,7 +368,17 @@ def check_settings(
     }
 
 
-def _status(sources: Sequence[Source], settings: Sequence[Setting], verdict: Verdict) -> dict[str, Any]:
+def read_sources(
+    recipe: str | None, accelerate: str | None, deepspeed: str | None, variables: Mapping[str, str]
+) -> list[SettingSource]:
+    """Read every source that was given, and the environment."""
+    readers = ((from_recipe, recipe), (from_accelerate, accelerate), (from_deepspeed, deepspeed))
+    return [read(place) for read, place in readers if place is not None] + [from_environment(variables)]
+
+
+def _status(
+    sources: Sequence[SettingSource], settings: Sequence[FoundSetting], verdict: SettingsVerdict
+) -> dict[str, Any]:
     return {
         "aligned": not verdict.conflicts,
         "precision": None if verdict.conflicts else verdict.precision,
@@ -48,10 +386,33 @@ def _status(sources: Sequence[Source], settings: Sequence[Setting], verdict: Ver
         "fp16": _fp16(settings, verdict),
         "learning_rate": _found(sources, LEARNING_RATE),
         "clipping": _found(sources, CLIPPING),
+        "nan_handling": _nan_handling(sources),
+        "final": _final(sources, verdict),
     }
 
 
-def _amp(settings: Sequence[Setting], verdict: Verdict) -> str:
+def _nan_handling(sources: Sequence[SettingSource]) -> str:
+    """Return the guard mode of a halfstep recipe; other projects handle NaN in code, which is not read."""
+    own = next((source for source in sources if source.halfstep), None)
+    if own is None:
+        return "not set here (halfstep.Stepper skips such steps)"
+    mode = _guard_mode(own.guard)
+    return "off: such steps are skipped, and their cause is not named" if mode == "off" else f"guard: {mode}"
+
+
+def _guard_mode(written: object) -> str:
+    said = written.get("mode") if isinstance(written, Mapping) else written
+    return str(said or GuardOptions().mode)
+
+
+def _final(sources: Sequence[SettingSource], verdict: SettingsVerdict) -> str:
+    if verdict.conflicts:
+        return "not ready: settle the contradiction, or let --fix bf16 do it"
+    own = next((source.place for source in sources if source.halfstep), None)
+    return f"ready: halfstep train {own}" if own else "ready"
+
+
+def _amp(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
     if verdict.conflicts:
         sides = {s.where: str(s) for c in verdict.conflicts for s in (c.one, c.other)}
         return f"disputed ({' against '.join(sides.values())})"
@@ -65,7 +426,7 @@ def _amp(settings: Sequence[Setting], verdict: Verdict) -> str:
     return f"enabled (in {verdict.precision}{'' if named else ', which no setting names'})"
 
 
-def _fp16(settings: Sequence[Setting], verdict: Verdict) -> str:
+def _fp16(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
     own = next((s for s in settings if s.leaf == "fp16" or s.key == "fp16.enabled"), None)
     if verdict.conflicts:
         return f"disputed ({own})" if any(own in (c.one, c.other) for c in verdict.conflicts) else _as_written(own)
@@ -76,10 +437,10 @@ def _fp16(settings: Sequence[Setting], verdict: Verdict) -> str:
     return f"disabled (the format is {verdict.precision})"
 
 
-def _as_written(setting: Setting | None) -> str:
+def _as_written(setting: FoundSetting | None) -> str:
     return f"as written ({setting})" if setting else "not set"
 
 
-def _found(sources: Iterable[Source], keys: frozenset[str]) -> str:
+def _found(sources: Iterable[SettingSource], keys: frozenset[str]) -> str:
     found = [s for source in sources for s in source.training if s.leaf in keys]
     return "; ".join(f"{shown(s.value)} ({s.key}, {s.where})" for s in found) or "not set"

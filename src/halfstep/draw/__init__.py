@@ -1,1 +1,1 @@
-"""Pictures from plain data."""
+"""Draw pictures from plain data."""

@@ -1,4 +1,4 @@
-"""Arms beside one another as a picture: speed, memory by what it is taken for, and the metric of each seed."""
+"""Draw the candidates of a benchmark side by side: speed, memory by category, and the metric of each seed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ except ImportError as missing:
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Okabe and Ito's colours, which people with any colour vision tell apart, and their lighter forms.
+# Okabe and Ito's palette, distinguishable with any color vision, and two grays.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#444444")
 _BAR, _BASE, _GRID, _WRONG = "#0072B2", "#999999", "#DDDDDD", "#B2182B"
 _DPI, _HEIGHT, _PANEL = 100, 4.2, 4.0
 _LONGEST = 40
 _FAR = 5.0
-"""Margins from fp32 beyond which a dot is an arrow."""
+"""Margins from fp32 beyond which a dot becomes an arrow."""
 
 
 def draw_bars(bench: Mapping[str, Any], path: Path) -> None:
-    """Write a picture of a bench's plain data, whole or not at all; a panel without figures says so."""
+    """Write a picture of a benchmark's plain data atomically; a panel without data says so."""
     rows: Rows = bench["rows"]
+    # Room for more candidates than the usual three.
     wider = max(0, len(rows) - 3) * 0.7
     figure = Figure(figsize=(3 * (_PANEL + wider), _HEIGHT), dpi=_DPI, layout="constrained")
+    # Agg directly, not pyplot: pyplot keeps global state and may need a display.
     canvas = FigureCanvasAgg(figure)
     speed, memory, metric = figure.subplots(1, 3)
     _speed(speed, rows)
@@ -61,7 +63,7 @@ def _speed(axes: Axes, rows: Rows) -> None:
         if gain["low"] is not None and place:
             reach = [[gain["times"] - gain["low"]], [gain["high"] - gain["times"]]]
             axes.errorbar(place, gain["times"], yerr=reach, color="black", capsize=4, linewidth=1.2)
-    # An interval that reaches very far would flatten the bars; it may leave the picture.
+    # A very wide interval would flatten the bars; it may leave the picture.
     tops = [min(gain["high"] or gain["times"], 2 * gain["times"]) for gain in gains if gain is not None]
     if tops:
         axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
@@ -75,6 +77,7 @@ def _memory(axes: Axes, rows: Rows) -> None:
     axes.set_title("Memory of one update")
     found = [row["memory"] or {} for row in rows]
     parts = [memory.get("parts") or {} for memory in found]
+    # NaN is left out of the plot.
     measured = [float(memory.get("measured") or math.nan) for memory in found]
     heights = [max(float(sum(own.values())), 0.0 if math.isnan(count) else count)
                for own, count in zip(parts, measured, strict=True)]  # fmt: skip
@@ -96,7 +99,7 @@ def _memory(axes: Axes, rows: Rows) -> None:
 
 
 def _stack(axes: Axes, parts: Sequence[Mapping[str, float]]) -> None:
-    """What takes most stands at the bottom; what takes nothing anywhere is left out."""
+    """Stack categories, the largest at the bottom; categories that are zero everywhere are left out."""
     most = {name: max(own.get(name, 0.0) for own in parts) for own in parts for name in own}
     below = [0.0] * len(parts)
     for number, name in enumerate(sorted((name for name in most if most[name]), key=lambda name: -most[name])):
@@ -132,7 +135,7 @@ def _metric(axes: Axes, rows: Rows, bench: Mapping[str, Any]) -> None:
 
 
 def _limits(values: Sequence[Sequence[float]], centre: float | None, margin: float | None) -> tuple[float, float]:
-    """All dots, but none so far from fp32 that the margin would be a line."""
+    """Return y limits that show all dots, except those so far from fp32 that the margin would shrink to a line."""
     known = [number for own in values for number in own]
     low, high = min(known), max(known)
     if centre is not None and margin:
@@ -143,7 +146,7 @@ def _limits(values: Sequence[Sequence[float]], centre: float | None, margin: flo
 
 
 def _outside(axes: Axes, place: int, below: Sequence[float], above: Sequence[float]) -> None:
-    """An arrow to what lies outside the picture, with its mean."""
+    """Draw an arrow towards dots outside the picture, with their mean."""
     for numbers, edge, inside in ((below, 0.0, 0.16), (above, 1.0, 0.84)):
         if numbers:
             axes.annotate(f"{sum(numbers) / len(numbers):.3g}", xy=(place, edge), xytext=(place, inside),
@@ -167,7 +170,7 @@ def _say(axes: Axes, text: str) -> None:
 
 
 def _name(axes: Axes, rows: Rows, below: Sequence[str]) -> None:
-    """The arms' names below the bars, and below each its figure."""
+    """Write the names of the candidates below the bars, each with its figure."""
     figures = ["failed" if row["failed"] and not row["runs"] else text for row, text in zip(rows, below, strict=True)]
     names = [f"{_printable(row['name'])}\n{text}".rstrip() for row, text in zip(rows, figures, strict=True)]
     axes.set_xticks(range(len(rows)), names, fontsize=9 if len(rows) < 4 else 8)
@@ -178,6 +181,7 @@ def _name(axes: Axes, rows: Rows, below: Sequence[str]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Text that is neither markup for formulas nor longer than its place."""
+    """Return text without mathtext markup, shortened to its place."""
+    # matplotlib parses text between dollar signs as a formula, and raises for an invalid one.
     plain = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
     return plain if len(plain) <= _LONGEST else plain[: _LONGEST - 1] + "…"

@@ -1,10 +1,8 @@
-"""A run as curves: loss, metric, learning rate, loss scale and skips, from plain events or numbers."""
+"""Draw a run as curves: loss, metric, learning rate, loss scale and skips, from events or numbers."""
 
 from __future__ import annotations
 
 import io
-from array import array
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from halfstep.draw.series import Numbers, Series, series_of
 from halfstep.errors import MissingExtra
 from halfstep.files import replacing
 
@@ -27,61 +26,19 @@ except ImportError as missing:
         do="pip install halfstep[train]",
     ) from missing
 
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
-
-# Okabe and Ito's colours, which people with any colour vision tell apart; lines differ in their marks too.
+# Okabe and Ito's palette, distinguishable with any color vision; lines differ in their markers too.
 _TRAIN, _VAL, _SKIP, _GRID = "#0072B2", "#D55E00", "#CC79A7", "#DDDDDD"
 _WIDTH, _HEIGHT, _DPI = 9.0, 6.0, 100
 _BINS, _TICKS = 600, 100
 _LOG_FROM = 50.0
 _FEW = 60
-_LARGEST = 1e300
-
-
-class Series:
-    """What curves are drawn from: eight bytes a number, however long the run."""
-
-    def __init__(self) -> None:
-        self.title, self.metric = "", ""
-        self.attempt, self.loss, self.lr, self.loss_scale = (array("d") for _ in range(4))
-        self.skipped_at = array("d")
-        self.skipped: Counter[str] = Counter()
-        self.epoch_at = array("d")
-        self.epochs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take what an event says of a curve; others say nothing."""
-        kind = event["event"]
-        if kind == "step":
-            self._add_step(event)
-        elif kind == "epoch":
-            self.epoch_at.append(self.attempt[-1] if self.attempt else float(event["epoch"]))
-            self.epochs.append((event.get("train") or {}, event.get("val") or {}))
-        elif kind == "start":
-            self.metric = str((event.get("metric") or {}).get("name") or "")
-            chosen = (event.get("precision") or {}).get("chosen")
-            self.title = str(event.get("label") or "") + (f", {chosen}" if chosen else "")
-
-    def _add_step(self, event: Mapping[str, Any]) -> None:
-        self.attempt.append(event["attempt"])
-        self.loss.append(_real(event["loss"]))
-        self.lr.append(_real(event["lr"]))
-        self.loss_scale.append(_real(event.get("loss_scale")))
-        if not event["applied"]:
-            self.skipped_at.append(event["attempt"])
-            self.skipped[str(event["reason"])] += 1
-
-    def of_epochs(self, name: str) -> tuple[Numbers, Numbers]:
-        """A number of every epoch, from training and from validation; NaN where there is none."""
-        train = [_real(train.get(name)) for train, _ in self.epochs]
-        val = [_real(val.get(name)) for _, val in self.epochs]
-        return np.array(train, dtype=float), np.array(val, dtype=float)
 
 
 def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write a picture of 900 × 600 pixels, whole or not at all. A run without a step has a picture that says so."""
-    series = run if isinstance(run, Series) else _series(run)
+    """Write a picture of 900 × 600 pixels atomically. A run without steps gets a picture that says so."""
+    series = run if isinstance(run, Series) else series_of(run)
     figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, layout="constrained")
+    # Agg directly, not pyplot: pyplot keeps global state and may need a display.
     canvas = FigureCanvasAgg(figure)
     panels = _panels(series)
     axes = figure.subplot_mosaic(_mosaic(panels), sharex=True)
@@ -91,23 +48,11 @@ def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
         _finish(axes[name], series.attempt[-1] if series.attempt else 1.0)
     if series.title:
         figure.suptitle(_printable(series.title), fontsize=12, fontweight="bold")
+    # Drawn in memory first: an error in matplotlib must not leave half a file.
     picture = io.BytesIO()
     canvas.print_png(picture)
     with replacing(path) as draft:
         draft.write_bytes(picture.getvalue())
-
-
-def _series(events: Iterable[Mapping[str, Any]]) -> Series:
-    series = Series()
-    for event in events:
-        series.add(event)
-    return series
-
-
-def _real(value: Any) -> float:
-    """A number, or NaN: what is not finite, or too large for an axis, has no place on one."""
-    number = float("nan") if value is None else float(value)
-    return number if abs(number) < _LARGEST else float("nan")
 
 
 def _panels(series: Series) -> list[str]:
@@ -120,7 +65,8 @@ def _panels(series: Series) -> list[str]:
 
 
 def _mosaic(panels: list[str]) -> list[Any]:
-    """The loss is the largest, beside or above the others."""
+    """Return the layout: the loss panel is the largest, beside or above the others."""
+    # A loss scale is drawn only in fp16, and a metric only where a task has one beside the loss: two to four panels.
     if len(panels) == 4:
         return [panels[:2], panels[2:]]
     if len(panels) == 3:
@@ -129,6 +75,7 @@ def _mosaic(panels: list[str]) -> list[Any]:
 
 
 def _loss(axes: Axes, series: Series) -> None:
+    # A run of a million steps would take long to draw, and no screen shows them all.
     x, y = thinned(np.array(series.attempt), np.array(series.loss))
     mark = "." if len(x) <= _FEW else ""
     axes.plot(x, y, color=_TRAIN, alpha=0.4, linewidth=0.8, marker=mark, label="train, each step")
@@ -179,11 +126,12 @@ def _epochs(axes: Axes, series: Series, train: Numbers, val: Numbers) -> None:
 
 
 def _mark_skips(axes: Axes, series: Series) -> None:
-    """A tick at the lower edge for every skipped step, as many as can be told apart."""
+    """Mark skipped steps with ticks at the lower edge, as many as can be distinguished."""
     if not series.skipped_at:
         return
     at = np.array(series.skipped_at)
     span = max(series.attempt[-1] - series.attempt[0], 1.0)
+    # One tick per hundredth of the axis: more could not be told apart.
     _, kept = np.unique(np.floor((at - series.attempt[0]) / span * _TICKS), return_index=True)
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in series.skipped.most_common(3))
     height = axes.get_xaxis_transform()
@@ -201,7 +149,7 @@ def _mark_skips(axes: Axes, series: Series) -> None:
 
 
 def _fit_to(axes: Axes, y: Numbers) -> None:
-    """One spike must not flatten the rest of a curve, and an empty panel is no mistake of the reader's."""
+    """Use a log scale where one spike would flatten the rest, and label an empty panel."""
     finite = y[np.isfinite(y)]
     if not len(finite):
         axes.text(0.5, 0.5, "no finite numbers", transform=axes.transAxes, ha="center", color="#555555")
@@ -211,6 +159,7 @@ def _fit_to(axes: Axes, y: Numbers) -> None:
 
 def _finish(axes: Axes, last: float) -> None:
     axes.set_xlabel("attempted steps")
+    # A run of one step still needs an axis of some length.
     axes.set_xlim(0.0, max(last, 1.0) * 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -224,8 +173,8 @@ def _finish(axes: Axes, last: float) -> None:
 
 
 def thinned(x: Numbers, y: Numbers, bins: int = _BINS) -> tuple[Numbers, Numbers]:
-    """At most two finite points a bin, its lowest and its highest, in their order: spikes stay, whatever the length."""
-    # Steps without a finite number are marked as skipped; a gap for each would hide the points between them.
+    """Return at most two finite points per bin, its minimum and maximum in order, so that spikes survive."""
+    # Steps with a non-finite loss are marked as skipped; a gap for each would hide the points between them.
     keep = np.isfinite(y)
     x, y = x[keep], y[keep]
     if len(x) <= 2 * bins:
@@ -238,6 +187,7 @@ def thinned(x: Numbers, y: Numbers, bins: int = _BINS) -> tuple[Numbers, Numbers
 
 
 def _printable(text: str) -> str:
-    """Text that is neither markup for formulas nor longer than its place."""
+    """Return text without mathtext markup, shortened to its place."""
+    # matplotlib parses text between dollar signs as a formula, and raises for an invalid one.
     plain = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
     return plain if len(plain) <= 80 else plain[:79] + "…"

@@ -1,4 +1,4 @@
-"""A model as a picture: its tree of modules, as wide as their work and coloured by the format that it is done in."""
+"""Draw a model as its tree of modules, as wide as their FLOPs and colored by the format they compute in."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ except ImportError as missing:
         do="pip install halfstep[train]",
     ) from missing
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
+# Okabe and Ito's palette, distinguishable with any color vision.
 COLOURS = {"bf16": "#56B4E9", "fp16": "#009E73", "fp32": "#E69F00", "tf32": "#F0E442", "fp64": "#D55E00"}
 OTHER = "#CC79A7"
 _ISLAND, _EDGE, _TEXT = "#B2182B", "#FFFFFF", "#222222"
 _WIDTH, _ROW, _ABOVE, _BELOW, _DPI = 14.0, 0.42, 0.5, 0.45, 100
 _DEEPEST = 12
 _NARROWEST = 0.0015
-"""Of the whole width: what is narrower is not drawn by itself, only in its parent's colours."""
+"""The least share of the width: narrower modules appear only in their parent's colors."""
 _LETTER = 0.0049
-"""Of the whole width."""
+"""The width of a letter as a share of the whole."""
 _MODEL_ITSELF = "(the model itself)"
 
 
 @dataclass
 class Node:
-    """A module with what lies in it."""
+    """A module and its submodules."""
 
     name: str
     path: str
     flops: dict[str, int] = field(default_factory=dict)
-    """Of the whole subtree, by format."""
+    """FLOPs of the whole subtree, by format."""
     own: dict[str, int] = field(default_factory=dict)
-    """Of the module without those inside it."""
+    """FLOPs of the module without its submodules."""
     island: bool = False
     children: dict[str, Node] = field(default_factory=dict)
 
@@ -55,18 +55,19 @@ class Node:
         return sum(self.flops.values())
 
     def add(self, flops: Mapping[str, int]) -> None:
+        """Add FLOPs by format."""
         for name, count in flops.items():
             self.flops[name] = self.flops.get(name, 0) + count
 
     def stripes(self) -> Iterator[tuple[str, int]]:
-        """Its work by format, in the order in which what lies in it is drawn below."""
+        """Yield FLOPs by format, in the order the children are drawn below."""
         for child in self.children.values():
             yield from child.stripes()
         yield from self.own.items()
 
 
 def tree(rows: Sequence[Mapping[str, Any]], name: str) -> Node:
-    """Modules by their paths, with the work of everything below added up."""
+    """Return the tree of modules by path, with the FLOPs of each subtree summed."""
     root = Node(name, "")
     for row in rows:
         module = row["module"]
@@ -84,7 +85,7 @@ def tree(rows: Sequence[Mapping[str, Any]], name: str) -> Node:
 
 
 def draw_model_formats(report: Mapping[str, Any], path: Path) -> None:
-    """Write a picture of an audit's plain data, whole or not at all."""
+    """Write a picture of an audit's plain data atomically."""
     root = tree(report["modules"], "the model")
     depth = min(_depth(root), _DEEPEST)
     height = _ABOVE + _ROW * depth + _BELOW
@@ -118,8 +119,9 @@ def _depth(node: Node) -> int:
 
 
 def _placed(node: Node, left: float, width: float, level: int, depth: int) -> Iterator[tuple[Node, float, float, int]]:
-    """A parent above its children, each as wide as its part of the work."""
+    """Yield each node with its position: parents above children, each as wide as its share of the FLOPs."""
     yield node, left, width, level
+    # Deeper modules appear in the colors of their parents.
     if level + 1 == depth:
         return
     for child in node.children.values():
@@ -164,7 +166,8 @@ def _percent(share: float) -> str:
 
 
 def _printable(text: str, longest: int) -> str:
-    """Text that is neither markup for formulas nor longer than its place."""
+    """Return text without mathtext markup, shortened to its place."""
     plain = "".join(c if c.isprintable() else " " for c in text)
+    # Shortened before the dollar signs are escaped, so that an escape is not cut in half.
     plain = plain if len(plain) <= longest else plain[: max(longest - 1, 0)] + "…"
     return plain.replace("$", r"\$")

@@ -1,1 +1,1 @@
-"""When a step goes wrong: what made it, what cures it, and whether to go on."""
+"""The guard: find the cause of a failed step, apply a remedy, and decide whether the run can continue."""

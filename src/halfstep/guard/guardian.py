@@ -1,40 +1,41 @@
-"""Watches every step of a run: names what spoiled one, repairs what can be, and stops before the budget is gone."""
+"""Watch every step of a run: find the cause of failures, apply remedies, and stop a run that cannot continue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import Diverged, same_keys, unknown_name
 from halfstep.guard.alarms.scale_collapse import FALLS, ScaleCollapse
 from halfstep.guard.alarms.skips import Skips
-from halfstep.guard.alarms.spike import REFUSED, Spike
-from halfstep.guard.examiner import Examiner
-from halfstep.guard.farewell import farewell
-from halfstep.guard.limits import Limits
-from halfstep.guard.remedy.remedies import Remedies
-from halfstep.guard.remedy.rewind import Rewind
-from halfstep.guard.remedy.surgery import Surgery
-from halfstep.guard.streak import Streak
-from halfstep.guard.told import Kind, Level, Told, warn
-from halfstep.guard.trouble import History, Trouble
+from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, Spike
+from halfstep.guard.diagnosis.diagnoser import Diagnoser
+from halfstep.guard.events import FailedStep, GuardEvent, History, Kind, Level, warn
+from halfstep.guard.repair.advice import farewell
+from halfstep.guard.repair.remedies import Remedies, RemedyApplier
+from halfstep.guard.repair.snapshot import RollbackSnapshot
+from halfstep.guard.streak import Limits, Streak
 from halfstep.step.report import GUARD, StepReport
-from halfstep.step.synchronise import LossFunction
-from halfstep.step.transaction import Stepper
+from halfstep.step.stepper import Stepper
+from halfstep.step.sync import LossFunction
 
 if TYPE_CHECKING:
-    from halfstep.guard.meters.meters import Meters
+    from halfstep.guard.monitors.monitors import Meters
 
 Mode = Literal["watch", "repair"]
 HOPELESS = 3
-"""Skips in a row after which it is not the batch: in repair mode the run goes back to where it was good."""
+"""The skips in a row after which the batch is not the cause; in repair mode the run then rolls back."""
 AND = "\n"
-"""Between the names of optimizers that took a step together."""
+"""The separator between the names of optimizers that took a step together."""
+JUMP = 5.0
+"""The ratio to the usual learning rate of the last fifty steps above which it may have ruined the weights."""
+RUINED = "the losses are far beyond all that the run has lived with, and do not come back"
 LEVELS: dict[str, Level] = {"note": "info", "warning": "warning", "error": "error"}
 
 
 class Guardian:
-    """In place of `stepper.step`: the same step, with somebody who looks at what came of it.
+    """A wrapper of a Stepper: `step` takes the same step as `stepper.step`, and examines its outcome.
 
     ```python
     guardian = halfstep.Guardian(stepper, mode="repair")
@@ -44,6 +45,7 @@ class Guardian:
     """
 
     name = "guardian"
+    same_on_all_ranks = True
 
     def __init__(
         self,
@@ -51,52 +53,68 @@ class Guardian:
         *,
         mode: Mode = "watch",
         limits: Limits = Limits(),  # noqa: B008 (frozen)
-        tell: Callable[[Told], None] = warn,
-        record: Callable[[Trouble], None] | None = None,
+        tell: Callable[[GuardEvent], None] = warn,
+        record: Callable[[FailedStep], None] | None = None,
         meters: Meters | None = None,
     ) -> None:
-        """`tell` hears what happens, `record` gets each step that was diagnosed, `meters` watch healthy steps."""
+        """`tell` receives events, `record` each diagnosed step; `meters` watch healthy steps.
+
+        Adds itself to the Stepper's guards. Raises UnknownName for an unknown mode.
+        """
         if mode not in ("watch", "repair"):
             raise unknown_name("guard mode", mode, ("watch", "repair"))
         self.stepper, self.mode, self.limits = stepper, mode, limits
         self._tell, self._meters = tell, meters
-        self._spike = next((g for g in stepper.guards if isinstance(g, Spike)), None) or Spike()
-        # Last of all, so that what it keeps has passed every other guard; and in place of a guardian from before.
+        watching = next((g for g in stepper.guards if isinstance(g, Spike)), None)
+        self._spike = Spike() if watching is None or limits.spikes == "off" else watching
+        self._spike.refuses = limits.spikes == "refuse"
+        # Last, so that a copy is only made of a step that has passed every other guard. An earlier guardian is
+        # replaced.
         others = [g for g in stepper.guards if not isinstance(g, (Spike, Guardian))]
-        stepper.guards[:] = [*others, *([self._spike] if limits.spikes else []), self]
+        stepper.guards[:] = [*others, *([] if limits.spikes == "off" else [self._spike]), self]
         self._skips = Skips(limits.skips_in_a_row, limits.skip_share)
         self._collapse = ScaleCollapse()
         self._streaks: dict[str, Streak] = {}
-        """By the names of the optimizers whose steps were skipped."""
-        self._surgery, self._rewind = Surgery(stepper, limits.islands), Rewind(stepper)
-        self._examiner = Examiner(stepper, limits.diagnoses, record, self._say)
+        """The current streaks, by the names of the optimizers whose steps were skipped."""
+        self._surgery, self._rewind = RemedyApplier(stepper, limits.islands), RollbackSnapshot(stepper)
+        self._examiner = Diagnoser(stepper, limits.diagnoses, record, self._say)
         self._optimizer = next(iter(stepper.optimizers.values()))
         self._rate: float | None = None
         self._good = 0
-        """Applied steps since the last trouble."""
+        """The number of applied steps since the last failure."""
         self._rollbacks = 0
 
     @property
     def remedies(self) -> Remedies:
-        """What is placed now."""
+        """Return the remedies that are in place."""
         return self._surgery.remedies
 
     @property
     def in_trouble(self) -> bool:
-        """Whether the last step was skipped for a reason that is not normal."""
-        return self._skips.in_a_row > 0
+        """Return whether the last step was skipped for an abnormal reason, or its loss was far above the usual."""
+        return self._skips.in_a_row > 0 or self._above
+
+    @property
+    def _above(self) -> bool:
+        """Return whether losses are above the usual for an unknown reason; never if spikes are off."""
+        return self.limits.spikes != "off" and self._spike.open
 
     # -- every step -----------------------------------------------------------------------------------------------
 
     def step(
         self, loss_fn: LossFunction, batch: Any, *, only: str | None = None, again: LossFunction | None = None
     ) -> StepReport:
-        """`stepper.step`; `again` is the loss function to replay with, where loss_fn counts or draws something."""
+        """Take a step and examine its outcome; `again` is the loss function for reruns, if `loss_fn` has side effects.
+
+        Raises Diverged if the run cannot continue.
+        """
         if self._meters is not None:
             self._meters.before()
+        self._examiner.before(loss_fn, batch)
         try:
             report = self.stepper.step(loss_fn, batch, only=only)
         except BaseException:
+            # BaseException: a KeyboardInterrupt must not leave the meters' hooks on the model either.
             if self._meters is not None:
                 self._meters.abandon()
             raise
@@ -104,20 +122,32 @@ class Guardian:
         return report
 
     def look(self, report: StepReport) -> None:
-        """For loops that call the stepper themselves, after each `step` or `apply`."""
+        """Examine a step that the caller took with the Stepper itself; call it after each `step` or `apply`.
+
+        Raises Diverged if the run cannot continue.
+        """
         self._after(report, None)
         if self._meters is not None:
             self._meters.between()
 
     def passes(self, report: StepReport) -> bool:
-        """Nothing is refused here; but these weights have just shown that they are good."""
+        """Accept every step; as the last guard, keep a copy of weights that have just given a good loss."""
+        # Called before the update: the loss at hand is that of the current weights, so they are known to be good.
         rate = self._optimizer.param_groups[0]["lr"]
-        self._rate = rate if isinstance(rate, (float, int)) else None  # a tensor is not waited for
-        if self.mode == "repair":
+        # Reading a tensor would wait for the device.
+        self._rate = rate if isinstance(rate, (float, int)) else None
+        if self._above:
+            self._spike.rate_jumped = _jumped(self.history().rates, self._rate)
+        elif self.mode == "repair":
             self._rewind.keep_if_due(self.limits.keep_every)
         return True
 
     def _after(self, report: StepReport, again: LossFunction | None) -> None:
+        # A diagnosis communicates between the ranks of this model, which may be fewer than all.
+        with self.stepper.ranks.here():
+            self._judge(report, again)
+
+    def _judge(self, report: StepReport, again: LossFunction | None) -> None:
         if self._meters is not None:
             for finding in self._meters.after(report):
                 self._say("alarm", LEVELS[finding.severity], str(finding), dict(finding.as_dict()))
@@ -134,12 +164,31 @@ class Guardian:
         if self._streaks:
             self._collapse.applied(report)
             self._streaks = {n: s for n, s in self._streaks.items() if not set(n.split(AND)) <= report.parts.keys()}
-        if self._spike.new_level:
-            text = f"a new level: {self._spike.new_level}; losses like it have come again and again, and are usual now"
-            self._say("alarm", "warning", text, {"attempt": report.attempt, "loss": report.loss})
+        if self._spike.notices:
+            self._heed_losses(report)
         self._good += 1
         if self._good >= self.limits.probation and self.remedies.placed:
             self._lift()
+
+    # -- losses ---------------------------------------------------------------------------------------------------
+
+    def _heed_losses(self, report: StepReport) -> None:
+        """Emit what is known about losses above the usual; in repair mode, roll back ruined weights."""
+        for notice in self._spike.notices:
+            level: Level = "error" if notice.kind == DIVERGENCE else "warning" if notice.loud else "info"
+            self._say("alarm", level, _in_words(notice), {"attempt": report.attempt, "loss": report.loss})
+        # The loss stayed high after the rollback, so the weights were not the cause and the rollback is not counted.
+        if self._spike.cleared and self._rollbacks:
+            self._rollbacks -= 1
+        if self._spike.diverges and self.mode == "repair":
+            self._ruined(report)
+
+    def _ruined(self, report: StepReport) -> None:
+        """Roll back after updates with losses of ruined weights; give up only if there are good weights to end with."""
+        streak = self._streak_of(report)
+        streak.refused = self._spike.words(report)
+        if not self._rolled_back() and self._rewind.step is not None:
+            raise self._given_up(RUINED, report, streak)
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
@@ -147,6 +196,7 @@ class Guardian:
         names = AND.join(report.parts)
         streak = self._streaks.get(names)
         if streak is None:
+            # A GAN's optimizers, for example, step in turns: each has its own streak, and the message names it.
             others = len(report.parts) < len(self.stepper.optimizers)
             streak = self._streaks[names] = Streak(
                 first=report.attempt, of=" and ".join(report.parts) if others else ""
@@ -156,24 +206,30 @@ class Guardian:
     def _skipped(self, report: StepReport, again: LossFunction | None) -> None:
         streak = self._streak_of(report)
         streak.guard = ""
-        falling = self._collapse.skipped(report, {lane.name: lane.scale.value for lane in self.stepper._lanes})
+        falling = self._collapse.skipped(report, self.stepper.loss_scales)
         if report.reason == REFUSED:
             self._refused(report, streak)
         elif not falling or self._collapse.falls(report) >= FALLS:
+            # While a scale falls, two skips are normal; the third is worth a rerun, which costs several steps.
             self._examiner.examine(report, streak, again, falling=falling, last=self._skips.next_is_too_much)
         if falling and streak.excused:
             self._skips.excused()
             return
         self._good = 0
+        if report.reason == REFUSED and not self._spike.diverges:
+            # A bad batch, or a new level that is still to be learnt: no failure of the run.
+            self._skips.excused()
+            return
         self._skips.skipped()
         if self.mode == "repair" and self._repaired(streak):
             return
-        alarm = self._collapse.alarm() or self._skips.alarm()
+        # The collapse first: it names the reason, where the count of skips is only its symptom.
+        alarm = RUINED if report.reason == REFUSED else self._collapse.alarm() or self._skips.alarm()
         if alarm is not None:
             raise self._given_up(alarm, report, streak)
 
     def _turned_down(self, report: StepReport) -> None:
-        """By a guard that is not ours, which has its reasons: only counted, until it is too much."""
+        """Count a step that a user's own guard refused; give up once there are too many."""
         streak = self._streak_of(report)
         streak.guard = (report.reason or "").removeprefix(GUARD)
         self._skips.refused()
@@ -187,17 +243,20 @@ class Guardian:
         self._say("alarm", "warning", text, {"attempt": report.attempt, "loss": report.loss})
 
     def _repaired(self, streak: Streak) -> bool:
-        """Whether something was done that the next step may go on with."""
+        """Return whether a remedy or a rollback was applied, so that the next step may succeed."""
         verdict = streak.verdict
+        # The smallest change first: a remedy that was tried in a rerun and worked, then a rollback.
         remedy = None if verdict is None else self._surgery.treat(verdict)
         if remedy is not None:
             self._say("remedy", "warning", f"repaired: {remedy}, because of {remedy.culprit}", remedy.facts())
             self._fresh_start()
             return True
-        hopeless = self._skips.in_a_row >= min(HOPELESS, self.limits.skips_in_a_row) or self._collapse.collapsed
-        if not hopeless or not streak.older_weights_may_help or self._rollbacks >= self.limits.rollbacks:
-            return False
-        step = self._rewind.back()
+        in_a_row = self._skips.in_a_row >= min(HOPELESS, self.limits.skips_in_a_row)
+        hopeless = in_a_row or self._collapse.collapsed or self._spike.diverges
+        return hopeless and streak.older_weights_may_help and self._rolled_back()
+
+    def _rolled_back(self) -> bool:
+        step = None if self._rollbacks >= self.limits.rollbacks else self._rewind.back()
         if step is None:
             return False
         self._rollbacks += 1
@@ -208,6 +267,8 @@ class Guardian:
             f"rolled back to step {step} ({of}), and on with the next batch",
             {"remedy": "rollback", "to": step},
         )
+        # The losses since are those of weights that no longer exist.
+        self._spike.rewound()
         self._fresh_start()
         return True
 
@@ -216,7 +277,7 @@ class Guardian:
         self._collapse, self._streaks = ScaleCollapse(), {}
 
     def _given_up(self, alarm: str, report: StepReport, streak: Streak) -> Diverged:
-        """The last words, and where a good copy is kept, the weights with which to begin again."""
+        """Return the error that ends the run; if the weights are the cause and a copy exists, restore it first."""
         step = self._rewind.back() if streak.blames_weights else None
         error = farewell(alarm, streak, mode=self.mode, rates=self.history().rates, back_at=step, limits=self.limits)
         error.report = report
@@ -231,16 +292,23 @@ class Guardian:
             self._say("probation", "info", text, lifted.facts())
 
     def _say(self, kind: Kind, level: Level, text: str, facts: dict[str, Any]) -> None:
-        self._tell(Told(kind, level, text, facts))
+        self._tell(GuardEvent(kind, level, text, facts))
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def history(self) -> History:
-        """The last applied steps."""
+        """Return the losses, gradient norms and learning rates of the last applied steps."""
         return self._examiner.history()
 
+    def taken_up_from(self, checkpoint: str) -> None:
+        """Record that the run resumed from this checkpoint, to trace weights to it that were bad from the start."""
+        self._examiner.taken_up_from(checkpoint)
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain data. What a rollback goes back to is not part of it: a resumed run keeps its own first good step."""
+        """Return the state as plain data, without the copy for rollbacks.
+
+        A resumed run makes its own at its first good step.
+        """
         return {
             "remedies": self.remedies.as_dict(),
             "spike": self._spike.state_dict(),
@@ -253,7 +321,7 @@ class Guardian:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse what `load_state_dict` would stumble over; nothing is changed by it."""
+        """Raise an error for a state that `load_state_dict` could not use; nothing is changed."""
         same_keys("a Guardian's state", self.state_dict(), state)
         Remedies.from_dict(state["remedies"])
         Spike().load_state_dict(state["spike"])
@@ -264,7 +332,7 @@ class Guardian:
         int(state["good"]), int(state["rollbacks"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; remedies that are not in place yet are placed."""
+        """Restore the state from `state_dict()`; remedies that are not in place yet are placed."""
         self._surgery.resume(Remedies.from_dict(state["remedies"]))
         self._spike.load_state_dict(state["spike"])
         self._skips.load_state_dict(state["skips"])
@@ -272,6 +340,24 @@ class Guardian:
         self._streaks = _streaks(state["streaks"])
         self._examiner.load_state_dict(state["examiner"])
         self._good, self._rollbacks = int(state["good"]), int(state["rollbacks"])
+
+
+def _jumped(rates: Sequence[float], now: float | None) -> bool:
+    """Return whether the learning rate is far above that of the last steps, or was recently."""
+    # The maximum also counts the past: one large step is enough, even if the learning rate is normal again.
+    return bool(rates) and max(now or 0.0, *rates) > JUMP * statistics.median(rates)
+
+
+def _in_words(notice: Notice) -> str:
+    if notice.kind == NEW_LEVEL:
+        return f"a new level: {notice.text}; losses like it have come again and again, and are usual now"
+    if notice.kind == RISEN:
+        return f"the loss has risen: {notice.text}, without a jump"
+    if notice.kind == DIVERGENCE:
+        return (
+            f"divergence: {notice.text}; such losses do not come back by themselves: go on from an earlier checkpoint"
+        )
+    return f"spike: {notice.text}"
 
 
 def _streaks(plain: Mapping[str, Any]) -> dict[str, Streak]:

@@ -1,4 +1,4 @@
-"""What a failed step came from, in plain data: for the log, for a machine, and for the remedy."""
+"""The cause of a failed step as plain data, for the log, for other programs and for the remedy."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Cause = Literal["warm_up", "precision", "data", "divergence", "compiler", "hardware"]
+Cause = Literal["warm_up", "precision", "data", "code", "state", "divergence", "compiler", "hardware"]
 WARM_UP: Cause = "warm_up"
-"""The loss scale finds its place: normal, and over in a few steps."""
+"""The loss scale is adjusting: normal, and over in a few steps."""
 PRECISION: Cause = "precision"
-"""A number does not fit the format, or vanishes in it; fp32 is finite."""
+"""A number overflows or underflows its format; fp32 is finite."""
 DATA: Cause = "data"
-"""The batch itself holds what no model can use, was written to, or cannot be used a second time."""
+"""The batch contains unusable values, was written to in place, or cannot be used a second time."""
+CODE: Cause = "code"
+"""The model or the loss has no finite result for these inputs in any precision: 0/0, log 0, a mean over nothing."""
+STATE: Cause = "state"
+"""A weight or a buffer was non-finite, or impossible, before the step began."""
 DIVERGENCE: Cause = "divergence"
-"""fp32 fails too, or its loss is far from anything before: the weights, the learning rate or the code."""
+"""fp32 fails too, or its loss is far from all before, and losses, norms or weights have grown."""
 COMPILER: Cause = "compiler"
 """The same step is finite when it is not compiled."""
 HARDWARE: Cause = "hardware"
-"""It does not happen again: an operation that is not deterministic, random numbers not torch's, or the device."""
+"""The failure does not repeat: a nondeterministic operation, random numbers not from torch, or the device."""
 
-CureKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code"]
+CureKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code", "restore"]
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first operation that made what is not finite, or what came into the step as such."""
+    """The origin of non-finite values: the first operation that made them, or the tensor that brought them."""
 
     operation: str
-    """Such as aten.mul; empty where it came from outside."""
+    """The name of the operation, such as aten.mul; empty if the values came from outside."""
     module: str
     backward: bool
     line: str | None
@@ -44,30 +48,34 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Cure:
-    """Something that may help."""
+    """A possible remedy."""
 
     kind: CureKind
     target: str
     """The path of an island, the name of a precision, or a sentence."""
     works: bool | None
-    """Whether the same step was finite with it; None where that cannot be tried."""
+    """Whether the same step was finite with it; None if it cannot be tried."""
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The cause of a failed step, its origin, the evidence and possible remedies."""
+
     cause: Cause
     sentence: str
-    """One line that a person can act on."""
+    """One line that the user can act on."""
     culprit: Culprit | None
     evidence: tuple[str, ...]
     cures: tuple[Cure, ...]
-    """Smallest first; those that were tried and work come before those that do not."""
+    """Possible remedies, the smallest first; those that were tried and work come before the others."""
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the verdict as plain data."""
         return {**asdict(self), "evidence": list(self.evidence), "cures": [asdict(cure) for cure in self.cures]}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Verdict:
+        """Return the verdict from `as_dict()`."""
         culprit = plain["culprit"]
         return cls(
             plain["cause"],

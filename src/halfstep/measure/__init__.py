@@ -1,1 +1,1 @@
-"""How fast, how much, how true: choosing by measuring."""
+"""Measurements of speed, memory, precision and accuracy, and the choices that follow from them."""

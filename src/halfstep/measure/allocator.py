@@ -1,4 +1,4 @@
-"""What the allocator itself counted while something ran: the truth that predictions are held against."""
+"""Measure peak memory with the allocator itself; predictions are checked against these figures."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.measure.arm import Arm
 from halfstep.measure.batches import bytes_of, tensors
+from halfstep.measure.candidate import Candidate
 
-_ALLOCATION = "[memory]"
-# The profiler greets on standard error, unless it is told not to before it is first used; 5 leaves some of its lines.
+_ALLOCATION = "[memory]"  # Kineto's name for allocation events
+# Kineto prints a banner to stderr unless this is set before its first use; level 5 still lets some lines through.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device, held: Iterable[Tensor]) -> int:
-    """The most bytes of tensors at any moment of `call`, those that are `held` throughout included."""
+    """Return the peak bytes of tensors during `call`, including the tensors in `held`, which exist throughout."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         call()
         torch.accelerator.synchronize(device)
         return int(torch.accelerator.max_memory_allocated(device))
     before = bytes_of(held)
+    # The CPU allocator keeps no peak statistics, so the profiler's allocation events are summed instead.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     return before + _highest(recorded)
 
 
-def peak_of(arm: Arm) -> int:
-    """Of one update after the first one, when the optimizer has made its state."""
+def peak_of(arm: Candidate) -> int:
+    """Return the peak bytes of one update, measured after a first update that creates the optimizer state."""
     arm.step()
     optimizers = arm.stepper.optimizers.values()
     held: list[Any] = [*arm.model.parameters(), *arm.model.buffers(), *tensors(arm.batch)]

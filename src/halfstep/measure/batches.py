@@ -1,4 +1,4 @@
-"""A batch of any shape: its samples, the same with another number of them, what it takes and where it lies."""
+"""Inspect, resize and move batches of any structure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfstep.data.to_device import moved
 from halfstep.errors import WrongUse
-from halfstep.train.placing import moved
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order."""
+    """Return the tensors of a batch, in order."""
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def bytes_of(held: Iterable[Tensor]) -> int:
-    """Of tensors together; memory that several of them share counts once."""
-    # Told apart by the storages themselves: fake tensors have no address.
+    """Return the total bytes of the given tensors; storage shared by several of them counts once."""
+    # Storages are compared by `_cdata`: fake tensors have no data_ptr().
     storages = [tensor.untyped_storage() for tensor in held]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def size_of(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor that has any."""
+    """Return the number of samples: the first dimension of the first tensor that has one.
+
+    Raises `WrongUse` for a batch of 0 samples, and for one without a tensor that has a dimension.
+    """
     for tensor in tensors(batch):
         if tensor.dim() and not tensor.shape[0]:
             raise WrongUse(
@@ -44,7 +47,7 @@ def size_of(batch: Any) -> int:
 
 
 def taken_as_samples(batch: Any) -> list[str]:
-    """The tensors of a batch that another size changes, with their shapes: those as long as the first one."""
+    """Return the names and shapes of the tensors that `resized` changes: those as long as the first one."""
     size = size_of(batch)
     found = pytree.tree_flatten_with_path(batch)[0]
     rows = [(path, leaf) for path, leaf in found if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size]
@@ -52,19 +55,21 @@ def taken_as_samples(batch: Any) -> list[str]:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """The batch with `size` samples: the first ones, or all of them again and again. Other tensors stay as they are."""
+    """Return the batch with `size` samples: the first ones, or all of them repeated. Other tensors are unchanged."""
     now = size_of(batch)
     if now == size:
         return batch
 
     def taken(tensor: Tensor) -> Tensor:
+        # A tensor of another length is not per sample, such as class weights.
         if not tensor.dim() or tensor.shape[0] != now:
             return tensor
+        # Real samples are repeated: made-up values might be invalid as labels or indices.
         return tensor[torch.arange(size, device=tensor.device) % now]
 
     return pytree.tree_map_only(Tensor, taken, batch)
 
 
 def placed(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
-    """The batch on a device, its images in the layout that they are computed in."""
+    """Return the batch on `device`, with images in channels_last layout if `channels_last`."""
     return pytree.tree_map_only(Tensor, lambda tensor: moved(tensor, device, channels_last), batch)

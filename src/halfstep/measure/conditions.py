@@ -1,4 +1,4 @@
-"""What a figure was measured under. No figure goes without it."""
+"""The conditions of a measurement; every reported figure includes them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from halfstep import __version__, world
+from halfstep import distributed
+from halfstep._version import __version__
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
 
 _ELSEWHERE = {"cpu": ("cuda.", "cudnn."), "cuda": ("mkldnn.",)}
-"""Switches that do not reach a device of this kind, by how their names begin."""
+"""Prefixes of the flags that have no effect on a device of this kind."""
 _QUIET = 0.7
-"""Load for each core up to which a machine is as good as idle."""
+"""Load average per core up to which a machine counts as idle."""
 
 
 def conditions(device: torch.device | str | None = None) -> dict[str, Any]:
-    """Device, versions, threads, the switches that change what fp32 means, and how busy the machine is."""
+    """Return the device, versions, threads, flags that affect fp32 arithmetic, and load of the machine."""
     here = describe(device)
     return {
         "device": here.name,
@@ -29,14 +30,15 @@ def conditions(device: torch.device | str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "cores": world.cores(),
+        "cores": distributed.cores(),
+        # Windows has no load average.
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "flags": read_flags(),
     }
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """One line for people."""
+    """Return the conditions as one line of text."""
     flags = flags_in_words(found)
     return (
         f"{found['device']}, torch {found['torch']}, {found['threads']} threads on {found['cores']} cores, "
@@ -45,14 +47,14 @@ def in_words(found: dict[str, Any]) -> str:
 
 
 def flags_in_words(found: dict[str, Any]) -> str:
-    """The switches that reach the device."""
+    """Return the flags that affect the device, as text."""
     kind = str(found.get("place", "")).partition(":")[0]
     elsewhere = _ELSEWHERE.get(kind, ())
     return ", ".join(f"{name} {value}" for name, value in found["flags"].items() if not name.startswith(elsewhere))
 
 
 def busy(found: dict[str, Any]) -> str:
-    """A warning where other work ran when measuring began; empty where none did, or where nobody knows."""
+    """Return a warning if other work was running before the measurement; empty if not, or if the load is unknown."""
     load, cores = found.get("load"), found.get("cores")
     if load is None or not cores or load <= _QUIET * cores:
         return ""

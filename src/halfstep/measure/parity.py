@@ -1,4 +1,4 @@
-"""Whether another precision trains as well as fp32 does: seed by seed, against a margin fixed beforehand."""
+"""Decide whether another precision trains as well as fp32: paired by seed, with a margin fixed beforehand."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, Literal
 
 Verdict = Literal["same", "worse", "can't tell"]
 HALF_A_POINT = 0.005
-"""Of a metric between 0 and 1; of a loss, the share of fp32's mean."""
+"""The smallest margin: absolute for a metric between 0 and 1, relative to fp32's mean for a loss."""
 SPREADS = 3.0
-"""What differs by less than so many standard deviations of fp32 over its seeds may be the seed's doing."""
+"""Standard deviations of fp32 over its seeds; a smaller difference may be caused by the seed alone."""
 FEWEST = 3
-"""Pairs below which an interval is too wide to say anything."""
+"""The smallest number of pairs for which an interval is narrow enough to be useful."""
 WIDE = 4.0
-"""Times the smallest margin: from there on a margin lets much pass, and it is said."""
+"""Multiple of the smallest margin above which a margin is reported as wide."""
 UNSTEADY = 20.0
-"""Times the smallest margin, ten points: from there on nothing is told."""
+"""Multiple of the smallest margin above which there is no verdict: ten points of a metric, 10 % of a loss."""
 CONFIDENCE = 0.9
-"""Of the interval; two tests at 5 %, one against each margin, are this interval inside both of them."""
+"""Confidence of the interval; it lies inside both margins exactly where two one-sided tests at 5 % pass."""
 
 
 @dataclass(frozen=True)
-class Parity:
-    """How an arm compares with fp32. Differences above zero are improvements, whichever way the metric runs."""
+class ParityTest:
+    """The comparison of a candidate with fp32. Positive differences are improvements, for metrics and losses alike."""
 
     verdict: Verdict
     margin: float
     difference: float | None
-    """The mean over pairs; None where it is no number."""
+    """The mean over pairs; None if it is not finite."""
     low: float | None
     high: float | None
     pairs: int
@@ -42,62 +42,67 @@ class Parity:
 
 @dataclass(frozen=True)
 class Margin:
-    """How far an arm may lie from fp32 and still count as the same: one for all arms of a bench."""
+    """The largest distance from fp32 that still counts as the same; one for all candidates of a bench."""
 
     size: float
     smallest: float
-    """What it would be if fp32 did not differ from seed to seed."""
+    """The margin if fp32 did not vary from seed to seed."""
     seeds: int
-    """Of fp32, that it was taken from."""
+    """Number of finite fp32 runs from which it was computed."""
 
     @property
     def wide(self) -> bool:
+        """Return whether the margin is so wide that "same" is weak evidence."""
         return self.size > WIDE * self.smallest
 
     @property
     def unsteady(self) -> bool:
+        """Return whether fp32 varies too much between seeds for any verdict."""
         return self.size > UNSTEADY * self.smallest
 
 
 def margin_of(base: Sequence[float], *, points: float) -> Margin:
-    """`points`, or three standard deviations of fp32 over all of its seeds, whichever is more."""
+    """Return the margin: `points`, or three standard deviations of fp32 over its seeds, whichever is larger."""
     finite = [value for value in base if math.isfinite(value)]
     spread = statistics.stdev(finite) if len(finite) > 1 else 0.0
     return Margin(max(points, SPREADS * spread), points, len(finite))
 
 
 def half_a_point(base: Sequence[float], *, higher_is_better: bool) -> float:
-    """The smallest margin for a metric: 0.005 where more is better, 0.5 % of fp32's mean where it is a loss."""
+    """Return the smallest margin: 0.005 for a metric where higher is better, 0.5 % of fp32's mean for a loss."""
     if higher_is_better:
         return HALF_A_POINT
     finite = [value for value in base if math.isfinite(value)]
     return HALF_A_POINT * abs(statistics.mean(finite)) if finite else HALF_A_POINT
 
 
-def parity(base: Sequence[float], arm: Sequence[float], margin: Margin, *, higher_is_better: bool) -> Parity:
-    """Compare the metrics of an arm with those of fp32, where each place in both is the same seed. The arm is the
+def parity(base: Sequence[float], arm: Sequence[float], margin: Margin, *, higher_is_better: bool) -> ParityTest:
+    """Compare the metrics of a candidate with those of fp32; equal indices are the same seed.
 
-    - *same* where the 90 % interval of the mean difference lies inside the margin on both sides, which is two one-sided
+    The verdict is
+
+    - *same* if the 90 % interval of the mean difference lies inside the margin on both sides, which is two one-sided
       tests at 5 %,
-    - *worse* where the mean lies below minus the margin and the interval below zero, or where a metric of it is no
-      number,
-    - and else nothing can be told, as with fewer than three pairs or where fp32 itself is too unsteady; where the arm
-      is at least not worse, that is noted.
+    - *worse* if the mean lies below minus the margin and the interval below zero, or if a metric is non-finite,
+    - *can't tell* otherwise, with fewer than three pairs, or if fp32 varies too much between seeds. A note says whether
+      the candidate is at least not worse.
 
-    Moving an arm down moves its interval down and nothing else, so no *worse* becomes *same* by it.
+    The verdict is monotonic: shifting a candidate down shifts only its interval, so *worse* never becomes *same*.
     """
     differences = [(a - b) * (1 if higher_is_better else -1) for b, a in zip(base, arm, strict=True)]
-    unsure = Parity("can't tell", margin.size, None, None, None, len(differences))
+    unsure = ParityTest("can't tell", margin.size, None, None, None, len(differences))
     if not all(map(math.isfinite, base)):
         return _noted(unsure, "fp32's own metric is no finite number")
+    # A non-finite metric is a failed training, so it counts as worse, not as missing.
     broken = sum(not math.isfinite(value) for value in arm)
     if broken:
         return _noted(unsure, f"no finite metric in {broken} of {len(differences)} runs", "worse")
+    # Two finite metrics near the limit of a float can have an infinite difference.
     if not all(map(math.isfinite, differences)):
         return _noted(unsure, "the metrics lie too far apart to be subtracted")
     if len(differences) < FEWEST:
         mean = statistics.mean(differences) if differences else None
-        return Parity("can't tell", margin.size, mean, None, None, len(differences), f"fewer than {FEWEST} seeds")
+        return ParityTest("can't tell", margin.size, mean, None, None, len(differences), f"fewer than {FEWEST} seeds")
     mean = statistics.mean(differences)
     low, high = mean_interval(differences, CONFIDENCE)
     verdict, note = _judged(mean, low, high, margin.size)
@@ -107,12 +112,13 @@ def parity(base: Sequence[float], arm: Sequence[float], margin: Margin, *, highe
         note = "a wide margin, as fp32 itself differs that much from seed to seed"
     elif len({*base, *arm}) == 1:
         note = "nothing varied: the metric is the same in every run"
-    return Parity(verdict, margin.size, mean, low, high, len(differences), note)
+    return ParityTest(verdict, margin.size, mean, low, high, len(differences), note)
 
 
 def _judged(mean: float, low: float, high: float, margin: float) -> tuple[Verdict, str]:
     if -margin <= low and high <= margin:
         return "same", ""
+    # The interval may still cross the margin: with a mean beyond it and no gain in sight that is "worse", with a note.
     if mean < -margin and high < 0.0:
         return "worse", "" if high < -margin else "by about the margin or more"
     if low > margin:
@@ -122,20 +128,21 @@ def _judged(mean: float, low: float, high: float, margin: float) -> tuple[Verdic
     return "can't tell", "the interval reaches across the margin; more seeds would narrow it"
 
 
-def _noted(parity: Parity, note: str, verdict: Verdict = "can't tell") -> Parity:
-    return Parity(verdict, parity.margin, None, None, None, parity.pairs, note)
+def _noted(parity: ParityTest, note: str, verdict: Verdict = "can't tell") -> ParityTest:
+    return ParityTest(verdict, parity.margin, None, None, None, parity.pairs, note)
 
 
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Where the mean lies, by Student's t; of at least two values."""
+    """Return the interval of the mean by Student's t; needs at least two values."""
     mean, count = statistics.mean(values), len(values)
     reach = student(confidence, count - 1) * statistics.stdev(values) / math.sqrt(count)
     return mean - reach, mean + reach
 
 
 def student(confidence: float, freedom: int) -> float:
-    """How far Student's t lies from zero with this confidence, on either side: 2.92 at 0.9 with two degrees."""
-    # With θ = atan(t / √freedom) the probability is a finite sum for whole degrees, so halving finds its inverse.
+    """Return the two-sided quantile of Student's t: 2.92 at confidence 0.9 with two degrees of freedom."""
+    # scipy is not a dependency. With θ = atan(t / √freedom) the probability is a finite sum for
+    # integer degrees, so bisection inverts it; 60 halvings reach double precision.
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
@@ -144,7 +151,7 @@ def student(confidence: float, freedom: int) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """The probability that |t| stays below tan(angle) · √freedom."""
+    """Return the probability that |t| < tan(angle) · √freedom."""
     odd = freedom % 2
     term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
     for k in range(odd + 1, freedom, 2):

@@ -1,4 +1,4 @@
-"""One way to run a step: precision, layout, compilation and batch. What a plan chooses, and a cell of its table."""
+"""A setting: one way to run a step (precision, layout, compilation, batch). A plan chooses between settings."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetting:
     """Everything that a plan may change."""
 
     precision: str = "fp32"
     channels_last: bool = False
     compile: bool = False
     batch: int | None = None
-    """Samples in a micro-batch; None is as many as the case has."""
+    """Samples in a micro-batch; None means the size of the case's batch."""
     microbatches: int = 1
     recompute: bool = False
-    """Activations are computed again in backward instead of kept."""
+    """Whether activations are recomputed in backward instead of stored."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, known: Mapping[str, Any]) -> Setting:
+    def from_dict(cls, known: Mapping[str, Any]) -> StepSetting:
         return cls(**known)
 
     def __str__(self) -> str:
@@ -37,5 +37,17 @@ class Setting:
         return ", ".join(words)
 
 
-STRICT_FP32 = Setting()
-"""What every speed-up is measured against: fp32 without TF32, as a plain loop runs it."""
+STRICT_FP32 = StepSetting()
+"""The baseline of every speed-up: fp32 without TF32, in an eager loop with the default layout."""
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+# Format sizes in bytes as text.
+
+
+def size_in_words(size: float) -> str:
+    """Return a size in the largest unit of which there is at least one."""
+    for unit, words in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {words}" if size < 100 * unit else f"{size / unit:.0f} {words}"
+    return f"{size:.0f} B"

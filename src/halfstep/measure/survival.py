@@ -1,20 +1,25 @@
-"""Would this model survive fp16, bf16 or fp8? One emulated step says it, without the hardware."""
+"""Predict from one emulated step whether a model survives fp16, bf16 or fp8, without the hardware."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from halfstep.errors import WrongUse, unknown_name
-from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16
-from halfstep.guard.replay.cures import candidates
-from halfstep.measure.case import Case, LossFunction, case_of
+from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest
+from halfstep.guard.diagnosis.trials import candidates
+from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.case import SEED, Case, LossFunction, case_of
 from halfstep.measure.survival_report import (
     LostGradient,
     Survival,
@@ -24,14 +29,149 @@ from halfstep.measure.survival_report import (
     named,
     where,
 )
-from halfstep.measure.survival_step import Gradients, Outcome, step, step_with_loss_scale
-from halfstep.observe.ranges import BACKWARD, Event
-from halfstep.observe.rounding import RoundedOperands, RoundedOutputs, Rounding, over_the_whole_range
+from halfstep.observe.emulate import BACKWARD, Event, RoundedOperands, RoundedOutputs, Rounding, over_the_whole_range
+from halfstep.observe.recorder import Recorder
+from halfstep.precision import flags
 from halfstep.precision.hardware import describe
+from halfstep.precision.island import island
+from halfstep.precision.precision import widen
+from halfstep.step.loss import Counted, loss_and_aux
+from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.step_inputs import generator_states, set_generator_states
+
+# -- survival step ----------------------------------------------------------------------------------------------------
+# Run one forward and backward step of a copy of a case under a rounding; return its loss, gradients and ranges.
+
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class EmulatedStep:
+    """The result of one step."""
+
+    rounding: Rounding | None
+    loss: float
+    gradients: Gradients
+    """Gradients of the parameters, already divided by the loss scale."""
+    scale: float
+
+    @property
+    def gradients_finite(self) -> bool:
+        """Return whether every gradient is finite."""
+        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
+
+    @property
+    def fits(self) -> bool:
+        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
+        overflowed = self.rounding is not None and self.rounding.ranges.first_on_the_way_forward is not None
+        return not overflowed and math.isfinite(self.loss) and self.gradients_finite
+
+
+def step(
+    case: Case,
+    device: torch.device,
+    rounding: Rounding | None,
+    *,
+    scale: float = 1.0,
+    islands: tuple[str, ...] = (),
+) -> EmulatedStep:
+    """Run the step in the format that `rounding` emulates, or in strict fp32 if None.
+
+    It runs on copies: the case's model and batch, and the random state, are left unchanged.
+    """
+    model = copy.deepcopy(case.model).to(device)
+    model.zero_grad(set_to_none=True)
+    if islands:
+        island(model, *islands)
+    # Cloned, because a loss function may write to its batch.
+    batch = pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
+    with undisturbed(device), ExitStack() as active:
+        if rounding is not None:
+            active.enter_context(recurrent_steps_shown(model))
+            active.enter_context(Recorder(model, rounding, rounding.run))
+        with torch.autocast(device.type, dtype=rounding.carrier) if rounding else ExitStack():
+            loss = one_loss(case.loss_fn(model, batch))
+        # Outside autocast, as torch documents it: backward uses the dtypes that autocast chose in forward.
+        (loss * scale).backward()
+    # In fp64 where the device has it, so that dividing by the scale loses nothing.
+    gradients = {
+        name: parameter.grad.detach().to(widest(device)) / scale
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return EmulatedStep(rounding, loss.item(), gradients, scale)
+
+
+def step_with_loss_scale(
+    case: Case, device: torch.device, make: Callable[[], Rounding], *, islands: tuple[str, ...] = ()
+) -> EmulatedStep:
+    """Run the step at the first loss scale at which all gradients are finite, as a run would find it.
+
+    If there is none, return the outcome at the smallest scale.
+    """
+    scale = DynamicScale()
+    while True:
+        outcome = step(case, device, make(), scale=scale.value, islands=islands)
+        # A non-finite loss is non-finite at every scale.
+        if outcome.gradients_finite or not math.isfinite(outcome.loss) or not scale.can_fall:
+            return outcome
+        scale.update(overflow=True)
+
+
+@contextmanager
+def recurrent_steps_shown(model: nn.Module) -> Iterator[None]:
+    """Disable oneDNN for recurrent models: its kernel for a whole layer hides the values of each time step."""
+    # The private pair: `torch.backends.mkldnn.flags` would also set oneDNN's other flags.
+    before = torch._C._get_mkldnn_enabled()
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Run with fixed random numbers, strict fp32 and no compilation; restore all of it afterwards."""
+    states = generator_states(device)
+    with ExitStack() as active:
+        active.callback(set_generator_states, states, device)
+        active.enter_context(flags.fp32_scope("ieee", device))
+        # Compiled code hides its operations from the rounding. The check avoids the slow import of torch._dynamo.
+        if "torch._dynamo" in sys.modules:
+            active.enter_context(torch.compiler.set_stance("force_eager"))
+        torch.manual_seed(SEED)
+        yield
+
+
+def one_loss(given: Any) -> Tensor:
+    """Return the scalar loss from any supported return value of a loss function.
+
+    Raises `WrongUse` if it is not a scalar tensor with a graph, a `Counted`, an `Out` or a dict of those.
+    """
+    given, _ = loss_and_aux(given)
+    if isinstance(given, dict) and given:
+        return torch.stack([one_loss(part) for part in given.values()]).sum()
+    if isinstance(given, Counted):
+        return one_loss(given.sum).div(given.count)
+    if isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
+        return widen(given)
+    what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    raise WrongUse(
+        f"{what} as the loss",
+        allowed="a scalar tensor with a graph behind it, Counted(sum, count), Out(loss), or a dict of those",
+        do="return loss.mean(), and call the model outside torch.no_grad()",
+    )
+
+
+# -- survival ---------------------------------------------------------------------------------------------------------
+
 
 MakeRounding = Callable[[], Rounding]
 
-# fp8 trains with e4m3 in forward, where digits matter, and e5m2 for gradients, where range does.
+# fp8 training uses e4m3 in forward, where precision matters, and e5m2 for gradients, where range matters.
 _FP8 = {
     "fp8_e4m3": partial(RoundedOperands, FP8_E4M3, FP8_E5M2),
     "fp8_e5m2": partial(RoundedOperands, FP8_E5M2, FP8_E5M2),
@@ -43,12 +183,13 @@ _ROUNDINGS: dict[str, MakeRounding] = {
 }
 FORMAT_NAMES = tuple(_ROUNDINGS)
 TOLERATED_LOSS = 0.1
-"""Of the norm of the parameters' gradients: when more vanishes, the model does not learn what it would in fp32."""
+"""Share of the norm of the gradients that may vanish; above it the model does not learn what it would in fp32."""
 TOLERATED_ERROR, TIMES_BF16 = 0.5, 3.0
-"""Of the norm of fp32's gradients: further from them than both this and so many times bf16 is, they lead elsewhere."""
+"""Limits of the relative gradient error: absolute, and as a multiple of bf16's. A step fails above both.
+"""
 _SCALE_EACH = "train in fp8 with a scale for each tensor, as torchao and Transformer Engine do"
 _MOST_NAMED = 5
-# torch documents these as computed in fp32 by CUDA's autocast; the CPU's leaves most of them in 16 bits.
+# Documented by torch as autocast to fp32 on CUDA; CPU autocast leaves most of them in 16 bits.
 _FP32_ON_CUDA = {"sum", "pow", "exp", "cumsum", "prod", "norm", "rsqrt", "reciprocal", "log", "_softmax"}
 
 
@@ -60,10 +201,11 @@ def survival(
     format_name: str = "fp16",
     device: torch.device | str | None = None,
 ) -> Survival:
-    """Whether one step of a case, or of a model with its loss and a batch, survives a format, and what to do.
+    """Return whether one step of a case, or of a model with its loss and a batch, survives a format, and the remedy.
 
-    Several steps run on copies of the model, all with the same random numbers: in strict fp32, in the format, and with
-    each cure before it is recommended. The person's model, batch and random numbers stay as they are.
+    Several steps run on copies of the model with the same random numbers: in strict fp32, in the format, and with each
+    remedy before it is recommended. The user's model, batch and random state are left unchanged. Raises `WrongUse` for
+    an unknown format or a model without a loss function.
     """
     if format_name not in _ROUNDINGS:
         raise unknown_name("format", format_name, FORMAT_NAMES)
@@ -98,7 +240,7 @@ def _case(model: nn.Module | Case, loss_fn: LossFunction | None, batch: Any) -> 
 
 
 class _Judged:
-    """A case on a device, with its gradients in fp32 to compare with."""
+    """A case on a device, with its fp32 gradients as the reference."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -112,6 +254,7 @@ class _Judged:
         error, lost_share, lost = _compared(self.reference.gradients, outcome.gradients)
         survives = self._survives(outcome)
         event = ranges.first_on_the_way_forward
+        # Overflows in backward count only if they reach the gradient of a parameter.
         if event is None and not outcome.gradients_finite:
             event = ranges.first_overflow.get(BACKWARD)
         bf16 = not survives and name != "bf16" and self._survives(self._bf16)
@@ -135,36 +278,36 @@ class _Judged:
             notes=self._notes(outcome.rounding, event),
         )
 
-    def _outcome(self, name: str, make: MakeRounding, islands: tuple[str, ...] = ()) -> Outcome:
+    def _outcome(self, name: str, make: MakeRounding, islands: tuple[str, ...] = ()) -> EmulatedStep:
         if name == "fp16":
             return step_with_loss_scale(self.case, self.device, make, islands=islands)
         return step(self.case, self.device, make(), islands=islands)
 
-    def _survives(self, outcome: Outcome) -> bool:
+    def _survives(self, outcome: EmulatedStep) -> bool:
         if not (outcome.fits and self.reference_is_finite):
             return False
         error, lost, _ = _compared(self.reference.gradients, outcome.gradients)
         return error is not None and lost is not None and lost <= TOLERATED_LOSS and not self._too_far(error)
 
     def _too_far(self, error: float) -> bool:
-        """Whether gradients are of no use any more, though all of them are finite."""
+        """Return whether finite gradients are too far from fp32's to be useful."""
         return error > TOLERATED_ERROR and error > TIMES_BF16 * self._bf16_error
 
     @cached_property
-    def _bf16(self) -> Outcome:
+    def _bf16(self) -> EmulatedStep:
         return step(self.case, self.device, RoundedOutputs(BF16))
 
     @property
     def _bf16_error(self) -> float:
-        """What people live with: small batches and normalisation make any rounding large in some models."""
+        """Return bf16's relative error: with small batches and normalization, any rounding error may be large."""
         return _compared(self.reference.gradients, self._bf16.gradients)[0] or 0.0
 
-    def _unscaled_underflow(self, outcome: Outcome, make: MakeRounding) -> float:
+    def _unscaled_underflow(self, outcome: EmulatedStep, make: MakeRounding) -> float:
         unscaled = outcome if outcome.scale == 1.0 else step(self.case, self.device, make())
         assert unscaled.rounding is not None
         return unscaled.rounding.ranges.total(BACKWARD).underflow_share
 
-    def _sentence(self, outcome: Outcome, event: Event | None, error: float | None, lost: float | None) -> str:
+    def _sentence(self, outcome: EmulatedStep, event: Event | None, error: float | None, lost: float | None) -> str:
         if not self.reference_is_finite:
             return "no format helps: the loss or a gradient is not finite in fp32 either"
         assert outcome.rounding is not None
@@ -186,14 +329,14 @@ class _Judged:
         return f"survives; {_headroom(outcome)}, {_vanishing(outcome)}"
 
     def _islands(self, name: str, make: MakeRounding, event: Event | None) -> list[str]:
-        """The smallest part of the model that cures it when it is kept in fp32; empty where none does."""
+        """Return the smallest part of the model that is a remedy when kept in fp32; empty if none is."""
         if event is None or name in _FP8 or not self.reference_is_finite:
             return []
         for path in candidates(self.case.model, event.module):
             try:
                 if self._survives(self._outcome(name, make, islands=(path,))):
                     return [path]
-            except WrongUse:  # not every module can be an island
+            except WrongUse:  # some modules cannot be islands
                 continue
         return []
 
@@ -209,10 +352,14 @@ class _Judged:
 
 
 def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float | None, tuple[LostGradient, ...]]:
-    """Relative error, share of the norm that vanished, and the largest that did; None where it cannot be told."""
+    """Return the relative error, the share of the norm that vanished, and the largest vanished gradients.
+
+    The numbers are None where the gradients are non-finite.
+    """
     total = difference = gone = 0.0
     lost = []
     for name, true in wanted.items():
+        # A parameter without a gradient has lost all of it.
         ours = found.get(name, torch.zeros_like(true))
         vanished = torch.where(ours == 0, true, torch.zeros_like(true))
         total += _squares(true)
@@ -236,7 +383,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _headroom(outcome: Outcome) -> str:
+def _headroom(outcome: EmulatedStep) -> str:
     assert outcome.rounding is not None
     modules = [module for module in module_ranges(outcome.rounding.ranges) if module.headroom_bits is not None]
     if not modules:
@@ -244,7 +391,7 @@ def _headroom(outcome: Outcome) -> str:
     return f"{modules[0].headroom_bits:.1f} bits of headroom in {modules[0].module}"
 
 
-def _vanishing(outcome: Outcome) -> str:
+def _vanishing(outcome: EmulatedStep) -> str:
     assert outcome.rounding is not None
     share = outcome.rounding.ranges.total(BACKWARD).underflow_share
     at = f" at a loss scale of {outcome.scale:.0f}" if outcome.scale != 1.0 else ""

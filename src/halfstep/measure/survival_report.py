@@ -1,4 +1,4 @@
-"""What an emulated step says: whether a model survives a format, where it does not, and what cures it."""
+"""The report of an emulated step: whether a model survives a format, where it does not, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.observe.ranges import BACKWARD, FORWARD, WEIGHTS, Event, Range, Ranges
+from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Event, Range, Ranges
 from halfstep.observe.recorder import OUTSIDE
 
 THE_MODEL_ITSELF = "(the model itself)"
@@ -15,98 +15,102 @@ THE_MODEL_ITSELF = "(the model itself)"
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """How the numbers of one module lie in the format."""
+    """The range of one module's values relative to the format."""
 
     module: str
     largest: float
     """The largest absolute value of its weights, inputs and results in forward."""
     headroom_bits: float | None
-    """Factors of two between that and the end of the format; negative where it does not fit, None without values."""
+    """Powers of two between `largest` and the format's maximum; negative on overflow, None without values."""
     overflows: int
     underflow_forward: float
-    """Share of the values that were not zero and became zero."""
+    """Share of the non-zero values that became zero."""
     underflow_backward: float
-    """The same of gradients, at the loss scale that survives."""
+    """The same share for gradients, at the loss scale that survives."""
     subnormal_forward: float
-    """Share of the values that fit, but with fewer digits."""
+    """Share of the values that are subnormal in the format, with fewer significant bits."""
 
 
 @dataclass(frozen=True)
 class LostGradient:
-    """A parameter of which some gradients became zero that are not zero in fp32."""
+    """A parameter with gradients that became zero but are non-zero in fp32."""
 
     parameter: str
     share: float
-    """Of its gradients that are not zero in fp32."""
+    """Vanished gradients as a share of those that are non-zero in fp32."""
     largest: float
-    """The largest of those that vanished, as fp32 has it."""
+    """The largest vanished gradient, as in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survival:
-    """Whether one step of a model, forward and backward, survives a format."""
+    """Whether one forward and backward step of a model survives a format."""
 
     format: str
     survives: bool
     verdict: str
     first_overflow: Event | None
-    """In forward; the first of gradients where only they overflow."""
+    """The first overflow in forward; the first in backward if only gradients overflow."""
     loss: float | None
-    """None where it is not finite."""
+    """None if non-finite."""
     loss_fp32: float | None
     loss_scale: float | None
-    """The first one from 65536 downwards at which all gradients are finite; None where there is none, or no need."""
+    """The first scale from 65536 downwards at which all gradients are finite; None if there is none or none is needed.
+    """
     gradient_underflow: float
-    """Share of gradients on their way back that vanish, at that loss scale."""
+    """Share of the gradient values in backward that vanish at that loss scale."""
     gradient_underflow_unscaled: float | None
     """The same without a loss scale; None for formats that need none."""
     gradient_lost: float | None
-    """Norm of the parameters' gradients that vanished, over the norm of all, as fp32 has them."""
+    """Norm of the vanished parameter gradients over the norm of all of them, as in fp32."""
     gradient_error: float | None
-    """Norm of the difference to fp32's gradients, over their norm."""
+    """Norm of the difference from fp32's gradients, over their norm."""
     lost: tuple[LostGradient, ...]
-    """The largest gradients that vanished."""
+    """The largest vanished gradients."""
     modules: tuple[ModuleRange, ...]
-    """The worst first."""
+    """The module ranges, worst first."""
     do: tuple[str, ...]
-    """What to type, the best first; empty where nothing is to be done."""
+    """Remedies as code to type, best first; empty if nothing is needed."""
     notes: tuple[str, ...]
     scaled: Survival | None = None
-    """For fp8: the same with a scale for each tensor, which training in fp8 always has."""
+    """For fp8: the result with a scale for each tensor, which fp8 training always uses."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, without numbers that JSON has no word for."""
+        """Return plain data with no NaN or infinity, which JSON cannot represent."""
         return asdict(self)
 
 
 def module_ranges(ranges: Ranges) -> tuple[ModuleRange, ...]:
-    """By module, the worst first: overflows, then the least headroom, then what vanishes."""
+    """Return the ranges by module, worst first: overflows, then least headroom, then underflow."""
     names = dict.fromkeys(module for module, _ in ranges.by_place)
     return tuple(sorted((_module_range(ranges, name) for name in names), key=_badness))
 
 
 def named(module: str) -> str:
+    """Return the module's path, or a placeholder for the root module."""
     return module or THE_MODEL_ITSELF
 
 
 def event_named(event: Event) -> Event:
+    """Return the event with a readable module name."""
     return Event(named(event.module), event.operation, event.value, event.largest)
 
 
 def number(value: float) -> str:
-    """91 400 rather than 91400.0; others in three digits."""
+    """Return 91 400 rather than 91400.0; other values with three significant digits."""
     return f"{value:,.0f}".replace(",", " ") if 1000 <= value < 1e7 else f"{value:.3g}"
 
 
 def where(event: Event) -> str:
-    """The sentence's part that says where, what and how much."""
+    """Return the part of the verdict that names the module, operation, value and limit."""
     place = "outside the model" if event.module == OUTSIDE else f"in {named(event.module)}"
     return f"{place} ({event.operation}): {number(event.value)} against {number(event.largest)}"
 
 
 def cures(event: Event | None, islands: Sequence[str], bf16_survives: bool) -> tuple[str, ...]:
-    """What to type; an island was tried before it is recommended."""
+    """Return remedies as code to type; the islands given here have already been tried."""
     do = [f'island(model, "{path}")' for path in islands]
+    # In the root module's own code, or outside the model, there is no submodule to make an island of.
     if event is not None and not islands and event.module in ("", OUTSIDE):
         do.append(f"halfstep.widen(...) what {event.operation} is given {'in the model' if not event.module else ''}")
     if bf16_survives:
@@ -122,6 +126,7 @@ def _module_range(ranges: Ranges, module: str) -> ModuleRange:
     return ModuleRange(
         module=named(module),
         largest=forward.largest,
+        # Infinite where there is no value, and JSON has no infinity.
         headroom_bits=forward.headroom if math.isfinite(forward.headroom) else None,
         overflows=forward.overflows,
         underflow_forward=forward.underflow_share,
@@ -131,5 +136,6 @@ def _module_range(ranges: Ranges, module: str) -> ModuleRange:
 
 
 def _badness(found: ModuleRange) -> tuple[float, float, float]:
+    # Modules without values sort last.
     headroom = math.inf if found.headroom_bits is None else found.headroom_bits
     return (-found.overflows, headroom, -found.underflow_backward)

@@ -1,4 +1,4 @@
-"""How fast arms are beside one another: warmed up until stable, interleaved, with an interval, or with no verdict."""
+"""Compare the speed of candidates: warmed up until stable, interleaved, with an interval or without a verdict."""
 
 from __future__ import annotations
 
@@ -8,38 +8,72 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
+
 from halfstep import clock
-from halfstep.measure.process import ArmFailed, ArmTooSlow
+from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+
+# -- stopwatch --------------------------------------------------------------------------------------------------------
+# Time work on a device: with the device's own events where it has them, otherwise with the wall clock.
+
+
+class Stopwatch:
+    """A timer for one device. Accelerators run asynchronously, so they are timed with events recorded on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type in ("cuda", "xpu", "mps")
+        self._device = device
+
+    def seconds(self, call: Callable[[], object], calls: int = 1) -> float:
+        """Return the seconds of one call, averaged over `calls` in a row."""
+        if not self._events:
+            return clock.seconds(call, calls)
+        begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        # Work queued earlier must not be counted.
+        torch.accelerator.synchronize(self._device)
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000 / calls
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
 
 Verdict = Literal["faster", "slower", "can't tell"]
 Progress = Callable[[int, int], None]
 STABLE = 0.05
-"""Arms are warm when their last times differ by no more than this share."""
+"""A candidate is warm when its last times differ by no more than this share of their median."""
 _IN_A_ROW = 3
 _MOST_CALLS = 20
 
 
 class Timed(Protocol):
-    """An arm, in this process or in one of its own."""
+    """A candidate in this process or in a process of its own."""
 
     def seconds(self, steps: int = 1) -> float: ...
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How one arm compares with the baseline: medians over pairs, with the median's 95 % interval, or their range."""
+    """The speed of a candidate relative to the baseline: medians over pairs, with the median's 95 % interval.
+
+    With fewer than `clock.FEWEST_FOR_INTERVAL` pairs, `low` and `high` are the range.
+    """
 
     seconds: float
-    """Of one update."""
+    """Seconds of one update."""
     speedup: float
-    """Times as fast as the baseline."""
+    """Throughput relative to the baseline."""
     low: float
     high: float
     pairs: int
 
     @property
     def verdict(self) -> Verdict:
-        """None is given where the interval holds 1, for the two may be equally fast; nor from too few pairs."""
+        """Return "can't tell" if the interval contains 1 or there are too few pairs for an interval."""
         if self.pairs < clock.FEWEST_FOR_INTERVAL:
             return "can't tell"
         if self.low > 1.0:
@@ -51,9 +85,10 @@ class Speed:
 
 
 def warm(arm: Timed, *, seconds: float = 30.0, now: Callable[[], float] = time.perf_counter) -> float:
-    """Step until three times in a row agree, or the time or the calls are used up; gives the last time."""
+    """Step until three times in a row agree, or the time or the calls run out; return the last time."""
     deadline = now() + seconds
     last: list[float] = []
+    # Calls are capped: a candidate that never settles, as on a busy machine, is timed all the same.
     for _ in range(_MOST_CALLS):
         last = [*last, arm.seconds()][-_IN_A_ROW:]
         stable = len(last) == _IN_A_ROW and max(last) - min(last) <= STABLE * statistics.median(last)
@@ -63,15 +98,15 @@ def warm(arm: Timed, *, seconds: float = 30.0, now: Callable[[], float] = time.p
 
 
 @dataclass(frozen=True)
-class Race:
-    """What a race came to."""
+class TimedRace:
+    """The result of a race."""
 
     speeds: dict[str, Speed]
-    """Of every arm that was timed beside the baseline at least once."""
+    """The speed of every candidate timed at least once beside the baseline."""
     interrupted: bool = False
-    """Ctrl-C ended it."""
+    """Whether Ctrl-C ended it."""
     failed: dict[str, ArmFailed | ArmTooSlow] = field(default_factory=dict)
-    """Arms that could not go on, and why; they may have a speed from before."""
+    """Candidates that failed, and why; they may have a speed from earlier turns."""
 
 
 def race(
@@ -83,11 +118,11 @@ def race(
     steps: int = 1,
     progress: Progress | None = None,
     now: Callable[[], float] = time.perf_counter,
-) -> Race:
-    """Time warm arms against the baseline, in turns, until there are enough pairs or the time is up.
+) -> TimedRace:
+    """Time warm candidates against the baseline, interleaved, until there are enough pairs or the time is up.
 
-    Ctrl-C ends it with what there is, and the result says so; so does an arm that has no time left for its answer.
-    An arm that fails leaves the race. There is no race without the baseline: where it fails, its error is raised.
+    Ctrl-C ends the race with the turns so far and sets `interrupted`; a candidate that times out ends it too. A
+    candidate that fails leaves the race. If the baseline fails, its error is raised.
     """
     running = _Running(arms, baseline, steps)
     deadline = now() + seconds
@@ -101,11 +136,11 @@ def race(
                 break
     except KeyboardInterrupt:
         interrupted = True
-    return Race({name: speed for name in arms if (speed := running.speed(name))}, interrupted, running.failed)
+    return TimedRace({name: speed for name in arms if (speed := running.speed(name))}, interrupted, running.failed)
 
 
 class _Running:
-    """A race under way."""
+    """A race in progress."""
 
     def __init__(self, arms: Mapping[str, Timed], baseline: str, steps: int) -> None:
         self._arms, self._baseline, self._steps = dict(arms), baseline, steps
@@ -114,12 +149,14 @@ class _Running:
         self.is_over = False
 
     def take_turn(self, turn: int) -> None:
-        """A turn that is broken off is not counted."""
+        """Time every candidate once; an incomplete turn is not counted."""
         times: dict[str, float] = {}
+        # The order changes from turn to turn, so that a drift of the machine affects all candidates alike.
         for name in clock.order(list(self._arms), turn):
             try:
                 times[name] = self._arms[name].seconds(self._steps)
             except ArmTooSlow as error:
+                # A timeout means that the common time is up, so the race ends for all.
                 self.failed[name], self.is_over = error, True
                 return
             except ArmFailed as error:
@@ -136,6 +173,7 @@ class _Running:
 
 
 def _speed(rounds: list[dict[str, float]], name: str, baseline: str) -> Speed:
+    # Ratios within a turn first, then their median: what slows the machine down in a turn cancels out.
     each = [times[baseline] / times[name] for times in rounds]
     low, high = clock.median_interval(each)
     own = statistics.median(times[name] for times in rounds)

@@ -1,1 +1,1 @@
-"""What really ran: one recorder of operations, and those who listen to it."""
+"""Observe what really ran: one recorder of operations, and its listeners."""

@@ -1,16 +1,24 @@
-"""Floating point work of matrix products and convolutions, and the format it was done in."""
+"""Count the FLOPs of matrix products, convolutions, attention and recurrent layers, and the format they ran in.
+
+Nothing is counted without an exact formula: `is_unknown` recognizes operations that may do such work and have none.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
 from halfstep.formats import FP32, format_of, name_of
 from halfstep.observe.recorder import Operation
 from halfstep.precision.flags import computes_tf32
+
+_aten = torch.ops.aten
 
 
 def _attention_on_cpu(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
@@ -21,27 +29,190 @@ def _attention_on_cpu_backward(grad: Any, query: Any, key: Any, value: Any, *_: 
     return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-# torch counts the attention kernels of CUDA, and leaves out those of the CPU.
-_FORMULAS = {
+def _recurrent_layer(input: Tensor, over_input: Tensor, over_hidden: Tensor, *_: Any, **__: Any) -> int:
+    """Count all gates of one layer in one direction, at each position of each sequence."""
+    return 2 * _positions(input) * (over_input.numel() + over_hidden.numel())
+
+
+def _recurrent_layers(input: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
+    """Count every matrix of every layer and direction, at each position; biases have one dimension."""
+    return 2 * _positions(input) * sum(weight.numel() for weight in weights if weight.dim() > 1)
+
+
+def _positions(input: Tensor) -> int:
+    return input.numel() // max(input.shape[-1], 1)
+
+
+def _backward_of(forward: Callable[..., int]) -> Callable[..., int]:
+    """Return the formula of a backward: gradients of inputs and of weights each cost as much as the forward."""
+
+    def backward(*arguments: Any, **keywords: Any) -> int:
+        return 2 * forward(*arguments, **keywords)
+
+    return backward
+
+
+def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """Count products of groups of rows, each with its own matrix."""
+    if left.dim() == 3 and right.dim() == 2:
+        return 2 * left.shape[-2] * right.numel()
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _of_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _added_to_vector(_bias: Tensor, matrix: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+# torch's registry has CUDA's attention kernels, but not those of the CPU, recurrent layers or products with vectors.
+_FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_counter.flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
+    _aten.mkldnn_rnn_layer: _recurrent_layer,
+    _aten.mkldnn_rnn_layer_backward: _backward_of(_recurrent_layer),
+    _aten._cudnn_rnn: _recurrent_layers,
+    _aten._cudnn_rnn_backward: _backward_of(_recurrent_layers),
+    _aten.miopen_rnn: _recurrent_layers,
+    _aten.miopen_rnn_backward: _backward_of(_recurrent_layers),
+    _aten._grouped_mm: _grouped,
+    _aten._scaled_grouped_mm: _grouped,
+    _aten._scaled_mm_v2: _grouped,
+    _aten.mv: _of_vector,
+    _aten.dot: _of_vector,
+    _aten.vdot: _of_vector,
+    _aten.addmv: _added_to_vector,
+    _aten._sparse_addmm: flop_counter.addmm_flop,
+}
+_ADDED = (
+    _aten.addmm, _aten.baddbmm, _aten.addmv, _aten.addmm_, _aten.baddbmm_, _aten.addmv_, _aten._sparse_addmm,
+)  # fmt: skip
+"""Operations whose first argument is what the product is added to."""
+_FORMULAS |= {
+    in_place: _FORMULAS[packet]
+    for packet, in_place in ((_aten.addmm, _aten.addmm_), (_aten.baddbmm, _aten.baddbmm_), (_aten.addmv, _aten.addmv_))
 }
 
 
 def flops(operation: Operation) -> int:
-    """Multiplications and additions of real numbers in matrix products, convolutions and attention; else 0."""
-    formula = _FORMULAS.get(operation.function._overloadpacket)
-    if formula is None or not operation.arguments[1].is_floating_point():
+    """Return the FLOPs of real products, convolutions, attention and recurrent layers; 0 for other operations."""
+    formula = _FORMULAS.get(_packet(operation))
+    if formula is None:
         return 0
+    operands = _operands(operation)
+    if not operands or not all(operand.is_floating_point() for operand in operands):
+        return 0
+    if any(operand.layout is not torch.strided for operand in operands):
+        return _of_sparse(operands)
     keywords = {name: value for name, value in operation.keywords.items() if name != "out"}
     return int(formula(*operation.arguments, **keywords, out_val=operation.result))
 
 
 def computed_in(operation: Operation) -> str:
-    """The name of the format that an operation with `flops` multiplied in."""
-    # The second argument is an operand in every one of them; the first may be a bias.
-    operand: Tensor = operation.arguments[1]
+    """Return the name of the format that an operation with `flops` multiplied in."""
+    return _format(_operands(operation)[-1])
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def has_no_narrow_kernel(operation: Operation) -> bool:
+    """Return whether torch has this operation in fp32 only, such as sparse rows on a CPU."""
+    return any(operand.layout in _COMPRESSED and operand.device.type == "cpu" for operand in _operands(operation))
+
+
+# -- what has no rule ----------------------------------------------------------------------------------------------
+
+_CHEAP = frozenset({
+    "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "inductor",
+    "rngprims", "debugprims", "streams", "symm_mem",
+})  # fmt: skip
+"""Namespaces of torch whose operations move values, or compute them elementwise."""
+# Words in the names of aten operations that multiply matrices; names are split at underscores.
+_HEAVY = frozenset({
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "mv", "addmv", "hspmm", "smm", "sspaddmm", "rnn", "lstm",
+    "gru", "attention", "linear", "trilinear", "convolution", "conv2d", "conv3d", "dilated2d", "dilated3d",
+    "depthwise2d", "depthwise3d", "transpose2d", "transpose3d", "tbc",
+})  # fmt: skip
+_LIGHT = frozenset({"upsample", "thnn", "flatten", "reorder", "convert", "prepack", "combination"})
+"""Words that mark operations which only sound like those: they interpolate, or rearrange weights."""
+
+
+def is_unknown(operation: Operation) -> bool:
+    """Return whether this may be matrix work without a formula: a custom operation, or one of torch's."""
+    function, packet = operation.function, _packet(operation)
+    if function.namespace == "aten":
+        if packet in _FORMULAS:
+            return _is_of_two_sparse(operation)
+        words = set(packet.__name__.strip("_").split("_"))
+        return bool(words & _HEAVY) and not words & _LIGHT and bool(_floating(operation))
+    if function.namespace in _CHEAP or packet in _FORMULAS or function.is_view or torch.Tag.pointwise in function.tags:
+        return False
+    return bool(_floating(operation))
+
+
+def guessed(operation: Operation) -> tuple[int, str]:
+    """Return an unknown operation's FLOPs, as if its arguments were multiplied, and the format of the largest one.
+
+    For a product of two matrices the square root is exact: (m k)(k n)(m n) = (m n k)².
+    """
+    given = sorted(_floating(operation), key=_numbers, reverse=True)
+    made = [leaf for leaf in pytree.tree_leaves(operation.result) if isinstance(leaf, Tensor)]
+    out = max(map(_numbers, made), default=1)
+    pairs = [2 * math.isqrt(_numbers(given[0]) * _numbers(other) * out) for other in given[1:]]
+    return sum(pairs) if pairs else _numbers(given[0]), _format(given[0])
+
+
+def _floating(operation: Operation) -> list[Tensor]:
+    leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+# -- operands ------------------------------------------------------------------------------------------------------
+
+
+def _packet(operation: Operation) -> Any:
+    """Return the key of the formulas: the operation without its overload, or a higher-order operator itself."""
+    function: Any = operation.function
+    return getattr(function, "operator", function._overloadpacket)
+
+
+def _operands(operation: Operation) -> list[Tensor]:
+    """Return two tensors that were multiplied with each other."""
+    first = 1 if _packet(operation) in _ADDED else 0
+    given = [*operation.arguments, *operation.keywords.values()][first : first + 2]
+    # A recurrent layer on a GPU gets its weights as a list.
+    given = [item[0] if isinstance(item, (list, tuple)) and item else item for item in given]
+    return [item for item in given if isinstance(item, Tensor)]
+
+
+def _of_sparse(operands: list[Tensor]) -> int:
+    """Count the product of a sparse and a dense matrix; a product of two sparse ones is not counted."""
+    sparse = [operand for operand in operands if operand.layout is not torch.strided]
+    dense = [operand for operand in operands if operand.layout is torch.strided]
+    if len(sparse) != 1 or len(dense) != 1:
+        return 0
+    # Each stored value is multiplied with one row or column of the dense matrix, on the side that is not summed over.
+    columns = dense[0].shape[-1] if operands[0] is sparse[0] else dense[0].shape[-2]
+    return 2 * _numbers(sparse[0]) * (columns if dense[0].dim() > 1 else 1)
+
+
+def _numbers(tensor: Tensor) -> int:
+    """Return the number of stored values."""
+    if tensor.layout is torch.strided:
+        return tensor.numel()
+    return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).numel()
+
+
+def _is_of_two_sparse(operation: Operation) -> bool:
+    operands = _operands(operation)
+    return len(operands) == 2 and all(operand.layout is not torch.strided for operand in operands)
+
+
+def _format(operand: Tensor) -> str:
     if format_of(operand.dtype) is FP32 and computes_tf32(operand.device):
         return "tf32"
     return name_of(operand.dtype)

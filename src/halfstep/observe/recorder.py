@@ -1,36 +1,171 @@
-"""The one recorder of what torch really runs: every operation, with the module that asked for it.
+"""The one recorder of what torch really runs: every operation, with the module that called it.
 
-Observed precision listens to it now; audits, replays and estimates are further listeners, not further recorders.
+Observed precision, audits, replays and estimates are listeners of it, not further recorders.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
-from torch._ops import OpOverload
+from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import is_narrow
+from halfstep.precision import island
+
+# -- higher order -----------------------------------------------------------------------------------------------------
+# Run operators that take functions, such as torch.cond, scan and flex_attention, without compilation.
+# torch hands their functions to Dynamo, which turns everything they close over into inputs. While operations are
+# recorded Dynamo is off, and weights that a branch closes over would get no gradient. So a recorder runs an equivalent
+# function instead, above autograd: every operation inside is seen, and every gradient arrives.
 
 
-class _NarrowAttention(TorchFunctionMode):
-    """Knows whether an attention that should compute in a narrow format is running."""
+Meaning = Callable[..., Any]
+NAMESPACE = "higher_order"
+
+
+def meaning_of(operator: HigherOrderOperator, arguments: Any, keywords: Any) -> Meaning | None:
+    """Return a function that does the same, operation by operation; None if torch has to run the operator itself."""
+    if torch.compiler.is_compiling() or any(
+        isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((arguments, keywords))
+    ):
+        return None
+    found: Meaning | None = _MEANINGS.get(operator.name())
+    if found is None and operator.name() in _AS_TORCH_DOES:
+        found = operator.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    return found
+
+
+def _cond(predicate: Any, if_true: Meaning, if_false: Meaning, operands: Any) -> Any:
+    return (if_true if predicate else if_false)(*operands)
+
+
+def _scan(combine: Meaning, init: Any, xs: Any, more: Any) -> Any:
+    from torch._higher_order_ops.scan import generic_scan
+
+    return generic_scan(combine, init, xs, additional_inputs=tuple(more))
+
+
+_MEANINGS: dict[str, Meaning] = {"cond": _cond, "scan": _scan}
+_AS_TORCH_DOES = frozenset({"map_impl", "while_loop", "flex_attention"})
+"""Operators whose own kernels only call their functions and ordinary operations."""
+
+
+class Opaque:
+    """A stand-in for a higher-order operator that ran unseen, with everything that listeners read of a function."""
+
+    namespace = NAMESPACE
+    is_view = False
+    tags: tuple[Any, ...] = ()
+    _schema = SimpleNamespace(arguments=(), returns=())
+
+    def __init__(self, operator: HigherOrderOperator) -> None:
+        self.operator = operator
+        self.__name__ = operator.name()
+        self._overloadpacket = self.overloadpacket = self
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.operator(*arguments, **keywords)
+
+    def __str__(self) -> str:
+        return f"{NAMESPACE}.{self.__name__}"
+
+    def __hash__(self) -> int:
+        return hash(self.operator)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.operator is self.operator
+
+
+def with_functions(arguments: tuple[Any, ...], change: Callable[[Meaning], Meaning]) -> tuple[Any, ...]:
+    """Return the same arguments with their functions changed."""
+    return tuple(change(given) if callable(given) and not isinstance(given, Tensor) else given for given in arguments)
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+# Find which arguments an operation writes into: by its schema, and by rules for schemas that do not tell.
+
+
+_STATISTICS = ("running_mean", "running_var")
+# These read running statistics, or return new ones.
+_READS = ("backward", "no_update", "no_training", "functional", "elemt")
+_IN_TRAINING = ("training", "use_input_stats")
+# c10d's schemas mark no writes. The first argument receives; the second may share its memory.
+_SILENT = "c10d"
+_SENDS = ("send", "barrier", "monitored_barrier_", "check_for_nan")
+
+
+def written_by(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that an operation is about to write into."""
+    places, statistics = _places(function)
+    if not places and not statistics:
+        return []
+    found = [_given(place, name, arguments, keywords) for place, name in places]
+    if statistics and _learns(function, arguments, keywords):
+        found += [_given(place, name, arguments, keywords) for place, name in statistics]
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+Places = tuple[tuple[int, str], ...]
+
+
+@cache
+def _places(function: OpOverload) -> tuple[Places, Places]:
+    """Return the positions and names of written arguments, and of running statistics that are written in training."""
+    taken = list(enumerate(function._schema.arguments))
+    name = function._schema.name.rpartition("::")[2]
+    if function.namespace == _SILENT:
+        return ((0, taken[0][1].name),) if taken and name not in _SENDS else (), ()
+    marked = tuple((i, a.name) for i, a in taken if a.alias_info is not None and a.alias_info.is_write)
+    if any(word in name for word in _READS):
+        return marked, ()
+    names = {name for _, name in marked}
+    return marked, tuple((i, a.name) for i, a in taken if a.name in _STATISTICS and a.name not in names)
+
+
+def _learns(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+    for place, taken in enumerate(function._schema.arguments):
+        if taken.name in _IN_TRAINING:
+            return bool(_given(place, taken.name, arguments, keywords))
+    return True
+
+
+def _given(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    return arguments[place] if place < len(arguments) else keywords.get(name)
+
+
+# -- recorder ---------------------------------------------------------------------------------------------------------
+
+
+class _Calls(TorchFunctionMode):
+    """A function mode that notices attention with narrow inputs, and replaces torch.cond and similar operators."""
 
     inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator) and (meaning := meaning_of(func, args, kwargs)) is not None:
+            with self:
+                # torch disables a mode inside its own handler; entered again, it sees the calls of the branches.
+                return meaning(*args, **kwargs)
         if func not in (functional.scaled_dot_product_attention, functional.multi_head_attention_forward):
             return func(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
-        # The second one projects first, so that its inputs may be wide; torch hides what it calls from this mode.
+        # multi_head_attention_forward projects its inputs first, so they may be wide; its inner calls are hidden from
+        # here.
         self.inside = is_narrow(query.dtype) or torch.is_autocast_enabled(query.device.type)
         try:
             return func(*args, **kwargs)
@@ -46,16 +181,28 @@ class Operation(NamedTuple):
     keywords: Mapping[str, Any]
     result: Any
     module: str
-    """Path of the innermost module that was running; for backward, of the one whose forward made this node."""
+    """Path of the innermost running module; for backward, of the module whose forward made this node."""
     backward: bool
     widened: bool
-    """Part of an attention with narrow inputs, which torch itself computes in fp32 where it has no kernel for it."""
+    """Whether it is part of a narrow attention, which torch itself computes in fp32 if it has no narrow kernel."""
     node: int | None = None
-    """The number of the autograd node that a forward operation made, or that a backward operation is a part of."""
+    """The number of the autograd node that a forward operation made, or that a backward operation is part of."""
+    islands: tuple[object, ...] = ()
+    """The islands in which it ran, outermost first; for backward, those whose forward made this node."""
 
 
 Listener = Callable[[Operation], None]
 Run = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+BeforeWrite = Callable[[list[Tensor]], None]
+"""Called with the tensors that an operation is about to write into."""
+
+
+class Place(NamedTuple):
+    """The place in a model that an operation belongs to."""
+
+    module: str
+    widened: bool
+    islands: tuple[object, ...]
 
 
 def as_it_is(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
@@ -64,24 +211,39 @@ def as_it_is(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping
 
 
 OUTSIDE = "(outside the model)"
+_NOWHERE = Place(OUTSIDE, False, ())
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 class Recorder(TorchDispatchMode):
-    """Tells a listener of every operation while it is active. Never use it round a compiled function's first call.
+    """A dispatch mode that calls a listener with every operation. Never use it on a compiled function's first call.
 
-    `run` computes the result in another way, as those who emulate a format do; operations it calls are not told.
+    `run` computes the result in another way, as an emulation does; operations that it calls are not recorded.
+    `before_write` is called with the tensors that an operation is about to write into.
     """
 
-    def __init__(self, model: nn.Module, listener: Listener, run: Run = as_it_is) -> None:
+    # Otherwise torch refuses to run torch.cond and similar operators under a dispatch mode.
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        listener: Listener,
+        run: Run = as_it_is,
+        *,
+        before_write: BeforeWrite | None = None,
+    ) -> None:
         super().__init__()
         self._modules = [(as_written(path), module) for path, module in model.named_modules()]
-        self._listener, self._run = listener, run
+        self._listener, self._run, self._before_write = listener, run, before_write
         self._running: list[str] = []
-        self._makers: dict[int, tuple[str, bool]] = {}
+        self._islands_of: dict[str, tuple[object, ...]] = {}
+        self._makers: dict[int, Place] = {}
         self._numbered = 0
+        self._told = 0
+        self._opened = 0
         self._hooks: list[Any] = []
-        self._attention = _NarrowAttention()
+        self._calls = _Calls()
 
     @property
     def module(self) -> str:
@@ -89,22 +251,25 @@ class Recorder(TorchDispatchMode):
         return self._running[-1] if self._running else OUTSIDE
 
     def maker(self, node: Any) -> str:
-        """Path of the module whose forward made a node of the graph."""
-        return self._makers.get(node._sequence_nr(), (OUTSIDE, False))[0]
+        """Return the path of the module whose forward made a node of the graph."""
+        return self._makers.get(node._sequence_nr(), _NOWHERE).module
 
     def __enter__(self) -> Recorder:
         for path, module in self._modules:
-            # Scripted modules take no hooks; what they do is their parent's.
+            # Scripted modules accept no hooks; their operations count as their parent's.
             if not isinstance(module, torch.jit.ScriptModule):
                 self._hooks.append(module.register_forward_pre_hook(self._begins(path)))
+                # always_call: an exception must not leave the module on the stack.
                 self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
-        self._attention.__enter__()
+        island.watch()
+        self._calls.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._attention.__exit__(*error)
+        self._calls.__exit__(*error)
+        island.unwatch()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -112,30 +277,78 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        (module, widened), backward, node = self._place()
+        if isinstance(func, HigherOrderOperator):
+            return self._run_operator(func, args, kwargs)
+        if self._opened or torch.is_inference_mode_enabled():
+            # Below autograd some composite operations arrive undecomposed.
+            with self._further():
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        if self._before_write is not None and (written := written_by(func, args, kwargs)):
+            self._before_write(written)
+        (place, backward, node), self._told = self._place(), self._told + 1
         result = self._run(func, args, kwargs)
-        self._listener(Operation(func, args, kwargs, result, module, backward, widened, node))
+        self._listener(Operation(func, args, kwargs, result, *_parts(place, backward, node)))
         return result
 
-    def _place(self) -> tuple[tuple[str, bool], bool, int | None]:
-        """Autograd numbers its nodes; the node that is running tells which forward operation it belongs to."""
-        running = torch._C._current_autograd_node()
-        place = self.module, self._attention.inside
+    def _run_operator(self, operator: HigherOrderOperator, arguments: tuple[Any, ...], keywords: Any) -> Any:
+        """Record the operations of its functions, or, if none was seen, the operator itself as one operation."""
+        (place, backward, node), before = self._place(), self._told
+        result = operator(*with_functions(arguments, self._seen), **keywords)
+        if self._told == before:
+            function: Any = Opaque(operator)
+            self._listener(Operation(function, arguments, keywords, result, *_parts(place, backward, node)))
+        return result
+
+    def _seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*arguments: Any, **keywords: Any) -> Any:
+            self._opened += 1
+            try:
+                with self._further():
+                    return function(*arguments, **keywords)
+            finally:
+                self._opened -= 1
+
+        return seen
+
+    @contextmanager
+    def _further(self) -> Iterator[None]:
+        """Record operations inside the one that is running: torch disables a dispatch mode within itself."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
+    def _place(self) -> tuple[Place, bool, int | None]:
+        """Return where an operation belongs; a running autograd node tells which forward operation made it."""
+        running, islands = torch._C._current_autograd_node(), island.running()
+        if running is not None and self._running and not islands:
+            # Checkpointing recomputes a part of an island without entering the island again.
+            islands = self._islands_of.get(self.module, ())
+        place = Place(self.module, self._calls.inside, islands)
         if running is not None and not self._running:
             made_by = running._sequence_nr()
-            place = self._makers.get(made_by, (OUTSIDE, False))
+            place = self._makers.get(made_by, _NOWHERE)
             if not (torch.is_grad_enabled() and _computes_again()):
                 return place, True, made_by
+            if islands:
+                place = place._replace(islands=islands)
         number = torch._C._autograd._get_sequence_nr()
-        # An operation that autograd makes no node for, such as counting batches, is not the maker of the last one.
+        # An operation without an autograd node, such as counting batches, is not the maker of the last node.
         if number == self._numbered:
             return place, False, None
+        # Autograd is above this mode: it has already made the operation's node, with the last number.
         self._makers[number - 1] = place
         self._numbered = number
         return place, False, number - 1
 
     def _begins(self, path: str) -> Callable[[nn.Module, Any], None]:
         def begins(_module: nn.Module, _inputs: Any) -> None:
+            # A recomputation in backward does not enter the island, and must not overwrite what forward recorded.
+            if torch._C._current_autograd_node() is None:
+                self._islands_of[path] = island.running()
             self._running.append(path)
 
         return begins
@@ -145,16 +358,38 @@ class Recorder(TorchDispatchMode):
             self._running.pop()
 
 
+def _parts(place: Place, backward: bool, node: int | None) -> tuple[Any, ...]:
+    return place.module, backward, place.widened, node, place.islands
+
+
 def as_written(path: str) -> str:
-    """Without the wrappers that torch.compile puts round modules."""
+    """Return a path without the wrappers that torch.compile puts around modules."""
     return ".".join(name for name in path.split(".") if name != "_orig_mod")
 
 
 def _computes_again() -> bool:
-    """Whether backward runs a piece of forward, as it does where activations were not kept."""
+    """Return whether backward recomputes a part of forward, as with activation checkpointing."""
+    # A frame of torch.utils.checkpoint between here and the autograd engine is the sign of it.
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         if frame.f_code.co_filename == _CHECKPOINT:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+# Detect compiled code, which may behave differently from the same code run eagerly.
+
+
+def uses_compiled(model: nn.Module) -> bool:
+    """Return whether any part of a model was given to torch.compile; functions outside of it are not seen."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False  # before Dynamo is loaded nothing can have been compiled
+    return any(
+        isinstance(module, dynamo.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(vars(module).get("forward", type(module).forward), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )

@@ -1,1 +1,1 @@
-"""What runs in which format: names, hardware, the ladder, precisions as values, islands."""
+"""Precisions: their names, what the hardware supports, how one is chosen, and fp32 islands."""

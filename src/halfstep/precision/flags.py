@@ -1,48 +1,160 @@
-"""torch's process-wide switches that change what "fp32" means: read, reported, and only set inside a scope."""
+"""Read and report torch's global switches that change what fp32 means; set them only inside a scope."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-Fp32Mode = Literal["ieee", "tf32"]
+# -- fp32 switches ----------------------------------------------------------------------------------------------------
+# Read, set and restore torch's switches for fp32 matrix products, old and new.
+# Since torch 2.9 there are two interfaces to the same thing: `allow_tf32` with `set_float32_matmul_precision`, and
+# `fp32_precision` per backend and operation. Each has a state of its own, and torch raises wherever the two contradict
+# each other: in `torch.backends.cudnn.flags(...)`, on reading `allow_tf32`, and in guards of compiled code. So all of
+# them are set together, through the old interface first, because it sets both.
 
-_SWITCHES: dict[str, tuple[Any, ...]] = {
-    "cuda": (
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
-        torch.backends.cudnn.rnn,  # type: ignore[attr-defined]
-    ),
-    # conv and rnn of oneDNN follow matmul's switch only when set themselves; all three are kept together.
-    "cpu": (
-        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-        torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
-        torch.backends.mkldnn.rnn,  # type: ignore[attr-defined]
-    ),
+
+Fp32Mode = Literal["ieee", "tf32"]
+Switch = tuple[str, str]
+"""A backend and an operation, in torch's notation."""
+
+MATMUL: tuple[Switch, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
+CUDNN: tuple[Switch, ...] = (("cuda", "conv"), ("cuda", "rnn"))
+ONEDNN: tuple[Switch, ...] = (("mkldnn", "conv"), ("mkldnn", "rnn"))
+_ALL = "all"
+_GENERIC: Switch = ("generic", _ALL)
+# `torch.backends.cudnn.flags(...)` resets cuDNN's switches on exit so that they follow this one.
+_ABOVE: tuple[Switch, ...] = (("cuda", _ALL), ("mkldnn", _ALL))
+_MOVED: tuple[Switch, ...] = (*_ABOVE, *MATMUL, *CUDNN, *ONEDNN)
+_NONE = "none"
+"""A switch with this value follows the one above it."""
+_OF_MODE = {"ieee": "highest", "tf32": "high"}
+
+
+def read(switch: Switch) -> str:
+    """Return the effective value of a switch, which may come from a switch above it."""
+    return str(torch._C._get_fp32_precision_getter(*switch))
+
+
+def _set(switch: Switch, value: str) -> None:
+    torch._C._set_fp32_precision_setter(*switch, value)
+
+
+def _as_set(switch: Switch) -> str:
+    """Return the value of a switch itself: `none` where it follows the one above it."""
+    now, above = read(switch), _GENERIC if switch[1] == _ALL else (switch[0], _ALL)
+    if now == _NONE or read(above) != now:
+        return now
+    # torch returns effective values only. So the switch above is flipped for a moment, to see whether this one follows.
+    before = _as_set(above) if above != _GENERIC else now
+    _set(above, "ieee" if now == "tf32" else "tf32")
+    followed = read(switch) != now
+    _set(above, before)
+    return _NONE if followed else now
+
+
+def agree() -> bool:
+    """Return whether the two interfaces agree, so that neither raises when it is read."""
+    try:
+        torch._C._get_cublas_allow_tf32()
+        torch._C._get_cudnn_allow_tf32()
+        torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return False
+    return True
+
+
+class SavedFlags(NamedTuple):
+    """The values of all switches that a scope may set."""
+
+    switches: tuple[tuple[Switch, str], ...]
+    matmul: str
+    cudnn: bool
+
+    def put_back(self) -> None:
+        """Restore all switches."""
+        # The old interface also sets some of the new switches, so those are restored last.
+        torch._C._set_float32_matmul_precision(self.matmul)
+        torch._C._set_cudnn_allow_tf32(self.cudnn)
+        for switch, value in self.switches:
+            _set(switch, value)
+
+
+def save() -> SavedFlags:
+    """Return the current values, also where the two interfaces contradict each other already."""
+    switches = tuple((switch, _as_set(switch)) for switch in _MOVED)
+    return SavedFlags(switches, _old_matmul(switches), _old_cudnn(switches))
+
+
+def _old_matmul(switches: tuple[tuple[Switch, str], ...]) -> str:
+    try:
+        return str(torch._C._get_float32_matmul_precision())
+    except RuntimeError:  # torch refuses to return it while the new switches contradict it
+        for switch in MATMUL:
+            _set(switch, "ieee")
+        before = str(torch._C._get_float32_matmul_precision())
+        for switch, value in switches:
+            _set(switch, value)
+        return before
+
+
+def _old_cudnn(switches: tuple[tuple[Switch, str], ...]) -> bool:
+    try:
+        return bool(torch._C._get_cudnn_allow_tf32())
+    except RuntimeError:
+        # The old value cannot be read during a contradiction. With the new switches on ieee, torch raises exactly if
+        # the old one is on.
+        for switch in CUDNN:
+            _set(switch, "ieee")
+        try:
+            torch._C._get_cudnn_allow_tf32()
+            return False
+        except RuntimeError:
+            return True
+        finally:
+            for switch, value in switches:
+                _set(switch, value)
+
+
+def move(mode: Fp32Mode) -> None:
+    """Set every switch of both interfaces, so that none contradicts another."""
+    torch._C._set_float32_matmul_precision(_OF_MODE[mode])
+    torch._C._set_cudnn_allow_tf32(mode == "tf32")
+    for switch in _MOVED:
+        _set(switch, mode)
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+
+_SWITCHES: dict[str, tuple[Switch, ...]] = {
+    "cuda": (("cuda", "matmul"), *CUDNN),
+    # conv and rnn of oneDNN do not follow matmul's switch; all three are set together.
+    "cpu": (("mkldnn", "matmul"), *ONEDNN),
 }
 _STRICT = ("ieee", "none")
 
 
 def read_flags() -> dict[str, str]:
-    """The switches as they stand now, for a report beside any figure that calls itself fp32."""
+    """Return the current switches, to be reported beside any result that is called fp32."""
     return {
-        "cuda.matmul": torch.backends.cuda.matmul.fp32_precision,
-        "cudnn.conv": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        "mkldnn.matmul": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        "cuda.matmul": read(("cuda", "matmul")),
+        "cudnn.conv": read(("cuda", "conv")),
+        "mkldnn.matmul": read(("mkldnn", "matmul")),
         "mkldnn.enabled": str(torch.backends.mkldnn.enabled),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
 
 
 def computes_tf32(device: torch.device) -> bool:
-    """Whether fp32 numbers on this device are multiplied as tf32 just now."""
-    return any(switch.fp32_precision == "tf32" for switch in _SWITCHES.get(device.type, ()))
+    """Return whether fp32 values on this device are multiplied as tf32 at the moment."""
+    return any(read(switch) == "tf32" for switch in _SWITCHES.get(device.type, ()))
 
 
 def fp32_scope(mode: Fp32Mode, device: torch.device) -> AbstractContextManager[None]:
-    """Multiplications of fp32 numbers run in `mode` inside this scope, and as before after it."""
+    """Return a context in which fp32 values are multiplied in `mode`; the switches are restored on exit."""
     switches = _SWITCHES.get(device.type, ())
     if not switches:
         return nullcontext()
@@ -50,37 +162,62 @@ def fp32_scope(mode: Fp32Mode, device: torch.device) -> AbstractContextManager[N
 
 
 class _Fp32Scope:
-    """Reusable, and free of work where the switches already say what is wanted."""
+    """A reusable scope that does nothing where the switches already have the wanted values."""
 
-    def __init__(self, mode: Fp32Mode, switches: tuple[Any, ...]) -> None:
+    def __init__(self, mode: Fp32Mode, switches: tuple[Switch, ...]) -> None:
         self._mode, self._switches = mode, switches
         self._good = _STRICT if mode == "ieee" else (mode,)
-        self._before: list[tuple[Any, str]] = []
+        self._before: list[SavedFlags | None] = []
 
     def __enter__(self) -> None:
-        for switch in self._switches:
-            now = switch.fp32_precision
-            if now not in self._good:
-                self._before.append((switch, now))
-                switch.fp32_precision = self._mode
+        # The usual case, at the cost of a few reads: a step enters this scope every time.
+        if all(read(switch) in self._good for switch in self._switches) and agree():
+            self._before.append(None)
+            return
+        self._before.append(save())
+        move(self._mode)
 
     def __exit__(self, *_: object) -> None:
-        while self._before:
-            switch, value = self._before.pop()
-            switch.fp32_precision = value
+        before = self._before.pop()
+        if before is not None:
+            before.put_back()
+
+
+class _Depth:
+    """The number of open scopes in all threads, and the value of oneDNN's switch before the first of them."""
+
+    def __init__(self) -> None:
+        self.lock, self.open, self.before = threading.Lock(), 0, True
+
+
+_depth = _Depth()
 
 
 class MkldnnKept:
-    """Another scope, inside which oneDNN's switch may be turned; it stands as before afterwards, errors included."""
+    """A scope around `inner` that restores oneDNN's switch on exit, also after an error.
+
+    The switch is global, and steps may run in several threads: the last scope to close restores it.
+    """
 
     def __init__(self, inner: AbstractContextManager[None]) -> None:
         self._inner = inner
-        self._before: Any = True
 
     def __enter__(self) -> None:
-        self._before = torch.backends.mkldnn.enabled
         self._inner.__enter__()
+        with _depth.lock:
+            if not _depth.open:
+                _depth.before = bool(torch.backends.mkldnn.enabled)
+            _depth.open += 1
 
     def __exit__(self, *error: Any) -> None:
-        torch.backends.mkldnn.enabled = self._before
+        with _depth.lock:
+            _depth.open -= 1
+            if not _depth.open:
+                torch.backends.mkldnn.enabled = _depth.before  # type: ignore[assignment]
         self._inner.__exit__(*error)
+
+
+def mkldnn_before() -> bool:
+    """Return oneDNN's switch as the user set it, ignoring what an open scope has set."""
+    with _depth.lock:
+        return _depth.before if _depth.open else bool(torch.backends.mkldnn.enabled)

@@ -1,7 +1,8 @@
-"""What the devices of this machine are, asked of the hardware and of its driver."""
+"""Describe the devices of this machine, from the hardware and its driver."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -12,14 +13,18 @@ from typing import Any
 import torch
 
 from halfstep.errors import WrongUse, unknown_name
-from halfstep.precision.abilities import Device
+from halfstep.precision.capability import Device
 
-CPUINFO = Path("/proc/cpuinfo")
+CPUINFO = Path(os.environ.get("HALFSTEP_CPUINFO", "/proc/cpuinfo"))
+"""Another file describes another CPU: tests use it to run in bf16 on machines that only emulate it."""
 AMD_DRIVER = Path("/sys/module/amdgpu/version")
 
 
 def describe(device: torch.device | str | None = None) -> Device:
-    """The device that torch knows by this name; None is the best accelerator present, else the CPU."""
+    """Return the device of this name; None means the best accelerator present, or else the CPU.
+
+    Raises WrongUse for a device that is not present, and UnknownName for a name that torch does not know.
+    """
     place = str(device if device is not None else torch.accelerator.current_accelerator(check_available=True) or "cpu")
     where = _TPU if place.split(":")[0] == "tpu" else _parse(place)
     reader = _READERS.get(where.type)
@@ -35,7 +40,8 @@ def describe(device: torch.device | str | None = None) -> Device:
 
 
 def present() -> list[str]:
-    """The device types that work here, the best one first."""
+    """Return the device types that work here, the best one first."""
+    # check_available: otherwise torch returns the accelerator that it was built for, present or not.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return [accelerator.type, "cpu"] if accelerator else ["cpu"]
 
@@ -51,7 +57,7 @@ def _parse(place: str) -> torch.device:
 
 
 def _cuda(where: torch.device) -> Device:
-    """NVIDIA's and AMD's GPUs: torch calls both `cuda`."""
+    """Describe an NVIDIA or AMD GPU: torch calls both `cuda`."""
     index = where.index if where.index is not None else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise WrongUse(
@@ -65,7 +71,9 @@ def _cuda(where: torch.device) -> Device:
         kind="rocm" if amd else "cuda",
         name=facts.name,
         place=f"{where.type}:{index}",
+        # ROCm fills major and minor too, with numbers that are no compute capability.
         capability=None if amd else (facts.major, facts.minor),
+        # Features such as `:sramecc+:xnack-` follow the architecture.
         arch=facts.gcnArchName.split(":")[0] if amd else "",
         driver=_rocm_driver() if amd else _cuda_driver(),
         torch=torch.__version__,
@@ -128,9 +136,10 @@ def _linux_cpu() -> tuple[str, frozenset[str]]:
     fields: dict[str, str] = {}
     for line in _text(CPUINFO).splitlines():
         key, _, value = line.partition(":")
+        # One block per core: the first one is enough.
         fields.setdefault(key.strip().lower(), value.strip())
     flags = fields.get("flags") or fields.get("features") or ""
-    # Arm writes its SVE form without an underscore.
+    # x86 lists `flags`, Arm `Features`. Linux writes Arm's SVE bf16 flag without an underscore.
     return fields.get("model name", ""), frozenset(flags.replace("svebf16", "sve_bf16").split())
 
 
@@ -146,7 +155,7 @@ _READ_CPU: dict[str, Callable[[], tuple[str, frozenset[str]]]] = {"linux": _linu
 
 
 def _told_by_torch() -> Mapping[str, Any]:
-    """What torch found out about the CPU; `get_capabilities` is younger than the oldest torch we run on."""
+    """Return what torch knows about the CPU; `get_capabilities` is newer than the oldest torch supported."""
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
         return dict(ask())

@@ -1,9 +1,9 @@
-"""An island: a module that stays in fp32 inside a run of lower precision.
+"""Islands: modules that stay in fp32 inside a run of lower precision.
 
-Casting the weights is not enough, because autocast casts them back; switching autocast off is not enough, because the
-inputs arrive in 16 bits; and a hook on `forward` is not enough, because `vae.encode(...)` never passes through it. So
-every public method of the module becomes an entry that does both. The module changes its class for a subclass of it,
-which keeps its name, its parameters, isinstance, deepcopy and pickling as they were.
+Casting the weights is not enough, because autocast casts them back. Switching autocast off is not enough, because the
+inputs arrive in 16 bits. A hook on `forward` is not enough, because `vae.encode(...)` never passes through it. So every
+public method of the module becomes an entry that does both. The module's class is replaced by a subclass of it, which
+keeps the name, the parameters, isinstance, deepcopy and pickling as they were.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -23,6 +24,60 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import WrongUse
 from halfstep.formats import is_narrow
 from halfstep.precision.precision import widen
+
+# -- running islands --------------------------------------------------------------------------------------------------
+# Record which islands are running, for observers. Without an observer it costs one read of an integer.
+
+
+class _Entered(threading.local):
+    """The running islands of each thread: a GPU's backward runs in its own thread, and recomputes forwards there."""
+
+    def __init__(self) -> None:
+        self.islands: tuple[object, ...] = ()
+
+
+_entered = _Entered()
+_lock = threading.Lock()
+_watchers = 0
+
+
+def watched() -> bool:
+    """Return whether anything observes islands. torch.compile treats this as a constant."""
+    return _watchers > 0
+
+
+@contextmanager
+def entered(island: object) -> Iterator[None]:
+    """Mark an island as running inside the context; islands may be nested."""
+    before = _entered.islands
+    _entered.islands = (*before, island)
+    try:
+        yield
+    finally:
+        _entered.islands = before
+
+
+def running() -> tuple[object, ...]:
+    """Return the running islands of this thread, outermost first: modules, or functions."""
+    return _entered.islands
+
+
+def watch() -> None:
+    """Start recording which islands run. Each call is undone by one call of `unwatch`."""
+    global _watchers
+    with _lock:
+        _watchers += 1
+
+
+def unwatch() -> None:
+    """Undo one call of `watch`."""
+    global _watchers
+    with _lock:
+        _watchers -= 1
+
+
+# -- island -----------------------------------------------------------------------------------------------------------
+
 
 M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
@@ -36,9 +91,10 @@ def island(target: Callable[P, R]) -> Callable[P, R]: ...
 def island(target: Any, *paths: str) -> Any:
     """Keep a module in fp32, or the modules of a model at `paths`, or a function such as a loss.
 
-    Every public method is an entry; properties and generators are not. Inside a model the output returns to the dtype
-    that came in; a loss, and any object whose insides are its own, stays in fp32, because casting a sum back could
-    overflow what the island just saved.
+    Every public method becomes an fp32 entry; properties and generators do not. Inside a model the output is cast back
+    to the incoming dtype. A loss stays in fp32, as does any object that is not a plain container, because casting a sum
+    back could overflow. Raises WrongUse for a module whose methods cannot be replaced. Returns `target`, or the wrapped
+    function.
     """
     if not isinstance(target, nn.Module):
         return _widened(target)
@@ -49,7 +105,7 @@ def island(target: Any, *paths: str) -> Any:
 
 
 def lift_island(model: nn.Module, path: str) -> None:
-    """The module at `path` computes as the rest of the model again; its weights stay in fp32."""
+    """Undo `island` for the module at `path`; its weights stay in fp32."""
     module = model.get_submodule(path)
     if isinstance(module, Island):
         module.__class__ = module._halfstep_shore  # type: ignore[assignment]
@@ -58,7 +114,7 @@ def lift_island(model: nn.Module, path: str) -> None:
 
 @contextmanager
 def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
-    """Islands for as long as it lasts; those that were there before stay."""
+    """Make the modules at `paths` islands inside the context; existing islands stay."""
     new = {path: module for path in paths if not is_island(module := model.get_submodule(path))}
     stored = [(tensor, tensor.data) for module in new.values() for tensor in (*module.parameters(), *module.buffers())]
     try:
@@ -69,17 +125,19 @@ def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
     finally:
         for path in new:
             lift_island(model, path)
+        # Raising an island widened these; the old storage is restored itself, so no second rounding happens.
         for tensor, data in stored:
             if is_narrow(data.dtype):
                 tensor.data = data
 
 
 def is_island(module: nn.Module) -> bool:
+    """Return whether a module is an island."""
     return isinstance(module, Island)
 
 
 def islands(model: nn.Module) -> dict[str, nn.Module]:
-    """The islands of a model by path; what lies inside one is not listed again."""
+    """Return the outermost islands of a model by path."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if is_island(module) and not any(path.startswith(f"{outer}.") or outer == "" for outer in found):
@@ -88,20 +146,21 @@ def islands(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def settle(model: nn.Module) -> None:
-    """Tell the islands below `model` that they lie inside a model, so that their outputs fit what follows them."""
+    """Mark the islands below `model` as inside a model, so that their outputs are cast back for the next layer."""
     for path, module in model.named_modules():
+        # A criterion may be a submodule too. Its output is a loss, which stays in fp32.
         if path and is_island(module) and not isinstance(module, nn.modules.loss._Loss):
             module._halfstep_inside = True  # type: ignore[assignment]
 
 
 class Island:
-    """Marks the classes that `island` makes."""
+    """The base of the classes that `island` creates."""
 
     _halfstep_inside: bool
     _halfstep_shore: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Classes made at run time cannot be looked up by name; rebuild from the one that can.
+        # Classes created at run time cannot be looked up by name: pickle and deepcopy rebuild from the original one.
         reduced: Any = super().__reduce_ex__(protocol)
         _, arguments, *rest = reduced
         return (_new_island, (self._halfstep_shore, *arguments[1:]), *rest)
@@ -113,7 +172,9 @@ def _raise_island(module: nn.Module) -> None:
     _check_can_rise(module)
     for tensor in (*module.parameters(), *module.buffers()):
         if is_narrow(tensor.dtype):
+            # Through .data: the Parameter object stays the same, and an optimizer may already hold it.
             tensor.data = tensor.data.float()
+    # Replacing the class, rather than wrapping the module, keeps state_dict keys, isinstance and references intact.
     module.__class__ = _island_class(type(module))
 
 
@@ -136,7 +197,7 @@ def _new_island(shore: type[nn.Module], *arguments: Any) -> nn.Module:
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-"""One island class for each class of modules, so that two islands of a kind are of one type."""
+"""One island class for each module class, so that two islands of a kind have the same type."""
 
 
 def _island_class(shore: type[nn.Module]) -> type[nn.Module]:
@@ -152,9 +213,10 @@ def _make_island_class(shore: type[nn.Module]) -> type[nn.Module]:
 
 
 def _public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What callers may call to compute: not private, not torch's own housekeeping, not a generator."""
+    """Yield the methods that compute: not private ones, not nn.Module's own, not generators."""
     for name, member in inspect.getmembers(cls, inspect.isfunction):
         own = name == "forward" or not hasattr(nn.Module, name)
+        # isfunction cannot tell a static method from a method, and an entry passes `self`.
         static = isinstance(inspect.getattr_static(cls, name), staticmethod)
         if own and not static and not name.startswith("_") and not inspect.isgeneratorfunction(member):
             yield name, member
@@ -163,30 +225,68 @@ def _public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., A
 def _entry(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = _tensors((args, kwargs))
-        with torch.autocast(_device_type(given, self), enabled=False):
-            out = method(self, *_each_tensor(args, widen), **_each_tensor(kwargs, widen))
-        incoming = next((t.dtype for t in given if is_narrow(t.dtype)), None)
-        if incoming is None or not self._halfstep_inside:
-            return out
-        return _each_tensor(out, lambda t: t.to(incoming) if t.dtype is torch.float32 else t)
+        if watched():
+            # torch.compile evaluates `watched()` while it traces, so compiled code does not contain this branch.
+            with entered(self):
+                return _compute_wide(method, self, args, kwargs)
+        return _compute_wide(method, self, args, kwargs)
 
     return entry
 
 
+def _compute_wide(method: Callable[..., Any], self: Any, args: Any, kwargs: Any) -> Any:
+    given = _tensors((args, kwargs))
+    # Weights were widened when the island was made. If they are narrow now, FSDP2 has gathered them so.
+    first = next(self.parameters(), None)
+    stored_wide = first is None or not is_narrow(first.dtype)
+    with torch.autocast(_device_type(given, self), enabled=False), nullcontext() if stored_wide else _wide(self):
+        out = method(self, *_each_tensor(args, widen), **_each_tensor(kwargs, widen))
+    incoming = next((t.dtype for t in given if is_narrow(t.dtype)), None)
+    if incoming is None or not self._halfstep_inside:
+        return out
+    return _each_tensor(out, lambda t: t.to(incoming) if t.dtype is torch.float32 else t)
+
+
+@contextmanager
+def _wide(module: nn.Module) -> Iterator[None]:
+    """Compute with fp32 copies of weights that are in 16 bits, as FSDP2 gathers them under a mixed precision policy.
+
+    What FSDP2 rounded stays rounded; the gradient of each copy flows to the weight that it was made from.
+    """
+    tables = [inner._parameters for inner in module.modules()]
+    narrow = [(t, name, p) for t in tables for name, p in t.items() if p is not None and is_narrow(p.dtype)]
+    copies = [(table, name, parameter, parameter.float()) for table, name, parameter in narrow]
+    for table, name, _, copy in copies:
+        table[name] = copy  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, parameter, copy in copies:
+            # If FSDP2 has put its shards back in the meantime, they stay.
+            if table.get(name) is copy:
+                table[name] = parameter
+
+
 def _widened(function: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(function)
-    def wide(*args: P.args, **kwargs: P.kwargs) -> R:
+    def compute(args: Any, kwargs: Any) -> R:
         with torch.autocast(_device_type(_tensors((args, kwargs))), enabled=False):
             return function(*_each_tensor(args, widen), **_each_tensor(kwargs, widen))
+
+    @functools.wraps(function)
+    def wide(*args: P.args, **kwargs: P.kwargs) -> R:
+        if watched():
+            with entered(function):
+                return compute(args, kwargs)
+        return compute(args, kwargs)
 
     return wide
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the tensors in plain containers; other objects keep what is inside them to themselves."""
+    """Apply `change` to the floating tensors in plain containers; other objects are returned as they are."""
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
+    # Exact types: a subclass may have a constructor of its own.
     if type(value) in (list, tuple):
         return type(value)(_each_tensor(item, change) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -197,7 +297,7 @@ def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The floating tensors that `_each_tensor` would change."""
+    """Return the floating tensors that `_each_tensor` would change."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""One spelling for each precision, and every word that other people use for it. Imports no torch."""
+"""Read the names of precisions, including those of other projects. Imports no torch."""
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknown_name
-from halfstep.precision import kinds
 
 AUTO = "auto"
 FP8 = "fp8"
@@ -16,7 +14,7 @@ FP8 = "fp8"
 
 @dataclass(frozen=True)
 class Named:
-    """A precision's one spelling, and what it was taken from where another word was given."""
+    """A precision's canonical name, and what it was read from where an alias was given."""
 
     name: str
     took: str = ""
@@ -68,7 +66,10 @@ _REFUSALS: dict[str, tuple[tuple[str, str, str], str]] = {
 
 
 def read_precision(value: object) -> Named:
-    """What a word, a number or a torch dtype means as a precision."""
+    """Return the precision that a word, a number or a torch dtype means.
+
+    Raises PrecisionRefused for a precision that no run can have, and UnknownName for anything else.
+    """
     word = str(value).strip().lower().removeprefix("torch.")
     if word in _REFUSALS:
         raise _refusal(value, *_REFUSALS[word])
@@ -83,8 +84,9 @@ def read_precision(value: object) -> Named:
 
 
 def precision_names() -> list[str]:
-    """The precisions that a run can have: one for each file in `kinds/`."""
-    return [info.name.replace("_", "-") for info in pkgutil.iter_modules(kinds.__path__)]
+    """Return the names of the precisions that a run can have; `precision.PRECISIONS` defines them."""
+    # Listed here rather than read from PRECISIONS, so that `halfstep --help` does not import torch.
+    return ["bf16", "fp16", "fp32", "tf32"]
 
 
 def _refusal(value: object, sentences: tuple[str, str, str], use: str) -> PrecisionRefused:
@@ -94,17 +96,18 @@ def _refusal(value: object, sentences: tuple[str, str, str], use: str) -> Precis
 
 @dataclass(frozen=True)
 class Claim:
-    """What one key of a configuration says: a precision, or only what it must not be."""
+    """The meaning of one key of a configuration: a precision, or only which ones are excluded."""
 
     key: str
     value: object
     says: Named | None = None
     denies: frozenset[str] = frozenset()
     otherwise: str = ""
-    """What the key comes to when no other key names a precision."""
+    """The precision that the key means if no other key names one."""
 
     @property
     def meaning(self) -> str:
+        """The precision that the key names, or else the one that it implies."""
         return self.says.name if self.says else self.otherwise
 
     def __str__(self) -> str:
@@ -124,7 +127,7 @@ def _word(key: str, value: object) -> Claim | None:
 
 
 def _switch(key: str, value: object) -> Claim | None:
-    """Mixed precision on or off, or at once its format. On alone means fp16, torch's own default on a GPU."""
+    """Read mixed precision as on, off or a format. On alone means fp16, torch's own default on a GPU."""
     if is_off(value):
         return Claim(key, value, denies=_NARROW, otherwise="fp32")
     if is_on(value):
@@ -138,7 +141,7 @@ def _switch(key: str, value: object) -> Claim | None:
 
 
 def _flag(key: str, value: object) -> Claim | None:
-    """`fp16: true`, or DeepSpeed's `fp16: {enabled: true}`. Off rules out only its own precision."""
+    """Read `fp16: true`, or DeepSpeed's `fp16: {enabled: true}`. Off excludes only its own precision."""
     if is_off(value):
         return Claim(key, value, denies=frozenset({key}), otherwise=AUTO if key == "fp32" else "fp32")
     if is_on(value):
@@ -147,7 +150,7 @@ def _flag(key: str, value: object) -> Claim | None:
 
 
 def _left_to_launcher(key: str, value: object) -> Claim | None:
-    """DeepSpeed's `auto` says nothing; anything else was meant to say something."""
+    """Return None for DeepSpeed's `auto`, which decides nothing; refuse any other value."""
     if _state(value) == AUTO:
         return None
     raise PrecisionRefused(
@@ -158,10 +161,12 @@ def _left_to_launcher(key: str, value: object) -> Claim | None:
 
 
 def is_on(value: object) -> bool:
+    """Return whether a value, or its `enabled` entry, means on."""
     return _state(value) in _ON
 
 
 def is_off(value: object) -> bool:
+    """Return whether a value, or its `enabled` entry, means off."""
     return _state(value) in _OFF
 
 
@@ -185,11 +190,14 @@ PRECISION_KEYS = frozenset(_KEYS)
 SWITCHES = tuple(key for key, reader in _KEYS.items() if reader is _switch)
 FLAGS = tuple(key for key, reader in _KEYS.items() if reader is _flag)
 FORMATS = ("amp_dtype", "precision_type")
-"""Formats that mixed precision has if it is on."""
+"""Keys of the format that mixed precision has if it is on."""
 
 
 def read_settings(settings: Mapping[str, Any]) -> Named | None:
-    """What a configuration asks for, whichever project's keys it uses; None where it is silent."""
+    """Return the precision that a configuration asks for, in any project's keys; None if it names none.
+
+    Raises Contradiction where two keys ask for different precisions.
+    """
     claims = read_claims(settings)
     if not claims:
         return None
@@ -201,18 +209,19 @@ def read_settings(settings: Mapping[str, Any]) -> Named | None:
 
 @dataclass(frozen=True)
 class Settled:
-    """What claims come to together: a precision, the claim that decides, and the claims that speak against it."""
+    """The outcome of several claims: a precision, the claim that decides, and the claims that contradict it."""
 
     name: str
     by: Claim
     against: list[Claim]
 
 
+# Lower wins among keys that only switch: `amp: true` (fp16), then an open `auto`, then everything that means fp32.
 _DECIDES = {"fp16": 1, AUTO: 2}
 
 
 def settle(claims: Sequence[Claim]) -> Settled:
-    """What one or more claims come to. A key that names a precision decides over one that only switches."""
+    """Return the outcome of one or more claims. A key that names a precision takes priority over a switch."""
     by = min(claims, key=lambda claim: 0 if claim.says else _DECIDES.get(claim.otherwise, 3))
     name = by.meaning if by.says else _left_open(by, claims)
     against = [c for c in claims if (c.says is not None and c.meaning != name) or name in c.denies]
@@ -220,7 +229,7 @@ def settle(claims: Sequence[Claim]) -> Settled:
 
 
 def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
-    """`amp: true` beside `fp16: false` leaves bf16; with nothing ruled out it means what torch would do."""
+    """Return the precision that a switch leaves: `amp: true` with `fp16: false` is bf16, by default it is torch's."""
     if switch.meaning == "fp32":
         return "fp32"
     left = [name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)]
@@ -230,15 +239,16 @@ def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
 
 
 def read_claims(settings: Mapping[str, Any]) -> list[Claim]:
-    """What each key that speaks of precision says; a format whose switch is off says nothing."""
+    """Return the claim of each precision key; a format whose switch is off or `auto` makes none."""
     values = {key: value for key in _KEYS if (value := _at(settings, key)) is not None}
-    idle = FORMATS if any(is_off(values.get(switch)) for switch in SWITCHES) else ()
+    switches = [values.get(switch) for switch in SWITCHES]
+    idle = FORMATS if any(is_off(value) or value == AUTO for value in switches) else ()
     read = (_KEYS[key](key, value) for key, value in values.items() if key not in idle)
     return [claim for claim in read if claim is not None]
 
 
 def _at(settings: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, written flat with dots or nested."""
+    """Return the value of a key, written flat with dots or nested."""
     if key in settings:
         return settings[key]
     outer, dot, inner = key.partition(".")
@@ -248,7 +258,7 @@ def _at(settings: Mapping[str, Any], key: str) -> Any:
 
 def _took(settled: Settled, claims: Iterable[Claim]) -> str:
     by = settled.by
-    if by.key == "precision" and by.says and by.meaning == by.value:
+    if by.says and by.meaning == by.value and (by.key == "precision" or by.value == AUTO):
         return ""
     ruled_out = {"fp16"} if not by.says and settled.name == "bf16" else set()
     together = [str(c) for c in claims if c.says or c is by or c.otherwise != "fp32" or ruled_out & c.denies]

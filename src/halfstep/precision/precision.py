@@ -1,4 +1,4 @@
-"""A precision: how a run stores, computes, reduces and protects numbers. A value, not a switch."""
+"""Precisions as values: how a run stores, computes, reduces and protects numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,55 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from halfstep.formats import FP16, FP32, TF32, Format, is_narrow
+from halfstep.errors import unknown_name
+from halfstep.formats import BF16, FP16, FP32, TF32, Format, is_narrow
 from halfstep.precision import flags
-from halfstep.precision.half_convolutions import spare_half_convolutions
+from halfstep.precision.flags import mkldnn_before
+from halfstep.precision.names import precision_names
+
+# -- half convolutions ------------------------------------------------------------------------------------------------
+# Speed up fp16 convolutions on a CPU: oneDNN has no kernel for their backward and falls back to a reference loop.
+# Disabling oneDNN only while a convolution's backward node runs was the fastest way tried. Disabled throughout, matrix
+# products in fp16 become slower by two orders of magnitude.
+
+
+_MARK = "_halfstep_spared"
+
+
+def spare_half_convolutions(model: nn.Module) -> int:
+    """Run the backward of each fp16 convolution in `model` without oneDNN; return the number of modules."""
+    convolutions = [m for m in model.modules() if isinstance(m, _ConvNd)]
+    for module in convolutions:
+        if not hasattr(module, _MARK):
+            module.register_forward_hook(_spare)
+            setattr(module, _MARK, True)
+    return len(convolutions)
+
+
+def _spare(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    node = output.grad_fn
+    if node is None or output.dtype is not torch.float16 or output.device.type != "cpu":
+        return
+    # The user's own setting, not the current one: another thread's backward may have turned the switch off right now.
+    before = mkldnn_before()
+    # Hooks of the graph node, not of the module: where the input needs no gradient, as in a first layer, torch calls a
+    # module's backward hook before the kernel runs.
+    node.register_prehook(lambda _grads: _switch(False))
+    node.register_hook(lambda _in, _out: _switch(before))
+
+
+def _switch(on: object) -> None:
+    torch.backends.mkldnn.enabled = on  # type: ignore[assignment]
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What one name stands for. Each file in `kinds/` holds one of these."""
+    """A precision: the formats and the protection that one name stands for. All of them are in `PRECISIONS`."""
 
     name: str
     summary: str
@@ -25,11 +65,11 @@ class Precision:
     stores: Format = FP32
     """The format of trainable weights and of optimizer state."""
     reduces: Format = FP32
-    """The format in which gradients are summed over processes."""
+    """The format in which gradients are summed over ranks."""
     scaled: bool = False
-    """Small gradients vanish in this format, so the loss is scaled up before backward."""
+    """Whether small gradients underflow in this format, so that the loss is scaled up before backward."""
     falls_to: str | None = None
-    """The next rung down, for devices that cannot compute in this format."""
+    """The fallback for devices that do not support this format."""
 
     @property
     def casts(self) -> bool:
@@ -37,27 +77,27 @@ class Precision:
         return self.computes not in (self.stores, TF32)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Round the forward pass, and nothing else. Reusable, one thread at a time."""
+        """Return the context for the forward pass, and for nothing else. Reusable, by one thread at a time."""
         if not self.casts:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.computes.dtype)
 
     def scope(self, device: torch.device) -> AbstractContextManager[object]:
-        """Round forward and backward: process-wide switches, as before afterwards.
+        """Return the context for forward and backward, which sets global switches and restores them.
 
-        Numbers that stay in fp32 are computed in real fp32, in islands too, unless tf32 was asked for by name.
+        Values that stay in fp32 are computed in IEEE fp32, in islands too, unless tf32 was requested by name.
         """
         fp32 = flags.fp32_scope("tf32" if self.computes is TF32 else "ieee", device)
         return flags.MkldnnKept(fp32) if self._spares_convolutions(device) else fp32
 
     @contextmanager
     def inference(self, device: torch.device) -> Iterator[None]:
-        """Round forward passes that nothing is learnt from: evaluation and prediction."""
+        """Run forward passes without gradients inside this context: evaluation and prediction."""
         with torch.no_grad(), self.scope(device), self.autocast(device):
             yield
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Once, before the first step."""
+        """Prepare a model once, before the first step."""
         if self._spares_convolutions(device):
             spare_half_convolutions(model)
 
@@ -68,6 +108,45 @@ class Precision:
         return self.name
 
 
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision(
+            name="bf16",
+            summary="fp32 weights, bf16 compute, fp32 reduce; fp32's range, so no loss scale",
+            computes=BF16,
+            falls_to="fp16",
+        ),
+        Precision(
+            name="fp16",
+            summary="fp32 weights, fp16 compute, fp32 reduce, loss scaled so that small gradients survive",
+            computes=FP16,
+            scaled=True,
+            falls_to="tf32",
+        ),
+        Precision(
+            name="fp32",
+            summary="fp32 throughout, with TF32 switched off: the strict baseline",
+            computes=FP32,
+        ),
+        Precision(
+            name="tf32",
+            summary="fp32 weights, products rounded to tf32 inside the tensor cores",
+            computes=TF32,
+            falls_to="fp32",
+        ),
+    )
+}
+assert list(PRECISIONS) == precision_names()  # the names are listed apart, so that reading them needs no torch
+
+
+def precision_named(name: str) -> Precision:
+    """Return the precision of exactly this name, or raise UnknownName; `read_precision` accepts aliases."""
+    if name not in PRECISIONS:
+        raise unknown_name("precision", name, precision_names())
+    return PRECISIONS[name]
+
+
 def widen(tensor: Tensor) -> Tensor:
-    """The same numbers in at least fp32: for sums, norms and losses. Wide ones are not touched."""
+    """Return the same values in at least fp32, for sums, norms and losses; a wide tensor is returned itself."""
     return tensor.float() if is_narrow(tensor.dtype) else tensor

@@ -1,4 +1,4 @@
-"""How fast a device really is in each format: forward and backward of three operations, in about a second, kept."""
+"""Measure how fast a device is in each format: forward and backward of three operations, in about a second, cached."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch.nn import functional
 
 from halfstep import clock
 from halfstep.errors import WrongUse
-from halfstep.precision.abilities import FORMAT_NAMES, Device, ability
+from halfstep.precision.capability import FORMAT_NAMES, Device, ability
 from halfstep.precision.hardware import describe
-from halfstep.precision.measurements import Measurements, keep, kept
 from halfstep.precision.names import precision_names
-from halfstep.precision.precision import Precision, widen
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import Precision, precision_named, widen
+from halfstep.precision.probe_cache import Measurements, keep, kept
 
 SECONDS = 0.75
-"""What the timed rounds may take; warming up comes on top."""
+"""The time limit of the timed rounds; warm-up comes on top."""
 HOPELESS = 5.0
 """A format that takes this many times as long as fp32 is not timed again."""
 _BATCHES = 20
@@ -37,7 +36,7 @@ OPERATIONS: dict[str, Operation] = {
     "conv2d": partial(functional.conv2d, padding=1),
     "conv3d": partial(functional.conv3d, padding=1),
 }
-# Input and weight of each operation: large enough to be bound by arithmetic, small enough for the second.
+# Shapes of input and weight: large enough to be bound by arithmetic, small enough to fit into the second.
 _ON_CPU: dict[str, Shapes] = {
     "GEMM": ((512, 512), (512, 512)),
     "conv2d": ((4, 64, 32, 32), (64, 64, 3, 3)),
@@ -48,11 +47,15 @@ _ON_ACCELERATOR: dict[str, Shapes] = {
     "conv2d": ((16, 128, 56, 56), (128, 128, 3, 3)),
     "conv3d": ((2, 64, 16, 32, 32), (64, 64, 3, 3, 3)),
 }
+# oneDNN runs their backward in a reference loop (see precision.py): timing that would only cost the probe its second.
 _NOT_TIMED_ON_CPU = {"fp16": ("conv2d", "conv3d")}
 
 
 def measure(device: Device | torch.device | str | None = None, *, fresh: bool = False) -> Measurements:
-    """Speed-ups over strict fp32 on a device that is here; read from the cache unless `fresh`."""
+    """Return the speed-ups over strict fp32 on a device that is present; from the cache unless `fresh`.
+
+    Raises WrongUse for the description of a device that is not present.
+    """
     here = device if isinstance(device, Device) else describe(device)
     if not here.place:
         raise WrongUse(f"{here.name} is a description, not a device of this machine", do="measure where the device is")
@@ -75,14 +78,14 @@ def _measure(here: Device) -> Measurements:
 
 
 def _candidates(here: Device) -> list[str]:
-    """The formats worth timing: native ones that a run can have, and fp16 on a CPU where people ask why not."""
+    """Return the formats worth timing: native ones that a run can have, and fp16 on a CPU for comparison."""
     can = [name for name in FORMAT_NAMES if name in precision_names() and ability(here, name).native]
     slow = list(_NOT_TIMED_ON_CPU) if here.kind == "cpu" else []
     return [name for name in (*can, *slow) if name != _BASELINE]
 
 
 def _times(operation: str, here: Device, where: torch.device, failures: dict[str, str]) -> dict[str, float]:
-    """Speed-up of each candidate in one operation; empty where the device has no fp32 kernel for it."""
+    """Return the speed-up of each candidate in one operation; empty if the device has no fp32 kernel for it."""
     shapes = (_ON_CPU if here.kind == "cpu" else _ON_ACCELERATOR)[operation]
     arms = _arms(operation, [_BASELINE, *_candidates(here)], shapes, where)
     for name in _left_out(operation, here):
@@ -99,7 +102,7 @@ def _times(operation: str, here: Device, where: torch.device, failures: dict[str
 
 
 def _paired(arms: Arms) -> dict[str, float]:
-    """Medians over as many small batches of interleaved pairs as the time allows, whatever else the machine does."""
+    """Return medians over as many small batches of interleaved pairs as the time allows, on a busy machine too."""
     deadline = time.perf_counter() + SECONDS / len(OPERATIONS)
     slowdowns: dict[str, list[float]] = {name: [] for name in arms if name != _BASELINE}
     for _ in range(_BATCHES):
@@ -116,7 +119,7 @@ def _left_out(operation: str, here: Device) -> list[str]:
 
 
 def _arms(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Arms:
-    # A generator of our own: choosing a precision must not move the run's random numbers.
+    # A separate generator: choosing a precision must not advance the run's random numbers.
     generator = torch.Generator().manual_seed(0)
     values, weight = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(where).requires_grad_()
@@ -132,13 +135,16 @@ def _forward_backward(
     with precision.scope(where):
         with precision.autocast(where):
             out = operation(values, weight)
+        # Backward is included: a format can be fast in forward and have no kernel for backward, as fp16 convolutions on
+        # a CPU do.
         torch.autograd.grad(widen(out).square().sum(), (values, weight))
     if where.type != "cpu":
+        # Kernels are queued: without this only their launches would be timed.
         torch.accelerator.synchronize(where)
 
 
 def _first(arm: Callable[[], None], name: str, operation: str, failures: dict[str, str]) -> float | None:
-    """Seconds of a call after the first one, which compiles and allocates; None for a kernel that does not exist."""
+    """Return the seconds of a call after the first one, which compiles and allocates; None if there is no kernel."""
     try:
         arm()
         return min(clock.seconds(arm, 1) for _ in range(2))
@@ -149,8 +155,8 @@ def _first(arm: Callable[[], None], name: str, operation: str, failures: dict[st
 
 @contextmanager
 def _undisturbed(where: torch.device) -> Iterator[None]:
-    """Whatever surrounds the call (no_grad, inference, another autocast) does not reach the measurement."""
-    # autocast forgets its casts only when the outermost one ends; kept, they would be reused by the next format.
+    """Shield the measurement from the caller's context: no_grad, inference_mode, another autocast."""
+    # autocast clears its cache of casts only when the outermost context ends; the next format would reuse cached casts.
     plain = torch.autocast(where.type, enabled=False, cache_enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), plain, _one_thread():
         yield
@@ -158,7 +164,7 @@ def _undisturbed(where: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One CPU thread: several wait for one another, and on a busy machine that wait is all that would be timed."""
+    """Use one CPU thread: several threads wait for each other, and on a busy machine only that wait would be timed."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

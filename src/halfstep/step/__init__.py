@@ -1,1 +1,1 @@
-"""One update, all or nothing. Usable alone: no YAML, no files, no logging, no command line."""
+"""The training step as a transaction. Usable alone: no YAML, no files, no logging, no command line."""

@@ -1,21 +1,23 @@
-"""What one step says about itself, and the one seam where others may look before the update."""
+"""The report of one step, and the interface of guards, which see it before the update."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 LOSS_NOT_FINITE = "loss_not_finite"
 """The loss itself is NaN or inf. The loss scale is held: lowering it could not have helped."""
 GRADIENT_OVERFLOW = "gradient_overflow"
-"""A scaled gradient is not finite, and the scale is above its floor: a lower scale may cure it."""
+"""A scaled gradient is non-finite, and the scale is above its floor: a lower scale may remedy it."""
 GRADIENT_NOT_FINITE = "gradient_not_finite"
-"""A gradient is not finite, and no loss scale can be blamed for it."""
+"""A gradient is non-finite, and no loss scale is the cause."""
+BUFFER_NOT_FINITE = "buffer_not_finite"
+"""Loss and gradients are finite, and a buffer that was finite before is not, such as BatchNorm's statistics."""
 GUARD = "guard:"
-"""Followed by the name of the guard that refused the update."""
+"""The prefix before the name of the guard that refused the update."""
 
 
-class Part(NamedTuple):
+class OptimizerReport(NamedTuple):
     """One optimizer's share of a step."""
 
     loss: float
@@ -26,22 +28,24 @@ class Part(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """One attempted update. Plain numbers: everything that had to be read from the device has been read."""
+    """One attempted update, in plain numbers: reading it does not synchronize with the device."""
 
     step: int
-    """Updates applied so far, this one included."""
+    """Updates applied so far, including this one."""
     attempt: int
-    """Updates attempted so far, this one included."""
+    """Updates attempted so far, including this one."""
     applied: bool
     reason: str | None
     """Why the step was skipped: one of the reasons above, or None."""
     finite: bool
     loss: float
-    """Over all micro-batches and all processes; the sum of the losses where there are several."""
+    """Over all micro-batches and ranks; the sum of the losses if there are several."""
     grad_norm: float
     loss_scale: float
-    parts: Mapping[str, Part]
-    """The same by optimizer name."""
+    parts: Mapping[str, OptimizerReport]
+    """The same by optimizer name; optimizers that share a loss have the same loss here."""
+    aux: Any = None
+    """The `aux` of `halfstep.Out`; for a Window, a list with one entry per micro-batch."""
 
     def __str__(self) -> str:
         what = f"step {self.step} applied" if self.applied else f"skipped: {self.reason}"
@@ -50,10 +54,11 @@ class StepReport(NamedTuple):
 
 
 class Guard(Protocol):
-    """Looks at a step that would be applied, and may refuse it.
+    """A check of a step that would be applied; it may refuse it.
 
-    It sees numbers that all processes agree on and must decide from them alone, so that all of them decide alike; the
-    report is the one that applying would give.
+    The report is the one that applying would give. Its numbers are the same on all ranks, and a guard must decide from
+    them alone, so that all ranks decide alike. A guard with `same_on_all_ranks = True` promises that it cannot fail on
+    one rank only; others cost one more agreement.
     """
 
     name: str

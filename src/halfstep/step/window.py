@@ -1,19 +1,23 @@
-"""Micro-batches that make one update together."""
+"""Windows: the micro-batches of one update, and the order of calls in the context form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from halfstep.errors import WrongUse
+from halfstep.step.optimizer_slot import OptimizerSlot
 
 
 class Window(list[Any]):
-    """The micro-batches of one step. A type of its own, so that a batch which is a list stays a batch."""
+    """The micro-batches of one step. A separate type, so that a batch that is a list is not mistaken for a window."""
 
 
 def windows(loader: Iterable[Any], microbatches: int) -> Iterator[Window]:
-    """Group a loader's batches into windows; the last may be short, and is divided by its own length."""
+    """Group a loader's batches into windows of `microbatches`; raise WrongUse if that is below 1.
+
+    The last window may be short, and is averaged over its own length.
+    """
     if microbatches < 1:
         raise WrongUse(f"windows of {microbatches} micro-batches", allowed="1 or more", do="windows(loader, 4)")
     window = Window()
@@ -24,3 +28,69 @@ def windows(loader: Iterable[Any], microbatches: int) -> Iterator[Window]:
             window = Window()
     if window:
         yield window
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+# Check the order of calls in the context form: forward and backward alternate, then apply, after a last one.
+
+
+class CallOrder:
+    """A check of the call order, which refuses a call out of order before it does anything."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Reset after the window was applied, skipped or dropped."""
+        self._names: list[str] = []
+        self._forwards = self._backwards = 0
+        self._last = False
+        self._weights: list[int] = []
+        self._gradients: list[tuple[int, int]] = []
+
+    def forward(self, *, last: bool, names: list[str]) -> None:
+        """Record a forward pass, or raise WrongUse if it is out of order."""
+        if self._forwards > self._backwards:
+            raise _out_of_turn("forward() before backward() of the last micro-batch")
+        if self._forwards and names != self._names:
+            raise _out_of_turn(f"forward() for {names} in a window for {self._names}")
+        self._names, self._last = names, last
+        self._forwards += 1
+
+    def backward(self) -> None:
+        """Record a backward pass, or raise WrongUse if it is out of order."""
+        if self._forwards == self._backwards:
+            raise _out_of_turn("backward() before forward()")
+        self._backwards += 1
+
+    def note(self, slots: Sequence[OptimizerSlot]) -> None:
+        """Record how backward left weights and gradients, so that changes by other code are noticed."""
+        # Version counters, so that no tensor is read; and ids, because a gradient may be replaced.
+        self._weights, self._gradients = _versions(slots)
+
+    def moved(self, slots: Sequence[OptimizerSlot]) -> tuple[bool, bool]:
+        """Return whether weights, and whether gradients, were written since `note`."""
+        weights, gradients = _versions(slots)
+        return weights != self._weights, gradients != self._gradients
+
+    def apply(self) -> None:
+        """Raise WrongUse if the window is not complete."""
+        if not self._forwards or self._forwards > self._backwards:
+            raise _out_of_turn("apply() before forward() and backward()")
+        if not self._last:
+            # Gradients are synchronized across ranks in the last micro-batch, and only there.
+            raise _out_of_turn("apply() after forward(last=False)")
+
+
+def _versions(slots: Sequence[OptimizerSlot]) -> tuple[list[int], list[tuple[int, int]]]:
+    trained = [p for slot in slots for p in slot.gradients.trainable]
+    gradients = [p.grad for p in trained if p.grad is not None]
+    return [p._version for p in trained], [(id(g), g._version) for g in gradients]
+
+
+def _out_of_turn(given: str) -> WrongUse:
+    return WrongUse(
+        given,
+        allowed="forward() and backward(loss) for each micro-batch, with last=True for the last one, then apply()",
+        do="call what is missing, or stepper.discard() to drop what the window holds",
+    )

@@ -1,1 +1,1 @@
-"""The jobs: each file is a task. Files that begin with an underscore are not."""
+"""The tasks that ship with halfstep; each public file of this folder defines one."""

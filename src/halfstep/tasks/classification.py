@@ -1,4 +1,4 @@
-"""A class for each image: any of timm's models."""
+"""Image classification with any timm model."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
-from halfstep.errors import BadRecipe
+from halfstep.data.image_io import scaled
+from halfstep.data.source import Sample, Source
 from halfstep.precision.island import island
-from halfstep.tasks import _pixels
-from halfstep.tasks._sources import labelled
-from halfstep.tasks.models.imagewise import expected_pixels, imagewise_model
-from halfstep.tasks.options.classification import SCHEMA, Data
-from halfstep.train.data.reading import scaled
-from halfstep.train.data.source import Sample, Source
-from halfstep.train.task import Picture, Prediction, Split, Task
+from halfstep.tasks.models.timm_models import expected_pixels, imagewise_model
+from halfstep.tasks.options.classification import SCHEMA, ClassificationData, check
+from halfstep.tasks.shared import images
+from halfstep.tasks.shared.confusion import counted
+from halfstep.tasks.shared.sources import labelled
+from halfstep.train.metrics import Metrics, TopK
+from halfstep.train.signature import Preprocessing, Signature
+from halfstep.train.task import Judged, Prediction, Shown, Split, Task
 
 RIGHT, WRONG = (0, 158, 115), (213, 94, 0)
 
 
 class Classification(Task):
+    """A task that predicts one class per image; mixup, cutmix and RandAugment are optional."""
+
     schema: ClassVar[Any] = SCHEMA
     metric: ClassVar[str] = "top1"
+    resolution: ClassVar[str] = "data.size"
     tiny: ClassVar[Mapping[str, Any]] = {
         "model": {"name": "resnet10t"},
         "data": {"name": "shapes", "size": 32, "samples": 20, "classes": 6, "crop": "shift", "mixup": 0.2},
@@ -36,14 +39,10 @@ class Classification(Task):
     }
 
     def begin(self, recipe: Any) -> None:
+        """Check the recipe and build the transforms. Raise `BadRecipe` for settings that exclude each other."""
         super().begin(recipe)
+        check(recipe)
         data = recipe.data
-        if data.augment == "randaugment" and data.channels not in (1, 3):
-            raise BadRecipe(
-                f"data.augment=randaugment with data.channels={data.channels}",
-                allowed="grey or colour: 1 or 3 channels",
-                do="write data.augment=flip",
-            )
         self.pixels = expected_pixels(recipe.model, data.channels)
         self._classes: list[str] = []
         self._sources: dict[Split, Source] = {}
@@ -52,73 +51,99 @@ class Classification(Task):
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes: remembered from training, or read from the data."""
+        """Return the class names, either restored from a finished run or read from the data."""
         if not self._classes:
             self._read()
         return self._classes
 
     def facts(self) -> dict[str, Any]:
+        """Return the class names and the normalization, which predicting needs without the data."""
         return {"classes": self.classes, "mean": list(self.pixels.mean), "std": list(self.pixels.std)}
 
     def remember(self, facts: Mapping[str, Any]) -> None:
+        """Restore the class names and the normalization of a run."""
         self._classes = list(facts.get("classes", self._classes))
         mean, std = facts.get("mean", self.pixels.mean), facts.get("std", self.pixels.std)
-        self.pixels = _pixels.Pixels(tuple(mean), tuple(std))
+        self.pixels = images.Pixels(tuple(mean), tuple(std))
 
     def model(self) -> nn.Module:
+        """Return the timm model of the recipe."""
         data = self.recipe.data
         return imagewise_model(self.recipe.model, data.channels, len(self.classes), data.size)
 
     def source(self, split: Split) -> Source:
+        """Return the samples of a split; the data is read on the first call."""
         if not self._sources:
             self._read()
         return self._sources[split]
 
     def transform(self, split: Split, sample: Sample) -> Sample:
-        # Few operations know 16-bit integers.
+        """Crop, augment and normalize the image of a sample."""
+        # Few torchvision transforms support 16-bit integers.
         image = sample["image"] if sample["image"].dtype == torch.uint8 else scaled(sample["image"])
         image = self._views[split](image)
-        # Colours are kept between 0 and 1, which floating numbers in a file need not be.
+        # RandAugment clamps to 0..1, and floating-point images in a file may exceed that range.
         if split == "train" and not sample["image"].is_floating_point():
             image = self._strong(image)
         return {**sample, "image": self.pixels.normalised(image)}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
+        """Collate samples; training batches get mixup or cutmix, chosen at random per batch where both are on."""
         batch: Sample = default_collate(samples)
+        # MixUp and CutMix combine samples, so they run here and not in `transform`.
         mixes = self._mixes() if split == "train" else []
         if not mixes:
             return batch
         image, label = v2.RandomChoice(mixes)(batch["image"], batch["label"])
         return {"image": image, "label": label}
 
-    def loss(self, model: nn.Module, batch: Sample, metrics: MetricCollection | None = None) -> Tensor:
+    def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Tensor:
+        """Return the cross-entropy of a batch."""
         logits = model(batch["image"])
         if metrics is not None:
             metrics.update(logits.detach(), _numbers(batch["label"]))
         return _cross_entropy(logits, batch["label"], self.recipe.loss.label_smoothing)
 
-    def metrics(self) -> MetricCollection:
+    def metrics(self) -> Metrics:
+        """Return the top-1 accuracy, and top-5 with more than five classes."""
         classes = len(self.classes)
-        # With five classes or fewer, one of the first five is always right.
-        return MetricCollection(
-            {
-                f"top{k}": MulticlassAccuracy(classes, top_k=k, average="micro", validate_args=False)
-                for k in (1, 5)
-                if k == 1 or classes > k
-            },
-            compute_groups=False,
-        )
+        # With five classes or fewer, top-5 accuracy is always 1.
+        return Metrics({f"top{k}": TopK(k) for k in (1, 5) if k == 1 or classes > k})
 
-    def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
-        """Images in a frame: green where the model is right, red where it is not."""
-        right = (model(batch["image"]).argmax(1) == _numbers(batch["label"])).tolist()
+    def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
+        """Return each image with its label and its prediction; the frame is green where the two agree."""
+        scores, said = _chances(model(batch["image"])).max(1)
+        rows = zip(_numbers(batch["label"]).tolist(), said.tolist(), scores.tolist(), strict=True)
         return [
-            _framed(self.pixels.shown(image), RIGHT if ok else WRONG)
-            for image, ok in zip(batch["image"], right, strict=True)
+            Shown(
+                {"": self.pixels.shown(image)},
+                f"truth: {self.classes[truth]}\nanswer: {self.classes[answer]} ({score:.2f})",
+                frame=RIGHT if answer == truth else WRONG,
+            )
+            for image, (truth, answer, score) in zip(batch["image"], rows, strict=True)
         ]
+
+    def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
+        """Return the meaning of the frame colors."""
+        return [("right", RIGHT), ("wrong", WRONG)]
+
+    def judge(self, said: Tensor, truth: Tensor) -> Judged:
+        """Return confusion counts and per-sample scores; samples are ranked by the probability of their true class."""
+        classes, chances = len(self.classes), _chances(said)
+        scores, answers = chances.max(1)
+        right = chances.gather(1, truth.unsqueeze(1)).squeeze(1)
+        counts = counted(truth.unsqueeze(0), answers.unsqueeze(0), (classes, classes))[0]
+        return Judged(counts, {"score": scores, "score_of_truth": right}, right, {"truth": truth, "answer": answers})
+
+    def signature(self) -> Signature:
+        """Return the preprocessing, the classes and the outputs of the model."""
+        data = self.recipe.data
+        taken = Preprocessing(data.channels, self.pixels.mean, self.pixels.std, resize=_side(data), crop=data.size)
+        return Signature(taken, list(self.classes), "class", len(self.classes))
 
     @torch.no_grad()
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
+        """Return the most likely class of one image, its score, and the five best classes."""
         device = next(model.parameters()).device
         batch = self.transform("val", {"image": image})["image"].unsqueeze(0).to(device)
         scores, numbers = _chances(model(batch))[0].topk(min(5, len(self.classes)))
@@ -132,16 +157,19 @@ class Classification(Task):
         )
 
     def _read(self) -> None:
-        self._sources, names = labelled(self.recipe.data)
+        self._sources, names = labelled(self.recipe.data, self._classes)
+        # Names restored from a run win: the weights are ordered by them.
         self._classes = self._classes or names
 
     def _mixes(self) -> list[v2.Transform]:
+        # With an alpha of 0 the Beta distribution is undefined; the transform is left out instead.
         kinds = ((v2.MixUp, self.recipe.data.mixup), (v2.CutMix, self.recipe.data.cutmix))
         return [kind(alpha=alpha, num_classes=len(self.classes)) for kind, alpha in kinds if alpha > 0]
 
 
 @island
 def _cross_entropy(logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
+    # An island: the log-sum-exp of many classes loses too much accuracy in 16 bits.
     return F.cross_entropy(logits, label, label_smoothing=smoothing)
 
 
@@ -151,31 +179,32 @@ def _chances(logits: Tensor) -> Tensor:
 
 
 def _numbers(label: Tensor) -> Tensor:
-    """Class numbers; of mixed labels, the larger part."""
+    """Return class indices; for mixed labels, the class with the larger share."""
     return label.argmax(1) if label.ndim == 2 else label
 
 
-def _varied(data: Data) -> v2.Transform:
-    """What training sees."""
+def _varied(data: ClassificationData) -> v2.Transform:
+    """Return the training transform."""
     if data.augment == "none":
         return _plain(data)
     steps: list[nn.Module] = []
     if data.crop == "resize":
         steps.append(v2.RandomResizedCrop(data.size, antialias=True))
     else:
+        # 4 pixels of padding for 32-pixel images, as is usual for CIFAR.
         steps += [_plain(data), v2.RandomCrop(data.size, padding=data.size // 8)]
     steps.append(v2.RandomHorizontalFlip())
     return v2.Compose(steps)
 
 
-def _plain(data: Data) -> v2.Transform:
-    """What evaluation sees: the middle of an image. Photographs have a border of an eighth that is left out."""
-    side = round(data.size / 0.875) if data.crop == "resize" else data.size
-    return v2.Compose([v2.Resize(side, antialias=True), v2.CenterCrop(data.size)])
+def _plain(data: ClassificationData) -> v2.Transform:
+    """Return the evaluation transform: resize, then center crop."""
+    return v2.Compose([v2.Resize(_side(data), antialias=True), v2.CenterCrop(data.size)])
 
 
-def _framed(picture: Picture, colour: tuple[int, int, int], width: int = 3) -> Picture:
-    framed = picture.copy()
-    for edge in (framed[:width], framed[-width:], framed[:, :width], framed[:, -width:]):
-        edge[:] = colour
-    return framed
+def _side(data: ClassificationData) -> int:
+    """Return the length of the shorter side before the center crop.
+
+    Photographs lose a border of one eighth (224 of 256 pixels, the ImageNet convention); small images lose none.
+    """
+    return round(data.size / 0.875) if data.crop == "resize" else data.size

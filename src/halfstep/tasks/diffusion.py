@@ -1,49 +1,104 @@
-"""Images out of noise: an autoencoder, and a denoiser of its latents that can be asked for a class or with an image."""
+"""Latent diffusion: train an autoencoder, and a denoiser of its latents with an optional class, image or embedding."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MetricCollection
-from torchmetrics.image import PeakSignalNoiseRatio
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
+from halfstep.data.image_io import scaled
+from halfstep.data.source import Sample, Source
 from halfstep.errors import WrongUse
+from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
-from halfstep.tasks import _pixels
-from halfstep.tasks._latents.scale import doubts, measured_scale
-from halfstep.tasks._latents.source import LatentSource
-from halfstep.tasks._sources import pictured
-from halfstep.tasks.models.latent.building import latent_diffusion
-from halfstep.tasks.models.latent.checks import check
-from halfstep.tasks.models.latent.conditions import Condition
-from halfstep.tasks.models.latent.denoiser import Asked
-from halfstep.tasks.models.latent.encoding_once import encoded_once
-from halfstep.tasks.models.latent.losses import divergence, reconstruction, squared_errors
-from halfstep.tasks.models.latent.model import LatentDiffusion
-from halfstep.tasks.models.latent.noise import Draws
-from halfstep.tasks.models.latent.origins import Origins
-from halfstep.tasks.models.latent.quarters import DenoisingByNoise
-from halfstep.tasks.models.latent.sampling import sampled
-from halfstep.tasks.models.latent.wanted import classes_in_turn, first_conditions
-from halfstep.tasks.options.diffusion import SCHEMA
-from halfstep.train.data.reading import scaled
-from halfstep.train.data.source import Sample, Source
-from halfstep.train.task import Picture, Prediction, Split, Task, Told, unheard
+from halfstep.status_line import OnProgress
+from halfstep.tasks.latent_cache.cache import LatentSource, cached
+from halfstep.tasks.latent_cache.encoding import Encoding, doubts, measured_scale
+from halfstep.tasks.models.latent.model import Asked, Condition, LatentDiffusion
+from halfstep.tasks.models.latent.noise import DenoisingByNoise, Draws, divergence, reconstruction, squared_errors
+from halfstep.tasks.models.latent.pretrained import PartOrigins, latent_diffusion
+from halfstep.tasks.models.latent.sampling import classes_in_turn, first_conditions, sampled
+from halfstep.tasks.options.diffusion import SCHEMA, check
+from halfstep.tasks.shared import images
+from halfstep.tasks.shared.sources import pictured
+from halfstep.train.metrics import Metric, Metrics, PeakSignalNoiseRatio
+from halfstep.train.task import Picture, Prediction, Split, Task, unheard
+from halfstep.train.weights import digest
+
+# -- encoding once ----------------------------------------------------------------------------------------------------
+# Cache the latents of a frozen autoencoder on disk where images are the same in every epoch.
+
+
+def encoded_once(
+    model: LatentDiffusion,
+    precision: Precision,
+    recipe: Any,
+    sources: Mapping[Split, LatentSource],
+    image_of: Callable[[Sample], Tensor],
+    told: OnProgress,
+) -> tuple[Iterable[Tensor], list[str]]:
+    """Return moments to measure the latent scale from, and lines to report.
+
+    Where latents can be cached, `sources` are switched to read moments from the cache instead of images.
+    """
+    assert model.autoencoder is not None
+    data = recipe.data
+    device = next(model.parameters()).device
+    encoding = Encoding(functools.partial(_moments, model, precision, device), image_of, device)
+    # A flip of the image is not a flip of its latents, so augmented data is encoded anew in every epoch.
+    if data.augment != "none" or not data.cache_latents:
+        return encoding.spread(sources["train"].source), []
+    parts = {
+        # The format is part of the key: latents that were encoded in bf16 differ from those in fp32.
+        "autoencoder": digest(model.autoencoder),
+        "format": computed_in(model, precision),
+        "size": str(data.size),
+        "channels": str(data.channels),
+    }
+    kept = {split: cached(encoding, source.source, parts=parts, told=told) for split, source in sources.items()}
+    for split, source in sources.items():
+        source.latents = kept[split]
+    return kept["train"].spread(), [line for latents in kept.values() for line in latents.notes]
+
+
+def computed_in(model: LatentDiffusion, precision: Precision) -> str:
+    """Return the name of the format the autoencoder computes in, for the cache key.
+
+    The autoencoder may be an island as a whole (by recipe or by a guard), or in some of its modules only.
+    """
+    assert model.autoencoder is not None
+    if not precision.casts:
+        return precision.name  # islands compute in tf32 where the run was asked to
+    raised = islands(model.autoencoder)
+    if "" in raised:
+        return "fp32"
+    return f"{precision.name} but for {', '.join(sorted(raised))}" if raised else precision.name
+
+
+def _moments(model: LatentDiffusion, precision: Precision, device: torch.device, images: Tensor) -> Tensor:
+    with precision.inference(device):
+        return model.moments(images)
+
+
+# -- diffusion --------------------------------------------------------------------------------------------------------
+
 
 PARTS = {"class": "label", "image": "condition", "embedding": "embedding"}
-"""The part of a sample that each kind of condition is made of."""
+"""The field of a sample that holds each kind of condition."""
 
 
 class Diffusion(Task):
+    """A task that trains an autoencoder, a denoiser of its latents, or both, and draws samples."""
+
     schema: ClassVar[Any] = SCHEMA
     metric: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
+    resolution: ClassVar[str] = "data.size"
     tiny: ClassVar[Mapping[str, Any]] = {
         "model": {
             "stage": "both",
@@ -59,12 +114,16 @@ class Diffusion(Task):
     }
 
     def begin(self, recipe: Any) -> None:
+        """Check the recipe and prepare the parts of the model. Raise `BadRecipe` for settings that exclude each
+        other.
+        """
         super().begin(recipe)
         check(recipe)
         options, data = recipe.model, recipe.data
+        # An autoencoder has no condition, whatever the recipe says for the denoiser.
         self.kind: str = "none" if options.stage == "autoencoder" else options.condition
         self.pixels, self.conditions = _around_zero(data.channels), _around_zero(data.condition_channels)
-        self.origins = Origins(options, data, recipe.run.dir)
+        self.origins = PartOrigins(options, data, recipe.run.dir)
         self._view = v2.Compose([v2.Resize(data.size, antialias=True), v2.CenterCrop(data.size)])
         self._classes: list[str] = []
         self._embedding: list[int] = []
@@ -72,14 +131,14 @@ class Diffusion(Task):
 
     @property
     def classes(self) -> list[str]:
-        """What a sample can be asked for: remembered from training, or read from the data."""
+        """Return the class names a sample can be conditioned on, restored from a run or read from the data."""
         if self.kind == "class" and not self._classes:
             self._read()
         return self._classes
 
     @property
     def embedding(self) -> list[int]:
-        """Tokens and width of an embedding: remembered from training, or read from the data."""
+        """Return the tokens and width of an embedding, restored from a run or read from the data; empty without one."""
         if self.kind == "embedding" and not self._embedding:
             first = self._wanted(1, torch.get_default_device())
             self._embedding = [] if first is None else list(first.given.shape[1:])
@@ -87,27 +146,33 @@ class Diffusion(Task):
 
     @property
     def channels_read(self) -> int:
-        """Channels of an image that `predict` takes."""
+        """Return how many channels the image that `predict` takes must have."""
         data = self.recipe.data
         return int(data.condition_channels if self.kind == "image" else data.channels)
 
     def facts(self) -> dict[str, Any]:
+        """Return the classes, the embedding shape and the configs of the parts."""
         known = {"classes": self.classes, "embedding": self.embedding}
         return {name: value for name, value in known.items() if value} | self.origins.facts()
 
     def remember(self, facts: Mapping[str, Any]) -> None:
+        """Restore the facts of a run."""
         self._classes = list(facts.get("classes", self._classes))
         self._embedding = list(facts.get("embedding", self._embedding))
         self.origins.remember(facts)
 
     def model(self) -> nn.Module:
+        """Return the autoencoder and the denoiser of the recipe as one model."""
         data = self.recipe.data
         width = self.embedding[-1] if self.embedding else 0
         asked = Asked(self.kind, len(self.classes), data.condition_channels, width)
         return latent_diffusion(self.recipe.model, data, asked, self.origins)
 
-    def ready(self, model: nn.Module, precision: Precision, told: Told = unheard) -> list[str]:
-        """Encode the data once, where the autoencoder stays as it is, and measure the scale of its latents."""
+    def ready(self, model: nn.Module, precision: Precision, told: OnProgress = unheard) -> list[str]:
+        """Encode the data once where the autoencoder is frozen, and measure the scale of its latents.
+
+        Return lines to report. Raise `BadData` where no scale can be measured.
+        """
         assert isinstance(model, LatentDiffusion)
         if not model.frozen or model.autoencoder is None:
             return self.origins.notes
@@ -116,17 +181,21 @@ class Diffusion(Task):
         moments, told_of = encoded_once(model, precision, self.recipe, self._sources, self._image, told)
         lines = [*self.origins.notes, *told_of]
         if model.latent_scale > 0.0:
+            # A scale that was published with the autoencoder stays; the user is only warned if it does not fit.
             return lines + doubts(model.latent_scale.item(), moments)
         scale = measured_scale(moments)
         model.latent_scale.fill_(scale)
         return [*lines, f"latents are multiplied by {scale:.4g}, one over their standard deviation"]
 
     def source(self, split: Split) -> Source:
+        """Return the samples of a split; the data is read on the first call."""
         if not self._sources:
             self._read()
         return self._sources[split]
 
     def transform(self, split: Split, sample: Sample) -> Sample:
+        """Resize and normalize a sample; for training, flip the image and its condition together."""
+        # Moments are passed on as they are: latents are cached only where the data is not augmented.
         ready: Sample = {name: sample[name] for name in ("moments", "label") if name in sample}
         if "image" in sample:
             ready["image"] = self._image(sample)
@@ -138,7 +207,8 @@ class Diffusion(Task):
             ready |= {name: ready[name].flip(-1) for name in ("image", "condition") if name in ready}
         return ready
 
-    def loss(self, model: nn.Module, batch: Sample, metrics: MetricCollection | None = None) -> Tensor:
+    def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Tensor:
+        """Return the sum of the autoencoder's and the denoiser's loss, as far as the stage trains them."""
         assert isinstance(model, LatentDiffusion)
         draws = Draws.for_model(model)
         moments, latents = _latents(model, batch, draws)
@@ -149,7 +219,8 @@ class Diffusion(Task):
             losses.append(reconstruction(said, image) + self.recipe.loss.kl * divergence(moments, image))
             told |= {"preds": said.detach(), "target": image}
         if model.denoiser is not None:
-            # Detached, or the autoencoder would learn to make latents that are easy to denoise and say little.
+            # Detached: otherwise the autoencoder would learn latents that are easy to denoise but carry little
+            # information.
             errors, timesteps = self._errors(model, latents.detach(), batch, draws)
             losses.append((model.noise.weights(timesteps, self.recipe.loss.min_snr) * errors).mean())
             told |= {"errors": errors.detach(), "at": timesteps}
@@ -157,17 +228,20 @@ class Diffusion(Task):
             metrics.update(**told)
         return torch.stack(losses).sum()
 
-    def metrics(self) -> MetricCollection:
+    def metrics(self) -> Metrics:
+        """Return PSNR for an autoencoder, and the denoising error by noise level for a denoiser."""
         options = self.recipe.model
-        found: dict[str, Any] = {}
+        found: dict[str, Metric] = {}
         if options.stage != "denoiser":
-            found["psnr"] = PeakSignalNoiseRatio(data_range=(-1.0, 1.0))
+            found["psnr"] = PeakSignalNoiseRatio((-1.0, 1.0))
         if options.stage != "autoencoder":
             found["denoising"] = DenoisingByNoise(options.timesteps)
-        return MetricCollection(found, compute_groups=False)
+        return Metrics(found)
 
     def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
-        """The condition where it is an image, the truth, what the autoencoder makes of it, and a sample."""
+        """Return, per sample, the condition image, the original, its reconstruction, and a generated sample, as far as
+        they exist.
+        """
         assert isinstance(model, LatentDiffusion)
         moments, latents = _latents(model, batch, None)
         decoded = model.pixels(latents)
@@ -175,15 +249,19 @@ class Diffusion(Task):
         if moments is not None and not model.frozen:
             columns.append(decoded)
         if model.denoiser is not None:
+            # The same noise in every evaluation, so that pictures of different epochs can be compared.
             columns.append(self._samples(model, len(latents), self._condition(batch), Draws.same_each_time()))
         shown = [[self.pixels.shown(image) for image in column] for column in columns]
         if self.kind == "image":
             shown.insert(0, [self.conditions.shown(image) for image in batch["condition"]])
-        return [_pixels.side_by_side(row) for row in zip(*shown, strict=True)]
+        return [images.side_by_side(row) for row in zip(*shown, strict=True)]
 
     @torch.no_grad()
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
-        """What an image condition comes to; or what the autoencoder makes of an image."""
+        """Return a sample for a condition image, or the reconstruction of an image.
+
+        Raise `WrongUse` for an image with the wrong number of channels, or for a model that takes no image.
+        """
         assert isinstance(model, LatentDiffusion)
         if len(image) != self.channels_read:
             raise WrongUse(
@@ -203,8 +281,11 @@ class Diffusion(Task):
             )
         return self._reconstructed(model, seen)
 
-    def sample(self, model: nn.Module, count: int, told: Told) -> list[Picture]:
-        """Classes in turn; or the first conditions of the validation samples: an image stands beside its sample."""
+    def sample(self, model: nn.Module, count: int, told: OnProgress) -> list[Picture]:
+        """Draw samples for the classes in turn, or for the first conditions of the validation set.
+
+        A condition image is shown beside its sample. `told` receives the progress.
+        """
         assert isinstance(model, LatentDiffusion)
         if model.denoiser is None:
             return super().sample(model, count, told)
@@ -214,7 +295,7 @@ class Diffusion(Task):
         if condition is None or self.kind != "image":
             return pictures
         asked = [self.conditions.shown(image) for image in condition.given]
-        return [_pixels.side_by_side(pair) for pair in zip(asked, pictures, strict=True)]
+        return [images.side_by_side(pair) for pair in zip(asked, pictures, strict=True)]
 
     def _read(self) -> None:
         sources, names = pictured(self.recipe.data, self.kind)
@@ -224,15 +305,17 @@ class Diffusion(Task):
     def _image(self, sample: Sample) -> Tensor:
         return self._seen(sample["image"], self.pixels)
 
-    def _seen(self, image: Tensor, pixels: _pixels.Pixels) -> Tensor:
-        # Few operations know 16-bit integers; 8-bit ones are made smaller first, which is cheaper.
+    def _seen(self, image: Tensor, pixels: images.Pixels) -> Tensor:
+        # Few torchvision transforms support 16-bit integers. 8-bit images are resized before the conversion, which is
+        # cheaper.
         return pixels.normalised(self._view(image if image.dtype == torch.uint8 else scaled(image)))
 
     def _errors(self, model: LatentDiffusion, latents: Tensor, batch: Sample, draws: Draws) -> tuple[Tensor, Tensor]:
-        """How wrong the denoiser is about each sample, and the timesteps at which it was asked."""
+        """Return the denoiser's squared error for each sample, and the timesteps it was evaluated at."""
         timesteps, noise = draws.timesteps(latents, len(model.noise)), draws.normal(latents)
         condition = self._condition(batch)
         if condition is not None and model.training:
+            # Classifier-free guidance needs a denoiser that has also learned to work without a condition.
             condition = condition.dropped(self.recipe.model.condition_drop)
         said = model.denoise(model.noise.noisy(latents, noise, timesteps), timesteps, condition)
         return squared_errors(said, model.noise.target(latents, noise, timesteps)), timesteps
@@ -254,7 +337,7 @@ class Diffusion(Task):
         count: int,
         condition: Condition | None,
         draws: Draws,
-        told: Told = unheard,
+        told: OnProgress = unheard,
     ) -> Tensor:
         data = self.recipe.data
         shape = model.latent_shape(count, data.channels, data.size)
@@ -264,22 +347,23 @@ class Diffusion(Task):
         said = self._samples(model, 1, Condition.of(asked), Draws.same_each_time())[0]
         pair = [self.conditions.shown(asked[0]), self.pixels.shown(said)]
         return Prediction(
-            values={"mean": (0.5 + 0.5 * said).clamp(0.0, 1.0).mean().item()}, overlay=_pixels.side_by_side(pair)
+            values={"mean": (0.5 + 0.5 * said).clamp(0.0, 1.0).mean().item()}, overlay=images.side_by_side(pair)
         )
 
     def _reconstructed(self, model: LatentDiffusion, image: Tensor) -> Prediction:
         _, latents = _latents(model, {"image": image}, None)
         said = model.pixels(latents).clamp(-1.0, 1.0)
+        # A perfect reconstruction would have an infinite PSNR.
         error = max(reconstruction(said, image).item(), 1e-10)
         pair = [self.pixels.shown(image[0]), self.pixels.shown(said[0])]
-        # Between white and black lie 2.
-        return Prediction(values={"psnr": 10.0 * math.log10(4.0 / error)}, overlay=_pixels.side_by_side(pair))
+        # The peak signal is 2: pixels lie in -1..1.
+        return Prediction(values={"psnr": 10.0 * math.log10(4.0 / error)}, overlay=images.side_by_side(pair))
 
 
 def _latents(model: LatentDiffusion, batch: Sample, draws: Draws | None) -> tuple[Tensor | None, Tensor]:
-    """Moments and latents of a batch, encoded now or before; their mean where nothing is drawn.
+    """Return the moments and latents of a batch, from the cache or encoded now; without `draws`, latents are the mean.
 
-    Without an autoencoder there are no moments, and the pixels are the latents.
+    Without an autoencoder there are no moments, and the latents are the pixels.
     """
     if model.autoencoder is None:
         return None, batch["image"]
@@ -287,11 +371,11 @@ def _latents(model: LatentDiffusion, batch: Sample, draws: Draws | None) -> tupl
     return moments, model.latents(moments, torch.zeros_like if draws is None else draws.normal)
 
 
-def _around_zero(channels: int) -> _pixels.Pixels:
-    """From -1 to 1, as diffusers' autoencoders want it."""
-    return _pixels.Pixels((0.5,) * channels, (0.5,) * channels)
+def _around_zero(channels: int) -> images.Pixels:
+    """Return the normalization to -1..1 that diffusers' autoencoders expect."""
+    return images.Pixels((0.5,) * channels, (0.5,) * channels)
 
 
 def _tokens(embedding: Tensor) -> Tensor:
-    """Tokens × width; one that is a single vector is one token."""
+    """Return an embedding as tokens × width; a single vector is one token."""
     return embedding if embedding.ndim == 2 else embedding.unsqueeze(0)

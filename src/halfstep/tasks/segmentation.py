@@ -1,4 +1,4 @@
-"""A class for each pixel: the classic U-Net or any of smp's models, trained on crops and judged on whole images."""
+"""Semantic segmentation with a U-Net or any smp model, trained on crops and evaluated on whole images."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from torchmetrics import MetricCollection
 from torchvision import tv_tensors  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
-from halfstep.errors import BadRecipe
-from halfstep.tasks import _colours, _pixels
-from halfstep.tasks._overlap import Overlap, overlap_loss
-from halfstep.tasks._sources import drawn_masks, masked
-from halfstep.tasks._tiles import each_in_its_size, tiled
-from halfstep.tasks.models.pixelwise import STRIDES, pixelwise_model
-from halfstep.tasks.options.segmentation import SCHEMA, Data
-from halfstep.train.data.reading import scaled
-from halfstep.train.data.source import Sample, Source
-from halfstep.train.task import Picture, Prediction, Split, Task
+from halfstep.data.image_io import scaled
+from halfstep.data.source import Sample, Source
+from halfstep.precision.precision import widen
+from halfstep.tasks.models.smp_models import pixelwise_model
+from halfstep.tasks.options.segmentation import SCHEMA, STRIDES, SegmentationData, check
+from halfstep.tasks.shared import images
+from halfstep.tasks.shared.confusion import Overlap, counted, overlap_loss, overlaps
+from halfstep.tasks.shared.images import Shrunk, each_in_its_size, shrunk, tiled
+from halfstep.tasks.shared.sources import drawn_masks, masked
+from halfstep.train.metrics import Metrics
+from halfstep.train.signature import Preprocessing, Signature
+from halfstep.train.task import Judged, Picture, Prediction, Shown, Split, Task
+
+TIES = 1e-3
+"""The weight of pixel accuracy beside the IoU where samples are ranked: it only breaks ties."""
 
 
 class Segmentation(Task):
+    """A task that predicts one class per pixel."""
+
     schema: ClassVar[Any] = SCHEMA
     metric: ClassVar[str] = "iou"
+    resolution: ClassVar[str] = "data.crop"
     tiny: ClassVar[Mapping[str, Any]] = {
         "model": {"width": 8, "depth": 2},
         "data": {"name": "shapes", "size": 48, "samples": 20, "classes": 3, "crop": 32, "tile": 32, "overlap": 8},
@@ -35,44 +42,55 @@ class Segmentation(Task):
     }
 
     def begin(self, recipe: Any) -> None:
+        """Check the recipe and build the transforms. Raise `BadRecipe` for settings that exclude each other."""
         super().begin(recipe)
-        _check(recipe)
+        check(recipe)
         self.classes = _names(recipe.data)
-        self.pixels = _pixels.usual(recipe.data.channels)
-        # Padding belongs to no class either. With at most 255 classes this number is never one of them.
+        self.pixels = images.usual(recipe.data.channels)
+        # Padding is ignored too. Masks have at most 255 classes (0..254), so 255 is free.
         self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
         self._sources: dict[Split, Source] = {}
         self._augmented = _augmentation(recipe.data, self.ignored)
         self._coloured = _jitter(recipe.data)
 
     def facts(self) -> dict[str, Any]:
+        """Return the class names."""
         return {"classes": self.classes}
 
     def remember(self, facts: Mapping[str, Any]) -> None:
+        """Restore the class names of a run."""
         self.classes = list(facts.get("classes", self.classes))
 
     def model(self) -> nn.Module:
-        # Two classes need one number a pixel: foreground or not.
+        """Return the segmentation model of the recipe."""
+        # Two classes need only one logit per pixel.
         outputs = 1 if self.recipe.data.classes == 2 else self.recipe.data.classes
         return pixelwise_model(self.recipe.model, self.recipe.data.channels, outputs)
 
     def source(self, split: Split) -> Source:
+        """Return the samples of a split, shrunk to data.max_side; the data is read on the first call."""
         if not self._sources:
-            self._sources = masked(self.recipe.data)
+            self._sources, longest = masked(self.recipe.data), self.recipe.data.max_side
+            if longest is not None:
+                self._sources = {name: Shrunk(one, longest) for name, one in self._sources.items()}
         return self._sources[split]
 
     def transform(self, split: Split, sample: Sample) -> Sample:
-        image, mask = sample["image"], sample["mask"]
+        """Shrink and normalize image and mask; for training, crop and augment them too."""
+        image, mask = shrunk(sample["image"], sample["mask"], self.recipe.data.max_side)
         if split == "train":
-            # Few operations know 16-bit integers; 8-bit ones are cropped first, which is cheaper.
+            # Few torchvision transforms support 16-bit integers. 8-bit images are cropped before the conversion, which
+            # is cheaper.
             image = image if image.dtype == torch.uint8 else scaled(image)
             image, mask = self._augmented(tv_tensors.Image(image), tv_tensors.Mask(mask))
-            # Colours are kept between 0 and 1, which floating numbers in a file need not be.
+            # ColorJitter clamps to 0..1, and floating-point images in a file may exceed that range.
             image = image if sample["image"].is_floating_point() else self._coloured(image)
+            # Model and collation get plain tensors, not torchvision's subclasses.
             image, mask = image.as_subclass(Tensor), mask.as_subclass(Tensor)
         return {"image": self.pixels.normalised(image), "mask": mask}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
+        """Stack crops for training; pad whole images to one size for evaluation, and record each original `size`."""
         if split == "train":
             batch: Sample = default_collate(samples)
             return batch
@@ -84,61 +102,102 @@ class Segmentation(Task):
             "size": sizes,
         }
 
-    def loss(self, model: nn.Module, batch: Sample, metrics: MetricCollection | None = None) -> Tensor:
+    def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Tensor:
+        """Return the cross-entropy and Dice loss, on crops in training and on whole images in evaluation."""
+        # Evaluation must not depend on a random crop, nor on the sizes of other images in the batch.
         logits = model(batch["image"]) if model.training else self._whole(model, batch)
         if metrics is not None:
             metrics.update(_chosen(logits), batch["mask"].long())
         return overlap_loss(logits, batch["mask"], self.ignored, self.recipe.loss.dice)
 
-    def metrics(self) -> MetricCollection:
-        return MetricCollection({"overlap": Overlap(self.classes, self.ignored)})
+    def metrics(self) -> Metrics:
+        """Return IoU and Dice over the split."""
+        return Metrics({"overlap": Overlap(self.classes, self.ignored)})
 
-    def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
-        """Image, truth and prediction side by side."""
+    def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
+        """Return the image, the true mask, the predicted mask, and their differences, for each sample."""
         said = _chosen(self._whole(model, batch))
+        scores = self.judge(said, batch["mask"].long()).figures["iou"].tolist()
         return [
-            self._row(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide])
-            for image, truth, answer, (high, wide) in zip(
-                batch["image"], batch["mask"], said, batch["size"].tolist(), strict=True
+            Shown(self._panels(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide]), f"IoU {score:.2f}")
+            for image, truth, answer, (high, wide), score in zip(
+                batch["image"], batch["mask"], said, batch["size"].tolist(), scores, strict=True
             )
         ]
 
+    def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
+        """Return the colors of the classes, of ignored pixels and of mistakes."""
+        named = list(zip(self.classes, images.palette(len(self.classes)), strict=True))
+        none = [] if self.recipe.data.ignore_index is None else [("no class", images.IGNORED)]
+        return [*named, *none, ("a mistake", images.MISTAKE)]
+
+    def judge(self, said: Tensor, truth: Tensor) -> Judged:
+        """Return confusion counts and per-sample figures; samples are ranked by IoU, then by pixel accuracy."""
+        classes = len(self.classes)
+        # Ignored pixels are counted in an extra row that is then dropped; boolean indexing would synchronize the
+        # device.
+        rows = torch.where(truth == self.ignored, classes, truth)
+        tables = counted(rows, said, (classes + 1, classes))[:, :classes]
+        figures = overlaps(tables)
+        return Judged(tables.sum(0), figures, figures["iou"] + TIES * figures["accuracy"])
+
+    def signature(self) -> Signature:
+        """Return the preprocessing, the classes and the outputs of the model."""
+        data = self.recipe.data
+        stride = STRIDES.get(self.recipe.model.name, STRIDES["smp"])
+        taken = Preprocessing(
+            data.channels, self.pixels.mean, self.pixels.std, multiple=stride, tile=data.tile, overlap=data.overlap
+        )
+        outputs = 1 if data.classes == 2 else data.classes
+        return Signature(taken, list(self.classes), "mask", outputs, variable_size=True)
+
     @torch.no_grad()
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
+        """Return the mask of one image in its full size, an overlay, and the share of pixels of each class."""
         device = next(model.parameters()).device
         batch = self.collate("val", [self.transform("val", {"image": image, "mask": torch.zeros(image.shape[-2:])})])
         classes = len(self.classes)
-        mask = _chosen(self._whole(model, {"image": batch["image"].to(device), "size": batch["size"]}))[0].cpu()
+        logits = self._whole(model, {"image": batch["image"].to(device), "size": batch["size"]}).cpu()
+        if logits.shape[-2:] != image.shape[-2:]:  # max_side shrank the image; the mask must have its full size
+            # Logits are interpolated, not classes: there is no class between two classes.
+            logits = F.interpolate(widen(logits), image.shape[-2:], mode="bilinear")
+        mask = _chosen(logits)[0]
         shares = torch.bincount(mask.flatten(), minlength=classes).double() / mask.numel()
         drawn = mask.to(torch.uint8).numpy()
         return Prediction(
             values={f"pixels_{name}": share for name, share in zip(self.classes, shares.tolist(), strict=True)},
+            # A mask of 0 and 1 would look black in an image viewer.
             mask=drawn * 255 if classes == 2 else drawn,
-            overlay=_colours.laid_over(_pixels.as_picture(image), drawn, classes),
+            overlay=images.laid_over(images.as_picture(image), drawn, classes),
+            legend=list(zip(self.classes, images.palette(classes), strict=True))[1:],
         )
 
     def _whole(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Logits of whole images, each in its own size, in tiles where it is large."""
+        """Return logits of whole images, each in its own size and in tiles where it is large."""
         data, stride = self.recipe.data, STRIDES.get(self.recipe.model.name, STRIDES["smp"])
         sizes = [(high, wide) for high, wide in batch["size"].tolist()]
         return each_in_its_size(lambda x: tiled(model, x, data.tile, data.overlap, stride), batch["image"], sizes)
 
-    def _row(self, image: Tensor, truth: Tensor, answer: Tensor) -> Picture:
-        painted = [
-            _colours.painted(torch.where(truth == self.ignored, -1, mask.long()).cpu().numpy(), len(self.classes))
-            for mask in (truth, answer)
-        ]
-        return _pixels.side_by_side([self.pixels.shown(image), *painted])
+    def _panels(self, image: Tensor, truth: Tensor, answer: Tensor) -> dict[str, Picture]:
+        judged = torch.where(truth == self.ignored, -1, answer.long()).cpu().numpy()
+        known = torch.where(truth == self.ignored, -1, truth.long()).cpu().numpy()
+        picture, classes = self.pixels.shown(image), len(self.classes)
+        return {
+            "image": picture,
+            "truth": images.painted(known, classes),
+            "prediction": images.painted(judged, classes),
+            "mistakes": images.marked(picture, known != judged),
+        }
 
 
-def _names(data: Data) -> list[str]:
+def _names(data: SegmentationData) -> list[str]:
     if data.names or data.name != "shapes":
         return data.names or [str(number) for number in range(data.classes)]
     return drawn_masks(data).classes
 
 
 def _chosen(logits: Tensor) -> Tensor:
-    """The class of each pixel."""
+    """Return the predicted class of each pixel."""
     return (logits.squeeze(1) > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
 
 
@@ -146,8 +205,9 @@ def _padded(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
     return F.pad(tensor, (0, wide - tensor.shape[-1], 0, high - tensor.shape[-2]), value=value)
 
 
-def _augmentation(data: Data, ignored: int) -> v2.Transform:
-    """Image and mask together: where one is cut and flipped, so is the other."""
+def _augmentation(data: SegmentationData, ignored: int) -> v2.Transform:
+    """Return the geometric augmentation, applied to image and mask alike."""
+    # Padding must not teach the background class.
     fill = {tv_tensors.Image: 0, tv_tensors.Mask: ignored}
     steps: list[nn.Module] = [v2.RandomCrop(data.crop, pad_if_needed=True, fill=fill)]
     if data.augment:
@@ -155,32 +215,9 @@ def _augmentation(data: Data, ignored: int) -> v2.Transform:
     return v2.Compose(steps)
 
 
-def _jitter(data: Data) -> nn.Module:
+def _jitter(data: SegmentationData) -> nn.Module:
+    # ColorJitter's saturation is defined for RGB images only.
     if not data.augment or data.channels != 3:
         return nn.Identity()
     jitter: nn.Module = v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)
     return jitter
-
-
-def _check(recipe: Any) -> None:
-    data, stride = recipe.data, STRIDES.get(recipe.model.name, STRIDES["smp"])
-    if data.overlap >= data.tile:
-        raise BadRecipe(
-            f"data.overlap={data.overlap} with data.tile={data.tile}",
-            allowed="tiles that share less than all of their pixels",
-            do=f"write data.overlap={data.tile // 8}",
-        )
-    if data.names and len(data.names) != data.classes:
-        raise BadRecipe(
-            f"{len(data.names)} data.names for data.classes={data.classes}",
-            allowed="a name for each class, or none at all",
-            do="write as many names as classes, the background first",
-        )
-    for field in ("crop", "tile"):
-        size = getattr(data, field)
-        if size % stride:
-            raise BadRecipe(
-                f"data.{field}={size} with model.name={recipe.model.name}",
-                allowed=f"multiples of {stride} for this model",
-                do=f"write data.{field}={-(-size // stride) * stride}",
-            )

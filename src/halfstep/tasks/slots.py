@@ -1,31 +1,160 @@
-"""The things in a video, found without being told: slots that each follow one of them from frame to frame."""
+"""Object-centric video: slots that find objects without labels and follow them from frame to frame."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MetricCollection
 
-from halfstep.errors import BadRecipe
+from halfstep.data.image_io import scaled
+from halfstep.data.source import BadSample, Sample, Source
+from halfstep.formats import widest
 from halfstep.precision.island import island
-from halfstep.tasks._clips import clips, has_masks
-from halfstep.tasks._pixels import as_picture
-from halfstep.tasks._slots.drawing import clip_picture, overlays
-from halfstep.tasks._slots.metrics import BestOverlap, ForegroundAri
-from halfstep.tasks.models.slots.contrast import temporal_contrast
-from halfstep.tasks.models.slots.model import slot_model
-from halfstep.tasks.options.slots import SCHEMA
-from halfstep.train.data.reading import scaled
-from halfstep.train.data.source import BadSample, Sample, Source
-from halfstep.train.task import Picture, Prediction, Split, Task, Told
+from halfstep.status_line import OnProgress
+from halfstep.tasks.models.slots.model import slot_model, temporal_contrast
+from halfstep.tasks.options.slots import SCHEMA, check
+from halfstep.tasks.shared import images
+from halfstep.tasks.shared.confusion import counted
+from halfstep.tasks.shared.images import as_picture, side_by_side
+from halfstep.tasks.shared.sources import clips, has_masks
+from halfstep.train.metrics import Metric, Metrics
+from halfstep.train.task import Picture, Prediction, Split, Task
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+# Draw slots over the frames: side by side for a page, one after another for an animation.
+
+
+MOST_FRAMES = 8
+"""The most frames in a row; those of a longer clip are spaced evenly over its length."""
+GAP = 2
+
+
+def overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]:
+    """Return each frame in gray with the color of the owning slot over every pixel.
+
+    `masks` holds slot indices, frames × height × width. Frames are gray because object colors mixed with slot colors
+    would show neither.
+    """
+    # The palette's first color is black for the background, but slots treat the background as one more object: skip it.
+    return [
+        images.laid_over(_grey(frame), _numbers(mask) + 1, slots + 1) for frame, mask in zip(frames, masks, strict=True)
+    ]
+
+
+def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any = None) -> Picture:
+    """Draw a row of frames, a row of their slots below it, and a row of the true objects where they are known."""
+    shown = np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().astype(int).tolist()
+    some = [frames[n] for n in shown]
+    rows = [some, overlays(some, [masks[n] for n in shown], slots)]
+    if truth is not None:
+        most = int(truth.max()) + 1
+        things = [_numbers(truth[n]) for n in shown]
+        rows.append([images.painted(mask, most) for mask in things])
+    return _below([side_by_side(row, GAP) for row in rows])
+
+
+def _grey(frame: Picture) -> Picture:
+    picture: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
+    return picture
+
+
+def _numbers(mask: Any) -> images.Mask:
+    """Return a mask as an integer array; it may be an array, or a tensor on any device."""
+    numbers: images.Mask = torch.as_tensor(mask).cpu().long().numpy()
+    return numbers
+
+
+def _below(rows: Sequence[Picture]) -> Picture:
+    """Stack rows of one width vertically."""
+    return side_by_side([row.swapaxes(0, 1) for row in rows], GAP).swapaxes(0, 1)
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+# Metrics of object discovery. They cover all frames of a clip at once, so a slot must stay on its object.
+
+
+THINGS = 256
+"""Values of an 8-bit mask; 0 is the background."""
+UNIT = 2**40
+"""Scores are summed as integer multiples of 1 / UNIT: exact to twelve digits, and independent of the order."""
+
+
+class _OverClips(Metric):
+    """The mean of a score over the clips that have one."""
+
+    scores: Tensor
+    clips: Tensor
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(scores=torch.zeros((), dtype=torch.int64), clips=torch.zeros((), dtype=torch.int64))
+        self.slots = slots
+
+    def update(self, said: Tensor, truth: Tensor) -> None:
+        """Add slot indices and object numbers, both clips × frames × height × width (or clips × anything)."""
+        counts = counted(truth, said, (THINGS, self.slots))
+        # float64 where the device has it: float32 holds integers exactly only up to 2**24, fewer than a clip has pairs
+        # of pixels.
+        scores = self._scores(counts.to(widest(counts.device)))
+        judged = ~scores.isnan()
+        self.scores = self.scores + (torch.where(judged, scores, 0.0) * UNIT).round().long().sum()
+        self.clips = self.clips + judged.sum()
+
+    def compute(self) -> Tensor:
+        """Return the mean score; NaN where no clip had an object."""
+        return self.total("scores") / UNIT / self.total("clips")
+
+    def _scores(self, counts: Tensor) -> Tensor:
+        """Return a score per clip from counts of clips × objects × slots; NaN where a clip has none."""
+        raise NotImplementedError
+
+
+class ForegroundAri(_OverClips):
+    """The adjusted Rand index over foreground pixels: 1 for a perfect partition, about 0 for a random one.
+
+    How the background is divided does not count. For a clip with one object, one slot scores 1 and several score 0.
+    """
+
+    def _scores(self, counts: Tensor) -> Tensor:
+        things = counts[:, 1:]
+        together = _pairs(things).sum((1, 2))
+        in_truth, in_slots = _pairs(things.sum(2)).sum(1), _pairs(things.sum(1)).sum(1)
+        pixels = things.sum((1, 2))
+        by_chance = in_truth * in_slots / _pairs(pixels).clamp(min=1.0)
+        most = (in_truth + in_slots) / 2.0
+        # The index is 0 / 0 where both partitions are a single group, or where every pixel is its own group: they
+        # agree.
+        score = torch.where(most > by_chance, (together - by_chance) / (most - by_chance), 1.0)
+        return torch.where(pixels > 0, score, torch.nan)
+
+
+class BestOverlap(_OverClips):
+    """Mean best overlap (mBO): for each object the IoU with its best slot, averaged over the objects of a clip."""
+
+    def _scores(self, counts: Tensor) -> Tensor:
+        both = counts[:, 1:]
+        truth, slots = both.sum(2, keepdim=True), counts.sum(1, keepdim=True)
+        best = (both / (truth + slots - both).clamp(min=1.0)).amax(2)
+        # An object that is hidden in every frame has no pixels and does not count.
+        there = truth[..., 0] > 0
+        return torch.where(there, best, 0.0).sum(1) / there.sum(1)
+
+
+def _pairs(count: Tensor) -> Tensor:
+    return count * (count - 1.0) / 2.0
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
 
 
 class Slots(Task):
+    """A task that divides video clips into slots, trained without labels by reconstruction."""
+
     schema: ClassVar[Any] = SCHEMA
+    resolution: ClassVar[str] = "data.size"
     tiny: ClassVar[Mapping[str, Any]] = {
         "model": {
             "slots": 3,
@@ -42,21 +171,22 @@ class Slots(Task):
     }
 
     def begin(self, recipe: Any) -> None:
+        """Check the recipe. Raise `BadRecipe` for settings that exclude each other."""
         super().begin(recipe)
-        _check(recipe)
+        check(recipe)
         self._sources: dict[Split, Source] = {}
         self._truth: bool | None = None
 
     @property
     def truth(self) -> bool:
-        """Whether the data says which pixels belong together: remembered from training, or seen in the data."""
+        """Return whether the data has object masks, restored from a run or looked up in the data."""
         if self._truth is None:
             self._truth = has_masks(self.recipe.data)
         return self._truth
 
     @property
     def metric(self) -> str:  # type: ignore[override]
-        """Without truth there is nothing but the loss to go by."""
+        """Return the metric that ranks checkpoints: the loss, where the data has no masks."""
         return "fg_ari" if self.truth else "loss"
 
     @property
@@ -64,22 +194,26 @@ class Slots(Task):
         return self.truth
 
     def facts(self) -> dict[str, Any]:
+        """Return whether the data has object masks."""
         return {"truth": self.truth}
 
     def remember(self, facts: Mapping[str, Any]) -> None:
+        """Restore whether the training data had object masks."""
         self._truth = facts.get("truth", self._truth)
 
     def model(self) -> nn.Module:
+        """Return the slot model of the recipe."""
         data = self.recipe.data
         return slot_model(self.recipe.model, data.channels, data.size, data.frames)
 
     def source(self, split: Split) -> Source:
+        """Return the clips of a split; the data is read on the first call."""
         if not self._sources:
             self._sources = clips(self.recipe.data)
         return self._sources[split]
 
     def transform(self, split: Split, sample: Sample) -> Sample:
-        """Whole frames, squeezed into a square; half of the clips for training are mirrored."""
+        """Resize whole frames to a square in -1..1; flip half of the training clips."""
         ready = {"image": _resized(scaled(sample["image"]), self.recipe.data.size) * 2.0 - 1.0}
         if "mask" in sample:
             ready["mask"] = _resized_mask(sample["mask"], self.recipe.data.size)
@@ -87,24 +221,26 @@ class Slots(Task):
             ready = {name: tensor.flip(-1) for name, tensor in ready.items()}
         return ready
 
-    def loss(self, model: nn.Module, batch: Sample, metrics: MetricCollection | None = None) -> Tensor:
+    def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Tensor:
+        """Return the reconstruction loss plus the weighted token and temporal contrast losses."""
         seen, weights = model(batch["image"]), self.recipe.loss
         if metrics is not None and "mask" in batch:
             metrics.update(owners(seen.shares.detach(), batch["mask"].shape[-2:]), batch["mask"])
         loss: Tensor = seen.reconstruction + weights.tokens * seen.tokens
         if weights.contrast:
-            # Held against the other clips of a batch, a clip would be judged by how evaluation cuts its batches.
+            # In evaluation each clip is contrasted with itself alone: otherwise its loss would depend on its batch.
             apart = [seen.slots] if model.training else seen.slots.split(1)
             contrasts = [temporal_contrast(slots, weights.temperature) for slots in apart]
             loss = loss + weights.contrast * torch.stack(contrasts).mean()
         return loss
 
-    def metrics(self) -> MetricCollection:
+    def metrics(self) -> Metrics:
+        """Return FG-ARI and mBO where the data has masks."""
         slots = self.recipe.model.slots
-        return MetricCollection({"fg_ari": ForegroundAri(slots), "mbo": BestOverlap(slots)} if self.truth else {})
+        return Metrics({"fg_ari": ForegroundAri(slots), "mbo": BestOverlap(slots)} if self.truth else {})
 
     def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
-        """The frames of a clip in a row, below them the slots that own their pixels, and the truth where known."""
+        """Return, per clip, a row of frames, a row of owning slots, and a row of true masks where they are known."""
         said = owners(model(batch["image"]).shares, batch["image"].shape[-2:])
         truths = batch.get("mask", [None] * len(said))
         return [
@@ -114,17 +250,21 @@ class Slots(Task):
 
     @torch.no_grad()
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
-        """Of one frame, or of a clip: frames × channels × height × width. The mask is the first frame's."""
+        """Return the slots of one frame, or of a clip (frames × channels × height × width).
+
+        `mask` is that of the first frame.
+        """
         clip = image if image.ndim == 4 else image[None]
         device, slots = next(model.parameters()).device, self.recipe.model.slots
         seen = model(self.transform("val", {"image": clip})["image"][None].to(device))
-        # Frame by frame: a film's own size may be a hundred times the model's.
+        # Frame by frame, to bound memory: a video may have a hundred times the model's pixels.
         said = torch.cat([owners(shares, clip.shape[-2:]).cpu() for shares in seen.shares[0, :, None, None]])[:, 0]
         owned = torch.bincount(said.flatten(), minlength=slots).double() / said.numel()
         laid_over = overlays([as_picture(frame) for frame in clip], said, slots)
         return Prediction(
             values={
                 "frames": len(clip),
+                # A slot may own no pixel: the number of slots is fixed, the number of objects is not.
                 "slots_used": int((owned > 0).sum()),
                 **{f"pixels_slot_{number}": share for number, share in enumerate(owned.tolist())},
             },
@@ -134,8 +274,8 @@ class Slots(Task):
         )
 
     @torch.no_grad()
-    def sample(self, model: nn.Module, count: int, told: Told) -> list[Picture]:
-        """The first clips of validation that can be read, as `pictures` draws them."""
+    def sample(self, model: nn.Module, count: int, told: OnProgress) -> list[Picture]:
+        """Draw the first readable validation clips as `pictures` does."""
         source, device = self.source("val"), next(model.parameters()).device
         count, drawn = min(count, len(source)), []
         for number in range(count):
@@ -150,14 +290,17 @@ class Slots(Task):
 
 @island
 def owners(shares: Tensor, size: torch.Size) -> Tensor:
-    """The slot that has most of each pixel: clips × frames × height × width, from shares in any resolution."""
+    """Return the slot with the largest share of each pixel, clips × frames × height × width.
+
+    `shares` may have any resolution; they are interpolated to `size`.
+    """
     if shares.shape[-2:] != size:
         shares = F.interpolate(shares.flatten(0, 1), size, mode="bilinear").unflatten(0, shares.shape[:2])
     return shares.argmax(2)
 
 
 def _shown(clip: Tensor) -> list[Picture]:
-    """From what the model sees to pictures."""
+    """Convert frames in -1..1 to pictures."""
     return [as_picture((frame + 1.0) / 2.0) for frame in clip]
 
 
@@ -168,26 +311,5 @@ def _resized(frames: Tensor, size: int) -> Tensor:
 
 
 def _resized_mask(mask: Tensor, size: int) -> Tensor:
+    # Plain `nearest` shifts the mask by up to half a pixel against the frame; `nearest-exact` does not.
     return F.interpolate(mask[:, None], (size, size), mode="nearest-exact")[:, 0]
-
-
-def _check(recipe: Any) -> None:
-    model, data = recipe.model, recipe.data
-    if model.weights == "pretrained":
-        raise BadRecipe("model.weights=pretrained for slots", allowed="none, or a path", do="write model.weights=none")
-    strides = {"encoder_stride": model.encoder_stride}
-    if model.decoder == "autoregressive":
-        strides["token_stride"] = model.token_stride
-    for field, stride in strides.items():
-        if data.size % stride:
-            raise BadRecipe(
-                f"data.size={data.size} with model.{field}={stride}",
-                allowed=f"multiples of {stride}",
-                do=f"write data.size={-(-data.size // stride) * stride}",
-            )
-    if model.decoder == "autoregressive" and model.decoder_width % model.heads:
-        raise BadRecipe(
-            f"model.decoder_width={model.decoder_width} with model.heads={model.heads}",
-            allowed="a width that is a multiple of the heads",
-            do=f"write model.decoder_width={-(-model.decoder_width // model.heads) * model.heads}",
-        )

@@ -1,1 +1,1 @@
-"""Many steps: recipes, data, the loop, and what it writes."""
+"""The training loop: setup, steps, evaluation, checkpointing, resume, and the files that a run writes."""

@@ -1,24 +1,136 @@
-"""How good a model is: every sample once, without gradients, sums in float64."""
+"""Evaluate a model: every sample once, without gradients, with sums in float64."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep import world
+from halfstep import distributed
+from halfstep.data.source import Batch, Replaced
 from halfstep.precision.precision import Precision, widen
-from halfstep.train.data.source import Batch, Replaced
-from halfstep.train.task import Task
+from halfstep.step.loss import Counted
+from halfstep.train.metrics import Metrics
+from halfstep.train.task import Judged, Shown, Task
 
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
+# -- choosing ---------------------------------------------------------------------------------------------------------
+# Select the samples to show: the worst ones, and typical ones.
+
+
+WORST, TYPICAL, ONE_OF_FEW = "worst", "typical", ""
+
+
+@dataclass(frozen=True)
+class ChosenSample:
+    """The number of a sample, and why it was chosen."""
+
+    number: int
+    why: str
+
+
+class Choosing:
+    """A listener of an evaluation that stores the quality of each sample on the device until `chosen` is called."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._numbers: list[int] = []
+        self._quality: list[Tensor] = []
+        self._kinds: list[Tensor] = []
+
+    @property
+    def judges(self) -> bool:
+        """Return whether the task overrides `judge`; other tasks may pass anything to their metrics."""
+        return type(self._task).judge is not Task.judge
+
+    def hear(self, batch: Batch, said: Any, truth: Any) -> None:
+        """Judge the outputs of a batch with the task, and add the result."""
+        self.add(batch, self._task.judge(said, truth))
+
+    def add(self, batch: Batch, judged: Judged) -> None:
+        """Add the judged samples of a batch."""
+        self._numbers += batch.ids
+        self._quality.append(judged.quality)
+        self._kinds += [judged.classes["truth"]] if "truth" in judged.classes else []
+
+    @property
+    def total(self) -> int:
+        """Return the number of samples added."""
+        return len(self._numbers)
+
+    def chosen(self, count: int) -> list[ChosenSample]:
+        """Return at most `count` samples: the worst first, then typical ones.
+
+        Within each group, every class appears once before any appears twice.
+        """
+        if not self._numbers or not count:
+            return []
+        # A non-finite quality sorts first: the sample is among the worst.
+        quality = torch.cat(self._quality).float().nan_to_num(nan=-torch.inf).tolist()
+        kinds = torch.cat(self._kinds).tolist() if self._kinds else [0] * len(quality)
+        return [ChosenSample(self._numbers[place], why) for place, why in worst_and_typical(quality, kinds, count)]
+
+
+def worst_and_typical(quality: Sequence[float], kinds: Sequence[int], count: int) -> list[tuple[int, str]]:
+    """Return positions of samples with the reason for each; all of them, worst first, where `count` allows."""
+    ascending = sorted(range(len(quality)), key=lambda place: quality[place])
+    if len(ascending) <= count:
+        return [(place, ONE_OF_FEW) for place in ascending]
+    # The worst come from the lower half only: beyond it, variety would call an average sample the worst.
+    many, middle = (count + 1) // 2, len(ascending) // 2
+    worst = _various(ascending, kinds, many, among=max(many, middle))
+    usual = quality[ascending[middle]]
+    rest = sorted(set(ascending) - set(worst), key=lambda place: (abs(quality[place] - usual), place))
+    typical = _various(rest, kinds, count // 2, among=len(rest), but=[kinds[place] for place in worst])
+    return [(place, WORST) for place in worst] + [(place, TYPICAL) for place in typical]
+
+
+def _various(places: Sequence[int], kinds: Sequence[int], count: int, among: int, but: Sequence[int] = ()) -> list[int]:
+    """Return the first `count` places, preferring kinds not seen yet within the first `among`."""
+    left, taken, seen = list(places[:among]), list[int](), set(but)
+    while left and len(taken) < count:
+        place = next((one for one in left if kinds[one] not in seen), left[0])
+        seen.add(kinds[place])
+        taken.append(place)
+        left.remove(place)
+    return taken
+
+
+def beginning(why: str, name: str) -> str:
+    """Return the start of a caption: why the sample was chosen, and its file name without folders."""
+    short = PurePath(name).name
+    return f"{why}: {short}" if why else short
+
+
+def caption(words: str, shown: Shown) -> str:
+    """Return a whole caption: one line above panels side by side, several lines below a single panel."""
+    return ("\n" if len(shown.panels) == 1 else ", ").join(part for part in (words, shown.caption) if part)
+
+
+def told_in_words(chosen: Sequence[ChosenSample], total: int) -> str:
+    """Return how many samples of how many are shown, and which."""
+    worst, typical = (sum(one.why == why for one in chosen) for why in (WORST, TYPICAL))
+    if not worst:
+        return f"all {total} validation samples, the worst first"
+    return f"the {worst} worst and {typical} typical of {total} validation samples"
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
 
 Progress = Callable[[int, int], None]
-"""Told how many batches are done, and of how many."""
+"""A callback with the number of batches done, and of all batches."""
+Heard = Callable[[Batch, Any, Any], None]
+"""A callback with each batch, the outputs of the model and the targets, as the metrics get them."""
+
+
+SoFar = Callable[[], dict[str, float]]
+"""Returns the loss and metrics so far, on this rank; the call synchronizes with the device."""
 
 
 def evaluate(
@@ -30,29 +142,58 @@ def evaluate(
     device: torch.device,
     progress: Progress = lambda done, of: None,
     left_out: Callable[[Sequence[Replaced]], None] = lambda samples: None,
+    begun: Callable[[SoFar], None] = lambda so_far: None,
+    heard: Heard | None = None,
 ) -> dict[str, float]:
-    """The loss and the task's metrics over all batches and all processes; `left_out` hears of unreadable samples."""
+    """Return the loss and the task's metrics over all batches and all ranks.
+
+    `left_out` gets the unreadable samples of each batch. `begun` gets a function that reads the numbers so far.
+    `heard` gets what the metrics get, batch by batch.
+    """
     metrics = task.metrics().to(device)
     sums: list[Tensor] = []
+    # Sums stay on the device: reading them costs a synchronization, which only a listener pays.
+    begun(lambda: _mean(_total(sums), metrics))
+    # An iterable without a length is shown without a total.
     of = len(batches) if isinstance(batches, Sized) else 0
+    # The caller's mode is restored, since a model may be evaluated outside of training.
     training = model.training
     model.eval()
     try:
         with precision.inference(device):
             for done, batch in enumerate(batches, 1):
-                sums.append(_summed(task.loss(model, batch.tensors, metrics), len(batch.ids)))
+                ears: Any = metrics if heard is None else _Both(metrics, functools.partial(heard, batch))
+                sums.append(_summed(task.loss(model, batch.tensors, ears), len(batch.ids)))
                 left_out(batch.replaced)
                 progress(done, of)
     finally:
         model.train(training)
-    loss, count = world.agree(_total(sums)).tolist()
+    # Only the loss is summed here: metrics sum over the ranks in their own compute().
+    return _mean(distributed.agree(_total(sums)), metrics)
+
+
+def _mean(total: Tensor, metrics: Metrics) -> dict[str, float]:
+    loss, count = total.tolist()
     return {"loss": loss / max(count, 1.0), **values(metrics)}
 
 
-def values(metrics: MetricCollection) -> dict[str, float]:
-    """What metrics come to over all processes; those of one number for each class are numbered."""
+class _Both:
+    """Metrics and one more listener of outputs and targets."""
+
+    def __init__(self, metrics: Metrics, other: Callable[[Any, Any], None]) -> None:
+        self._metrics, self._other = metrics, other
+
+    def update(self, *said: Any, **named: Any) -> None:
+        self._metrics.update(*said, **named)
+        # Tasks may call update() with keywords alone; there is then no pair of output and target to pass on.
+        if len(said) == 2:
+            self._other(*said)
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Return the computed metrics over all ranks; a metric with a value per class becomes `name_0`, `name_1`, ..."""
     with warnings.catch_warnings():
-        # A process may have had no batch at all.
+        # A rank may have had no batch: torchmetrics warns of compute() before update().
         warnings.filterwarnings("ignore", message="The ``compute`` method", category=UserWarning)
         computed = metrics.compute()
     found: dict[str, float] = {}
@@ -70,12 +211,13 @@ def _add(found: dict[str, float], name: str, numbers: Any) -> None:
 
 
 def _summed(loss: Any, samples: int) -> Tensor:
-    """A loss as sum and count, where it is: nothing waits for the device here."""
-    total, count = loss if isinstance(loss, tuple) else (loss * samples, samples)
+    """Return a loss as sum and count on its own device, without synchronizing."""
+    # A plain loss is a mean over its batch: weighted by samples, since the last batch may be smaller.
+    total, count = loss if isinstance(loss, Counted) else (loss * samples, samples)
     total = widen(torch.as_tensor(total))
     return torch.stack([total, torch.as_tensor(count).to(total)])
 
 
 def _total(sums: list[Tensor]) -> Tensor:
-    """Added up in float64, in the main memory: not every device has it."""
+    """Return the sums in float64, on the host: not every device supports it."""
     return torch.stack(sums).cpu().to(torch.float64).sum(0) if sums else torch.zeros(2, dtype=torch.float64)

@@ -1,48 +1,178 @@
-"""The steps of a run under its guard: the recipe's settings go in, and what the guard says goes to the journal."""
+"""Take the steps of a run under its guard, and write the guard's events to the journal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import Diverged
+from torch import nn
+
+from halfstep.errors import BadData, Diverged, same_keys
 from halfstep.guard.alarms.spike import REFUSED
+from halfstep.guard.events import GuardEvent
 from halfstep.guard.guardian import Guardian
-from halfstep.guard.limits import Limits
-from halfstep.guard.meters.meters import Meters
-from halfstep.guard.remedy.remedies import Remedies
-from halfstep.guard.told import Told
+from halfstep.guard.monitors.monitors import Meters
+from halfstep.guard.repair.remedies import Remedies
+from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import DATA
-from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
-from halfstep.step.synchronise import LossFunction
-from halfstep.step.transaction import Stepper
+from halfstep.journal import events
+from halfstep.journal.events import Journal
+from halfstep.journal.numbers import few
+from halfstep.recipe.schema import GuardOptions
+from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
+from halfstep.step.stepper import Stepper
+from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
-from halfstep.train.black_box.writing import recording
-from halfstep.train.journal import journal as events
-from halfstep.train.journal.journal import Journal
-from halfstep.train.journal.numbers import few
-from halfstep.train.recipe.schema import GuardOptions
+from halfstep.train.failed_steps.writing import recording
+
+# -- cures ------------------------------------------------------------------------------------------------------------
+# Read the remedies of a guard from a checkpoint, and place them in the model again before anything else.
+
+
+def cures_in(guards: Mapping[str, Any]) -> Remedies | None:
+    """Return the remedies in the guards' states of a checkpoint; None where the run had no guard.
+
+    Raises BadData where the state is not one that a guard wrote.
+    """
+    saved = guards.get(Guardian.name)
+    if saved is None:
+        return None
+    return _read(saved.get("remedies") if isinstance(saved, Mapping) else None)
+
+
+def cures_of(result: Mapping[str, Any]) -> Remedies:
+    """Return the remedies in the result of a finished run, if any; raise BadData like `cures_in`."""
+    return _read(result["cures"]) if "cures" in result else Remedies()
+
+
+def _read(plain: Any) -> Remedies:
+    try:
+        found = Remedies.from_dict(plain)
+        texts = [text for one in found.placed for text in (one.kind, one.target, one.culprit, one.before)]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise _made_up(error) from error
+    if not all(isinstance(text, str) for text in texts):
+        raise _made_up(TypeError("a remedy without a name"))
+    return found
+
+
+def placed_again(model: nn.Module, cures: Remedies) -> list[str]:
+    """Place the remedies in the model, and return a note for the journal.
+
+    A remedy whose module does not exist is left out: the comparison with the checkpoint reports the difference.
+    """
+    paths = {path for path, _ in model.named_modules()}
+    fitting = [one for one in cures.placed if one.kind != "island" or one.target in paths]
+    replace(cures, placed=fitting).apply_to(model)
+    return [f"placed again by the guard: {'; '.join(map(str, fitting))}"] if fitting else []
+
+
+def _made_up(error: Exception) -> BadData:
+    return BadData(
+        f"the run holds what no guard placed: {type(error).__name__} {str(error)[:200]}",
+        allowed="what halfstep wrote",
+        do="use another checkpoint, or add --new to begin again in a folder of its own",
+    )
+
+
+# -- guards state -----------------------------------------------------------------------------------------------------
+# Save and restore the guards: the user's own guards must be present again, halfstep's may be switched on and off.
+
+
+OWN = (Guardian.name, "spike")
+"""Guards that `guard.mode` switches on and off."""
+_OF_A_STREAK = ("skips", "collapse", "streak", "streaks")
+"""The keys of a Guardian's state that count failed steps."""
+
+
+class DisabledGuard:
+    """The state of a guard that is switched off, saved for a launch that switches it on again."""
+
+    same_on_all_ranks = True
+
+    def __init__(self, name: str, state: Mapping[str, Any]) -> None:
+        self.name, self._state = name, dict(state)
+
+    def passes(self, report: StepReport) -> bool:
+        """Pass every step."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as it was saved."""
+        return dict(self._state)
+
+
+def stateful(stepper: Stepper) -> list[Any]:
+    """Return the guards of `stepper` that have a state to save."""
+    return [guard for guard in stepper.guards if hasattr(guard, "state_dict")]
+
+
+def check_guards(stepper: Stepper, saved: Mapping[str, Any]) -> None:
+    """Raise where a guard would refuse its saved state; change nothing."""
+    guards = {guard.name: guard for guard in stateful(stepper)}
+    others = [name for name in guards if name not in OWN], [name for name in saved if name not in OWN]
+    same_keys("guards of the run", *others)
+    for name in guards.keys() & saved.keys():
+        if hasattr(guards[name], "check_state"):
+            guards[name].check_state(saved[name])
+        else:
+            # A guard of the user may have no `check_state`: loading into a copy is the only way to try it.
+            copy.deepcopy(guards[name]).load_state_dict(saved[name])
+
+
+def put_guards(stepper: Stepper, saved: Mapping[str, Any]) -> None:
+    """Load the saved states of the guards; a guard that was not in the checkpoint starts fresh."""
+    guards = {guard.name: guard for guard in stateful(stepper)}
+    for name, state in saved.items():
+        if name in guards:
+            guards[name].load_state_dict(state)
+        else:
+            stepper.guards.append(DisabledGuard(name, state))
+
+
+def without_cures(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states without remedies: they were made for the precision that the run no longer uses."""
+    kept = dict(saved)
+    if Guardian.name in kept:
+        kept[Guardian.name] = {**kept[Guardian.name], "remedies": Remedies().as_dict()}
+    return kept
+
+
+def forgiven(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states with the counts of failed steps reset: skips under the old settings do not count."""
+    kept = dict(saved)
+    # A guard that is switched off now keeps its counts for later.
+    if Guardian.name in kept and Guardian.name in now:
+        fresh = {key: now[Guardian.name][key] for key in _OF_A_STREAK if key in kept[Guardian.name]}
+        kept[Guardian.name] = {**kept[Guardian.name], **fresh}
+    return kept
+
+
+# -- guarding ---------------------------------------------------------------------------------------------------------
+
 
 OVERFLOWS = 3
-"""In a row, from which on they are no longer a loss scale that finds its place."""
+"""Consecutive overflows from which on the loss scale is no longer just adapting."""
 PROOF = 3
-"""Applied steps in a row by which weights show that they are good, after some that failed."""
-_ALARMING = (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, REFUSED)
+"""Consecutive applied steps after which the weights count as good again."""
+_ALARMING = (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, BUFFER_NOT_FINITE, REFUSED)
 
 
 class Guarding:
-    """Takes the steps of a run; without a guard, as the Stepper does."""
+    """Take the steps of a run; without a guard, just as the Stepper does."""
 
     def __init__(
         self, stepper: Stepper, options: GuardOptions, journal: Journal, folder: Path, cures: Remedies | None = None
     ) -> None:
-        """`cures` are in place already: those of an earlier launch."""
+        """Build the guard that `options` ask for. `cures` are the remedies of an earlier launch, already in place."""
         self._stepper, self._journal = stepper, journal
         self.mode = options.mode
         self._placed = cures or Remedies()
-        self._heard: list[Told] = []
-        """During a step: its own event comes first."""
+        self._heard: list[GuardEvent] = []
+        """Events of the present step; its own event is written to the journal first."""
         self._notes: list[tuple[str, str]] = []
         self._meters: Meters | None = None
         self.guardian: Guardian | None = None
@@ -58,27 +188,34 @@ class Guarding:
                 meters=self._meters,
             )
         self.rolled_back: Callable[[int], object] = lambda attempt: None
-        """Told the attempt that the weights were from which the run went back from."""
+        """A callback with the attempt of the weights that the guard rolled back."""
         self.applied_at = 0
-        """The attempt that the weights are from."""
+        """The attempt that made the present weights."""
         self._applied = self._overflows = self._unproved = 0
         self._ended: Diverged | None = None
         self.guilty: list[int] = []
-        """The samples that are not finite themselves, of the last step that had any."""
+        """The samples with non-finite values, of the last step that had any."""
 
-    def taken_up(self, attempt: int) -> None:
-        """The run goes on from a checkpoint of this attempt: where no step is applied after it, its weights fail."""
+    def taken_up(self, attempt: int, checkpoint: str = "") -> None:
+        """Record that the run resumes from a checkpoint of `attempt`.
+
+        Where no step is applied after it, these are the weights that fail.
+        """
+        if self.guardian is not None and checkpoint:
+            self.guardian.taken_up_from(checkpoint)
         self.applied_at, self._applied = attempt, self._stepper.counts.applied
+        # The checkpoint was taken while steps failed: its weights have yet to prove themselves.
         if self.guardian is not None and self.guardian.in_trouble:
             self._unproved = PROOF
 
     def step(self, loss_fn: LossFunction, window: Window, again: LossFunction) -> StepReport:
-        """One step; `again` is what a failed one is run again with."""
+        """Take one step; a failed one is run again with `again`."""
         if self.guardian is None:
             return self._stepper.step(loss_fn, window)
         try:
             return self.guardian.step(loss_fn, window, again=again)
         except Diverged as error:
+            # Without a report, the error did not come from a step, and there is nothing to write to the journal first.
             if error.report is None:
                 raise
             self._ended = error
@@ -86,43 +223,48 @@ class Guarding:
             return report
 
     def heed(self, report: StepReport, guilty: Sequence[int]) -> None:
-        """After a step was told of; `guilty` are its samples that are not finite themselves.
+        """Handle the events of a step after the step itself was written; raise Diverged where the guard gave up.
 
-        Diverged where the guard gave up.
+        `guilty` are the samples of the step with non-finite values.
         """
+        # The last step of a streak may have finite samples; the message names those of an earlier one.
         self.guilty = list(guilty) or self.guilty
         if self._heard or self._notes:
             self._tell(in_the_data(guilty))
         if self._ended is not None:
             raise self._ended
+        # Single overflows are how a dynamic loss scale finds its value.
         self._overflows = self._overflows + 1 if report.reason == GRADIENT_OVERFLOW else 0
         if report.applied:
-            self._unproved, self.applied_at = max(0, self._unproved - 1), report.attempt
+            suspect = self.guardian is not None and self.guardian.in_trouble
+            self._unproved, self.applied_at = PROOF if suspect else max(0, self._unproved - 1), report.attempt
+        # Non-finite samples explain a failed step: the weights are then not in doubt.
         elif self._overflows >= OVERFLOWS or (not guilty and report.reason in _ALARMING):
             self._unproved = PROOF
         applied = self._stepper.counts.applied
+        # Applied steps are fewer only after a rollback.
         if applied < self._applied:
             self.rolled_back(self.applied_at)
         self._applied = applied
 
     @property
     def alarmed(self) -> bool:
-        """Whether the weights themselves may be spoilt: steps failed, and neither data nor a loss scale explains it."""
+        """Return whether the weights may be corrupt: steps failed, and neither data nor loss scale explains it."""
         return self.guardian is not None and self._unproved > 0
 
     @property
     def cures(self) -> Remedies:
-        """What is placed now."""
+        """The remedies in place now."""
         return self._placed if self.guardian is None else self.guardian.remedies
 
     @property
     def readings(self) -> dict[str, Any]:
-        """The newest numbers of the meters."""
+        """The newest readings of the meters."""
         return {} if self._meters is None else dict(self._meters.readings)
 
     def _tell(self, guilty: str) -> None:
         for told in self._heard:
-            if "do" not in told.facts:  # the last words of a run that gives up are those of its end
+            if "do" not in told.facts:  # advice: the end event of the run has it
                 text = told.text + (guilty if told.facts.get("cause") == DATA else "")
                 self._journal.tell(events.GUARD, kind=told.kind, level=told.level, text=text, facts=told.facts)
         for text, level in self._notes:
@@ -132,7 +274,7 @@ class Guarding:
 
 
 def in_the_data(guilty: Sequence[int]) -> str:
-    """Where in the data set the samples are that a verdict knows by their places in a batch."""
+    """Return the numbers in the data set of samples that a verdict knows by their positions in a batch."""
     if not guilty:
         return ""
     return f" (in the data set: {'sample' if len(guilty) == 1 else 'samples'} {few(guilty)})"

@@ -1,40 +1,44 @@
-"""Both loaders of a run, as its recipe says."""
+"""Build the training and validation loaders of a run from its recipe."""
 
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from halfstep import world
+from halfstep import distributed
+from halfstep.data.dataset import Samples, ValSamples
+from halfstep.data.fingerprint import fingerprint
+from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
+from halfstep.data.order import Order
+from halfstep.data.source import Collate, Source
 from halfstep.errors import BadData, RanksDisagree
-from halfstep.train.data.fingerprint import fingerprint
-from halfstep.train.data.loader import TrainLoader, ValLoader
-from halfstep.train.data.order import Order
-from halfstep.train.data.samples import Samples, ValSamples
-from halfstep.train.data.source import Collate, Source
-from halfstep.train.data.workers import choose_workers
+from halfstep.train.process_group import cores_each
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.start import cores_each, decided_once
 from halfstep.train.task import Split, Task
 
 
 @dataclass(frozen=True)
 class Loaders:
+    """Both loaders of a run, the number of workers, and the fingerprint of the data."""
+
     train: TrainLoader
     val: ValLoader
     workers: int
     data: dict[str, Any]
-    """What the samples are; see `data.fingerprint`."""
+    """The fingerprint of the samples; see `data.fingerprint`."""
     notes: list[str] = field(default_factory=list)
 
 
 def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None) -> Loaders:
-    """The loaders of this process; `workers` is what `auto` came to when the run began."""
+    """Return the loaders of this rank; `workers` is what `auto` resolved to when the run began.
+
+    Raises BadData for an empty split, and RanksDisagree where ranks see different data.
+    """
     source = _filled(task, "train")
+    # Before anything is divided: a rank with other samples would leave the others waiting.
     _same_everywhere(source, _filled(task, "val"))
     train, reason = _train_loader(source, task, recipe, device, workers)
     val = make_val_loader(task, recipe, device, train.workers)
@@ -43,14 +47,14 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
 
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
-    """For those who read batches without a run around them: what the samples are is not looked into."""
+    """Return a training loader for use without a run; the data is not fingerprinted."""
     return _train_loader(_filled(task, "train"), task, recipe, device, None)[0]
 
 
 def _train_loader(
     source: Source, task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None
 ) -> tuple[TrainLoader, str]:
-    """The loader, and why it has as many workers as it has."""
+    """Return the loader, and why it has its number of workers."""
     train, seed = recipe.train, recipe.train.seed or 0
     samples = Samples(source, functools.partial(task.transform, "train"), seed)
     order = Order(len(source), seed)
@@ -65,13 +69,14 @@ def _train_loader(
         workers=workers,
         device=device,
         channels_last=train.channels_last,
-        rank=world.rank(),
-        size=world.size(),
+        rank=distributed.rank(),
+        size=distributed.size(),
     )
     return loader, reason
 
 
 def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:
+    """Return the validation loader of this rank."""
     train, seed = recipe.train, recipe.train.seed or 0
     return ValLoader(
         ValSamples(_filled(task, "val"), functools.partial(task.transform, "val"), seed),
@@ -80,8 +85,8 @@ def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers
         workers=workers,
         device=device,
         channels_last=train.channels_last,
-        rank=world.rank(),
-        size=world.size(),
+        rank=distributed.rank(),
+        size=distributed.size(),
     )
 
 
@@ -93,9 +98,10 @@ def _filled(task: Task, split: Split) -> Source:
 
 
 def _same_everywhere(*sources: Source) -> None:
-    """Processes must divide the same samples: one that sees others would train on its own, or wait for ever."""
+    """Raise RanksDisagree where ranks see different samples: each would train on its own, or wait forever."""
+    # The length and first name suffice to find a wrong path, and cost nothing on a large set.
     seen = " and ".join(f"{len(source)} samples from {source.name(0)}" for source in sources)
-    told = world.from_all(seen)
+    told = distributed.from_all(seen)
     other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
     if other is not None:
         raise RanksDisagree(
@@ -106,24 +112,32 @@ def _same_everywhere(*sources: Source) -> None:
 
 
 def _fingerprint(*sources: Source) -> dict[str, Any]:
-    """Read by rank 0, for all: what the processes divide among them is the same."""
-    found: dict[str, Any] = json.loads(decided_once(lambda: json.dumps(fingerprint(*sources).as_dict())))
+    """Return the fingerprint, read by rank 0 for all: the ranks divide the same samples."""
+    found: dict[str, Any] = distributed.rank_zero_or_raise(lambda: fingerprint(*sources).as_dict())
     return found
+
+
+def _at_most_cores(asked: int) -> tuple[int, str]:
+    """Limit the workers to the cores: more only take turns, and torch warns about them in every epoch."""
+    cores = distributed.cores()
+    if asked <= cores:
+        return asked, ""
+    return cores, f"num_workers {cores}: {asked} were asked for, and this machine has {cores} cores"
 
 
 def _workers(
     samples: Samples, order: Order, collate: Collate, recipe: AnyRecipe, device: torch.device, measured: int | None
 ) -> tuple[int, str]:
-    """As many as the recipe says; `auto` is measured on rank 0, for all, and once for a run."""
+    """Return the recipe's number of workers; `auto` is measured once per run, on rank 0."""
     if recipe.train.num_workers != "auto":
-        return recipe.train.num_workers, ""
+        return _at_most_cores(recipe.train.num_workers)
     if measured is not None:
         return measured, f"num_workers {measured}: as measured when the run began"
     here = torch.empty(0, device=device).is_cpu
 
-    def measure() -> str:
+    def measure() -> tuple[int, str]:
         size = recipe.train.batch_size
-        return json.dumps(choose_workers(samples, order, collate, size, cores=cores_each(), computes_on_cores=here))
+        return choose_workers(samples, order, collate, size, cores=cores_each(), computes_on_cores=here)
 
-    number, reason = json.loads(decided_once(measure))
+    number, reason = distributed.rank_zero_or_raise(measure)
     return number, f"num_workers {number}: {reason}"

@@ -1,37 +1,115 @@
-"""Many steps: windows in, reports out; evaluation after every epoch; the best and the last weights on disk."""
+"""The training loop: steps, reports, an evaluation after every epoch, and the best and last weights on disk."""
 
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from halfstep import world
+from halfstep import distributed
+from halfstep.checkpoint.saver import Saver
+from halfstep.data.dataset import BadSampleBudget, nonfinite_ids
+from halfstep.data.loader import TrainLoader, ValLoader
+from halfstep.data.source import Batch, Replaced, Sample
 from halfstep.errors import BadData
+from halfstep.journal import events
+from halfstep.journal.events import Journal
+from halfstep.journal.jsonl import sizes
+from halfstep.journal.text import named
 from halfstep.step.report import GUARD, StepReport
 from halfstep.step.window import Window
-from halfstep.train.checkpoint.saver import Saver
-from halfstep.train.checkpoints import Checkpoints
-from halfstep.train.data.loader import TrainLoader, ValLoader
-from halfstep.train.data.source import Batch, Sample
-from halfstep.train.evaluation import evaluate, values
+from halfstep.train.checkpointing import Checkpoints
+from halfstep.train.environment import AutoChoices
+from halfstep.train.epoch_metrics import EpochMetrics
+from halfstep.train.evaluation import Choosing, SoFar, evaluate
 from halfstep.train.guarding import Guarding
-from halfstep.train.journal import journal as events
-from halfstep.train.journal.cutting import sizes
-from halfstep.train.journal.journal import Journal
-from halfstep.train.keeping import Keeper, worn
-from halfstep.train.measured import Measured
-from halfstep.train.meter import Meter
-from halfstep.train.news import News
-from halfstep.train.progress import Progress
+from halfstep.train.outputs import RunOutputs, worn
 from halfstep.train.setup import AnyRecipe, Parts
-from halfstep.train.state import Live, State
-from halfstep.train.stopping import Stopping
-from halfstep.train.tally import Tally
+from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, Stopping
+from halfstep.train.state import Progress, RunObjects, State
 from halfstep.train.task import Task
+from halfstep.train.time_left import ENOUGH, Length, TimeLeft, too_long
+
+# -- news -------------------------------------------------------------------------------------------------------------
+# Share replaced and suspect samples between the ranks, so that each is recorded once.
+
+
+class SampleReports:
+    """A collector of replaced samples; over the budget, every rank stops at the same step."""
+
+    def __init__(self, journal: Journal, limit: int) -> None:
+        self._journal, self.budget = journal, BadSampleBudget(limit)
+        self._fresh: list[Replaced] = []
+
+    def hear(self, replaced: Sequence[Replaced]) -> None:
+        """Add replaced samples; a single rank records them at once."""
+        self._fresh += replaced
+        if self._fresh and distributed.size() == 1:
+            self.share()
+
+    def share(self) -> None:
+        """Record the replaced samples of all ranks; raise BadData over the budget. All ranks call it together."""
+        told = distributed.from_all(json.dumps(self._fresh))
+        self._fresh = []
+        for replaced in (Replaced(*row) for rank in told for row in json.loads(rank)):
+            self._journal.tell(events.REPLACED, **replaced._asdict())
+            self.budget.spend([replaced])
+
+    def suspects(self, window: Sequence[Batch]) -> tuple[list[int], list[int]]:
+        """Return the samples of a failed step over all ranks, and those of them with non-finite values."""
+        ids = [number for batch in window for number in batch.ids]
+        guilty = [number for batch in window for number in nonfinite_ids(batch)]
+        told = [json.loads(rank) for rank in distributed.from_all(json.dumps([ids, guilty]))]
+        return sorted({n for one in told for n in one[0]}), sorted({n for one in told for n in one[1]})
+
+
+# -- meter ------------------------------------------------------------------------------------------------------------
+# Measure throughput, and the time spent waiting for data.
+
+
+T = TypeVar("T")
+
+
+class Throughput:
+    """A counter of samples, seconds, and seconds spent waiting for data since the last `read`."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since, self._samples, self._waited = time.perf_counter(), 0, 0.0
+
+    def waiting(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the same items, and count the time until each arrives as waiting."""
+        source = iter(items)
+        while True:
+            asked = time.perf_counter()
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - asked
+            yield item
+
+    def count(self, samples: int) -> None:
+        """Count so many samples."""
+        self._samples += samples
+
+    def read(self) -> tuple[float, float]:
+        """Return samples per second and the share of time spent waiting, and start over."""
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        found = self._samples / seconds, min(self._waited / seconds, 1.0)
+        self._begin()
+        return found
+
+
+# -- loop -------------------------------------------------------------------------------------------------------------
+
 
 FINISHED, EARLY = "finished", "early_stopping"
 
@@ -48,9 +126,9 @@ class Loop:
         val: ValLoader,
         *,
         journal: Journal,
-        keeper: Keeper,
+        keeper: RunOutputs,
         telemetry: Callable[[], dict[str, Any]],
-        measured: Measured,
+        measured: AutoChoices,
         data: dict[str, Any],
         saver: Saver,
         guarding: Guarding,
@@ -60,13 +138,13 @@ class Loop:
         self.train, self.val = train, val
         self.journal, self.keeper, self.telemetry = journal, keeper, telemetry
         self.stepper, self.model = parts.stepper, parts.model
-        self.meter = Meter()
-        self.news = News(journal, recipe.data.bad_samples)
-        self.live = Live(
+        self.meter = Throughput()
+        self.news = SampleReports(journal, recipe.data.bad_samples)
+        self.live = RunObjects(
             recipe,
             parts,
             Progress(),
-            Tally(task.metrics().to(parts.stepper.device)),
+            EpochMetrics(task.metrics().to(parts.stepper.device)),
             self.news.budget,
             train.samples,
             measured,
@@ -77,30 +155,40 @@ class Loop:
         self.progress, self.tally = self.live.progress, self.live.tally
         self.checkpoints = Checkpoints(self.live, saver, journal)
         self.guarding, self.stopping = guarding, stopping
+        # After a rollback, checkpoints of the abandoned steps must not be resumed from.
         guarding.rolled_back = self.checkpoints.set_aside
         self.planned = planned_steps(recipe, train.steps_per_epoch)
         self.epochs = -(-self.planned // train.steps_per_epoch)
+        # Evaluation batches have the size of a micro-batch: this is their number in steps.
+        evaluation = len(val) / recipe.train.microbatches
+        self.time_left = TimeLeft(Length(self.planned, self.epochs, recipe.evaluate.every_epochs, evaluation))
         self._measured = functools.partial(_loss, task, self.tally.metrics)
+        # Replays of a failed step must not update the metrics.
         self._plain = functools.partial(_loss, task, None)
-        self._observed, self._evaluated = self.stepper.observed, 0.0
+        # A skipped step must not count in the training metrics, so the Stepper rolls them back with the rest.
+        parts.stepper.include(self.tally.counts)
+        self._observed, self._evaluated, self._is_fresh = self.stepper.observed, 0.0, True
+        self._so_far: SoFar = dict
+        self.is_evaluating = False
 
     def run(self) -> str:
-        """Train to the end; the reason why it ended."""
+        """Train to the end, and return the reason why the run ended."""
         for _ in self.attempts():
             pass
         return EARLY if self._enough() else FINISHED
 
     def attempts(self) -> Iterator[StepReport]:
-        """Every step of the run when it is asked for. An epoch that was begun ends with its evaluation, always."""
+        """Yield the report of every step as it is taken. An epoch that has begun always ends with its evaluation."""
         self.model.train()
-        self._stop_if_asked(int(self.stopping.asked is not None) if world.size() == 1 else 0)
-        # What cannot be saved is found now, and not when hours of work are to be.
+        self._stop_if_alone()
+        # A state that cannot be saved is reported now, not after hours of training.
         State.of(self.live).snapshot(self.progress.attempts, {})
         while (self.progress.in_epoch or self._left(self.progress.epoch)) and not self._enough():
             yield from self._epoch()
+        self.stopping.will_stop(SAVED)
 
     def _left(self, epochs: int) -> bool:
-        """Whether steps are left after so many epochs; their length may have been changed on the way."""
+        """Return whether steps are left after so many epochs; the length of an epoch may have changed on the way."""
         return self.progress.attempts < self.planned and (epochs < self.epochs or self.recipe.train.steps is not None)
 
     def _enough(self) -> bool:
@@ -117,8 +205,9 @@ class Loop:
         seconds = time.perf_counter() - began
         val = self._evaluate(epoch) if self._due(epoch) else None
         is_best = val is not None and self._judge(epoch, val)
+        # After the evaluation: a stop during it resumes at the end of this epoch, and evaluates again.
         self.progress.epoch, self.progress.in_epoch = epoch, 0
-        if not self.guarding.alarmed or self._enough() or not self._left(epoch):  # else the old file is the better one
+        if not self.guarding.alarmed or self._enough() or not self._left(epoch):  # otherwise the old file is better
             self.keeper.last(self.model, self.stepper.ema)
         self.journal.tell(
             events.EPOCH,
@@ -133,6 +222,7 @@ class Loop:
             skipped=skipped,
             samples_per_second=steps * self.train.share.window / seconds,
         )
+        self.time_left.closed(val is not None)
 
     def _due(self, epoch: int) -> bool:
         return epoch % self.recipe.evaluate.every_epochs == 0 or not self._left(epoch)
@@ -140,29 +230,52 @@ class Loop:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[StepReport]:
-        """The steps that are left of this epoch, each attempted when it is asked for."""
+        """Yield the remaining steps of this epoch, each taken when it is requested."""
         if self.progress.in_epoch == 0:
             self.tally.reset()
             self.train.samples.quarantined = self.progress.begin_epoch()
-        self._began = time.perf_counter(), self.progress.attempts
+        self.stopping.will_stop(AFTER_STEP)
+        self.time_left.begin()
         self.meter.read()
         if self.progress.attempts >= self.planned:
             return
+        self._tell_stage(self._reading())
         for window in self.meter.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
+            self._stop_if_alone()  # a stop during reading or evaluation need not wait for a step
+            self._tell_stage(self._computing())
+            self._is_fresh = False
             report = self._step(self.progress.epoch + 1, window)
             self._after_step()
             yield report
             if self.progress.attempts >= self.planned:
                 return
 
+    def _tell_stage(self, doing: str) -> None:
+        """Emit, before the first step of this launch, what takes so long: it may be a minute."""
+        if self._is_fresh:
+            self.journal.tell(events.STAGE, doing=doing)
+
+    def _reading(self) -> str:
+        return f"reading the first {self.train.share.window} samples"
+
+    def _computing(self) -> str:
+        compiling = "compiling the model and " if self.recipe.train.compile else ""
+        return f"{compiling}computing the first step in {self.parts.choice.precision.name}, watching what runs"
+
     def _after_step(self) -> None:
-        """Between two steps: save where it is due, hear of earlier saves, and stop where that was asked for."""
+        """Save where it is due, record finished saves, and stop where that was requested."""
         ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
+            # Replaced samples count toward the budget in the checkpoint, so all ranks need the same set first.
             self.news.share()
             self.checkpoints.save_unless(self.guarding.alarmed)
         self.checkpoints.hear()
+        # All ranks agree on `hands` within the step's own collective, so they stop after the same step.
         self._stop_if_asked(self.stepper.hands)
+
+    def _stop_if_alone(self) -> None:
+        """Stop where there is no other rank to agree with."""
+        self._stop_if_asked(int(self.stopping.asked is not None) if distributed.size() == 1 else 0)
 
     def _stop_if_asked(self, hands: int) -> None:
         if hands:
@@ -170,10 +283,11 @@ class Loop:
             self.checkpoints.stop(self.stopping.asked or "another process", self.planned, self.guarding.alarmed)
 
     def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
+        # Read before the step: the step advances the schedule.
         lr, due = self.parts.lr, self.progress.in_epoch % self.recipe.run.log_every == 0
         self.stepper.hand = self.stopping.asked is not None
         batches = Window(batch.tensors for batch in window)
-        report = self.guarding.step(self._measured if due else self._plain, batches, again=self._plain)
+        report = self.guarding.step(self._measured, batches, again=self._plain)
         self.progress.attempts += 1
         self.progress.in_epoch += 1
         self.tally.add(report)
@@ -196,19 +310,23 @@ class Loop:
         )
         self.guarding.heed(report, more.get("quarantined", ()))
         self._tell_observed()
+        self.time_left.stepped()
+        if self.time_left.steps_timed == ENOUGH:
+            self._tell_if_too_long()
         if due:
             self._tell_speed()
         return report
 
     def _skipped(self, report: StepReport, window: Sequence[Batch]) -> dict[str, Any]:
-        """The samples of a skipped step; those that are not finite themselves are not used in the next epochs."""
+        """Return the samples of a skipped step; those with non-finite values are left out of the next epochs."""
         ids, guilty = self.news.suspects(window)
+        # A guard refuses a step for reasons of its own, not for non-finite samples.
         if guilty and not (report.reason or "").startswith(GUARD):
             self.progress.suspected = sorted({*self.progress.suspected, *guilty})
         return {"ids": ids, "quarantined": guilty}
 
     def _tell_observed(self) -> None:
-        """Once for each precision: a guard may change it on the way."""
+        """Emit what was observed, once per precision: a guard may change it."""
         seen = self.stepper.observed
         if seen is not None and seen is not self._observed:
             self._observed = seen
@@ -217,25 +335,44 @@ class Loop:
     def _tell_speed(self) -> None:
         self.news.share()
         rate, waiting = self.meter.read()
-        began, at = self._began
-        per_step = (time.perf_counter() - began) / (self.progress.attempts - at)
+        attempts, in_epoch, left = self.progress.attempts, self.progress.in_epoch, self.time_left
+        to_its_end = min(self.train.steps_per_epoch - in_epoch, self.planned - attempts)
         self.journal.tell(
             events.SPEED,
             samples_per_second=rate,
             wait_share=waiting,
-            seconds_left=per_step * (self.planned - self.progress.attempts),
-            train_metrics=values(self.tally.metrics) if world.size() == 1 else {},  # rank 0 alone would read them
+            seconds_left=left.of_run(attempts, self.progress.epoch),
+            seconds_left_in_epoch=left.of_steps(to_its_end),
+            is_rough=left.is_rough,
+            train_metrics=self.tally.metric_values()
+            if distributed.size() == 1
+            else {},  # a collective, and only rank 0 logs
             meters=self.guarding.readings,
             **self.telemetry(),
         )
 
+    def _tell_if_too_long(self) -> None:
+        left, now = self.time_left, self.progress
+        text = too_long(
+            self.recipe,
+            self.task.resolution,
+            seconds=left.of_run(now.attempts, now.epoch) + left.of_steps(now.attempts),
+            per_step=left.per_step,
+            on_cores=torch.empty(0, device=self.stepper.device).is_cpu,
+        )
+        if text:
+            self.journal.note(text, "warning")
+
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, epoch: int) -> dict[str, float]:
-        """With the averaged weights where there are any, and with rank 0's buffers, which are the saved ones."""
+        """Evaluate with the averaged weights, if any, and with the buffers of rank 0, which are the saved ones."""
         ema = self.stepper.ema
         averaged = ema.state_dict()["buffers"].values() if ema is not None else ()
-        world.take_from_rank_zero([*self.model.buffers(), *averaged])
+        distributed.take_from_rank_zero([*self.model.buffers(), *averaged])
+        self.stopping.will_stop(AFTER_BATCH)
+        self.is_evaluating = True
+        choosing = Choosing(self.task)
         with worn(ema):
             found = evaluate(
                 self.task,
@@ -245,21 +382,48 @@ class Loop:
                 device=self.stepper.device,
                 progress=functools.partial(self._tell_evaluating, epoch),
                 left_out=self.news.hear,
+                begun=self._begin_evaluating,
+                heard=choosing.hear if self.keeper.draws and choosing.judges else None,
             )
             self.news.share()
-            self.keeper.pictures(self.task, self.model, self.val, self.parts.choice.precision, epoch)
+            self.stopping.will_stop(AFTER_PICTURES)
+            self.keeper.pictures(
+                self.task,
+                self.model,
+                self.val,
+                self.parts.choice.precision,
+                epoch,
+                choosing,
+                heading=f", {named(self.task.metric)} {found[self.task.metric]:.4f}",
+            )
+        self.is_evaluating = False
         self.live.latest.clear()
         self.live.latest.update(found)
         return found
 
+    def _begin_evaluating(self, so_far: SoFar) -> None:
+        self._so_far = so_far
+
     def _tell_evaluating(self, epoch: int, done: int, of: int) -> None:
-        """A few times a second: for the eye, not for the record. The checkpoint was taken before the evaluation."""
-        if self.stopping.asked is not None and world.size() == 1:
+        """Emit progress a few times a second; for display, not for the record. A stop needs no save here."""
+        # The checkpoint of this epoch was taken before the evaluation.
+        if self.stopping.asked is not None and distributed.size() == 1:
             self.checkpoints.stopped(self.stopping.asked, self.planned)
         now = time.perf_counter()
+        # Each event reads the metrics, which waits for the device: four times a second is cheap.
         if now - self._evaluated > 0.25:
             self._evaluated = now
-            self.journal.tell(events.EVALUATING, epoch=epoch, done=done, of=of)
+            # Metrics of several ranks need a collective, and only rank 0 would call it here.
+            numbers = self._so_far() if distributed.size() == 1 else {}
+            self.journal.tell(
+                events.EVALUATING,
+                epoch=epoch,
+                done=done,
+                of=of,
+                metrics=numbers,
+                seconds_left=self.time_left.while_evaluating(self.progress.attempts, epoch - 1, done, of),
+                seconds_left_in_epoch=self.time_left.of_batches(of - done, done),
+            )
 
     def _judge(self, epoch: int, val: dict[str, float]) -> bool:
         if self.task.metric not in val:
@@ -268,8 +432,9 @@ class Loop:
                 allowed=", ".join(sorted(val)),
                 do=f"set metric of {type(self.task).__name__} to one of these",
             )
-        # A task's metric may differ between processes; whether to go on must not.
-        value = float(world.from_rank_zero("nan" if self.guarding.alarmed else repr(val[self.task.metric])))
+        # A task's metric may differ between ranks; the decision to stop early must not.
+        # An evaluation of doubtful weights must not become the best one: NaN never is.
+        value = float(distributed.from_rank_zero("nan" if self.guarding.alarmed else repr(val[self.task.metric])))
         better = self.progress.judge(
             value,
             epoch,
@@ -288,11 +453,12 @@ class Loop:
 
     @property
     def best(self) -> dict[str, Any]:
+        """The task's metric, its best value and the epoch of it."""
         return {"metric": self.task.metric, "value": self.progress.best, "epoch": self.progress.best_epoch}
 
 
 def planned_steps(recipe: AnyRecipe, per_epoch: int) -> int:
-    """Attempted updates of a whole run."""
+    """Return the number of attempted updates of a whole run."""
     return recipe.train.steps or (recipe.train.epochs or 1) * per_epoch
 
 

@@ -1,35 +1,39 @@
-"""A run from its first line to its last: everything is built, trained, judged and written down."""
+"""Build, train, evaluate and record a whole run."""
 
 from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfstep import __version__, world
-from halfstep.errors import Diverged, RanksDisagree, Stopped
-from halfstep.guard.remedy.remedies import Remedies
+from halfstep import distributed
+from halfstep._version import __version__
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.saver import Saver
+from halfstep.errors import BadRecipe, Diverged, RanksDisagree, Stopped
+from halfstep.guard.repair.remedies import Remedies
+from halfstep.journal import events
+from halfstep.journal.events import Journal
+from halfstep.journal.telemetry import Telemetry
 from halfstep.precision import flags
-from halfstep.train.checkpoint.generation import CHECKPOINTS
-from halfstep.train.checkpoint.saver import Saver
-from halfstep.train.giving_up import given_up
+from halfstep.recipe.resolve import ChosenSetting
+from halfstep.status_line import OnProgress
+from halfstep.train.environment import AutoChoices
+from halfstep.train.give_up import OUT_OF_MEMORY, given_up, memory_ended
 from halfstep.train.guarding import Guarding
-from halfstep.train.journal import journal as events
-from halfstep.train.journal.journal import Journal
-from halfstep.train.journal.telemetry import Telemetry
-from halfstep.train.keeping import Keeper
 from halfstep.train.loaders import make_loaders
 from halfstep.train.loop import Loop, planned_steps
-from halfstep.train.measured import Measured
-from halfstep.train.resuming import Resumed
+from halfstep.train.outputs import RunOutputs
+from halfstep.train.process_group import device_of
+from halfstep.train.resume import Resumed
 from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
-from halfstep.train.start import device_of
-from halfstep.train.stopping import Stopping
-from halfstep.train.task import Task, Told, unheard
+from halfstep.train.signals import Stopping
+from halfstep.train.task import Task, unheard
 from halfstep.train.weights import digest, infinite_buffers
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
@@ -37,11 +41,11 @@ INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gav
 
 @dataclass(frozen=True)
 class Run:
-    """A run that came to its end."""
+    """A finished run."""
 
     dir: Path
     metrics: dict[str, float]
-    """Of the last evaluation."""
+    """The metrics of the last evaluation."""
     best: dict[str, Any]
     """The task's metric, its best value, and the epoch of it."""
     reason: str
@@ -52,20 +56,31 @@ class Run:
 
 
 def train(
-    loop: Loop, folder: Path, *, label: str, command: str, notes: list[str], resumed: Resumed | None = None
+    loop: Loop,
+    folder: Path,
+    *,
+    label: str,
+    command: str,
+    notes: list[str],
+    sizing: Sequence[ChosenSetting] = (),
+    resumed: Resumed | None = None,
 ) -> Run:
-    """Train what `make_loop` built, and leave everything in `folder`. Called by every process."""
+    """Train the loop of `make_loop`, and write everything to `folder`. Every rank calls it.
+
+    `sizing` are the settings chosen for the data set and the machine, recorded with their reasons. Raises Stopped,
+    Diverged, OutOfMemory, StorageFailed or RanksDisagree where the run ends otherwise than planned.
+    """
+    # Counted from the start of the journal: a resumed run includes its earlier launches.
     began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
     loop.keeper.facts(loop.task)
-    facts = _facts(loop)
-    facts["notes"] = [*notes, *facts["notes"]]
-    told = None if resumed is None else resumed.as_dict()
-    journal.tell(events.START, label=label, dir=str(folder), command=command, resumed=told, **facts)
+    facts = {"label": label, "dir": str(folder), "command": command, **_facts(loop)}
+    facts |= {"notes": [*notes, *facts["notes"]], "sizing": [one._asdict() for one in sizing]}
+    journal.tell(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED
     more: dict[str, Any] = {}
     try:
-        if resumed is not None and resumed.changed:
-            # Under its new settings, so that they need not be accepted again.
+        if resumed is not None and resumed.is_new_length_or_settings:
+            # A checkpoint with the new settings, so that they need not be accepted again.
             loop.checkpoints.save()
             loop.checkpoints.finish()
         reason = loop.run()
@@ -75,14 +90,20 @@ def train(
         reason = INTERRUPTED
         raise
     except Stopped:
-        reason, more = STOPPED, {"signal": loop.stopping.asked, "checkpoint": loop.checkpoints.name}
-        more["kept"] = loop.checkpoints.doubt
+        saved = loop.checkpoints
+        reason, more = STOPPED, {"signal": loop.stopping.asked, "checkpoint": saved.name, "kept": saved.doubt}
         raise
     except Diverged as error:
         reason, ending = GAVE_UP, given_up(loop, error, command)
         more = ending.as_dict()
         raise ending.error from error
+    except Exception as error:
+        if (failed := memory_ended(loop, error, command)) is None:
+            raise
+        reason, more = OUT_OF_MEMORY, {"why": failed.given}
+        raise failed from None
     finally:
+        # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close()
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         told = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
@@ -98,32 +119,40 @@ def make_loop(
     folder: Path,
     journal: Journal,
     *,
-    measured: Measured | None = None,
+    measured: AutoChoices | None = None,
     cures: Remedies | None = None,
     stopping: Stopping | None = None,
-    told: Told = unheard,
+    told: OnProgress = unheard,
 ) -> Loop:
-    """Everything built, and no step taken yet.
+    """Build everything for a run without taking a step.
 
-    `measured` is what an earlier launch of this run found out, and `cures` what its guard had placed; its checkpoint
-    has the weights, too.
+    `measured` is what an earlier launch of this run measured, and `cures` what its guard had placed. With `measured`,
+    the weights come from a checkpoint.
     """
+    stopping = stopping or Stopping()
     starting = recipe
     if measured is not None:
+        # The checkpoint has the weights: nothing is downloaded or read for the initial ones.
         starting = task.recipe = without_weights(recipe)
     device = device_of(recipe.train.device)
     loaders = make_loaders(task, recipe, device, measured.workers if measured else None)
+    _leave_if_asked(stopping)
     per_epoch = loaders.train.steps_per_epoch
+    total = planned_steps(recipe, per_epoch)
+    # A resumed run may have its warm-up behind it.
+    if measured is None:
+        _ends_its_warmup(recipe, total)
     parts = prepare(
         task,
         starting,
         device,
-        total=planned_steps(recipe, per_epoch),
+        total=total,
         per_epoch=per_epoch,
         precision=measured.precision if measured else None,
         cures=cures,
         told=told,
     )
+    _leave_if_asked(stopping)
     parts.notes += loaders.notes
     options = recipe.checkpoint
     return Loop(
@@ -133,18 +162,36 @@ def make_loop(
         loaders.train,
         loaders.val,
         journal=journal,
-        keeper=Keeper(folder, journal, recipe.run.pictures, infinite_buffers(parts.model)),
+        keeper=RunOutputs(folder, journal, recipe.run.pictures, infinite_buffers(parts.model)),
         telemetry=Telemetry(device).read,
-        measured=measured or Measured(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
+        measured=measured or AutoChoices(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
         data=loaders.data,
-        saver=Saver(folder / CHECKPOINTS, keep=options.keep, party=world.Party(), background=options.background),
+        saver=Saver(
+            folder / CHECKPOINTS, keep=options.keep, party=distributed.RankGroup(), background=options.background
+        ),
         guarding=Guarding(parts.stepper, recipe.guard, journal, folder, cures),
-        stopping=stopping or Stopping(),
+        stopping=stopping,
     )
 
 
+def _ends_its_warmup(recipe: AnyRecipe, total: int) -> None:
+    """Raise BadRecipe where the run ends before its warm-up: it would never reach its learning rate."""
+    if recipe.schedule.warmup_steps >= total:
+        raise BadRecipe(
+            f"schedule.warmup_steps={recipe.schedule.warmup_steps}, and the whole run has {total} steps",
+            allowed="a warm-up that ends before the run does",
+            do=f"write schedule.warmup_steps={total // 20}, or train longer",
+        )
+
+
+def _leave_if_asked(stopping: Stopping) -> None:
+    """Stop between two stages of setup; several ranks stop together, at the first step."""
+    if distributed.size() == 1:
+        stopping.leave_unbegun()
+
+
 def _facts(loop: Loop) -> dict[str, Any]:
-    """What a person wants to see before the first step."""
+    """Return the facts that are shown before the first step."""
     task, train, choice, device = loop.task, loop.recipe.train, loop.parts.choice, loop.stepper.device
     parameters, samples = list(loop.model.parameters()), len(loop.train.samples)
     return {
@@ -153,7 +200,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
         "steps": loop.planned,
         "epochs": loop.epochs,
         "precision": {
-            # A resumed run takes what `auto` came to by its name.
+            # A resumed run takes what `auto` resolved to by name.
             "asked": loop.recipe.precision,
             "took": choice.took,
             "chosen": choice.precision.name,
@@ -163,7 +210,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
         "device": {"name": choice.device.name, "place": str(device)},
         "batch": {
             "per_device": train.batch_size,
-            "devices": world.size(),
+            "devices": distributed.size(),
             "microbatches": train.microbatches,
             "total": loop.train.share.window,
         },
@@ -211,10 +258,10 @@ def _result(run: Run, parts: Parts) -> dict[str, Any]:
 
 
 def _same_weights(parts: Parts, journal: Journal) -> None:
-    """Processes that trained one model must have the same weights, to the bit."""
-    if world.size() == 1:
+    """Raise RanksDisagree unless all ranks have bitwise equal weights."""
+    if distributed.size() == 1:
         return
-    digests = world.from_all(digest(parts.model))
+    digests = distributed.from_all(digest(parts.model))
     if len(set(digests)) > 1:
         raise RanksDisagree(
             f"the weights differ between processes at the end: {', '.join(d[:12] for d in digests)}",

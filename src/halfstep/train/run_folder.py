@@ -1,28 +1,220 @@
-"""The folder of a run: a new one, or one that says what is in it already. Imports no torch."""
+"""Create or reopen the folder of a run, and lock it. Imports no torch."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import socket
 import stat
-from collections.abc import Collection
+import threading
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
-from halfstep.errors import FolderTaken, HalfstepError, Unsafe
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.errors import BadData, FolderTaken, HalfstepError, Unsafe, WrongUse
 from halfstep.files import read_json, write_text
-from halfstep.train.lock import LOCK, FolderLock, lock
-from halfstep.train.recipe.changes import RECIPE as RECIPE_CHANGE
-from halfstep.train.recipe.changes import but_for_places, changes, listed, recipe_changed
-from halfstep.train.recipe.sources import read_bounded
-from halfstep.train.recipe.strict_yaml import read_yaml
-from halfstep.train.recipe.written import different, to_yaml
+from halfstep.recipe.changes import (
+    EXTEND,
+    EXTENSIONS,
+    REWARM,
+    SavedRun,
+    but_for_length,
+    but_for_places,
+    changes,
+    extended,
+    in_words,
+    is_longer,
+    listed,
+    recipe_changed,
+    to_go_on,
+    with_extensions,
+)
+from halfstep.recipe.changes import RECIPE as RECIPE_CHANGE
+from halfstep.recipe.sources import read_bounded
+from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.recipe.written import different, to_yaml
+
+# -- lock -------------------------------------------------------------------------------------------------------------
+# Lock a folder for one process, with a lock that the system releases however its holder dies.
+
+
+LOCK = ".lock"
+LONGEST = 4096
+"""Bytes read from a lock file: another program may have written it."""
+TRIES = 5
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""Error numbers of a lock that another process holds."""
+OWN = "add --new for a folder of its own"
+
+
+class FolderLock:
+    """An exclusive lock on a folder, held until `release` or the end of the process."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Release the lock. The file stays: a removed one could be locked twice, as the old and as a new file."""
+        with _changing:
+            descriptor, self._descriptor = self._descriptor, None
+            _held.discard(self)
+            if descriptor is None:
+                return
+            _write(descriptor, b"")
+            # Closing alone is not enough: a child that is being forked holds the descriptor for a moment.
+            _fcntl().flock(descriptor, _fcntl().LOCK_UN)
+            os.close(descriptor)
+
+    def _forget(self) -> None:
+        """Close the descriptor in a forked child, which shares the lock: unlocking would release the parent's."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def lock(folder: Path) -> FolderLock:
+    """Return the lock of an existing folder; raise FolderTaken with the holder where another process has it."""
+    path = folder / LOCK
+    _fcntl()
+    try:
+        with _changing:
+            taken = _take(path)
+            _held.add(taken)
+            return taken
+    except OSError as error:
+        raise FolderTaken(
+            f"{folder} cannot be locked: {error.strerror or error}",
+            allowed="a folder on a file system with locks, that this user can write to",
+            do="give run.dir=PATH, a place of your own",
+        ) from None
+
+
+def _take(path: Path) -> FolderLock:
+    for _ in range(TRIES):
+        # O_NOFOLLOW: a link in the folder must not make the run lock, and write to, another file.
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, f"{LOCK} is not a file")
+            _lock_now(path.parent, descriptor)
+            # The folder may have been cleared since the open: the locked file would then have no name.
+            if _is_still(path, descriptor):
+                _write(descriptor, _words())
+                return FolderLock(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise OSError(errno.EBUSY, f"{LOCK} is removed again and again")
+
+
+def _lock_now(folder: Path, descriptor: int) -> None:
+    try:
+        _fcntl().flock(descriptor, _fcntl().LOCK_EX | _fcntl().LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD:
+            raise _taken(folder, descriptor) from None
+        raise
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _words() -> bytes:
+    """Return the holder for display. Nothing may depend on it: process ids are reused, and files outlive processes."""
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode() + b"\n"
+
+
+def _write(descriptor: int, words: bytes) -> None:
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, words, 0)
+    except OSError:  # a full disk: the lock holds without its text
+        pass
+
+
+def _taken(folder: Path, descriptor: int) -> FolderTaken:
+    holder, kill = _holder(descriptor)
+    stop = f"stop it ({kill}), " if kill else ""
+    return FolderTaken(
+        f"{folder} is in use by {holder}", allowed="one process a folder", do=f"wait for it, {stop}or {OWN}"
+    )
+
+
+def _holder(descriptor: int) -> tuple[str, str]:
+    """Return the holder of the lock and the command that ends it; an empty command where it is not known."""
+    for _ in range(TRIES):
+        match _written_in_lock(descriptor):
+            case {"pid": int(pid), "host": str(host), "since": str(since)} if _is_plain(host, since):
+                here = host == socket.gethostname()
+                if here and pid == os.getpid():
+                    return f"this process (another run in it, since {since})", ""
+                return f"process {pid} on {host} since {since}", f"kill {pid}" if here else f"kill {pid} on {host}"
+        time.sleep(0.01)  # a holder writes its text just after it gets the lock
+    return "another process", ""
+
+
+def _written_in_lock(descriptor: int) -> object:
+    try:
+        return json.loads(os.pread(descriptor, LONGEST, 0))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _is_plain(*words: str) -> bool:
+    return all(word.isprintable() and 0 < len(word) <= 255 for word in words)
+
+
+def _fcntl() -> ModuleType:
+    try:
+        import fcntl
+    except ImportError:
+        raise WrongUse(
+            "this system has no flock: two runs could write to one folder, and training cannot keep them apart",
+            allowed="Linux or macOS",
+            do="train in WSL, or in a container",
+        ) from None
+    return fcntl
+
+
+_held: set[FolderLock] = set()
+_changing = threading.RLock()
+"""Held while a lock is taken or released, so that no fork happens between opening a descriptor and recording it."""
+
+
+def _in_child() -> None:
+    """Drop the locks in a forked child, such as a data worker: it would keep the lock of a killed run."""
+    for one in _held:
+        one._forget()
+    _held.clear()
+    _changing.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_in_child)
+
+
+# -- run folder -------------------------------------------------------------------------------------------------------
+
 
 RECIPE = "recipe.yaml"
 RESULT = "result.json"
-"""Written last, by a run that came to its end."""
+"""The file that a finished run writes last."""
 FILES = (RECIPE, "journal.jsonl", "train.log")
-FOLDERS = ("checkpoints", "pictures", "tensorboard", "trouble", "wandb")
-"""Where a run writes into what is there already; other files it replaces."""
+FOLDERS = (CHECKPOINTS, "pictures", "tensorboard", "failed_steps", "wandb")
+"""Folders that a run adds to; other files are replaced."""
 MOST_RUNS = 10_000
 ANOTHER = "add --new for a folder of its own"
 
@@ -31,28 +223,44 @@ NEW: State = "new"
 UNFINISHED: State = "unfinished"
 
 
+def recipe_in(folder: Path) -> Path:
+    """Return the path of the recipe in a run's folder; raise BadData where there is no run."""
+    if not (folder / RECIPE).is_file():
+        raise BadData(
+            f"{folder} holds no run",
+            allowed=f"the folder of a run, with its {RECIPE}",
+            do="give the folder that `halfstep train` named, such as runs/segmentation_tiny",
+        )
+    return folder / RECIPE
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """A folder that is this run's alone until the lock is released, and what was found there."""
+    """A locked folder of a run, and what was found in it."""
 
     path: Path
     state: State
     recipe: Any
-    """The recipe as it is written in the folder, with `run.dir` as it came out."""
+    """The recipe as written in the folder, with `run.dir` resolved."""
     lock: FolderLock
     changed: list[str] = field(default_factory=list)
-    """Settings that are others than those the run was begun with, and were accepted."""
+    """Accepted settings that differ from those the run began with."""
+    result: Mapping[str, Any] | None = None
+    """The result of a finished run that is extended."""
 
 
 def open_run(
     recipe: Any, label: str, new: bool = False, *, drawn: Collection[str] = (), accepted: Collection[str] = ()
 ) -> RunFolder:
-    """Make the run's folder and write the recipe into it, or take up an unfinished run of this recipe.
+    """Create the run's folder and write the recipe, or open an unfinished run of this recipe.
 
-    With `new`, the first free `NAME`, `NAME-2`, `NAME-3`, ... Of several processes that ask at once, exactly one gets a
-    folder. Keys in `drawn` had no value of their own: the run keeps those that it was begun with.
+    With `new`, use the first free `NAME`, `NAME-2`, ...; of several processes, exactly one gets each folder. Keys in
+    `drawn` had no explicit value: the run keeps its own. With `EXTEND` in `accepted`, a finished run goes on up to the
+    recipe's length. Raises FolderTaken, StateMismatch or Unsafe where the folder cannot be used.
     """
     wanted = Path(recipe.run.dir or Path("runs", label))
+    if EXTEND in accepted and _written(wanted) is None:
+        raise _nothing_to_extend(wanted)
     try:
         path = _first_free(wanted) if new else _made(wanted)
         _refuse_foreign(path)
@@ -66,36 +274,78 @@ def open_run(
         raise _cannot_create(wanted, error) from None
 
 
+def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted: Collection[str] = ()) -> State:
+    """Raise what `open_run` would raise, without changing a run; for commands that have yet to import torch."""
+    path = Path(recipe.run.dir or Path("runs", label))
+    if not path.exists():
+        return NEW
+    try:
+        _refuse_foreign(_made(path))
+        if _written(path) is None:
+            return NEW
+        held = lock(path)
+        try:
+            return _opened(path, recipe, drawn, accepted, held).state
+        finally:
+            held.release()
+    except OSError as error:
+        raise _cannot_create(path, error) from None
+
+
 def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collection[str], held: FolderLock) -> RunFolder:
     placed = _with(recipe, "run.dir", str(path))
     _refuse_foreign(path)
     _refuse_links(path)
     written = _written(path)
     if written is None:
+        # A launch that was killed while it wrote the recipe leaves this file and nothing else.
         for draft in filter(_is_draft, path.iterdir()):
             draft.unlink()
         write_text(path / RECIPE, to_yaml(placed))
         return RunFolder(path, NEW, placed, held)
-    lines = changes(written, recipe, ignore={"run.dir", *drawn})
-    if is_finished(path):
-        raise _finished(path, lines)
+    before = _before(path, written)
+    own = {EXTENSIONS} if recipe.schedule.extensions in ([], before.extensions) else set()
+    lines = changes(written, recipe, ignore={"run.dir", *own, *drawn})
+    if before.result is not None and EXTEND not in accepted:
+        raise _finished(path, lines, recipe, before)
     lines = but_for_places(lines)  # the data itself is compared when it is read
-    if lines and RECIPE_CHANGE not in accepted:
-        raise recipe_changed(f"the unfinished run in {path}", lines)
+    unexplained = but_for_length(lines) if EXTEND in accepted else lines
+    if unexplained and RECIPE_CHANGE not in accepted:
+        raise recipe_changed(f"the {'unfinished ' if before.result is None else ''}run in {path}", unexplained)
+    placed = _longer(placed, before, accepted)
     for key in drawn:
         section, name = key.split(".")
         placed = _with(placed, key, written.get(section, {}).get(name))
-    return RunFolder(path, UNFINISHED, placed, held, lines)
+    return RunFolder(path, UNFINISHED, placed, held, lines, before.result)
+
+
+def _before(path: Path, written: dict[str, Any]) -> SavedRun:
+    result = read_json(path / RESULT)
+    saved = generations(path / CHECKPOINTS)
+    known = result if isinstance(result, dict) or result is None else {}
+    return SavedRun(written, known, saved[0].attempt if saved else 0)
+
+
+def _longer(recipe: Any, before: SavedRun, accepted: Collection[str]) -> Any:
+    """Return the recipe with the earlier ends of the run, and with a new one where it is extended."""
+    if EXTEND in accepted:
+        return extended(recipe, before, rewarm=REWARM in accepted)
+    return recipe if recipe.schedule.extensions else with_extensions(recipe, before.extensions)
+
+
+def unfinish(path: Path) -> None:
+    """Remove the result of a run that is extended; the journal keeps it."""
+    (path / RESULT).unlink(missing_ok=True)
 
 
 def keep_recipe(path: Path, recipe: Any) -> None:
-    """From here on this is the recipe of the run in `path`."""
+    """Write `recipe` as the recipe of the run in `path` from now on."""
     if different(_written(path) or {}, recipe):
         write_text(path / RECIPE, to_yaml(recipe))
 
 
 def is_finished(path: Path) -> bool:
-    """Whether a run came to its end in this folder."""
+    """Return whether the run in this folder is finished."""
     return read_json(path / RESULT) is not None
 
 
@@ -112,6 +362,7 @@ def _first_free(path: Path) -> Path:
     for number in range(1, MOST_RUNS):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
+            # mkdir is atomic: of two processes, one fails and tries the next name.
             candidate.mkdir()
         except FileExistsError:
             continue
@@ -120,7 +371,7 @@ def _first_free(path: Path) -> Path:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A folder with files that no run left is somebody's, and not even a lock is put into it."""
+    """Raise FolderTaken for a folder with foreign files; not even a lock is created in it."""
     if _written(path) is None and any(entry.name != LOCK and not _is_draft(entry) for entry in path.iterdir()):
         raise FolderTaken(
             f"{path} holds files, and no {RECIPE} that can be read", allowed="an absent or empty folder", do=ANOTHER
@@ -128,7 +379,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _refuse_links(path: Path) -> None:
-    """What a run adds to, shortens or clears up must be its own: a link would have it done to somebody's files."""
+    """Raise Unsafe for links: a run appends to, truncates and deletes these files, which must be its own."""
     kinds = [(name, stat.S_ISREG, "file") for name in FILES] + [(name, stat.S_ISDIR, "folder") for name in FOLDERS]
     for name, belongs, kind in kinds:
         try:
@@ -144,7 +395,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def _is_draft(entry: Path) -> bool:
-    """What a run leaves that was killed while its recipe was being written; see `files.replacing`."""
+    """Return whether `entry` is left from writing a recipe; see `files.replacing`."""
     name, _, number = entry.name.rpartition(".")
     return name == f".{RECIPE}" and number.isdigit() and entry.is_file() and not entry.is_symlink()
 
@@ -155,15 +406,46 @@ def _with(recipe: Any, key: str, value: Any) -> Any:
     return recipe.model_copy(update={section: changed})
 
 
-def _finished(path: Path, lines: list[str]) -> FolderTaken:
+def _finished(path: Path, lines: list[str], recipe: Any, before: SavedRun) -> HalfstepError:
+    """Return the error for a finished run, by what the user most likely meant."""
+    asked = recipe.train.epochs, recipe.train.steps
+    if lines and not but_for_places(lines):
+        return FolderTaken(
+            listed(f"{path} holds a finished run on another data folder:", lines),
+            allowed="one run a folder",
+            do=f"give the folder that it was trained on, or {ANOTHER}, to train on this one",
+        )
+    if lines and asked != before.length and not but_for_length(lines):
+        return _other_length(path, asked, before)
     if lines:
         return FolderTaken(
             listed(f"{path} holds a finished run of another recipe:", lines),
-            allowed="one run a folder; a finished one does not go on",
-            do=ANOTHER,
+            allowed="one run a folder; a finished one goes on only where it is extended",
+            do=f"{ANOTHER}; `halfstep train {path / RECIPE}` has the settings of the one that is there",
         )
     return FolderTaken(
-        f"{path} holds this run, finished", allowed="one run a folder", do=f"halfstep evaluate {path}, or {ANOTHER}"
+        f"{path} holds this run, finished",
+        allowed="one run a folder",
+        do=f"halfstep evaluate {path}, or {to_go_on(before)} to train on, or {ANOTHER}",
+    )
+
+
+def _other_length(path: Path, asked: tuple[int | None, int | None], before: SavedRun) -> FolderTaken:
+    given = f"{path} holds this run, finished after {in_words(before.length)}; {in_words(asked)} are asked for now"
+    if is_longer(asked, before.length) is False:
+        return FolderTaken(given, allowed="one run a folder; what was trained is not taken back", do=ANOTHER)
+    return FolderTaken(
+        given,
+        allowed="a finished run goes on where it is extended",
+        do=f"add --extend to go on to {in_words(asked)}, with --rewarm for a new warm-up and decay; or {ANOTHER}",
+    )
+
+
+def _nothing_to_extend(path: Path) -> FolderTaken:
+    return FolderTaken(
+        f"--extend, and there is no run in {path}",
+        allowed="a run that is there; run.dir=FOLDER names another one",
+        do="leave --extend out to begin it",
     )
 
 

@@ -1,56 +1,352 @@
-"""From a recipe and a task to a Stepper that is ready to train."""
+"""Build the model, optimizer, schedule and Stepper of a run from its recipe and task."""
 
 from __future__ import annotations
 
+import difflib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import nn, optim
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from halfstep import world
-from halfstep.errors import BadRecipe
-from halfstep.guard.remedy.remedies import Remedies
-from halfstep.precision.ladder import Choice, choose_precision
+from halfstep import distributed
+from halfstep.data.order import derive
+from halfstep.data.to_device import placed
+from halfstep.errors import BadRecipe, UnknownName
+from halfstep.guard.repair.remedies import Remedies
+from halfstep.precision.select import Choice, choose_precision
+from halfstep.recipe.schema import (
+    NO_FILE,
+    DataOptions,
+    Extension,
+    LossOptions,
+    LossScaleOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Recipe,
+    ScheduleOptions,
+)
+from halfstep.status_line import OnProgress
+from halfstep.step.ema import Ema
 from halfstep.step.loss_scale import DynamicScale
-from halfstep.step.riders import Ema
-from halfstep.step.transaction import Stepper
-from halfstep.train.cures import placed_again
-from halfstep.train.data.order import derive
-from halfstep.train.freeze import freeze
-from halfstep.train.optimizers import make_optimizer
-from halfstep.train.placing import placed
-from halfstep.train.randomness import seed_all
-from halfstep.train.recipe.schema import DataOptions, LossOptions, LossScaleOptions, ModelOptions, Recipe
-from halfstep.train.recomputing import checkpoint_activations
-from halfstep.train.schedules import Shape, make_schedule
-from halfstep.train.task import Task, Told, unheard
+from halfstep.step.stepper import Stepper
+from halfstep.train.activation_checkpointing import checkpoint_activations
+from halfstep.train.guarding import placed_again
+from halfstep.train.rng import seed_all
+from halfstep.train.task import Task, unheard
 from halfstep.train.weights import load_weights
 
+# -- freeze -----------------------------------------------------------------------------------------------------------
+# Freeze parts of a model.
+
+
+def freeze(model: nn.Module, parts: list[str]) -> list[str]:
+    """Freeze `parts`, dotted names of modules or parameters; return a line for each.
+
+    The statistics of their batch normalization are frozen too, also after `model.train()`. Raises UnknownName for an
+    unknown name, and BadRecipe where nothing is left to train.
+    """
+    # All names are resolved first, so that a wrong one leaves the model unchanged.
+    found = {part: _parameters(model, part) for part in parts}
+    frozen = {id(parameter) for parameters in found.values() for parameter in parameters}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in frozen]
+    if parts and not trained:
+        raise BadRecipe(
+            f"model.freeze: {', '.join(parts)} leaves nothing to train",
+            allowed="at least one part that is trained",
+            do=f"leave out one of {', '.join(parts)}",
+        )
+    for part, parameters in found.items():
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        if part in dict(model.named_modules()):
+            _still(model.get_submodule(part))
+    return [f"{part} is frozen: {sum(p.numel() for p in each):,} parameters" for part, each in found.items()]
+
+
+def _parameters(model: nn.Module, part: str) -> list[nn.Parameter]:
+    # The final dot makes `layer1` match `layer1.weight` and not `layer10.weight`.
+    found = [p for name, p in model.named_parameters() if part and f"{name}.".startswith(f"{part}.")]
+    if not found:
+        raise _unknown(model, part)
+    return found
+
+
+def _unknown(model: nn.Module, part: str) -> UnknownName:
+    names = {name for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
+    names |= {name for name, _ in model.named_parameters()}
+    near = difflib.get_close_matches(part, sorted(names), n=1, cutoff=0.6)
+    top = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    return UnknownName(
+        f"model.freeze names {part!r}, which the model has not, or which has no parameters",
+        allowed=f"{', '.join(top[:20])}, or a part of one, such as {max(names, key=len, default='none')}",
+        do=f"did you mean {near[0]!r}?" if near else "use one of the allowed names",
+    )
+
+
+def _still(module: nn.Module) -> None:
+    for below in module.modules():
+        if isinstance(below, _NormBase) and below.track_running_stats:
+            below.eval()
+            # A class, not a hook or an instance method: copies of the model, such as an EMA, are frozen too.
+            below.__class__ = _still_class(type(below))  # type: ignore[assignment]
+
+
+class Still:
+    """A mixin for normalization layers with frozen statistics: `train()` has no effect."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Set evaluation mode, whatever `mode` is."""
+        return super().train(False)  # type: ignore[misc]
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _still_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(kind, Still):
+        return kind
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"Still{kind.__name__}", (Still, kind), {"__module__": kind.__module__})
+    return _CLASSES[kind]
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+# Build optimizers by name.
+
+
+_KINDS: dict[str, Callable[..., optim.Optimizer]] = {
+    "adamw": optim.AdamW,
+    "adam": optim.Adam,
+    "sgd": optim.SGD,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "adamax": optim.Adamax,
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "rmsprop": optim.RMSprop,
+    "asgd": optim.ASGD,
+}
+_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
+# Those of torch that accept `fused`.
+_WITH_FUSED = ("adamw", "adam", "sgd", "adagrad")
+
+
+def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
+    """Return the optimizer, with fused kernels where requested and available."""
+    arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.name == "sgd":
+        arguments |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
+    elif options.name == "rmsprop":
+        arguments["momentum"] = options.momentum
+    elif options.name in _WITH_BETAS:
+        # The recipe has one momentum for all optimizers; beta2 stays at torch's default.
+        arguments["betas"] = (options.momentum, 0.999)
+    if options.fused and options.name in _WITH_FUSED:
+        try:
+            return _KINDS[options.name](_groups(model), fused=True, **arguments)
+        except RuntimeError:  # raised by torch where the device has no fused kernel
+            pass
+    return _KINDS[options.name](_groups(model), **arguments)
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return parameter groups without weight decay for vectors, such as biases and scales of normalization."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim > 1]},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+# Build learning rate schedules: a factor for each number of applied updates, after a warm-up.
+
+
+REWARM_SHARE = 20
+"""A new warm-up takes one in so many updates of its part, where the recipe has no warm-up."""
+
+
+class SchedulePart(NamedTuple):
+    """A range of updates with one warm-up and one decay."""
+
+    begin: int
+    end: int
+    warmup: int
+
+    @property
+    def length(self) -> int:
+        """The number of updates of the decay."""
+        return max(self.end - self.begin - self.warmup, 1)
+
+
+class LRSchedule(ABC):
+    """A factor of the learning rate. An object, not a function: LambdaLR saves the state of objects only."""
+
+    parts: Sequence[Sequence[int]] = ()
+    """The parts of an extended run; the curve stays at the end of a part until the next one begins."""
+
+    def __init__(self, options: ScheduleOptions, total: int, per_epoch: int) -> None:
+        found = parts_of(options, total, per_epoch)
+        self.warmup, self.length = found[0].warmup, found[0].length
+        if options.extensions:
+            self.parts = [list(part) for part in found]
+        self.prepare(options, per_epoch)
+
+    def prepare(self, options: ScheduleOptions, per_epoch: int) -> None:
+        """Store the options that the shape needs."""
+        return
+
+    @abstractmethod
+    def after(self, step: int, part: SchedulePart) -> float:
+        """Return the factor after `step` updates of a part, counted from the end of its warm-up."""
+
+    def progress(self, metric: float | None) -> None:
+        """Record an evaluation; `metric` is None where it did not improve."""
+        return
+
+    def __call__(self, step: int) -> float:
+        part, at = self._place(step)
+        if at < part.warmup:
+            # One more than the warm-up in the divisor, so that the full lr is first reached after it; never 0.
+            return self.after(0, part) * (at + 1) / (part.warmup + 1)
+        return self.after(at - part.warmup, part)
+
+    def _place(self, step: int) -> tuple[SchedulePart, int]:
+        """Return the part of an update, and its number in that part."""
+        if not self.parts:
+            return SchedulePart(0, self.warmup + self.length, self.warmup), step
+        part = SchedulePart(*[part for part in self.parts if part[0] <= step][-1])
+        return part, min(step, part.end - 1) - part.begin
+
+
+class Constant(LRSchedule):
+    """A constant learning rate."""
+
+    def after(self, step: int, part: SchedulePart) -> float:
+        return 1.0
+
+
+class Cosine(LRSchedule):
+    """Half a cosine, from 1 to `final`."""
+
+    def prepare(self, options: ScheduleOptions, per_epoch: int) -> None:
+        self.final = options.final
+
+    def after(self, step: int, part: SchedulePart) -> float:
+        return self.final + (1.0 - self.final) * _falling(step / part.length)
+
+
+class Steps(LRSchedule):
+    """A multiplication by `factor` every few epochs."""
+
+    def prepare(self, options: ScheduleOptions, per_epoch: int) -> None:
+        self.every, self.factor = options.every_epochs * per_epoch, options.factor
+
+    def after(self, step: int, part: SchedulePart) -> float:
+        # Epochs count from the beginning of the part, warm-up included.
+        return float(self.factor ** ((step + part.warmup) // self.every))
+
+
+class Plateau(LRSchedule):
+    """A multiplication by `factor` after more than `patience` evaluations without improvement."""
+
+    def prepare(self, options: ScheduleOptions, per_epoch: int) -> None:
+        self.patience, self.factor = options.patience, options.factor
+        self.cuts = self.waited = 0
+
+    def progress(self, metric: float | None) -> None:
+        self.waited = 0 if metric is not None else self.waited + 1
+        if self.waited > self.patience:
+            self.cuts, self.waited = self.cuts + 1, 0
+
+    def after(self, step: int, part: SchedulePart) -> float:
+        return float(self.factor**self.cuts)
+
+
+class OneCycle(LRSchedule):
+    """A rise from 1/25 over the first 0.3 of the run, then a decay to 1e-4."""
+
+    # The rise and the start are the defaults of torch's OneCycleLR.
+    rise, beginning, end = 0.3, 1 / 25, 1e-4
+
+    def after(self, step: int, part: SchedulePart) -> float:
+        at = min(step / part.length, 1.0)
+        if at < self.rise:
+            return self.beginning + (1.0 - self.beginning) * (1.0 - _falling(at / self.rise))
+        return self.end + (1.0 - self.end) * _falling((at - self.rise) / (1.0 - self.rise))
+
+
+_SHAPES: dict[str, type[LRSchedule]] = {
+    "constant": Constant,
+    "cosine": Cosine,
+    "step": Steps,
+    "plateau": Plateau,
+    "one-cycle": OneCycle,
+}
+
+
+def make_schedule(
+    options: ScheduleOptions, optimizer: Optimizer, total: int, per_epoch: int
+) -> tuple[LambdaLR, LRSchedule]:
+    """Return the schedule for `total` updates, `per_epoch` of them in an epoch, and the shape it follows."""
+    shape = _SHAPES[options.name](options, total, per_epoch)
+    return LambdaLR(optimizer, shape), shape
+
+
+def parts_of(options: ScheduleOptions, total: int, per_epoch: int) -> list[SchedulePart]:
+    """Return the first part, and one for each extension with a new warm-up; other extensions hold the last value."""
+    ends = [_updates(extension, per_epoch) for extension in options.extensions] + [total]
+    found = [SchedulePart(0, ends[0], min(options.warmup_steps, ends[0]))]
+    for extension, begin, end in zip(options.extensions, ends, ends[1:], strict=False):
+        if extension.rewarm:
+            added = max(end - begin, 1)
+            found.append(SchedulePart(begin, end, min(options.warmup_steps or -(-added // REWARM_SHARE), added // 2)))
+    return found
+
+
+def _updates(end: Extension, per_epoch: int) -> int:
+    return end.steps or (end.epochs or 1) * per_epoch
+
+
+def _falling(share: float) -> float:
+    """Return half a cosine, from one to zero."""
+    return 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))
+
+
+# -- setup ------------------------------------------------------------------------------------------------------------
+
+
 AnyRecipe = Recipe[ModelOptions, DataOptions, LossOptions]
-NOT_PATHS = ("none", "pretrained")
-"""Values of `model.weights` that the task itself understands."""
 
 
 @dataclass
 class Parts:
-    """What a run trains with."""
+    """The objects that a run trains with."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
-    shape: Shape
+    shape: LRSchedule
     stepper: Stepper
     notes: list[str] = field(default_factory=list)
 
     @property
     def choice(self) -> Choice:
-        """The precision of the run, which a guard may have changed on the way."""
+        """The precision of the run, which a guard may have changed."""
         return self.stepper.choice
 
     @property
     def lr(self) -> float:
+        """The learning rate of the first parameter group."""
         rate: float = self.optimizer.param_groups[0]["lr"]
         return rate
 
@@ -64,18 +360,19 @@ def prepare(
     per_epoch: int,
     precision: str | None = None,
     cures: Remedies | None = None,
-    told: Told = unheard,
+    told: OnProgress = unheard,
 ) -> Parts:
     """Build everything for `total` updates, `per_epoch` of them in an epoch.
 
-    `precision` is the one that `auto` came to when the run began; it is not measured again. `cures` are what the run's
-    guard had placed when it was saved, and come over it. `told` hears how far the task is that gets ready.
+    `precision` is what `auto` resolved to when the run began; it is not measured again. `cures` are the remedies of the
+    run's guard, and override it. `told` is called with the progress of the task's own preparation.
     """
     train = recipe.train
     seed = train.seed or 0
-    seed_all(seed)  # the same weights on every process ...
+    # Every rank starts with the same weights, and draws different dropout masks afterward.
+    seed_all(seed)
     model, notes = make_model(task, recipe, device)
-    seed_all(derive(seed, world.rank()))  # ... and other dropout on each
+    seed_all(derive(seed, distributed.rank()))
     if cures is not None:
         notes += placed_again(model, cures)
         precision = cures.precision or precision
@@ -97,14 +394,17 @@ def prepare(
 
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:
-    """The recipe of a model whose weights come from elsewhere: nothing is read or downloaded to begin with."""
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": NOT_PATHS[0]})})
+    """Return a recipe that reads or downloads no initial weights."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": NO_FILE[0]})})
 
 
 def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.Module, list[str]]:
-    """The task's model with the weights that the recipe begins with, where and how it will run."""
+    """Return the task's model with its initial weights, on its device and in its memory format, and notes.
+
+    Raises BadRecipe for settings that exclude each other.
+    """
     model, notes = task.model(), []
-    if recipe.model.weights not in NOT_PATHS:
+    if recipe.model.weights not in NO_FILE:
         notes.append(str(load_weights(model, Path(recipe.model.weights).expanduser(), partial=True)))
     notes += freeze(model, recipe.model.freeze)
     model = placed(model, device, recipe.train.channels_last)
@@ -117,6 +417,7 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
     if recipe.train.checkpoint_activations:
         notes.append(f"activations of {checkpoint_activations(model)} blocks are computed again in backward")
     if recipe.train.compile:
+        # In place, unlike torch.compile(model): the names in the state dict stay the same.
         model.compile()
     return model, notes
 

@@ -1,89 +1,130 @@
-"""Everything that the next step of a run depends on. The fields of `State` are the checkpoint; no other list exists."""
+"""Define everything that the next step of a run depends on: the fields of `State` are the whole checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep import world
+from halfstep import distributed
+from halfstep.checkpoint.commit import RankSnapshot
+from halfstep.checkpoint.packing import pack, unpack
+from halfstep.data.dataset import BadSampleBudget, Samples
 from halfstep.errors import BadData, StateMismatch
 from halfstep.precision.island import islands
-from halfstep.train.checkpoint.commit import Snapshot
-from halfstep.train.checkpoint.packing import pack, unpack
-from halfstep.train.data.budget import Budget
-from halfstep.train.data.samples import Samples
-from halfstep.train.fleeting import fleeting
-from halfstep.train.guards_state import stateful
-from halfstep.train.measured import Measured
-from halfstep.train.progress import Progress
-from halfstep.train.randomness import read_generators
+from halfstep.train.environment import AutoChoices
+from halfstep.train.epoch_metrics import EpochMetrics
+from halfstep.train.guarding import stateful
+from halfstep.train.rng import read_generators
 from halfstep.train.setup import AnyRecipe, Parts
-from halfstep.train.tally import Tally
+from halfstep.train.weights import fleeting
 
-OWN = ("weights/buffers/", "weights/more/", "average/buffers/", "random/", "counts/epoch/metrics/")
-"""Tensors that differ between processes which train one model; rank 0 writes the others for all."""
-FINITE, NUMBERS = ("weights/parameters/", "average/averages/"), ("weights/buffers/", "average/buffers/")
-"""Tensors that a checkpoint keeps only while they are finite, and those in which infinities may have a meaning."""
-
-EXTRA = "_extra_state"
-"""What torch calls a module's `get_extra_state()`."""
+# -- progress ---------------------------------------------------------------------------------------------------------
+# Track the progress, the best evaluation and early stopping; small enough for every checkpoint.
 
 
 @dataclass
-class Live:
-    """The things themselves, of which `State` is the picture."""
+class Progress:
+    """The position of a run in its data, and its best evaluation so far."""
+
+    epoch: int = 0
+    """Epochs completed."""
+    in_epoch: int = 0
+    """Windows attempted in the current epoch."""
+    attempts: int = 0
+    best: float | None = None
+    best_epoch: int = 0
+    stale: int = 0
+    """Evaluations since the best one."""
+    quarantined: list[int] = field(default_factory=list)
+    """Training samples with non-finite values, replaced by others since this epoch began."""
+    suspected: list[int] = field(default_factory=list)
+    """Such samples found in this epoch. Workers prefetch, so only the end of an epoch is the same place for all."""
+
+    def begin_epoch(self) -> set[int]:
+        """Return the samples to leave out from now on: all that were found."""
+        self.quarantined, self.suspected = sorted({*self.quarantined, *self.suspected}), []
+        return set(self.quarantined)
+
+    def judge(self, value: float, epoch: int, *, higher: bool, margin: float) -> bool:
+        """Record an evaluation; return whether it is the best so far. A non-finite value never is."""
+        gain = math.inf if self.best is None else (value - self.best if higher else self.best - value)
+        better = math.isfinite(value) and gain > margin
+        if better:
+            self.best, self.best_epoch, self.stale = value, epoch, 0
+        else:
+            self.stale += 1
+        return better
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+OWN = ("weights/buffers/", "weights/more/", "average/buffers/", "random/", "counts/epoch/metrics/")
+"""Tensors that differ between ranks; rank 0 writes the others for all."""
+FINITE, NUMBERS = ("weights/parameters/", "average/averages/"), ("weights/buffers/", "average/buffers/")
+"""Tensors that must be finite in a checkpoint, and those in which an infinity may be intended."""
+
+EXTRA = "_extra_state"
+"""torch's key for the result of a module's `get_extra_state()`."""
+
+
+@dataclass
+class RunObjects:
+    """The live objects that a `State` is read from and restored into."""
 
     recipe: AnyRecipe
     parts: Parts
     progress: Progress
-    tally: Tally
-    budget: Budget
+    tally: EpochMetrics
+    budget: BadSampleBudget
     samples: Samples
-    measured: Measured
+    measured: AutoChoices
     data: Mapping[str, Any]
-    """What the data was when the run began; see `data.fingerprint`."""
+    """The fingerprint of the data when the run began; see `data.fingerprint`."""
     latest: dict[str, float]
     """The metrics of the last evaluation."""
     journal: Callable[[], dict[str, int]]
-    """How long the run's journal is."""
+    """Returns the sizes of the run's journal files."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A run between two steps: plain data and tensors, which are the run's own until they are copied."""
+    """A run between two steps, as plain data and tensors; the tensors are the run's own until they are copied."""
 
     weights: dict[str, Any]
-    """Parameters and buffers, also those that a model does not save by itself."""
+    """Parameters and buffers, including non-persistent buffers."""
     optimizers: dict[str, Any]
     schedules: dict[str, Any]
     average: dict[str, Any] | None
     loss_scales: dict[str, Any]
-    """With N0, what sums are divided by."""
+    """The loss scales, and N0, the divisor of summed losses."""
     counts: dict[str, Any]
-    """Steps attempted, applied and skipped, and what adds up over the epoch."""
+    """Steps attempted, applied and skipped, and the sums of the epoch so far."""
     random: dict[str, Any]
     cursor: dict[str, Any]
-    """Where the run is in its data and in its journal, and what it found there."""
+    """The position of the run in its data and its journal, and the bad samples found."""
     guards: dict[str, Any]
     recipe: dict[str, Any]
     precision: dict[str, Any]
     measured: dict[str, Any]
 
     @classmethod
-    def of(cls, live: Live) -> State:
+    def of(cls, live: RunObjects) -> State:
+        """Read the state of the live objects."""
         stepper = live.parts.stepper.state_dict()
-        lanes = stepper["lanes"]
+        optimizers, losses = stepper["optimizers"], stepper["losses"]
         return cls(
             weights=_weights(live),
-            optimizers={name: {**facts_of(live, name), **lane["optimizer"]} for name, lane in lanes.items()},
-            schedules={name: lane["schedule"] for name, lane in lanes.items()},
+            optimizers={name: {**facts_of(live, name), **own["optimizer"]} for name, own in optimizers.items()},
+            schedules={name: own["schedule"] for name, own in optimizers.items()},
             average=stepper["ema"],
             loss_scales={
-                name: {"scale": lane["loss_scale"], "base_count": lane["base_count"]} for name, lane in lanes.items()
+                name: {"scale": loss["loss_scale"], "base_count": loss["base_count"]} for name, loss in losses.items()
             },
             counts={"steps": stepper["counts"], "epoch": live.tally.state_dict(), "latest": dict(live.latest)},
             random=read_generators(live.parts.stepper.device),
@@ -99,13 +140,15 @@ class State:
             measured=live.measured.as_dict(),
         )
 
-    def snapshot(self, attempt: int, environment: Mapping[str, Any]) -> Snapshot:
-        """What this process has to write of it."""
+    def snapshot(self, attempt: int, environment: Mapping[str, Any]) -> RankSnapshot:
+        """Return what this rank has to write."""
         plain, tensors = {}, {}
         for name in COMPONENTS:
             plain[name], found = pack(getattr(self, name), name)
-            tensors.update({key: tensor for key, tensor in found.items() if world.rank() == 0 or key.startswith(OWN)})
-        return Snapshot(
+            tensors.update(
+                {key: tensor for key, tensor in found.items() if distributed.rank() == 0 or key.startswith(OWN)}
+            )
+        return RankSnapshot(
             attempt,
             plain,
             tensors,
@@ -116,7 +159,7 @@ class State:
 
     @classmethod
     def from_parts(cls, plain: Any, tensors: Mapping[str, Tensor], where: str) -> State:
-        """What `snapshot` wrote; a component that is missing, or one too many, is refused."""
+        """Return the state that `snapshot` wrote; raise StateMismatch or BadData for missing or unknown components."""
         found = list(plain) if isinstance(plain, dict) else []
         lacks, more = [n for n in COMPONENTS if n not in found], [n for n in found if n not in COMPONENTS]
         if lacks or more:
@@ -142,8 +185,8 @@ NO_AVERAGE = ("average", None)
 """The one component that a run may do without."""
 
 
-def facts_of(live: Live, lane: str) -> dict[str, Any]:
-    """What an optimizer's own state does not say: its kind, and which parameters its numbers stand for."""
+def facts_of(live: RunObjects, lane: str) -> dict[str, Any]:
+    """Return what an optimizer's state lacks: its kind, and the names of the parameters that it refers to by number."""
     optimizer = live.parts.stepper.optimizers[lane]
     names = {id(parameter): name for name, parameter in live.parts.model.named_parameters()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
@@ -151,13 +194,13 @@ def facts_of(live: Live, lane: str) -> dict[str, Any]:
 
 
 def more_of(model: nn.Module) -> dict[str, Any]:
-    """What a model saves besides parameters and buffers."""
+    """Return what a model saves besides parameters and buffers."""
     saved = model.state_dict()
     own = {name for name in saved if name.rpartition(".")[2] == EXTRA}
     return {name: value for name, value in saved.items() if name in own or not isinstance(value, Tensor)}
 
 
-def _weights(live: Live) -> dict[str, Any]:
+def _weights(live: RunObjects) -> dict[str, Any]:
     model = live.parts.model
     return {
         "parameters": dict(model.named_parameters()),

@@ -1,9 +1,9 @@
-"""The protocol between a job and the loop: model, data, loss, metrics, and what to show."""
+"""Define the protocol between a task and the training loop: model, data, loss, metrics and pictures."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,107 +11,152 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from halfstep.data.source import Sample, Source
 from halfstep.precision.precision import Precision
-from halfstep.train.data.source import Sample, Source
-from halfstep.train.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
+from halfstep.status_line import OnProgress
+from halfstep.train.metrics import Metrics
 
 if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
+    from halfstep.train.signature import Signature
 
 Split = Literal["train", "val"]
 Picture = np.ndarray[Any, Any]
 """Height × width × 3, uint8."""
-Told = Callable[[int, int], None]
-"""Hears how much of a long job is done, and of how much."""
 
 
 def unheard(done: int, of: int) -> None:
-    """Where nobody watches."""
+    """Ignore the progress."""
 
 
 class LeftOut(NotImplementedError):
-    """A method that a task does without; torch raises the plain error too, where a device lacks an operation."""
+    """A method that a task does not implement.
+
+    torch raises plain NotImplementedError too, where a device lacks an operation: hence a class of its own.
+    """
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says about one input: values for a table, and pictures where there are any."""
+    """The output of a model for one input: values for a table, and pictures where there are any."""
 
     values: Mapping[str, object] = field(default_factory=dict)
     mask: np.ndarray[Any, Any] | None = None
     """Height × width, a class number for each pixel."""
     overlay: Picture | None = None
     frames: Sequence[Picture] = ()
-    """Pictures that follow one another, for an animation."""
+    """Successive pictures for an animation."""
+    legend: Sequence[tuple[str, tuple[int, int, int]]] = ()
+    """The meaning of the colors in the overlay."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample for display: pictures of one size by their headings, and a caption."""
+
+    panels: Mapping[str, Picture]
+    caption: str = ""
+    frame: tuple[int, int, int] | None = None
+    """The color of a frame around a single picture."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The quality of the outputs for a batch, on their own device: reading it synchronizes."""
+
+    counts: Tensor
+    """Images or pixels of the batch, by their true class and by the predicted one."""
+    figures: Mapping[str, Tensor]
+    """Numbers for each sample, by name."""
+    quality: Tensor
+    """One number for each sample; the smallest is the worst."""
+    classes: Mapping[str, Tensor] = field(default_factory=dict)
+    """Class numbers for each sample, such as the true one, by name."""
 
 
 class Task(ABC):
-    """A job. Knows no dtype and no device: what must stay in fp32 is an `island`, wide sums are `widen`ed."""
+    """A task. It knows no dtype and no device: parts that must stay in fp32 are an `island`, wide sums use `widen`."""
 
     schema: ClassVar[Any] = Recipe[ModelOptions, DataOptions, LossOptions]
     """The recipe of this task: `Recipe[MyModel, MyData, MyLoss]`."""
     metric: ClassVar[str]
     """The metric that decides which weights are best; `loss` is allowed."""
     higher_is_better: ClassVar[bool] = True
+    resolution: ClassVar[str] = ""
+    """The setting that the time of a step grows with the square of, such as `data.size`; empty where there is none."""
     tiny: ClassVar[Mapping[str, Any]] = {}
-    """Sections of a recipe for a small model on drawn data: what the contract tests run."""
+    """Sections of a recipe for a small model on synthetic data, used by the contract tests."""
 
     def __init__(self, recipe: Any) -> None:
         self.begin(recipe)
 
     def begin(self, recipe: Any) -> None:
-        """Take the recipe of a run; what is derived from it belongs here, for tasks given to `fit` as objects."""
+        """Set the recipe of a run, and derive from it; called again for tasks that are passed to `fit` as objects."""
         self.recipe = recipe
 
     def facts(self) -> dict[str, Any]:
-        """What must be known to predict without the data, such as the names of classes: plain data, kept with a run."""
+        """Return what is needed to predict without the data, such as class names: plain data, saved with a run."""
         return {}
 
     def remember(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most tasks have nothing to remember
-        """Take what `facts` gave when the model was trained; called before anything else."""
+        """Load what `facts` returned when the model was trained; called before anything else."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """The model, with random or `pretrained` weights as `recipe.model.weights` says; paths are read by the loop."""
+        """Return the model, with random or `pretrained` weights by `recipe.model.weights`; the loop loads files."""
 
-    def ready(self, model: nn.Module, precision: Precision, told: Told = unheard) -> list[str]:
-        """What is measured or computed once, with the model where it will run; the lines are told with the run's start.
+    def ready(self, model: nn.Module, precision: Precision, told: OnProgress = unheard) -> list[str]:
+        """Measure or compute what is needed once, with the model on its device; return lines for the run's start.
 
-        Called by every process before the first step, also of a run that goes on: its buffers are then restored.
+        Every rank calls it before the first step, also of a resumed run, whose buffers are restored afterward.
         """
         return []
 
     @abstractmethod
     def source(self, split: Split) -> Source:
-        """Where the samples of a split come from."""
+        """Return the source of the samples of a split."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Sample, metrics: MetricCollection | None = None) -> Any:
-        """The loss, or `(sum, count)`; tells `metrics`, where given, what the model said. Training and evaluation."""
+    def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Any:
+        """Return the loss or `Counted(sum, count)`, and pass outputs and targets to `metrics` where given."""
 
     def transform(self, split: Split, sample: Sample) -> Sample:
-        """From the disk to the model: crops, flips, numbers between 0 and 1. Runs in the workers."""
+        """Return the sample as the model takes it: cropped, flipped, scaled. Runs in the workers."""
         return sample
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
-        """Samples to one batch. Runs in the workers."""
+        """Collate samples into a batch. Runs in the workers."""
         batch: Sample = default_collate(samples)
         return batch
 
-    def metrics(self) -> MetricCollection:
-        """New metrics, which add up in fp32 or wider."""
-        from torchmetrics import MetricCollection
-
-        return MetricCollection({})
+    def metrics(self) -> Metrics:
+        """Return new metrics, which accumulate in fp32 or wider; a MetricCollection of torchmetrics works too."""
+        return Metrics()
 
     def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
-        """What the model makes of a validation batch, for people to look at."""
+        """Return pictures of the model's outputs for a validation batch."""
         return []
 
+    def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
+        """Return the pictures with headings and captions, for tasks that have them."""
+        return [Shown({"": picture}) for picture in self.pictures(model, batch)]
+
+    def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
+        """Return the meaning of the colors in the pictures."""
+        return []
+
+    def judge(self, said: Tensor, truth: Tensor) -> Judged:
+        """Return the quality of each output of a batch; `said` and `truth` are what the metrics get."""
+        raise LeftOut(f"{type(self).__name__} does not judge samples one by one")
+
+    def signature(self) -> Signature:
+        """Return a description of the model's inputs and outputs, for use of its weights elsewhere."""
+        raise LeftOut(f"{type(self).__name__} does not say what its model takes")
+
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
-        """What the model says about one image, channels × height × width, as it was read."""
+        """Return the prediction for one image, channels × height × width, as it was read."""
         raise LeftOut(f"{type(self).__name__} predicts nothing")
 
-    def sample(self, model: nn.Module, count: int, told: Told) -> list[Picture]:
-        """Pictures that the model makes by itself; what is drawn at random comes from torch's own generator."""
+    def sample(self, model: nn.Module, count: int, told: OnProgress) -> list[Picture]:
+        """Return pictures that the model generates; randomness comes from torch's default generator."""
         raise LeftOut(f"{type(self).__name__} makes nothing by itself")

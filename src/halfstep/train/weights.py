@@ -1,7 +1,7 @@
-"""Weights in files: safetensors written whole or not at all, and read with a report of what fits.
+"""Save weights to safetensors files, whole or not at all, and load them with a report of what fits.
 
-Nothing that is read can run code: safetensors holds numbers only, and others' .pt files are read by torch's restricted
-reader, which refuses everything but tensors and plain containers.
+Nothing that is loaded can run code: safetensors holds numbers only, and .pt files are loaded with
+`weights_only=True`, which refuses everything but tensors and plain containers.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.checkpoint.pickle_detection import LOOKED_AT, runs_code
 from halfstep.errors import BadData, MissingExtra, StateMismatch, Unsafe
 from halfstep.files import replacing
-from halfstep.train.foreign import LOOKED_AT, runs_code
+from halfstep.recipe.schema import WEIGHTS
+from halfstep.step.buffers import put_buffer
 
 MOST_LINES = 20
 PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What wrappers put before every name: data parallelism, compilation, and other people's trainers."""
+"""Prefixes that wrappers add to every name: DDP, torch.compile, and other trainers."""
 
 LARGEST = 64 * 2**30
-"""Bytes; larger weights are not for one process."""
+"""Bytes; larger weights do not fit one process."""
 NESTED = ("state_dict", "model_state_dict", "model", "module", "ema")
-"""Where others' checkpoints keep the weights among other things."""
-ALLOWED = ".safetensors, or .pt and .pth with tensors alone"
+"""Keys under which other trainers' checkpoints hold the weights."""
 INSIDE = ("", "encoder.", "encoder.model.")
-"""Where a model of several parts keeps the part that a file was made for."""
+"""Prefixes of a submodel whose own file has no prefix."""
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What a file gave to a model."""
+class LoadReport:
+    """The report of loading a file into a model."""
 
     path: Path
     fitted: int
     missing: tuple[str, ...] = ()
-    """In the model, not in the file."""
+    """Names in the model that the file lacks."""
     unexpected: tuple[str, ...] = ()
-    """In the file, not in the model."""
+    """Names in the file that the model lacks."""
     shapes: tuple[str, ...] = ()
-    """In both, in different shapes."""
+    """Names in both with different shapes."""
 
     @property
     def complete(self) -> bool:
+        """Return whether everything fitted."""
         return not (self.missing or self.unexpected or self.shapes)
 
     def __str__(self) -> str:
@@ -67,7 +69,7 @@ class Loaded:
 def save_weights(
     model: nn.Module | Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Replace `path` by the parameters and buffers of `model`; a reader sees the old file or the new one."""
+    """Replace `path` by the parameters and buffers of `model`, atomically; raise MissingExtra without safetensors."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -76,18 +78,19 @@ def save_weights(
         ) from error
     with replacing(path) as draft:
         draft.touch()
+        # The mode of a new file under the user's umask.
         readers = draft.stat().st_mode
         save_file(as_saved(model), draft, metadata={"format": "pt", **(metadata or {})})
-        draft.chmod(readers)  # safetensors lets nobody but the owner read what it writes
+        draft.chmod(readers)  # safetensors makes its files readable by the owner only
 
 
-def load_weights(model: nn.Module, path: Path, partial: bool = False) -> Loaded:
-    """Copy what a .safetensors or .pt file holds into `model`, and say what did not fit.
+def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadReport:
+    """Copy the tensors of a .safetensors or .pt file into `model`, and return what did not fit.
 
-    All of it must fit, unless `partial`: then what fits is taken, as long as it is half of the smaller side. The model
-    is changed only when everything that goes into it was found good.
+    Everything must fit, unless `partial`: then at least half of the smaller side must. The model changes only after all
+    checks. Raises StateMismatch, BadData, Unsafe or MissingExtra.
     """
-    own = _without_prefixes(_tensors(model), {})  # named as save_weights would name them
+    own = _without_prefixes(_tensors(model), {})  # with the names that save_weights uses
     found = _named_alike(_without_prefixes(_read(path), own), own)
     fitting = {name: found[name] for name in own if name in found and found[name].shape == own[name].shape}
     report = _compared(path, own, found, fitting)
@@ -105,7 +108,7 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> Loaded:
 
 
 def finite(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
-    """Whether `load_weights` would take back what `model` holds now; `infinite` as when the model was built."""
+    """Return whether `load_weights` would accept the weights of `model`; `infinite` as when the model was built."""
     return all(
         _sound(tensor, isinstance(tensor, nn.Parameter) or (infinite is not None and name not in infinite))
         for name, tensor in _tensors(model).items()
@@ -113,21 +116,23 @@ def finite(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
 
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
-    """Those that hold infinities on purpose, as a causal mask does: asked of a model that was just built."""
+    """Return the buffers of a newly built model that hold infinities on purpose, such as a causal mask."""
     return frozenset(name for name, buffer in model.named_buffers() if not _sound(buffer, is_finite=True))
 
 
 def digest(model: nn.Module) -> str:
-    """A SHA-256 of names, types, shapes and numbers: equal for models that are equal to the bit."""
+    """Return a SHA-256 of names, dtypes, shapes and values: equal for bitwise equal models."""
     total = hashlib.sha256()
+    # Sorted: the order of registration is not part of the weights.
     for name, tensor in sorted(as_saved(model).items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # NumPy has no bfloat16: bytes work for every dtype.
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 def as_saved(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in plain order of memory, one for each name: files know neither sharing nor layouts."""
+    """Return contiguous copies on the host, one for each name: files know neither shared storage nor memory formats."""
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in _tensors(model).items()
@@ -136,15 +141,17 @@ def as_saved(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensors(model: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parameters as such and buffers; what a module keeps beside them in its state has no place in a file."""
+    """Return parameters and buffers; extra state of a module has no place in a file of tensors."""
+    # keep_vars, so that a parameter stays distinguishable from a buffer.
     state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 def _without_prefixes(tensors: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, Tensor]:
-    # A part of a model may be compiled too, so this one can stand anywhere in a name.
+    # A submodule may be compiled too, so this prefix can occur anywhere in a name.
     tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
     wrappers = PREFIXES if own else PREFIXES[:1]
+    # Wrappers nest in any order: each prefix is tried as often as there are prefixes.
     for prefix in (p for _ in PREFIXES for p in wrappers):
         everywhere = bool(tensors) and all(name.startswith(prefix) for name in tensors)
         if everywhere and not any(name.startswith(prefix) for name in own):
@@ -153,15 +160,15 @@ def _without_prefixes(tensors: dict[str, Tensor], own: Mapping[str, Any]) -> dic
 
 
 def _named_alike(found: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An encoder's own file names its tensors as if there were nothing around it."""
+    """Return the tensors with the prefix of a submodel that fits best; a file of an encoder has none."""
     placed = [{f"{inside}{name}": tensor for name, tensor in found.items()} for inside in INSIDE]
     return max(placed, key=lambda names: len(names.keys() & own.keys()))
 
 
 def _compared(
     path: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor], fitting: Mapping[str, Tensor]
-) -> Loaded:
-    # Files from before torch counted batches lack the count, which nothing but a moving average without momentum uses.
+) -> LoadReport:
+    # Files older than torch's batch counter lack it; only a cumulative average (momentum=None) uses it.
     missing = [name for name in own if name not in found and not name.endswith("num_batches_tracked")]
     shapes = [
         f"{name} is {_size(found[name])} in the file, {_size(own[name])} in the model"
@@ -169,7 +176,7 @@ def _compared(
         if name in found and name not in fitting
     ]
     unexpected = [name for name in found if name not in own]
-    return Loaded(path, len(fitting), tuple(missing), tuple(unexpected), tuple(shapes))
+    return LoadReport(path, len(fitting), tuple(missing), tuple(unexpected), tuple(shapes))
 
 
 def _size(tensor: Tensor) -> str:
@@ -177,7 +184,7 @@ def _size(tensor: Tensor) -> str:
 
 
 def _sound(tensor: Tensor, is_finite: bool) -> bool:
-    """Parameters are finite; buffers may hold infinities where they always did, as a causal mask does, and no NaN."""
+    """Return whether a tensor is finite, or free of NaN where infinities are allowed, as in a causal mask."""
     good = torch.isfinite(tensor) if is_finite else ~torch.isnan(tensor)
     return bool(good.all())
 
@@ -194,9 +201,9 @@ def _all_sound(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tens
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors, .pt or .pth file by name, in main memory."""
+    """Return the tensors of a .safetensors, .pt or .pth file by name, on the host."""
     if not path.is_file():
-        raise BadData(f"no weights at {path}", allowed=ALLOWED, do="check the path in model.weights")
+        raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
     if path.stat().st_size > LARGEST:
         raise BadData(
             f"{path} has {path.stat().st_size:,} bytes", allowed=f"at most {LARGEST:,}", do="use a smaller file"
@@ -207,7 +214,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         return _numbers_only(path, start)
     if path.suffix in (".pt", ".pth", ".bin"):
         return _restricted(path)
-    raise BadData(f"{path} is not a file of weights", allowed=ALLOWED, do="convert it to .safetensors")
+    raise BadData(f"{path} is not a file of weights", allowed=WEIGHTS, do="convert it to .safetensors")
 
 
 def _numbers_only(path: Path, start: bytes) -> dict[str, Tensor]:
@@ -215,7 +222,7 @@ def _numbers_only(path: Path, start: bytes) -> dict[str, Tensor]:
     if kind is not None:
         raise Unsafe(
             f"{path} is named .safetensors, and is {kind}, which can run code when it is read",
-            allowed=ALLOWED,
+            allowed=WEIGHTS,
             do="do not use this file unless you know who made it; then rename it to .pt, and it is read with care",
         )
     try:
@@ -235,25 +242,26 @@ def _restricted(path: Path) -> dict[str, Tensor]:
     _not_packed(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch doubts old pickles; what it cannot read is refused below
+            warnings.simplefilter("ignore")  # torch warns of old pickles; unreadable ones raise below
+            # A function as map_location: it keeps every storage on the host without naming a device.
             content = torch.load(path, map_location=lambda storage, _: storage, weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unsafe(
             f"{path} holds more than tensors, and could run code: {_first_line(error)}",
-            allowed=ALLOWED,
+            allowed=WEIGHTS,
             do="ask its author for a .safetensors file, or for one saved with torch.save(model.state_dict(), ...)",
         ) from error
     except Exception as error:
-        # A damaged file ends in whatever the reader stumbled over: EOFError, RuntimeError, struct.error, ...
+        # A damaged file may raise anything: EOFError, RuntimeError, struct.error, ...
         raise _damaged(path, error) from error
     found = _innermost(content)
     if not found:
-        raise BadData(f"{path} holds no tensors by name", allowed=ALLOWED, do="save model.state_dict() into the file")
+        raise BadData(f"{path} holds no tensors by name", allowed=WEIGHTS, do="save model.state_dict() into the file")
     return found
 
 
 def _not_packed(path: Path) -> None:
-    """torch never compresses; a file that does could unfold into more than the memory."""
+    """Raise Unsafe for compressed archives: torch never compresses, and one could expand beyond memory."""
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -262,10 +270,11 @@ def _not_packed(path: Path) -> None:
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         raise _damaged(path, error) from error
     if packed:
-        raise Unsafe(f"{path} is compressed, as torch never writes it", allowed=ALLOWED, do="save the weights again")
+        raise Unsafe(f"{path} is compressed, as torch never writes it", allowed=WEIGHTS, do="save the weights again")
 
 
 def _innermost(content: Any) -> dict[str, Tensor]:
+    # Three levels at most: no known trainer nests its weights deeper.
     for _ in range(3):
         if not isinstance(content, Mapping):
             return {}
@@ -280,7 +289,7 @@ def _innermost(content: Any) -> dict[str, Tensor]:
 def _damaged(path: Path, error: Exception) -> BadData:
     return BadData(
         f"{path} cannot be read as weights: {_first_line(error)}",
-        allowed=ALLOWED,
+        allowed=WEIGHTS,
         do="copy or download the file again; it may be cut off",
     )
 
@@ -288,3 +297,46 @@ def _damaged(path: Path, error: Exception) -> BadData:
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+# -- fleeting ---------------------------------------------------------------------------------------------------------
+# Handle non-persistent buffers: some appear with the first batch, and some grow with the longest one.
+
+
+def fleeting(model: nn.Module) -> list[str]:
+    """Return the names of the non-persistent buffers that exist now."""
+    own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
+    return sorted(
+        path + name
+        for path, module in own
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    )
+
+
+def with_a_place(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Return those names whose module exists in the model and has nothing else under that name."""
+    modules = dict(model.named_modules())
+    return {name for name in names if _has_room(modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])}
+
+
+def _has_room(module: nn.Module | None, name: str) -> bool:
+    if module is None or not name:
+        return False
+    if name in module._buffers:
+        return name in module._non_persistent_buffers_set
+    # Some modules set the attribute to None, and register a buffer in its place later.
+    return not hasattr(type(module), name) and getattr(module, name, None) is None and name not in module._parameters
+
+
+def put_buffers(model: nn.Module, values: Mapping[str, Tensor], fleeting: Collection[str]) -> None:
+    """Set all these buffers; those in `fleeting` are registered where they are missing."""
+    for name, value in values.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if own not in module._buffers and name in fleeting:
+            # register_buffer refuses a name that is already an attribute.
+            module.__dict__.pop(own, None)
+            module.register_buffer(own, value, persistent=False)
+        else:
+            put_buffer(module._buffers, own, value)

@@ -9,12 +9,14 @@ import pytest
 from halfstep.errors import WrongUse
 from halfstep.guard.alarms.scale_collapse import ScaleCollapse
 from halfstep.guard.alarms.skips import Skips
-from halfstep.guard.limits import Limits
-from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, Part, StepReport
+from halfstep.guard.streak import Limits
+from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, OptimizerReport, StepReport
 
 
 def skip(reason: str, scale: float, name: str = "loss") -> StepReport:
-    return StepReport(0, 1, False, reason, False, 1.0, float("inf"), scale, {name: Part(1.0, float("inf"), scale)})
+    return StepReport(
+        0, 1, False, reason, False, 1.0, float("inf"), scale, {name: OptimizerReport(1.0, float("inf"), scale)}
+    )
 
 
 def test_five_in_a_row_are_too_many_and_four_are_not() -> None:
@@ -119,7 +121,7 @@ def test_each_optimizer_falls_by_itself() -> None:
 
 
 def test_one_that_stays_is_not_excused_by_another_that_falls() -> None:
-    parts = {name: Part(1.0, float("inf"), 64.0) for name in ("g", "d")}
+    parts = {name: OptimizerReport(1.0, float("inf"), 64.0) for name in ("g", "d")}
     report = StepReport(0, 1, False, GRADIENT_OVERFLOW, False, 2.0, float("inf"), 64.0, parts)
     assert not ScaleCollapse().skipped(report, {"g": 32.0, "d": 64.0})
     assert ScaleCollapse().skipped(report, {"g": 32.0, "d": 32.0})

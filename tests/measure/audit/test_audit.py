@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from halfstep import audit, island, survival
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.audit import audit as auditing
-from halfstep.measure.audit.report import Audit
-from halfstep.measure.audit.rows import Row
-from halfstep.measure.audit.watched import Watched, watched_step
-from halfstep.measure.case import Subject
+from halfstep.measure.audit.report import Audit, ModuleRow
+from halfstep.measure.audit.watched import ObservedStep, watched_step
+from halfstep.measure.subject import Subject
 
 CASE = "tests.support.cases:linear"
 
@@ -52,7 +51,7 @@ class Large(nn.Module):
         return self.layer(x * self.gain) / self.gain
 
 
-def row(found: Audit, module: str) -> Row:
+def row(found: Audit, module: str) -> ModuleRow:
     (only,) = [one for one in found.rows if one.module == module]
     return only
 
@@ -296,7 +295,7 @@ def test_code_that_reads_a_number_cannot_be_described() -> None:
 def test_ctrl_c_leaves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def interrupted(*given: Any) -> Watched:
+    def interrupted(*given: Any) -> ObservedStep:
         asked.append(given)
         if len(asked) == stops_at:
             raise KeyboardInterrupt

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from halfstep.measure.bench.case_runs import STEPS, CaseArm, result_of
-from halfstep.measure.case import Subject
-from halfstep.measure.setting import Setting
+from halfstep.measure.bench.runs import STEPS, CaseArm, result_of_case
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
 from tests.support import cases
 
 
@@ -23,7 +23,7 @@ def test_a_loss_has_the_time_of_its_own_update() -> None:
         {"seconds": 1.0, "loss": 8.0, "reason": "gradient_overflow"},
         *({"seconds": 1.0, "loss": float(loss), "reason": None} for loss in (5, 4, 3, 2, 1)),
     ]
-    found = result_of(updates, 1, 4, {})
+    found = result_of_case(updates, 1, 4, {})
     assert found.curve == ((7.0, 3.0),)  # the mean of five, when the last of them was there
     assert found.metric == 3.0
     assert found.skipped == {"gradient_overflow": 2}
@@ -32,15 +32,15 @@ def test_a_loss_has_the_time_of_its_own_update() -> None:
 
 def test_a_loss_that_is_no_number_counts_and_nothing_but_skips_is_no_metric() -> None:
     lost = {"seconds": 1.0, "loss": math.nan, "reason": "loss_not_finite"}
-    assert math.isnan(result_of([lost], 1, 4, {}).metric)
-    assert result_of([lost], 1, 4, {}).skipped == {"loss_not_finite": 1}
-    skipped = result_of([{"seconds": 1.0, "loss": 2.0, "reason": "gradient_overflow"}], 1, 4, {})
+    assert math.isnan(result_of_case([lost], 1, 4, {}).metric)
+    assert result_of_case([lost], 1, 4, {}).skipped == {"loss_not_finite": 1}
+    skipped = result_of_case([{"seconds": 1.0, "loss": 2.0, "reason": "gradient_overflow"}], 1, 4, {})
     assert math.isnan(skipped.metric)
     assert skipped.curve == ()
 
 
 def test_a_real_run_tells_all_its_updates() -> None:
-    found = CaseArm(Subject("tests.measure.bench.test_bench_case:steep", ()), Setting("fp16"))(1)
+    found = CaseArm(Subject("tests.measure.bench.test_bench_case:steep", ()), StepSetting("fp16"))(1)
     applied = STEPS - sum(found.skipped.values())
     assert found.skipped
     assert set(found.skipped) == {"gradient_overflow"}

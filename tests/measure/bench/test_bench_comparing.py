@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.measure.bench.comparing import compare
-from halfstep.measure.bench.figures import Gain, Raced
+from halfstep.measure.bench.bench import compare
+from halfstep.measure.bench.comparison import BenchTimes, Gain
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import Memory, Metric, RunFailed, RunResult
-from halfstep.measure.process import ArmFailed, ArmTooSlow
+from halfstep.measure.bench.results import BenchMetric, Memory, RunFailed, RunResult
+from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
 
-TOP1 = Metric("top1", higher_is_better=True)
+TOP1 = BenchMetric("top1", higher_is_better=True)
 NOISE = {1: 0.000, 2: 0.004, 3: -0.004, 4: 0.002, 5: -0.002}
 
 
@@ -187,7 +187,7 @@ def test_markdown_has_every_column_and_as_many_cells_in_every_row() -> None:
 
 
 def test_losses_are_told_in_their_own_unit() -> None:
-    loss = Metric("loss", higher_is_better=False)
+    loss = BenchMetric("loss", higher_is_better=False)
     found = benched({"fp32": arm(2.0), "bf16": arm(2.2)}, metric=loss)
     assert found.verdicts[0].endswith("worse loss (difference +0.20 ± 0.00)")
     text = found.markdown()
@@ -207,8 +207,8 @@ def test_a_race_is_of_those_that_did_not_fail_and_decides_the_speed() -> None:
     def failing(seed: int) -> RunResult:
         raise RunFailed("broken")
 
-    def race(names: Sequence[str]) -> Raced:
-        return Raced({name: Gain(3.0, 2.9, 3.1, 60) for name in names})
+    def race(names: Sequence[str]) -> BenchTimes:
+        return BenchTimes({name: Gain(3.0, 2.9, 3.1, 60) for name in names})
 
     found = benched({"fp32": arm(), "broken": failing, "bf16": arm()}, race=race)
     assert [row.gain and row.gain.times for row in found.rows] == [3.0, None, 3.0]
@@ -220,7 +220,7 @@ def test_a_race_is_of_those_that_did_not_fail_and_decides_the_speed() -> None:
 
 @pytest.mark.parametrize("error", [ArmFailed("no room"), ArmTooSlow("no room"), WrongUse("no room")])
 def test_a_race_that_fails_takes_no_finished_run_away(error: Exception) -> None:
-    def race(names: Sequence[str]) -> Raced:
+    def race(names: Sequence[str]) -> BenchTimes:
         raise error
 
     found = benched({"fp32": arm(), "bf16": arm(speed=170.0)}, race=race)
@@ -233,8 +233,8 @@ def test_a_race_that_fails_takes_no_finished_run_away(error: Exception) -> None:
 
 
 def test_an_arm_that_fails_in_the_race_has_the_speed_of_its_runs() -> None:
-    def race(names: Sequence[str]) -> Raced:
-        return Raced({name: Gain(3.0, 2.9, 3.1, 2) for name in names}, failed={"bf16": "no room"})
+    def race(names: Sequence[str]) -> BenchTimes:
+        return BenchTimes({name: Gain(3.0, 2.9, 3.1, 2) for name in names}, failed={"bf16": "no room"})
 
     found = benched({"fp32": arm(), "bf16": arm(speed=170.0), "fp16": arm()}, race=race)
     assert [row.gain and round(row.gain.times, 2) for row in found.rows] == [3.0, 1.7, 3.0]
@@ -242,8 +242,8 @@ def test_an_arm_that_fails_in_the_race_has_the_speed_of_its_runs() -> None:
 
 
 def test_ctrl_c_during_the_race_is_an_interrupted_bench_with_its_rows() -> None:
-    def race(names: Sequence[str]) -> Raced:
-        return Raced({name: Gain(3.0, 2.9, 3.1, 2) for name in names}, interrupted=True)
+    def race(names: Sequence[str]) -> BenchTimes:
+        return BenchTimes({name: Gain(3.0, 2.9, 3.1, 2) for name in names}, interrupted=True)
 
     found = benched({"fp32": arm(), "bf16": arm()}, race=race)
     assert found.interrupted

@@ -16,10 +16,9 @@ import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
-from halfstep.measure.bench.recipe_runs import Patience, RecipeArm, run_to_end
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.report import Bench, write_report
 from halfstep.measure.bench.results import RunFailed
-from halfstep.measure.bench.writing import write_report
+from halfstep.measure.bench.runs import Patience, RecipeArm, run_to_end
 
 SHORT = ("train.steps=3", "data.samples=24", "train.batch_size=4", "data.size=16")
 
@@ -41,6 +40,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, Bench, Path]:
     return short(folder, progress=stop), short(folder), folder
 
 
+@pytest.mark.full
 def test_an_interrupted_bench_goes_on_where_it_was(both: tuple[Bench, Bench, Path]) -> None:
     first, second, folder = both
     assert first.interrupted
@@ -53,6 +53,7 @@ def test_an_interrupted_bench_goes_on_where_it_was(both: tuple[Bench, Bench, Pat
     assert not list(folder.glob("runs/*/checkpoints"))
 
 
+@pytest.mark.full
 def test_the_figures_are_those_of_the_runs(both: tuple[Bench, Bench, Path]) -> None:
     _, found, folder = both
     assert [row.name for row in found.rows] == ["fp32", "bf16"]
@@ -74,6 +75,7 @@ def test_the_figures_are_those_of_the_runs(both: tuple[Bench, Bench, Path]) -> N
     assert len(set(losses)) == 4  # another seed, and another precision, is another run
 
 
+@pytest.mark.full
 def test_the_report_is_three_files(both: tuple[Bench, Bench, Path]) -> None:
     _, found, folder = both
     files = write_report(found, folder)
@@ -85,6 +87,7 @@ def test_the_report_is_three_files(both: tuple[Bench, Bench, Path]) -> None:
     assert "| bf16 |" in files[1].read_text()
 
 
+@pytest.mark.full
 def test_another_recipe_or_version_is_not_taken_for_the_same(both: tuple[Bench, Bench, Path]) -> None:
     _, found, folder = both
     kept = folder / "runs" / "fp32-seed-1.json"
@@ -100,6 +103,7 @@ def test_another_recipe_or_version_is_not_taken_for_the_same(both: tuple[Bench, 
     assert kept.read_bytes() == before
 
 
+@pytest.mark.full
 def test_another_setting_does_not_destroy_what_is_there(both: tuple[Bench, Bench, Path]) -> None:
     _, _, folder = both
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -181,7 +185,7 @@ def test_a_process_ends_even_where_the_bench_was_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     inner = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
     outer = (
-        "import pathlib, sys; from halfstep.measure.bench.recipe_runs import run_to_end; "
+        "import pathlib, sys; from halfstep.measure.bench.runs import run_to_end; "
         f"run_to_end([sys.executable, '-c', {inner!r}], pathlib.Path({str(tmp_path / 'log')!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", outer])

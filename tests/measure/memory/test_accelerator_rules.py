@@ -14,16 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import PrecisionRefused
 from halfstep.measure.case import Case, case_of
-from halfstep.measure.memory.accelerator_rules import ledger_by_cuda, ledger_on
 from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.estimate import ledger_of
-from halfstep.measure.setting import Setting
+from halfstep.measure.memory.estimate import ledger_by_cuda, ledger_of, ledger_on
+from halfstep.measure.setting import StepSetting
 from halfstep.precision.island import island
 from tests.support import cases
 
 A100 = device_named("a100-80gb")
-BF16 = Setting(precision="bf16")
+BF16 = StepSetting(precision="bf16")
 
 
 def summed(model: nn.Module, batch: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ def test_torch_is_itself_again_after_a_walk_that_failed() -> None:
     with pytest.raises(ZeroDivisionError), walked():
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
-        ledger_by_cuda(lambda: case_of(nn.Linear(2, 2), lambda model, batch: 1 / 0, torch.ones(1, 2)), Setting())
+        ledger_by_cuda(lambda: case_of(nn.Linear(2, 2), lambda model, batch: 1 / 0, torch.ones(1, 2)), StepSetting())
     assert before == (Tensor.backward, torch._C._current_autograd_node, F.scaled_dot_product_attention)
     assert not torch.is_autocast_enabled("cuda")
     with pytest.warns(UserWarning, match="CUDA is not available") if not torch.cuda.is_available() else _quiet():
@@ -150,7 +149,7 @@ def _quiet() -> Any:
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_in_fp32_a_gpu_s_plain_model_has_the_cpu_s_parts(recompute: bool, microbatches: int) -> None:
     """Nothing is decided by autocast there, so that what is kept must be the same, byte for byte."""
-    setting = Setting(recompute=recompute, microbatches=microbatches)
+    setting = StepSetting(recompute=recompute, microbatches=microbatches)
 
     def make() -> Case:
         return case_of(*cases.linear())
@@ -199,7 +198,7 @@ def test_attention_keeps_no_matrix_of_scores(precision: str) -> None:
         return case_of(layer, summed, torch.randn(2, tokens, 32))
 
     scores = 2 * heads * tokens * tokens * 2
-    assert ledger_on(make, Setting(precision=precision), A100).whole["activations"] < scores
+    assert ledger_on(make, StepSetting(precision=precision), A100).whole["activations"] < scores
 
 
 def test_a_loss_that_cuda_refuses_is_told_with_its_line_and_what_to_do() -> None:
@@ -213,7 +212,7 @@ def test_a_loss_that_cuda_refuses_is_told_with_its_line_and_what_to_do() -> None
         ledger_on(make, BF16, A100)
     assert f"{__file__}:{loss_fn.__code__.co_firstlineno + 1}" in told.value.given
     assert "BCEWithLogitsLoss" in told.value.do
-    assert ledger_on(make, Setting(), A100).peak > 0
+    assert ledger_on(make, StepSetting(), A100).peak > 0
     assert ledger_of(make, BF16).peak > 0
 
     apart = island(nn.BCELoss())
@@ -228,10 +227,10 @@ def test_a_layer_that_asks_the_driver_is_estimated_by_the_cpu_s_rules_and_says_s
     def make() -> Case:
         return case_of(nn.LSTM(8, 8), lambda model, batch: model(batch)[0].sum(), torch.randn(4, 2, 8))
 
-    found = ledger_on(make, Setting(), A100)
+    found = ledger_on(make, StepSetting(), A100)
     if not torch.cuda.is_available():
         assert "by the CPU's rules" in found.notes[-1]
-        assert found.at_peak == ledger_of(make, Setting()).at_peak
+        assert found.at_peak == ledger_of(make, StepSetting()).at_peak
     assert not found.verified
 
 
@@ -243,6 +242,6 @@ def test_autocast_inside_a_loss_is_on_as_on_a_gpu() -> None:
             return model(batch).float().sum()
 
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
-    found = ledger_on(lambda: case_of(model, loss_fn, torch.randn(32, 64)), Setting(), A100)
+    found = ledger_on(lambda: case_of(model, loss_fn, torch.randn(32, 64)), StepSetting(), A100)
     assert found.by_format["bf16"] >= 32 * 512 * 2
     assert all(parameter.grad is None and type(parameter) is nn.Parameter for parameter in model.parameters())

@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep.measure.allocator import peak_bytes
 from halfstep.measure.batches import resized, size_of
-from halfstep.measure.case import Case, Subject, case_of
-from halfstep.measure.memory.building import built, fake_mode
-from halfstep.measure.memory.kernels import hidden_bytes
-from halfstep.measure.memory.placing import placed
-from halfstep.measure.memory.timeline import BACKWARD, Timeline
+from halfstep.measure.case import Case, case_of
+from halfstep.measure.memory.fake_tensors import built, fake_mode, placed
+from halfstep.measure.memory.timeline import BACKWARD, Timeline, hidden_bytes
+from halfstep.measure.subject import Subject
 from halfstep.observe.recorder import Operation, Recorder
 from tests.support.cases import loss_fn
 

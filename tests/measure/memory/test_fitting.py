@@ -12,12 +12,11 @@ from torch import nn
 
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.case import Case, case_of
-from halfstep.measure.memory.accelerator_rules import ledger_on
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.estimate import ledger_of
+from halfstep.measure.memory.estimate import ledger_of, ledger_on
 from halfstep.measure.memory.fitting import MOST, largest_batch, levers
 from halfstep.measure.memory.ledger import PARTS, Ledger
-from halfstep.measure.setting import Setting
+from halfstep.measure.setting import StepSetting
 from tests.support import cases
 
 
@@ -28,7 +27,7 @@ def convolutions() -> Case:
 def peaks(peak: Callable[[int], int]) -> Any:
     """Ledgers with a peak of this shape, for searches that no model is needed for."""
 
-    def ledger(_make: Any, setting: Setting) -> Ledger:
+    def ledger(_make: Any, setting: StepSetting) -> Ledger:
         batch = setting.batch or 4
         parts = dict.fromkeys(PARTS, 0) | {"activations": peak(batch)}
         return Ledger(setting, "", batch, parts, parts, {}, {}, "")
@@ -51,7 +50,7 @@ SHAPES: dict[str, Callable[[int], int]] = {
 @pytest.mark.parametrize("start", [None, 1, 7, 4096])
 def test_the_next_size_is_always_over(shape: str, limit: int, start: int | None) -> None:
     peak = SHAPES[shape]
-    fit = largest_batch(convolutions, Setting(batch=start), limit, peaks(peak))
+    fit = largest_batch(convolutions, StepSetting(batch=start), limit, peaks(peak))
     if peak(1) > limit:
         assert (fit.batch, fit.missing, fit.ledger.samples) == (0, peak(1) - limit, 1)
         return
@@ -64,11 +63,13 @@ def test_the_next_size_is_always_over(shape: str, limit: int, start: int | None)
 
 
 def test_a_line_is_closed_in_few_ledgers() -> None:
-    assert len(largest_batch(convolutions, Setting(batch=8), 10**9, peaks(lambda b: 10**6 + 12_345 * b)).searched) <= 6
+    assert (
+        len(largest_batch(convolutions, StepSetting(batch=8), 10**9, peaks(lambda b: 10**6 + 12_345 * b)).searched) <= 6
+    )
 
 
 def test_a_search_ends_where_nothing_grows() -> None:
-    fit = largest_batch(convolutions, Setting(), 10, peaks(lambda b: 5))
+    fit = largest_batch(convolutions, StepSetting(), 10, peaks(lambda b: 5))
     assert fit.batch == MOST
     assert fit.as_dict()["at_least"]
 
@@ -79,9 +80,9 @@ def test_a_size_that_cannot_run_is_stepped_over() -> None:
             raise ValueError("Expected more than 1 value per channel when training")
         return 10 * batch
 
-    assert largest_batch(convolutions, Setting(), 55, peaks(peak)).batch == 5
+    assert largest_batch(convolutions, StepSetting(), 55, peaks(peak)).batch == 5
     with pytest.raises(HalfstepError, match="told"):
-        largest_batch(convolutions, Setting(), 55, peaks(lambda b: _raise(WrongUse("told"))))
+        largest_batch(convolutions, StepSetting(), 55, peaks(lambda b: _raise(WrongUse("told"))))
 
 
 def test_what_fails_at_every_size_is_told_as_it_was_first() -> None:
@@ -89,13 +90,13 @@ def test_what_fails_at_every_size_is_told_as_it_was_first() -> None:
         raise ValueError(f"no batch of {batch}")
 
     with pytest.raises(ValueError, match="no batch of 1"):
-        largest_batch(convolutions, Setting(), 55, peaks(peak))
+        largest_batch(convolutions, StepSetting(), 55, peaks(peak))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_where_ledgers_are_dear_what_fits_is_near_the_end(shape: str) -> None:
     peak = SHAPES[shape]
-    fit = largest_batch(convolutions, Setting(batch=4), 99_999, peaks(peak), tolerance=0.1)
+    fit = largest_batch(convolutions, StepSetting(batch=4), 99_999, peaks(peak), tolerance=0.1)
     assert peak(fit.batch) <= 99_999
     assert fit.ledger.samples == fit.batch
     assert fit.as_dict()["about"] is (fit.batch + 1 not in dict(fit.searched))
@@ -104,7 +105,7 @@ def test_where_ledgers_are_dear_what_fits_is_near_the_end(shape: str) -> None:
 def test_a_peak_that_hides_under_the_update_takes_four_ledgers() -> None:
     """As of a large model: activations grow from the first sample, the peak only when they outgrow the gradients."""
 
-    def ledger(_make: Any, setting: Setting) -> Ledger:
+    def ledger(_make: Any, setting: StepSetting) -> Ledger:
         batch = setting.batch or 1
         fixed = {"weights": 40_000, "optimizer": 80_000}
         backward, update = {"activations": 900 * batch, "temporary": 300 * batch}, {"gradients": 40_000}
@@ -113,10 +114,10 @@ def test_a_peak_that_hides_under_the_update_takes_four_ledgers() -> None:
         whole = empty | fixed | backward | update
         return Ledger(setting, "", batch, empty | fixed | at_peak, whole, {}, {}, "")
 
-    fit = largest_batch(convolutions, Setting(batch=1), 360_000, ledger, tolerance=0.1)
+    fit = largest_batch(convolutions, StepSetting(batch=1), 360_000, ledger, tolerance=0.1)
     assert len(fit.searched) <= 4
     assert 180 <= fit.batch <= 200
-    exact = largest_batch(convolutions, Setting(batch=1), 360_000, ledger)
+    exact = largest_batch(convolutions, StepSetting(batch=1), 360_000, ledger)
     assert (exact.batch, exact.as_dict()["about"]) == (200, False)
     assert len(exact.searched) <= 6
 
@@ -130,10 +131,10 @@ def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: s
     """All sizes, one by one, with the ledgers of a GPU."""
     target = device_named("4GB")
 
-    def on(make: Callable[[], Case], setting: Setting) -> Ledger:
+    def on(make: Callable[[], Case], setting: StepSetting) -> Ledger:
         return ledger_on(make, setting, target)
 
-    setting = Setting(precision=precision)
+    setting = StepSetting(precision=precision)
     limit = on(convolutions, replace(setting, batch=9)).peak + 100
     fit = largest_batch(convolutions, setting, limit, on)
     within = [batch for batch in range(1, 14) if on(convolutions, replace(setting, batch=batch)).peak <= limit]
@@ -147,7 +148,7 @@ def test_a_device_s_own_memory_is_filled_to_the_last_sample() -> None:
         return case_of(nn.Sequential(nn.Linear(1 << 20, 4), nn.Tanh()), lambda m, b: m(b).sum(), torch.ones(2, 1 << 20))
 
     target = device_named("4GB")
-    fit = largest_batch(wide, Setting(), target.usable, lambda make, setting: ledger_on(make, setting, target))
+    fit = largest_batch(wide, StepSetting(), target.usable, lambda make, setting: ledger_on(make, setting, target))
     assert fit.ledger.peak <= target.usable < fit.ledger.peak + 2 * (4 << 20)
     assert 500 < fit.batch < 1000
 
@@ -157,12 +158,12 @@ def test_levers_are_measured_and_not_promised() -> None:
         layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
         return case_of(nn.Sequential(*layers), lambda model, batch: model(batch).sum(), torch.randn(4096, 64))
 
-    def whole_batch(make: Callable[[], Case], setting: Setting) -> Ledger:
+    def whole_batch(make: Callable[[], Case], setting: StepSetting) -> Ledger:
         return ledger_of(make, replace(setting, batch=4096))
 
-    fit = largest_batch(deep, Setting(), 10 << 20, whole_batch)
+    fit = largest_batch(deep, StepSetting(), 10 << 20, whole_batch)
     assert fit.batch == 0
-    assert fit.missing == whole_batch(deep, Setting()).peak - (10 << 20)
+    assert fit.missing == whole_batch(deep, StepSetting()).peak - (10 << 20)
     ways = levers(fit, deep, "bf16", whole_batch)
     assert [(way.setting.precision, way.setting.recompute) for way in ways] == [
         ("bf16", False),

@@ -7,23 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfstep.measure.plan.arena import Arena
-from halfstep.measure.plan.budget import Budget
+from halfstep.measure.plan.memory_fit import Room
 from halfstep.measure.plan.plan import Plan, search_and_decide
-from halfstep.measure.plan.room import Room
-from halfstep.measure.plan.search import Search
-from halfstep.measure.plan.space import Facts
-from halfstep.measure.plan.trials import Trials
-from halfstep.measure.process import ArmFailed, ArmTooSlow
-from halfstep.measure.setting import Setting
-from halfstep.precision.abilities import Device
+from halfstep.measure.plan.race import Race, TimeBudget
+from halfstep.measure.plan.search import CaseFacts, Search
+from halfstep.measure.plan.trials import SettingTrials
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.precision.capability import Device
 
 AMX = Device(kind="cpu", name="a CPU with AMX", place="cpu", isa=frozenset({"amx_bf16"}))
 PLAIN_CPU = Device(kind="cpu", name="a CPU", place="cpu")
 A100 = Device(kind="cuda", name="A100", capability=(8, 0), place="cpu")
 
 
-def key(setting: Setting) -> str:
+def key(setting: StepSetting) -> str:
     """How a test names a cell: `bf16 last compiled 2x8`."""
     words = [setting.precision, *(["last"] * setting.channels_last), *(["compiled"] * setting.compile)]
     return " ".join([*words, *([f"{setting.microbatches}x{setting.batch}"] if setting.microbatches > 1 else [])])
@@ -41,7 +39,8 @@ class World:
     fails_after: Mapping[str, int] = field(default_factory=dict)
     """Calls that an arm answers before it cannot go on."""
     losses: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
-    nudged: Callable[[int], float] | None = None
+    nudged: Callable[[int, int], float] | None = None
+    """Losses of fp32 with other weights to begin with, by the number of the update and a seed."""
     interrupt_at: int | None = None
     """The number of the call that Ctrl-C comes in."""
     clock: float = 0.0
@@ -60,10 +59,10 @@ class World:
 class Clockwork:
     """An arm that takes exactly as long as it is told, without taking it."""
 
-    def __init__(self, world: World, setting: Setting) -> None:
+    def __init__(self, world: World, setting: StepSetting) -> None:
         self.world, self.setting, self.name = world, setting, key(setting)
         self.steps = self.turns = 0
-        self.is_nudged = self.is_open = False
+        self.seed, self.is_open = 0, False
 
     def open(self, limit: float | None = None) -> dict[str, Any]:
         self.is_open = True
@@ -90,8 +89,8 @@ class Clockwork:
         return took * shaken if self.name != "fp32" else took
 
     def _loss(self, number: int) -> float:
-        if self.is_nudged and self.world.nudged is not None:
-            return self.world.nudged(number)
+        if self.seed and self.world.nudged is not None:
+            return self.world.nudged(number, self.seed)
         return self.world.losses.get(self.name, falling)(number)
 
     def trail(self, steps: int) -> list[float]:
@@ -105,8 +104,8 @@ class Clockwork:
     def graphs(self) -> int:
         return 1 if self.setting.compile else 0
 
-    def nudge(self, share: float) -> None:
-        self.is_nudged = True
+    def nudge(self, share: float, seed: int = 1) -> None:
+        self.seed = seed
 
     def close(self) -> None:
         if self.is_open:
@@ -133,11 +132,11 @@ def planned(
     recompute: bool = False,
 ) -> Plan:
     """A plan of clockwork arms."""
-    now = Setting("auto", batch=batch, microbatches=microbatches, recompute=recompute)
-    facts = Facts("clockwork", now, has_images, has_batch_norm, optimizer, 0.1)
-    budget = Budget(seconds, now=lambda: world.clock)
-    arena = Arena(lambda setting: Clockwork(world, setting), budget)
-    search = Search(facts, device, Trials(arena, budget, room or Room(None)))
+    now = StepSetting("auto", batch=batch, microbatches=microbatches, recompute=recompute)
+    facts = CaseFacts("clockwork", now, has_images, has_batch_norm, optimizer, 0.1)
+    budget = TimeBudget(seconds, now=lambda: world.clock)
+    arena = Race(lambda setting: Clockwork(world, setting), budget)
+    search = Search(facts, device, SettingTrials(arena, budget, room or Room(None)))
     found = search_and_decide(search, "clockwork", grow_batch=grow_batch)
     assert world.open_now == 0, "an arm was left open"
     return found

@@ -7,11 +7,10 @@ import json
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.measure.plan.cell import Cell
-from halfstep.measure.plan.choice import choose
-from halfstep.measure.plan.room import Room
-from halfstep.measure.plan.space import eager_settings
-from halfstep.measure.setting import Setting
+from halfstep.measure.plan.choice import Cell, choose
+from halfstep.measure.plan.memory_fit import Room
+from halfstep.measure.plan.search import eager_settings
+from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from tests.measure.plan.clockwork import A100, PLAIN_CPU, World, cell, key, planned
 
@@ -22,7 +21,7 @@ FAST = {"fp32": 3.0, "fp32 last": 2.5, "bf16": 1.8, "bf16 last": 1.0, "bf16 last
 def test_the_fastest_is_chosen_with_what_was_measured_of_it() -> None:
     world = World(FAST, noise=0.02)
     plan = planned(world)
-    assert plan.choice.setting == Setting("bf16", channels_last=True, batch=16)
+    assert plan.choice.setting == StepSetting("bf16", channels_last=True, batch=16)
     assert not plan.stay
     assert plan.choice.speed is not None
     assert plan.choice.speed.speedup == pytest.approx(3.0, rel=0.03)
@@ -46,16 +45,16 @@ def test_where_intervals_overlap_the_simpler_is_taken() -> None:
 
 
 def test_in_one_precision_a_clear_gain_of_the_median_is_enough_though_a_noisy_machine_gives_no_verdict() -> None:
-    fp32 = Cell(Setting("fp32"), Speed(2.8, 1.0, 1.0, 1.0, 6))
-    plain = Cell(Setting("bf16"), Speed(1.43, 1.86, 1.64, 2.00, 6))
-    last = Cell(Setting("bf16", channels_last=True), Speed(1.29, 2.36, 1.98, 2.87, 6))
-    compiled = Cell(Setting("bf16", channels_last=True, compile=True), Speed(1.2, 2.5, 1.82, 2.98, 6))
+    fp32 = Cell(StepSetting("fp32"), Speed(2.8, 1.0, 1.0, 1.0, 6))
+    plain = Cell(StepSetting("bf16"), Speed(1.43, 1.86, 1.64, 2.00, 6))
+    last = Cell(StepSetting("bf16", channels_last=True), Speed(1.29, 2.36, 1.98, 2.87, 6))
+    compiled = Cell(StepSetting("bf16", channels_last=True, compile=True), Speed(1.2, 2.5, 1.82, 2.98, 6))
     assert choose([fp32, plain, last, compiled]) is last
     faster = Cell(compiled.setting, Speed(1.05, 2.61, 1.82, 2.98, 6))
     assert choose([fp32, plain, last, faster]) is faster
     few = Cell(last.setting, Speed(1.29, 2.36, 1.98, 2.87, 5))
     assert choose([fp32, plain, few]) is plain
-    overlapping = Cell(Setting("bf16"), Speed(1.43, 1.86, 0.99, 2.00, 6))
+    overlapping = Cell(StepSetting("bf16"), Speed(1.43, 1.86, 0.99, 2.00, 6))
     assert choose([fp32, overlapping]) is fp32
 
 
@@ -129,13 +128,13 @@ def test_a_failing_setting_is_cut_and_a_failing_baseline_is_an_error() -> None:
 
 def test_micro_batches_are_chosen_where_they_gain() -> None:
     plan = planned(World({**FAST, "bf16 last 2x8": 0.8, "bf16 last 4x4": 0.9}))
-    assert plan.choice.setting == Setting("bf16", channels_last=True, batch=8, microbatches=2)
+    assert plan.choice.setting == StepSetting("bf16", channels_last=True, batch=8, microbatches=2)
     assert plan.parity.verdict == "holds"
     assert plan.changes["train.microbatches"] == 2
     assert any("halfstep.windows(loader, 2)" in line for line in plan.python)
     larger = planned(World({"fp32 4x4": 3.0, "bf16 4x4": 1.0, "bf16 2x8": 0.7, "bf16": 0.5, "bf16 8x2": 1.2}),
                      batch=4, microbatches=4, has_images=False)  # fmt: skip
-    assert larger.choice.setting == Setting("bf16", batch=16)
+    assert larger.choice.setting == StepSetting("bf16", batch=16)
 
 
 def test_batch_normalisation_needs_more_than_a_little_gain() -> None:
@@ -148,21 +147,21 @@ def test_batch_normalisation_needs_more_than_a_little_gain() -> None:
 
 
 def test_two_pairs_are_no_verdict() -> None:
-    base = Cell(Setting(), Speed(3.0, 1.0, 1.0, 1.0, 9))
-    fast = Cell(Setting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 2))
+    base = Cell(StepSetting(), Speed(3.0, 1.0, 1.0, 1.0, 9))
+    fast = Cell(StepSetting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 2))
     assert choose([base, fast]) is base
-    enough = Cell(Setting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 3))
+    enough = Cell(StepSetting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 3))
     assert choose([base, enough]) is enough
 
 
 def test_the_most_promising_comes_first() -> None:
-    settings = eager_settings(Setting(batch=4), A100, True)
+    settings = eager_settings(StepSetting(batch=4), A100, True)
     assert [key(setting) for setting in settings] == [
         "bf16 last", "fp16 last", "tf32 last", "bf16", "fp16", "tf32", "fp32 last",
     ]  # fmt: skip
 
 
-def needs(setting: Setting) -> int:
+def needs(setting: StepSetting) -> int:
     return (setting.batch or 1) * (200 if setting.precision == "fp32" else 120)
 
 
@@ -170,7 +169,7 @@ def test_what_does_not_fit_is_never_opened() -> None:
     world = World(FAST, fails={"fp32": "must not be opened"})
     plan = planned(world, room=Room(3500, needs))  # 16 x 200 fits alone, but not with a tenth to spare
     assert "are free" in cell(plan, "fp32").cut
-    assert plan.baseline == Setting("fp32", batch=8, microbatches=2)
+    assert plan.baseline == StepSetting("fp32", batch=8, microbatches=2)
     assert plan.choice.setting.precision == "bf16"
     assert plan.choice.setting.batch in (8, 16)
     with pytest.raises(WrongUse, match="does not fit"):
@@ -178,7 +177,7 @@ def test_what_does_not_fit_is_never_opened() -> None:
 
 
 def test_a_setting_that_does_not_fit_says_how_much_it_lacks() -> None:
-    def greedy(setting: Setting) -> int:
+    def greedy(setting: StepSetting) -> int:
         return 30 * 2**30 if key(setting) == "bf16 last" else 2**30
 
     world = World(FAST)
@@ -195,7 +194,7 @@ def test_arms_that_are_open_together_fit_together() -> None:
 
 
 def test_a_prediction_that_fails_cuts_nothing() -> None:
-    def unable(setting: Setting) -> int:
+    def unable(setting: StepSetting) -> int:
         raise NotImplementedError
 
     plan = planned(World(FAST), room=Room(1, unable))

@@ -8,7 +8,6 @@ import pytest
 
 from halfstep.errors import WrongUse
 from halfstep.measure.plan.plan import plan as real_plan
-from halfstep.measure.plan.probe import compare
 from tests.measure.plan.clockwork import World, cell, falling, key, planned
 from tests.measure.plan.test_plan_choice import FAST
 
@@ -108,24 +107,13 @@ def test_losses_that_are_not_finite_reject() -> None:
 
 def test_losses_that_drift_reject_unless_fp32_drifts_as_far() -> None:
     drifting = {name: (lambda n: falling(n) * (1 + 0.005 * n)) for name in FAST if name != "fp32"}
-    steady = planned(World(FAST, losses=drifting, nudged=lambda n: falling(n) * 1.001))
+    steady = planned(World(FAST, losses=drifting, nudged=lambda n, seed: falling(n) * (1 + 0.001 * seed)))
     assert steady.stay
     assert "more than 2.00%" in cell(steady, "bf16 last").cut
-    wild = planned(World(FAST, losses=drifting, nudged=lambda n: falling(n) * (1 + 0.01 * n)))
+    wild = planned(World(FAST, losses=drifting, nudged=lambda n, seed: falling(n) * (1 + 0.005 * n * seed)))
     assert key(wild.choice.setting) == "bf16 last"
-    assert wild.parity.spread is not None
-    assert wild.parity.margin > 0.02
-
-
-def test_updates_that_were_never_applied_are_no_parity() -> None:
-    found = compare([2.0] * 20, [])
-    assert found.verdict == "not probed"
-    assert compare([2.0, 1.0] * 3, [2.0, 1.0] * 3).verdict == "holds"
-    assert compare([math.nan] * 8, [2.0] * 8).verdict == "not probed"
-    assert compare([2.0] * 8, [math.inf] + [2.0] * 7).verdict == "fails"
-    assert compare([0.0] * 8, [0.0] * 8).verdict == "holds"
-    assert compare([0.0] * 8, [1e-9] * 8).verdict == "fails"
-    assert compare([1e30] * 8, [1.01e30] * 8).verdict == "holds"
+    assert wild.parity.verdict == "can't tell"
+    assert not any(parity.verdict == "fails" for parity in wild.parities.values())
 
 
 def test_wrong_words_are_refused() -> None:

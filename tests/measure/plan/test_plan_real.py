@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.measure.arm import Arm
-from halfstep.measure.case import Subject
-from halfstep.measure.plan.arms import ArmHere
+from halfstep.measure.candidate import Candidate
+from halfstep.measure.case import Case
+from halfstep.measure.plan.memory_fit import Room, free_bytes
 from halfstep.measure.plan.plan import HERE, plan
-from halfstep.measure.plan.probe import compare
-from halfstep.measure.plan.room import Room, free_bytes
-from halfstep.measure.plan.space import facts_of
-from halfstep.measure.process import ArmFailed, ArmProcess
-from halfstep.measure.setting import Setting
+from halfstep.measure.plan.probe import compare, noise_of
+from halfstep.measure.plan.race import ArmHere
+from halfstep.measure.plan.search import facts_of
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
+from halfstep.measure.worker_process import ArmFailed, ArmProcess
 from tests.support import cases
 
 LINEAR = Subject("tests.support.cases:linear")
@@ -45,10 +46,10 @@ def test_a_model_alone_is_refused() -> None:
 
 def test_the_trail_is_the_losses_of_the_updates_that_were_timed() -> None:
     case = LINEAR.open()
-    arm = Arm(case, Setting("bf16"))
+    arm = Candidate(case, StepSetting("bf16"))
     arm.seconds(3)
-    assert arm.trail == Arm(case, Setting("bf16")).losses(3)
-    with ArmProcess(LINEAR, Setting("bf16")) as away:
+    assert arm.trail == Candidate(case, StepSetting("bf16")).losses(3)
+    with ArmProcess(LINEAR, StepSetting("bf16")) as away:
         away.open()
         away.seconds(3)
         assert away.trail(2) == arm.trail[:2]
@@ -59,7 +60,7 @@ def test_the_trail_is_the_losses_of_the_updates_that_were_timed() -> None:
 
 def test_a_nudge_moves_every_weight_a_little_and_the_same_way_each_time() -> None:
     case = LINEAR.open()
-    one, other = Arm(case, Setting()), Arm(case, Setting())
+    one, other = Candidate(case, StepSetting()), Candidate(case, StepSetting())
     one.nudge(1e-3)
     other.nudge(1e-3)
     for moved, again, before in zip(
@@ -72,18 +73,25 @@ def test_a_nudge_moves_every_weight_a_little_and_the_same_way_each_time() -> Non
 
 def test_bf16_keeps_parity_on_a_real_model_and_a_broken_one_does_not() -> None:
     case = LINEAR.open()
-    fp32, bf16 = (Arm(case, Setting(name)).losses(20) for name in ("fp32", "bf16"))
-    assert compare(fp32, bf16).verdict == "holds"
-    assert compare(fp32, [loss * 1.1 for loss in bf16]).verdict == "fails"
+    fp32, bf16 = (Candidate(case, StepSetting(name)).losses(20) for name in ("fp32", "bf16"))
+    noise = noise_of(fp32, [nudged(case, seed) for seed in (1, 2, 3, 4)], 20)
+    assert compare(fp32, bf16, noise, 20).verdict == "holds"
+    assert compare(fp32, [loss * 1.1 for loss in bf16], noise, 20).verdict == "fails"
+
+
+def nudged(case: Case, seed: int) -> list[float]:
+    arm = Candidate(case, StepSetting())
+    arm.nudge(1e-3, seed)
+    return arm.losses(20)
 
 
 def test_what_compiles_nothing_is_told() -> None:
-    arm = ArmHere(LINEAR.open(), Setting(), "cpu")
+    arm = ArmHere(LINEAR.open(), StepSetting(), "cpu")
     arm.open()
     arm.seconds()
     assert arm.graphs() == 0
     arm.close()
-    broken = ArmHere(Subject("tests.support.cases:broken").open(), Setting(), "cpu")
+    broken = ArmHere(Subject("tests.support.cases:broken").open(), StepSetting(), "cpu")
     broken.open()
     with pytest.raises(ArmFailed, match="IndexError"):
         broken.seconds()
@@ -100,10 +108,10 @@ def test_facts_are_read_from_the_case() -> None:
 def test_free_memory_is_known_here_and_unknown_memory_holds_everything() -> None:
     free = free_bytes(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**60
-    assert Room(None, lambda setting: 2**60).fits(Setting())
-    assert not Room(2**30, lambda setting: 2**30).fits(Setting())
-    assert Room(2**30, lambda setting: 2**29).fits(Setting())
-    assert not Room(2**30, lambda setting: 2**29).fits(Setting(), Setting("bf16"))
+    assert Room(None, lambda setting: 2**60).fits(StepSetting())
+    assert not Room(2**30, lambda setting: 2**30).fits(StepSetting())
+    assert Room(2**30, lambda setting: 2**29).fits(StepSetting())
+    assert not Room(2**30, lambda setting: 2**29).fits(StepSetting(), StepSetting("bf16"))
 
 
 def frozen() -> tuple[nn.Module, object, object]:

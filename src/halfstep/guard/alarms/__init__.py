@@ -1,1 +1,1 @@
-"""What says that a run is in trouble: one alarm a file, from numbers that all processes have alike."""
+"""Alarms: each file detects one kind of failing run, from numbers that all ranks share."""

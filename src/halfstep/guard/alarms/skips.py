@@ -1,4 +1,4 @@
-"""Too many skipped steps: one after another, or among the last hundred."""
+"""Detect too many skipped steps, in a row or among the last hundred attempts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 LAST = 100
-"""Attempts over which a share is taken; before there are as many, the missing ones count as good."""
+"""The attempts over which the share is taken; missing ones at the start count as good."""
 
 
 class Skips:
-    """Counts skips that nothing excuses."""
+    """A counter of skips that have no normal explanation."""
 
     def __init__(self, in_a_row: int, share: float) -> None:
         self._most_in_a_row, self._share = in_a_row, share
@@ -20,37 +20,40 @@ class Skips:
         self._attempts = 0
 
     def applied(self) -> None:
+        """Record an applied step."""
         self.in_a_row = 0
         self._attempts += 1
 
     def skipped(self) -> None:
+        """Record a skipped step."""
         self.in_a_row += 1
         self._attempts += 1
         self._skipped.append(self._attempts)
 
     def refused(self) -> None:
-        """A person's own guard said no: that may be its business for a while, but not for ever."""
+        """Record a step that a user's own guard refused."""
+        # Not counted in a row: such a guard may refuse for a while with good reason, but not forever.
         self._attempts += 1
         self._skipped.append(self._attempts)
 
     def excused(self) -> None:
-        """A skip that is part of the business, such as a loss scale on its way down."""
+        """Record a normal skip, such as that of a loss scale that adjusts."""
         self._attempts += 1
 
     @property
     def lately(self) -> int:
-        """Among the last hundred attempts."""
+        """Return the number of skips among the last hundred attempts."""
         while self._skipped and self._skipped[0] <= self._attempts - LAST:
             self._skipped.popleft()
         return len(self._skipped)
 
     @property
     def next_is_too_much(self) -> bool:
-        """Whether one more skip would raise the alarm."""
+        """Return whether one more skip would raise the alarm."""
         return self.in_a_row + 1 >= self._most_in_a_row or self.lately + 1 > self._share * LAST
 
     def alarm(self) -> str | None:
-        """In words, what is too much."""
+        """Return the alarm in words, or None."""
         if self.in_a_row >= self._most_in_a_row:
             return f"{self.in_a_row} steps in a row were skipped"
         if self.lately > self._share * LAST:
@@ -58,13 +61,15 @@ class Skips:
         return None
 
     def forgive(self) -> None:
-        """What was done about it deserves a fresh start."""
+        """Reset the counts after a remedy."""
         self.in_a_row = 0
         self._skipped.clear()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data."""
         return {"in_a_row": self.in_a_row, "skipped": list(self._skipped), "attempts": self._attempts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict()`."""
         self.in_a_row, self._attempts = int(state["in_a_row"]), int(state["attempts"])
         self._skipped = deque(int(attempt) for attempt in state["skipped"])

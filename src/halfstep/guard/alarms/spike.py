@@ -1,171 +1,336 @@
-"""A loss far above what is usual: one bad batch, or the first sign that weights were damaged.
+"""Detect losses far above the usual: one bad batch, a new level, or weights that an update has ruined.
 
-What is usual comes from accepted steps alone, so that one that was refused does not raise the limit. Small batches
-have heavy tails, and a run that has nearly learnt its data has the heaviest: so the limit also respects the largest
-losses of the last few hundred steps, and no loss is refused that is small beside the first ones of the run.
+The losses of each optimizer are judged separately. Nothing is emitted until it is known which of the three it is: a
+spike once the loss is usual again, a new level after a few losses that stay together, a divergence after a few that are
+far beyond all before and do not fall.
 
-New data or layers that are unfrozen give a new level: losses that are refused again and again, lie close together and
-are not beyond what the run began with. Those are accepted; weights that were blown up have far larger losses.
+If spikes are refused, a refused loss does not raise the limit. But losses that are refused again and again, with usual
+ones in between, are no accident: the noise is that large, and is learnt.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
-from halfstep.step.report import GUARD, Part, StepReport
+from halfstep.errors import StateMismatch
+from halfstep.guard.alarms.usual_loss import BEGIN, FAR, Usual
+from halfstep.step.report import GUARD, StepReport
+
+# -- rise -------------------------------------------------------------------------------------------------------------
+# Judge losses in a row above the limit. One alone says nothing: it may be a bad batch. Losses that stay together or
+# fall are a new level: a loss term was switched on, the data has changed, or layers were unfrozen. Losses that are far
+# beyond all before and do not fall mean that an update has ruined the weights.
+
+
+LEVEL, LONGEST = 5, 20
+"""The losses in a row that may be a new level, and the maximum that is waited for."""
+RISES = math.log(1.5)
+"""The rise from the median of their first half to that of the second, in log space, that still counts as level."""
+
+
+class Ruin(NamedTuple):
+    """The losses of ruined weights: so many times the highest level of the run, so many in a row."""
+
+    times: float
+    in_a_row: int
+
+
+class Rise(Enum):
+    """The judgement on losses above the limit."""
+
+    OPEN = "open"
+    """It is not known yet."""
+    NEW_LEVEL = "new level"
+    RUINED = "ruined"
+
+
+def judged(logs: Sequence[float], *, far: bool) -> Rise:
+    """Judge the losses above the limit since the last usual one, given in log space.
+
+    `far` says whether the newest may be those of ruined weights.
+    """
+    if len(logs) < LEVEL and not far:
+        return Rise.OPEN
+    # Losses that neither settle nor explode: after so long they are what the run has, whatever their shape.
+    if len(logs) >= LONGEST:
+        return Rise.NEW_LEVEL
+    if far:
+        return Rise.OPEN if _falls(logs) else Rise.RUINED
+    half = len(logs) // 2
+    return Rise.OPEN if _middle(logs[-half:]) > _middle(logs[:half]) + RISES else Rise.NEW_LEVEL
+
+
+def _falls(logs: Sequence[float]) -> bool:
+    """Return whether all of the second half are below all of the first."""
+    # Without a trend, four losses are ordered like this one time in six.
+    half = len(logs) // 2
+    return max(logs[-half:]) < min(logs[:half])
+
+
+def _middle(logs: Sequence[float]) -> float:
+    ordered = sorted(logs)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+# -- watched ----------------------------------------------------------------------------------------------------------
+# Follow the losses of one optimizer: the usual ones, and those above the limit since the last usual one.
+
+
+TAIL, LATELY = 8, 32
+"""The number of refused losses, among the last so many attempts, that is no accident."""
+
+
+class LossWatch:
+    """The state of one optimizer's losses; `judge` classifies a loss, and the other methods record it."""
+
+    def __init__(self) -> None:
+        self.usual = Usual()
+        self.above: list[float] = []
+        self._began = 0
+        """The attempt of the first loss in `above`."""
+        self._refused: list[tuple[int, float]] = []
+        """The recently refused losses, with their attempts."""
+        self.doubted = False
+        """Whether the weights were just rolled back: the next loss shows whether they were the cause."""
+        self.diverges = False
+        """Whether the losses above the limit were reported as a divergence."""
+        self._said_to_be_high = False
+        """Whether a level far above the first one was already reported."""
+
+    def judge(self, loss: float, ruin: Ruin) -> Rise | None:
+        """Classify a loss together with those above the limit before it; None for a usual one. Nothing is changed."""
+        if not loss > self.usual.limit:
+            return None
+        # Restored weights give the same high loss: the data or the loss has changed, not the weights.
+        if self.doubted:
+            return Rise.NEW_LEVEL
+        rise = [*self.above, loss]
+        newest = rise[-ruin.in_a_row :]
+        far = len(newest) == ruin.in_a_row and all(self.usual.is_far(one, ruin.times) for one in newest)
+        return judged(self.usual.logs(rise), far=far)
+
+    def hold(self, loss: float, attempt: int) -> None:
+        """Record a loss above the limit until it is known what it is."""
+        self._began = self._began if self.above else attempt
+        self.above = [*self.above, loss][-LONGEST:]
+
+    def refuse(self, loss: float, attempt: int) -> None:
+        """Record a loss above the limit whose update was refused."""
+        self.hold(loss, attempt)
+        self._refused = [*self._of_late(attempt), (attempt, loss)]
+
+    def take(self, loss: float) -> None:
+        """Record a usual loss; those above the limit before it were a spike, and are learnt too."""
+        for one in self.above:
+            self.usual.add(one)
+        self.usual.add(loss)
+        self._over()
+
+    def take_alone(self, loss: float, attempt: int) -> None:
+        """Record a usual loss; refused losses before it are learnt only if there were many."""
+        self._refused = self._of_late(attempt)
+        if len(self._refused) >= TAIL:
+            for _, one in self._refused:
+                self.usual.add(one)
+            self._refused = []
+        self.usual.add(loss)
+        self._over()
+
+    def settle(self, loss: float) -> None:
+        """Make the losses above the limit the usual ones."""
+        self._said_to_be_high |= self.usual.is_far(loss)
+        self.usual.begin_anew([*self.above, loss])
+        self._refused = []
+        self._over()
+
+    def rewound(self) -> None:
+        """Record a rollback to weights from before the losses above the limit."""
+        self.doubted = bool(self.above)
+        self.above, self._refused, self.diverges = [], [], False
+
+    def risen(self) -> bool:
+        """Return True once, when losses are far above the first ones and that was not reported yet."""
+        if self._said_to_be_high or not self.usual.has_risen:
+            return False
+        self._said_to_be_high = True
+        return True
+
+    @property
+    def began(self) -> int:
+        return self._began
+
+    def _over(self) -> None:
+        self.above, self.doubted, self.diverges = [], False, False
+
+    def _of_late(self, attempt: int) -> list[tuple[int, float]]:
+        return [(at, loss) for at, loss in self._refused if at > attempt - LATELY]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data."""
+        told = {"doubted": self.doubted, "diverges": self.diverges, "said_to_be_high": self._said_to_be_high}
+        above = {"above": list(self.above), "began": self._began, "refused": [list(one) for one in self._refused]}
+        return {"usual": self.usual.state_dict(), **above, **told}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> LossWatch:
+        """Return the object from `state_dict()`; raise StateMismatch for a state of another version."""
+        watched = cls()
+        if set(plain) != set(watched.state_dict()):
+            raise StateMismatch(
+                f"a spike guard's state with {', '.join(sorted(plain)) or 'nothing'}: that of another version",
+                allowed=", ".join(watched.state_dict()),
+                do=f"go on without the guard's state: what is usual is learnt anew in {BEGIN} steps",
+            )
+        watched.usual.load_state_dict(plain["usual"])
+        watched.above = [float(loss) for loss in plain["above"]]
+        watched._began = int(plain["began"])
+        watched._refused = [(int(attempt), float(loss)) for attempt, loss in plain["refused"]]
+        watched.doubted, watched.diverges = bool(plain["doubted"]), bool(plain["diverges"])
+        watched._said_to_be_high = bool(plain["said_to_be_high"])
+        return watched
+
+
+# -- spike ------------------------------------------------------------------------------------------------------------
+
 
 NAME = "spike"
 REFUSED = GUARD + NAME
-WINDOW = 50
-BEGIN = 20
-"""Accepted losses before any is refused."""
-MEDIANS, SPREADS, TALLEST, FIRST = 8.0, 6.0, 4.0, 0.3
-"""How far above the median a loss must be: in medians, in spreads (from the median to the ninth tenth), in heights of
-the tallest loss that is remembered, and in medians of the first losses; each of them."""
-PATIENCE = 4
-"""Losses in a row that are refused before the next one may be a new level."""
-TOGETHER, GROWS, BEYOND = 4.0, 1.5, 10.0
-"""A level: so many times the smallest at most, the second half not so many times the first, and so many times the
-first losses of the run at most."""
-FORGETS = 0.5 ** (1 / 70)
-"""The tallest loss is half forgotten after 70 steps."""
+RUIN, PLAIN_RUIN = Ruin(times=FAR, in_a_row=5), Ruin(times=10.0, in_a_row=4)
+"""The losses that mean ruined weights, in general and if the cause is plain.
+
+The second is used if spikes are refused, or if the learning rate has jumped. A loss term that is switched on may give
+losses as high, so in general it takes more.
+"""
+LOUD = 10.0
+"""The ratio to the limit above which a spike that has passed is worth a warning."""
+Kind = Literal["spike", "new level", "divergence", "risen"]
+SPIKE: Kind = "spike"
+NEW_LEVEL: Kind = "new level"
+DIVERGENCE: Kind = "divergence"
+RISEN: Kind = "risen"
 
 
-class Usual:
-    """The accepted losses of one optimizer."""
+@dataclass(frozen=True)
+class Notice:
+    """One observation on the losses of an optimizer."""
 
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque()
-        self._sorted: list[float] = []
-        self._tallest = -math.inf
-        self._beginning: list[float] = []
-        """The first losses that are not exactly zero: nothing can be compared with nothing."""
-        self._first: float | None = None
-        self._refused: list[float] = []
-        """Since the last accepted one, the newest few."""
-
-    @property
-    def median(self) -> float:
-        return self._sorted[len(self._sorted) // 2]
-
-    @property
-    def limit(self) -> float:
-        """The largest loss that is accepted."""
-        if self._first is None:
-            return math.inf
-        ordered = self._sorted
-        median = ordered[len(ordered) // 2]
-        spread = ordered[len(ordered) * 9 // 10] - median
-        tallest = self._tallest - median
-        reference = abs(median) or self._first
-        return median + max(MEDIANS * reference, SPREADS * spread, TALLEST * tallest, FIRST * self._first)
-
-    def is_new_level(self, loss: float) -> bool:
-        """Whether a loss above the limit, with those refused before it, is what will be usual from now on."""
-        level = [*self._refused, loss]
-        half = len(level) // 2
-        return (
-            len(self._refused) == PATIENCE
-            and max(level) <= BEYOND * (self._first or 0.0)
-            and 0.0 < max(level) <= TOGETHER * min(level)
-            and sum(level[-half:]) <= GROWS * sum(level[:half])
-        )
-
-    def refuse(self, loss: float) -> None:
-        self._refused = [*self._refused, loss][-PATIENCE:]
-
-    def begin_anew(self) -> None:
-        """From the losses that were refused: they are the usual now."""
-        level, self._refused = self._refused, []
-        self._losses, self._sorted, self._tallest = deque(), [], -math.inf
-        for loss in level:
-            self.add(loss)
-
-    def add(self, loss: float) -> None:
-        if self._refused:
-            self._refused = []
-        if len(self._losses) == WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._losses.popleft())]
-        self._losses.append(loss)
-        insort(self._sorted, loss)
-        median = self.median
-        if self._first is not None:
-            self._tallest = median + (self._tallest - median) * FORGETS
-        elif loss != 0.0:
-            self._beginning.append(abs(loss))
-            if len(self._beginning) == BEGIN:
-                self._first, self._beginning = sorted(self._beginning)[BEGIN // 2], []
-        if loss > self._tallest:
-            self._tallest = loss
-
-    def state_dict(self) -> dict[str, Any]:
-        kept = {"beginning": list(self._beginning), "refused": list(self._refused)}
-        return {"losses": list(self._losses), "tallest": self._tallest, "first": self._first, **kept}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Usual:
-        usual = cls()
-        usual._losses = deque(float(loss) for loss in plain["losses"])
-        usual._sorted = sorted(usual._losses)
-        usual._tallest = float(plain["tallest"])
-        usual._beginning = [float(loss) for loss in plain["beginning"]]
-        usual._refused = [float(loss) for loss in plain["refused"]]
-        usual._first = None if plain["first"] is None else float(plain["first"])
-        return usual
+    kind: Kind
+    text: str
+    loud: bool = True
+    """Whether the user should be warned; batches of a few samples have harmless spikes."""
 
 
 class Spike:
-    """Refuses a finite loss that is far above those before it. Each optimizer's losses are looked at by themselves."""
+    """A guard that watches finite losses; with `refuses`, it refuses updates whose loss is far above those before."""
 
     name = NAME
+    same_on_all_ranks = True
 
-    def __init__(self) -> None:
-        self._usual: dict[str, Usual] = {}
-        self.new_level = ""
-        """In words, where this step's loss was accepted because it is the new usual."""
+    def __init__(self, *, refuses: bool = True) -> None:
+        self.refuses = refuses
+        self.rate_jumped = False
+        """Whether the learning rate is far above the usual one, which explains ruined weights."""
+        self._watched: dict[str, LossWatch] = {}
+        self.notices: list[Notice] = []
+        """The observations on the last step."""
+        self.cleared = False
+        """Whether the last step showed that weights that were rolled back were not the cause."""
+
+    @property
+    def open(self) -> bool:
+        """Return whether the newest losses are above the limit for an unknown reason."""
+        return any(watched.above for watched in self._watched.values())
+
+    @property
+    def diverges(self) -> bool:
+        """Return whether the newest losses are those of ruined weights."""
+        return any(watched.diverges for watched in self._watched.values())
 
     def passes(self, report: StepReport) -> bool:
-        self.new_level = ""
-        above = {name: part.loss for name, part in report.parts.items() if part.loss > self._of(name).limit}
-        if above and not self._accepts(above, report):
-            for name, loss in above.items():
-                self._of(name).refuse(loss)
+        """Judge the losses of a step; return False if its update must be refused."""
+        self.notices, self.cleared = [], False
+        ruin = PLAIN_RUIN if self.refuses or self.rate_jumped else RUIN
+        rises = {name: self._of(name).judge(part.loss, ruin) for name, part in report.parts.items()}
+        # All or none: the optimizers of one step are applied together, so one bad loss refuses all of them.
+        if self.refuses and any(rise in (Rise.OPEN, Rise.RUINED) for rise in rises.values()):
+            for name, rise in rises.items():
+                if rise is not None:
+                    self._of(name).refuse(report.parts[name].loss, report.attempt)
+                    self._of(name).diverges |= rise is Rise.RUINED
             return False
-        for name, part in report.parts.items():
-            self._of(name).add(part.loss)
+        for name, rise in rises.items():
+            self._take(name, rise, report)
+            if self._of(name).risen():
+                self._notice(RISEN, self._high(name))
         return True
 
-    def _accepts(self, above: Mapping[str, float], report: StepReport) -> bool:
-        if not all(self._of(name).is_new_level(loss) for name, loss in above.items()):
-            return False
-        self.new_level = self.words(report)
-        for name in above:
-            self._of(name).begin_anew()
-        return True
+    def rewound(self) -> None:
+        """Record a rollback to good weights: the next losses show whether the weights were the cause."""
+        for watched in self._watched.values():
+            watched.rewound()
 
     def words(self, report: StepReport) -> str:
-        """How far above the usual a refused loss was."""
-        name, part = max(report.parts.items(), key=self._excess)
-        median = self._of(name).median
-        of = "" if len(self._usual) == 1 else f" of {name}"
-        times = f"{part.loss / median:,.0f} times " if median > 0 else "far above "
-        return f"the loss{of} is {part.loss:.4g}, {times}the median of the steps before ({median:.4g})"
+        """Return how far above the usual the worst loss of a step is, in words."""
+        name = max(report.parts, key=lambda name: self._excess(name, report.parts[name].loss))
+        return self._words(name, report.parts[name].loss)
 
-    def _of(self, name: str) -> Usual:
-        usual = self._usual.get(name)
-        if usual is None:
-            usual = self._usual[name] = Usual()
-        return usual
+    def _take(self, name: str, rise: Rise | None, report: StepReport) -> None:
+        watched, loss = self._of(name), report.parts[name].loss
+        if rise is None and self.refuses:
+            watched.take_alone(loss, report.attempt)
+        elif rise is None:
+            if watched.above:
+                loud = max(watched.above) > LOUD * watched.usual.limit
+                self.notices.append(Notice(SPIKE, f"{self._was(name)}; it is {loss:.4g} again", loud))
+            watched.take(loss)
+        elif rise is Rise.NEW_LEVEL:
+            self.cleared |= watched.doubted
+            self._notice(NEW_LEVEL, self._words(name, loss))
+            watched.settle(loss)
+        else:
+            watched.hold(loss, report.attempt)
+            if rise is Rise.RUINED and not watched.diverges:
+                watched.diverges = True
+                self._notice(DIVERGENCE, self._words(name, loss))
 
-    def _excess(self, item: tuple[str, Part]) -> float:
-        return item[1].loss - self._of(item[0]).limit
+    def _notice(self, kind: Kind, text: str) -> None:
+        self.notices.append(Notice(kind, text))
+
+    def _was(self, name: str) -> str:
+        watched = self._of(name)
+        many = "" if len(watched.above) == 1 else f" and the {len(watched.above) - 1} after it"
+        return f"at attempt {watched.began}{many}, {self._words(name, max(watched.above))}"
+
+    def _words(self, name: str, loss: float) -> str:
+        median = self._of(name).usual.median
+        times = f"{loss / median:,.0f} times " if median > 0 else "far above "
+        return f"the loss{self._whose(name)} is {loss:.4g}, {times}the median of the steps before ({median:.4g})"
+
+    def _high(self, name: str) -> str:
+        usual = self._of(name).usual
+        times = f"{usual.median / usual.first:,.0f} times the first ones of the run ({usual.first:.4g})"
+        return f"the median of the losses{self._whose(name)} is {usual.median:.4g}, {times}"
+
+    def _whose(self, name: str) -> str:
+        return "" if len(self._watched) == 1 else f" of {name}"
+
+    def _of(self, name: str) -> LossWatch:
+        watched = self._watched.get(name)
+        if watched is None:
+            watched = self._watched[name] = LossWatch()
+        return watched
+
+    def _excess(self, name: str, loss: float) -> float:
+        return loss - self._of(name).usual.limit
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: usual.state_dict() for name, usual in self._usual.items()}
+        """Return the state as plain data."""
+        return {name: watched.state_dict() for name, watched in self._watched.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._usual = {name: Usual.from_dict(plain) for name, plain in state.items()}
+        """Restore the state; raise StateMismatch for a state of another version."""
+        self._watched = {name: LossWatch.from_dict(plain) for name, plain in state.items()}

@@ -1,1 +1,1 @@
-"""Audit: which format each part of a model is stored, computed and kept in, and what that does to its numbers."""
+"""Audit: report which format each part of a model is stored, computed and saved in, and the effect on its values."""

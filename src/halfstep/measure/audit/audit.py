@@ -1,33 +1,209 @@
-"""`audit`: which format each part of a model is stored, computed and kept in, and which mistakes its numbers show."""
+"""The audit: report the formats in which a model is stored, computed and saved, and the mistakes in its values."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError, WrongUse
+from halfstep.finding import Finding
 from halfstep.formats import is_narrow
-from halfstep.measure.audit import findings
-from halfstep.measure.audit.islands import IslandVerdict, judged
-from halfstep.measure.audit.report import Audit
-from halfstep.measure.audit.rows import rows_of
-from halfstep.measure.audit.watched import Watched, watched_step
-from halfstep.measure.case import Case, LossFunction, Subject, case_of
+from halfstep.measure.audit.islands import LEAST_HEADROOM, IslandVerdict, judged
+from halfstep.measure.audit.report import Audit, rows_of
+from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
+from halfstep.measure.case import Case, LossFunction, case_of
+from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import Target, device_named
+from halfstep.measure.memory.estimate import gpu_pretended, without_values
+from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, in_one_line, numbers_refused
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
+from halfstep.measure.survival_report import Survival, named, number, where
+from halfstep.observe.emulate import BACKWARD, Event
+from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Spotted
-from halfstep.precision.abilities import Device
+from halfstep.observe.recorder import Recorder
+from halfstep.precision.capability import Device
 from halfstep.precision.hardware import present
 from halfstep.precision.island import islands
-from halfstep.precision.ladder import choose_precision
 from halfstep.precision.names import AUTO, precision_names, read_precision
-from halfstep.precision.precision import Precision
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.select import choose_precision
+
+# -- described --------------------------------------------------------------------------------------------------------
+# Follow the same step by CUDA's rules without a GPU, on fake tensors; no values are known.
+
+
+_DEVICE = "cuda"
+_WHY = "a device that is not here is followed without computing any"
+
+
+def described_step(make_case: Callable[[], Case], precision: Precision) -> ObservedStep:
+    """Return the formats chosen by CUDA's autocast, forward and backward. Nothing is computed."""
+    mode = fake_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about tensors without storage and about the missing driver
+        case = without_values(built(make_case, mode))
+        with mode, gpu_pretended(), walked(), numbers_refused(_WHY):
+            told: list[Any] = []
+            arm = FakeArm(replace(case, loss_fn=_overheard(case.loss_fn, told)), StepSetting(), precision, _device())
+            listeners, stopped = Listeners(arm.model, precision), None
+            try:
+                with Recorder(arm.model, listeners) as recorder, listeners.works.keeping(lambda: recorder.module):
+                    arm.step()
+            except Exception as error:
+                # An error that a finding explains ends the step, but not the audit.
+                if not told:
+                    raise
+                stopped = in_one_line(error)
+            finally:
+                # Cached casts are fake tensors, which must not be reused outside this mode.
+                torch.clear_autocast_cache()
+            for finding, module, line in told:
+                listeners.lint.tell(finding, module, line)
+            return listeners.watched(stopped=stopped)
+
+
+def _overheard(loss_fn: Callable[[nn.Module, Any], Any], told: list[Any]) -> Callable[[nn.Module, Any], Any]:
+    def overheard(model: nn.Module, batch: Any) -> Any:
+        with Calls(_DEVICE, lambda *words: told.append(words)):
+            return loss_fn(model, batch)
+
+    return overheard
+
+
+def _device() -> torch.device:
+    return torch.device(_DEVICE)
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+# Report findings beside those of lint: work in another format, idle islands, and values that do not fit.
+
+
+_TOLD_BY_LINT = ("mask-overflows", "reduction-overflows")
+_NAMED = 3
+_ON_PURPOSE = 0.999
+"""Share of the format's maximum. Larger values are taken as deliberate: masks are filled with the maximum itself."""
+
+
+def overflow(watched: ObservedStep) -> Event | None:
+    """Return the first value that does not fit; None if lint reports it already."""
+    if watched.ranges is None or watched.stopped is not None:
+        return None
+    event = watched.ranges.first_on_the_way_forward
+    # After a non-finite loss, every gradient is non-finite.
+    if event is None and not watched.fits and math.isfinite(watched.loss):
+        event = watched.ranges.first_overflow.get(BACKWARD)
+    return None if event is not None and event.module in told_by_lint(watched) else event
+
+
+def told_by_lint(watched: ObservedStep) -> set[str]:
+    """Return the modules in which lint found an overflow."""
+    return {module for one in watched.spotted if one.finding.id in _TOLD_BY_LINT for module in one.modules}
+
+
+def of_the_step(watched: ObservedStep, precision: Precision) -> list[Spotted]:
+    """Return the findings about work in other formats, idle islands and little headroom."""
+    found = []
+    seen = watched.observation
+    if seen.share is not None and not seen.as_asked:
+        total = sum(seen.flops.values())
+        worst = [f"{place} {part / total:.0%}" for place, part in list(seen.strays.items())[:_NAMED]]
+        found.append(
+            Finding(
+                "work-elsewhere",
+                "warning",
+                f"{1 - seen.share:.0%} of the work is not in {seen.expected}: {', '.join(worst)}",
+                "take out what casts or switches autocast off there, or declare it: island(model, ...)",
+            )
+        )
+    if watched.stopped is None:
+        found += [
+            Finding(
+                "island-idle",
+                "warning",
+                f"nothing ran in the island {named(path)}: its weights may be used without calling it",
+                "call the module, or make an island of the one that uses its weights",
+            )
+            for path in seen.idle_islands
+        ]
+    return [*map(_without_place, found), *_near_the_end(watched, precision)]
+
+
+def of_overflow(event: Event, survival: Survival, declared: tuple[str, ...]) -> Spotted:
+    """Return the finding for an overflow, with the remedies that were tried."""
+    do = " or ".join(survival.do) or "find what makes it so large: no island and no format cures it"
+    evidence = f"{survival.format} overflows {where(event)}"
+    # An island's output is cast back to the format of its input; here the value overflows in that cast.
+    if event.module in declared and event.operation == "aten._to_copy":
+        evidence += ", where the island gives back what it was given in"
+        do = f"let the island reach to where its numbers are small again, or {do}"
+    finding = Finding("overflow", "error", evidence, do)
+    return Spotted(finding, event.module, None, (event.module,))
+
+
+def of_spoiled(survival: Survival) -> Spotted:
+    """Return the finding for a non-finite loss or gradient where every value fits."""
+    do = " or ".join(survival.do) or "look at the batch and at the weights: fp32 fails too, or divides by what vanished"
+    return _without_place(Finding("not-finite", "error", survival.verdict, do))
+
+
+def of_islands(verdicts: Iterable[IslandVerdict]) -> list[Spotted]:
+    """Return a note for each island that is not needed."""
+    return [
+        Spotted(
+            Finding(
+                "island-not-needed",
+                "note",
+                f"the island {named(one.path)} costs speed and saves nothing here: {one.why}",
+                "take it away and look again, on a batch from later in training too",
+            ),
+            one.path,
+            None,
+            (one.path,),
+        )
+        for one in verdicts
+        if one.needed is False
+    ]
+
+
+def _near_the_end(watched: ObservedStep, precision: Precision) -> list[Spotted]:
+    if watched.ranges is None or overflow(watched) is not None:
+        return []
+    limit = precision.computes.largest
+    near = {
+        module: numbers
+        for (module, part), numbers in watched.ranges.by_place.items()
+        if part != BACKWARD and 0 <= numbers.headroom < LEAST_HEADROOM and numbers.largest < _ON_PURPOSE * limit
+    }
+    if not near:
+        return []
+    module, numbers = min(near.items(), key=lambda pair: pair[1].headroom)
+    more = f", and {len(near) - 1} more modules" if len(near) > 1 else ""
+    finding = Finding(
+        "little-headroom",
+        "warning",
+        f"{number(numbers.largest)} in {named(module)} against {number(limit)}: {numbers.headroom:.1f} bits from the "
+        f"end of {precision.name}{more}",
+        f'island(model, "{module}")' if module and not module.startswith("(") else "scale it down, or take bf16",
+    )
+    return [Spotted(finding, module, None, tuple(near))]
+
+
+def _without_place(finding: Finding) -> Spotted:
+    return Spotted(finding, "", None, ("",))
+
+
+# -- audit ------------------------------------------------------------------------------------------------------------
+
 
 Progress = Callable[[int, int], None]
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -45,8 +221,9 @@ def audit(
 ) -> Audit:
     """Audit one step of a subject, of a case, or of a model with its loss and a batch; nothing of it is changed.
 
-    `device` may be one that is not here ("a100-80gb"): then the formats are those of CUDA's rules, and no number is
-    known. Ctrl-C ends it with what there is.
+    `device` may be absent from this machine ("a100-80gb"): formats then follow CUDA's rules and no values are known.
+    Ctrl-C returns the results so far. Raises `WrongUse` for a model without a loss function, for an absent device that
+    does not follow CUDA's rules, and for a model that cannot be followed without a GPU.
     """
     name, make_case = _opening(subject, loss_fn, batch)
     target = device_named(device or "here")
@@ -77,14 +254,15 @@ def _is_here(target: Target, asked: str | None) -> bool:
 
 
 def _precision(asked: str | None, case: Case, device: Device | torch.device) -> Precision:
-    """The one asked for, else the recipe's own, else what a run would take on this device."""
+    """Return the requested precision, else the recipe's own, else the one a run would use on this device."""
+    # A case of the user's own has the default setting, so its "fp32" is no choice; a recipe always has data.
     own = case.setting.precision if case.setting.precision != "fp32" or case.data is not None else AUTO
     name = read_precision(asked or own).name
     return precision_named(name) if name in precision_names() else choose_precision(name, device=device).precision
 
 
 class _Audited:
-    """A case that really runs here, stage by stage, so that Ctrl-C leaves what is known."""
+    """An audit that runs here, stage by stage, so that Ctrl-C keeps the results so far."""
 
     def __init__(self, name: str, case: Case, target: Target, precision: str | None, progress: Progress | None) -> None:
         self.name, self.case, self.target = name, case, target
@@ -94,11 +272,12 @@ class _Audited:
         self.narrow = dtype is not None and is_narrow(dtype)
         self.declared = tuple(islands(case.model))
         self._progress = progress or (lambda done, of: None)
-        self.watched: Watched | None = None
+        self.watched: ObservedStep | None = None
         self.verdicts: list[IslandVerdict] = []
         self.more: list[Spotted] = []
 
     def audit(self) -> Audit:
+        """Run all stages and return the audit, with partial results after Ctrl-C."""
         interrupted = False
         try:
             self._look()
@@ -122,14 +301,13 @@ class _Audited:
         self._progress(0, stages)
         self.watched = self._step()
         self._progress(1, stages)
+        # Islands have no effect without a narrow format.
         if not self.narrow or self.watched.stopped is not None:
             return
-        event, told = findings.overflow(self.watched), findings.told_by_lint(self.watched)
+        event, told = overflow(self.watched), told_by_lint(self.watched)
         if event is not None or not (self.watched.fits or told):
             found = survival(self.case, format_name=self.precision.computes.name, device=self.device)
-            self.more.append(
-                findings.of_spoiled(found) if event is None else findings.of_overflow(event, found, self.declared)
-            )
+            self.more.append(of_spoiled(found) if event is None else of_overflow(event, found, self.declared))
         self._progress(2, stages)
         self._judge_islands(stages)
 
@@ -139,12 +317,13 @@ class _Audited:
             return
         reference = watched_step(self.case, self.device, precision_named("fp32"))
         for done, path in enumerate(self.declared, 1):
+            # An idle island changes nothing, and has a finding of its own.
             if path not in self.watched.observation.idle_islands:
                 name = self.precision.computes.name
                 self.verdicts.append(judged(path, name, self.watched, reference, lambda path: self._step(path)))
             self._progress(2 + done, stages)
 
-    def _step(self, *without: str) -> Watched:
+    def _step(self, *without: str) -> ObservedStep:
         return watched_step(self.case, self.device, self.precision, without)
 
     def _notes(self) -> list[str]:
@@ -163,7 +342,6 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
             allowed="a device that is here, or one that follows CUDA's rules, such as a100-80gb",
             do="leave --device out",
         )
-    from halfstep.measure.audit.described import described_step
 
     case = make_case()
     chosen = _precision(precision, case, target.device)
@@ -186,7 +364,7 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
 
 
 def _not_followed(target: Target, error: Exception) -> WrongUse:
-    """Kernels that ask the driver before they run: a recurrent layer of cuDNN, an extension of someone's own."""
+    """Return the error for kernels that query the driver, such as cuDNN's recurrent layers or a custom extension."""
     reason = (str(error).splitlines() or [""])[0][:80] or type(error).__name__
     return WrongUse(
         f"CUDA's rules could not be followed for {target.id} without a GPU: {reason}",
@@ -199,7 +377,7 @@ def _audit(
     name: str,
     case: Case,
     precision: Precision,
-    watched: Watched | None,
+    watched: ObservedStep | None,
     *,
     device: str,
     run: bool,
@@ -214,7 +392,7 @@ def _audit(
     seen = watched.observation if watched else None
     total = sum(flops.values())
     found = [*more, *(watched.spotted if watched else ())]
-    found += [*(findings.of_the_step(watched, precision) if watched else ()), *findings.of_islands(islands)]
+    found += [*(of_the_step(watched, precision) if watched else ()), *of_islands(islands)]
     return Audit(
         subject=name,
         precision=precision.name,

@@ -1,4 +1,4 @@
-"""Whether each island of a model is needed: the same step without it, in the low format."""
+"""Decide whether each island of a model is needed, by running the same step in the low format without it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 
-from halfstep.measure.audit.watched import Watched
+from halfstep.measure.audit.watched import ObservedStep
+from halfstep.measure.survival import Gradients
 from halfstep.measure.survival_report import where
-from halfstep.measure.survival_step import Gradients
-from halfstep.observe.ranges import BACKWARD, FORWARD, WEIGHTS
+from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS
 
 LEAST_HEADROOM = 1.0
-"""Bits: a factor of two is soon gone in training."""
+"""Bits; training can use up a factor of two quickly."""
 _FURTHER, _CLEARLY = 1.5, 0.05
-"""Without an island that is needed, gradients are so many times further from fp32's, and by so much of their norm."""
+"""An island is needed if, without it, the gradient error is this many times larger and grows by this share of the norm.
+"""
 
 
 @dataclass(frozen=True)
 class IslandVerdict:
-    """One island of the model."""
+    """The verdict on one island of the model."""
 
     path: str
     needed: bool | None
-    """None where it could not be tried."""
+    """None if it could not be decided."""
     why: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -34,9 +35,9 @@ class IslandVerdict:
 
 
 def judged(
-    path: str, format_name: str, with_it: Watched, reference: Watched, without: Callable[[str], Watched]
+    path: str, format_name: str, with_it: ObservedStep, reference: ObservedStep, without: Callable[[str], ObservedStep]
 ) -> IslandVerdict:
-    """By the step without it, against the step with it and the same in fp32."""
+    """Return the verdict: compare the step without the island with the step with it, and with fp32."""
     found = without(path)
     if found.stopped is not None:
         return IslandVerdict(path, True, f"without it the step ends: {found.stopped}")
@@ -47,15 +48,17 @@ def judged(
     )
     if reason:
         return IslandVerdict(path, True, f"without it {reason}")
+    # Checked last: a broken step can still show that the island is needed, but never that it is not.
     if not with_it.fits:
         return IslandVerdict(path, None, "the step is not finite with it either, so nothing can be told from it")
     return IslandVerdict(path, False, f"{format_name} has room: {_room(path, found)}")
 
 
-def _overflows(path: str, found: Watched, with_it: Watched, format_name: str) -> str | None:
+def _overflows(path: str, found: ObservedStep, with_it: ObservedStep, format_name: str) -> str | None:
     ranges = found.ranges
     assert ranges is not None
     event = ranges.first_on_the_way_forward
+    # A step that fails with the island, too, says nothing about it.
     if with_it.fits and not found.fits:
         event = event or ranges.first_overflow.get(BACKWARD)
         return f"the step overflows {where(event)}" if event is not None else "the step is not finite"
@@ -66,14 +69,15 @@ def _overflows(path: str, found: Watched, with_it: Watched, format_name: str) ->
     return None
 
 
-def _mistakes(found: Watched, with_it: Watched) -> str | None:
-    """What lint says of the step without it, and does not with it."""
+def _mistakes(found: ObservedStep, with_it: ObservedStep) -> str | None:
+    """Return the first lint finding that appears only without the island."""
     before = {(one.finding.id, one.module) for one in with_it.spotted}
     new = [one for one in found.spotted if (one.finding.id, one.module) not in before]
     return f"{new[0].finding.id}: {new[0].finding.evidence}" if new else None
 
 
-def _leads_elsewhere(found: Watched, with_it: Watched, reference: Watched) -> str | None:
+def _leads_elsewhere(found: ObservedStep, with_it: ObservedStep, reference: ObservedStep) -> str | None:
+    # Compared with the error that the precision has anyway, because rounding alone moves all gradients.
     near, far = (_apart(reference.gradients, step.gradients) for step in (with_it, found))
     if near is None or far is None or not (far > _FURTHER * near and far - near > _CLEARLY):
         return None
@@ -81,7 +85,7 @@ def _leads_elsewhere(found: Watched, with_it: Watched, reference: Watched) -> st
 
 
 def _apart(wanted: Gradients | None, found: Gradients | None) -> float | None:
-    """Norm of the difference over the norm; None where it cannot be told."""
+    """Return the relative difference of the norms; None if it cannot be computed."""
     if not wanted or found is None:
         return None
     total = sum(_squares(true) for true in wanted.values())
@@ -97,7 +101,7 @@ def _inside(path: str, module: str) -> bool:
     return not path or module == path or module.startswith(f"{path}.")
 
 
-def _headroom(path: str, found: Watched) -> float:
+def _headroom(path: str, found: ObservedStep) -> float:
     assert found.ranges is not None
     places = found.ranges.by_place.items()
     return min(
@@ -106,6 +110,6 @@ def _headroom(path: str, found: Watched) -> float:
     )
 
 
-def _room(path: str, found: Watched) -> str:
+def _room(path: str, found: ObservedStep) -> str:
     headroom = _headroom(path, found)
     return "nothing in it is cast" if math.isinf(headroom) else f"{headroom:.1f} bits, and gradients as near to fp32's"

@@ -1,36 +1,133 @@
-"""What an audit says: the verdict, the modules, the islands, the findings."""
+"""The report of an audit: the verdict, the modules, the islands and the findings."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import nn
+
+from halfstep.formats import name_of
 from halfstep.measure.audit.islands import IslandVerdict
-from halfstep.measure.audit.rows import Row
+from halfstep.measure.audit.watched import ModuleWork, ObservedStep
+from halfstep.measure.survival_report import named
+from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Range, Ranges
 from halfstep.observe.lint.listener import Spotted
+from halfstep.observe.recorder import OUTSIDE
+from halfstep.precision.island import islands
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+# List a model's modules as rows: the formats each is stored, computed and saved in, and the ranges of its values.
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The range of a module's values relative to the format, in forward or in backward."""
+
+    largest: float
+    headroom_bits: float | None
+    """Powers of two from the largest value to the format's maximum; negative on overflow."""
+    underflow: float
+    """Share of the non-zero values that became zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRow:
+    """One module, without its submodules."""
+
+    module: str
+    kind: str
+    stored: Mapping[str, int]
+    """Number of its own parameters by format."""
+    computed: Mapping[str, float]
+    """Shares by format, largest first: of its FLOPs, or of its results if it has no matrix work."""
+    flops: Mapping[str, int]
+    saved: Mapping[str, int]
+    """Bytes saved for backward, by format."""
+    share: float
+    """Share of the model's FLOPs."""
+    island: str | None
+    """The island that it is, or lies in."""
+    forward: Numbers | None
+    backward: Numbers | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rows_of(model: nn.Module, watched: ObservedStep) -> tuple[ModuleRow, ...]:
+    """Return a row for each module with work or weights of its own, in the model's order; then one for outside code."""
+    # torch.compile wraps modules and puts this prefix in their paths; the recorder reports paths without it.
+    modules = {path.replace("_orig_mod.", ""): module for path, module in model.named_modules()}
+    total = sum(sum(work.flops.values()) for work in watched.works.values()) or 1
+    declared = tuple(islands(model))
+    found = []
+    for path in (*modules, OUTSIDE):
+        module, work = modules.get(path), watched.works.get(path, ModuleWork())
+        stored = Counter(name_of(p.dtype) for p in module.parameters(recurse=False)) if module is not None else {}
+        if not (work.computed or stored):
+            continue
+        found.append(
+            ModuleRow(
+                module=named(path),
+                kind="" if module is None else type(module).__name__,
+                stored=dict(stored),
+                computed=work.computed,
+                flops=dict(work.flops.most_common()),
+                saved=dict(work.saved.most_common()),
+                share=sum(work.flops.values()) / total,
+                island=island_of(path, declared),
+                forward=_numbers(watched.ranges, path, (WEIGHTS, FORWARD)),
+                backward=_numbers(watched.ranges, path, (BACKWARD,)),
+            )
+        )
+    return tuple(found)
+
+
+def island_of(module: str, declared: tuple[str, ...]) -> str | None:
+    """Return the declared island that contains the module, or None. The path "" is the whole model."""
+    for path in declared:
+        if module == path or module.startswith(f"{path}.") or (not path and module != OUTSIDE):
+            return path
+    return None
+
+
+def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> Numbers | None:
+    together = Range()
+    for part in parts:
+        together.add(ranges.by_place.get((module, part), Range()) if ranges is not None else Range())
+    if not together.nonzero:
+        return None
+    headroom = together.headroom if math.isfinite(together.headroom) else None
+    return Numbers(together.largest, headroom, together.underflow_share)
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Which format each part of a model is in, and what that does to its numbers."""
+    """Which format each part of a model is in, and the effect on its values."""
 
     subject: str
     precision: str
     format: str
-    """What its matrix work should be in."""
+    """The format expected for its matrix work."""
     device: str
     run: bool
-    """Whether numbers were computed; else formats are by a device's rules, and nothing is known of values."""
+    """Whether values were computed; otherwise formats follow a device's rules and no values are known."""
     flops: Mapping[str, int]
-    """By format, islands included."""
+    """FLOPs by format, islands included."""
     share: float | None
-    """Of the work outside islands, the part in that format; None where there was none."""
+    """Share of the work outside islands that is in that format; None if there is no such work."""
     island_share: float
-    """Of all work, the part inside islands."""
+    """Share of all work that is inside islands."""
     loss: float | None
     loss_scale: float | None
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     islands: tuple[IslandVerdict, ...]
     spotted: tuple[Spotted, ...]
     notes: tuple[str, ...]
@@ -39,6 +136,7 @@ class Audit:
 
     @property
     def verdict(self) -> str:
+        """Return one line: the share of the work in the expected format, and the number of findings."""
         if not self.rows and self.interrupted:
             return "interrupted before a step was seen"
         work = "all work is in islands" if self.island_share else "no matrix product or convolution was seen"
@@ -53,7 +151,7 @@ class Audit:
         return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, without numbers that JSON has no word for."""
+        """Return plain data with no NaN or infinity, which JSON cannot represent."""
         return {
             "subject": self.subject,
             "verdict": self.verdict,
@@ -76,4 +174,5 @@ class Audit:
 
 
 def _percent(share: float) -> str:
+    # 99.95 % and above must not be rounded to 100 %, which means all of it.
     return "100 %" if share == 1 else f"{min(share, 0.999):.1%}".replace("%", " %")

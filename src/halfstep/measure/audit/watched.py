@@ -1,73 +1,151 @@
-"""One step of a copy of a case in a precision, with everybody listening who has something to say about it."""
+"""Run one step of a copy of a case in a precision, with all listeners of the audit attached."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import WrongUse
-from halfstep.formats import is_narrow
-from halfstep.measure.audit.work import Work, Works
+from halfstep.formats import FP32, is_narrow, name_of
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import Case
-from halfstep.measure.memory.persons_error import as_wrong_use, in_one_line
-from halfstep.measure.survival_step import Gradients, one_loss, recurrent_steps_shown, undisturbed
+from halfstep.measure.memory.fake_tensors import as_wrong_use, in_one_line
+from halfstep.measure.survival import Gradients, one_loss, recurrent_steps_shown, undisturbed
+from halfstep.observe.emulate import Ranges, RoundedOutputs
+from halfstep.observe.flops import computed_in, flops
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import Lint, Spotted
-from halfstep.observe.ranges import Ranges
+from halfstep.observe.observation import Observation
+from halfstep.observe.precision_check import WorkByFormat
 from halfstep.observe.recorder import Operation, Recorder, as_it_is
-from halfstep.observe.rounding import RoundedOutputs
-from halfstep.observe.watch import Observation, Tally
 from halfstep.precision.island import lift_island, settle
 from halfstep.precision.precision import Precision
 from halfstep.step.loss_scale import DynamicScale
 
+# -- work -------------------------------------------------------------------------------------------------------------
+# Record the work of each module in a step: FLOPs and results by format, and bytes saved for backward.
+
+
+@dataclass
+class ModuleWork:
+    """The work of one module, without its submodules."""
+
+    flops: Counter[str] = field(default_factory=Counter)
+    """FLOPs of matrix products, convolutions and attention, forward and backward, by the format of their operands."""
+    results: Counter[str] = field(default_factory=Counter)
+    """Number of values that its forward produced, by format."""
+    saved: Counter[str] = field(default_factory=Counter)
+    """Bytes that its forward saved for backward, by format; weights exist anyway and are not counted."""
+
+    @property
+    def computed(self) -> dict[str, float]:
+        """Return shares by format, largest first: of the FLOPs, or of the results if there are no FLOPs."""
+        counted = self.flops or self.results
+        total = sum(counted.values())
+        return {name: count / total for name, count in counted.most_common()} if total else {}
+
+
+class Works:
+    """A listener that records the work of each module, with a hook for the tensors that autograd saves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.by_module: dict[str, ModuleWork] = defaultdict(ModuleWork)
+        self._weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+        self._kept: dict[int, StorageWeakRef] = {}
+
+    def __call__(self, operation: Operation) -> None:
+        done = flops(operation)
+        work = self.by_module[operation.module]
+        found = computed_in(operation) if done else ""
+        # Operations that torch widens itself, for lack of a kernel, are not counted as fp32 of a module.
+        if done and not (operation.widened and found == FP32.name):
+            work.flops[found] += done
+        if not operation.backward and not _casts(operation):
+            for leaf in pytree.tree_leaves(operation.result):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    work.results[name_of(leaf.dtype)] += leaf.numel()
+
+    @contextmanager
+    def keeping(self, running: Callable[[], str]) -> Iterator[None]:
+        """Count the tensors saved in this scope for the module that `running` names."""
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.layout is torch.strided and self._is_new(tensor):
+                self.by_module[running()].saved[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Return whether the storage is neither a weight (saved perhaps as a view) nor counted already."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        # A weak reference, because the address of a freed storage may be reused by a new one.
+        known = self._kept.get(reference.cdata)
+        if reference.cdata in self._weights or (known is not None and not known.expired()):
+            return False
+        self._kept[reference.cdata] = reference
+        return True
+
+
+def _casts(operation: Operation) -> bool:
+    """Return whether the operation is a cast or a view; neither is a format that a module computes in."""
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in operation.function._schema.returns)
+    return views or operation.function._overloadpacket is torch.ops.aten._to_copy
+
+
+# -- watched ----------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class Watched:
-    """What the step showed."""
+class ObservedStep:
+    """The result of a watched step."""
 
-    works: Mapping[str, Work]
+    works: Mapping[str, ModuleWork]
     observation: Observation
     spotted: tuple[Spotted, ...]
     ranges: Ranges | None = None
-    """How numbers lie in the format; None where nothing was rounded, or where there were no numbers."""
+    """Ranges of the values in the format; None if nothing was rounded or no values were computed."""
     loss: float = math.nan
     gradients: Gradients | None = None
-    """Of the parameters, divided by the loss scale again; None where backward was not reached, or has no numbers."""
+    """Gradients of the parameters, divided by the loss scale; None if backward was not reached or has no values."""
     scale: float = 1.0
     stopped: str | None = None
-    """What ended the step before its end."""
+    """The error that ended the step early."""
 
     @property
     def gradients_finite(self) -> bool:
+        """Return whether backward was reached and every gradient is finite."""
         return self.gradients is not None and all(bool(g.isfinite().all()) for g in self.gradients.values())
 
     @property
     def fits(self) -> bool:
+        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
         overflowed = self.ranges is not None and self.ranges.first_on_the_way_forward is not None
         return not overflowed and math.isfinite(self.loss) and self.gradients_finite
 
 
 class Listeners:
-    """All who listen to one step of one model."""
+    """All listeners to one step of one model, called in turn."""
 
     def __init__(self, model: nn.Module, precision: Precision, rounding: RoundedOutputs | None = None) -> None:
         self.works, self.lint = Works(model), Lint(model)
-        self._tally = Tally(model, precision.computes.name)
+        self._tally = WorkByFormat(model, precision.computes.name)
         self._rounding = rounding
 
     def __call__(self, operation: Operation) -> None:
-        if operation.function.namespace == "prim":  # asks a fake tensor for its device, and computes nothing
+        if operation.function.namespace == "prim":  # prim.device on a fake tensor: computes nothing
             return
         if self._rounding is not None:
             self._rounding(operation)
@@ -75,34 +153,41 @@ class Listeners:
         self.works(operation)
         self.lint(operation)
 
-    def watched(self, **more: Any) -> Watched:
+    def watched(self, **more: Any) -> ObservedStep:
+        """Return what the listeners recorded, with the remaining fields of `ObservedStep` in `more`."""
         ranges = None if self._rounding is None else self._rounding.ranges
-        return Watched(self.works.by_module, self._tally.observation(), self.lint.spotted(), ranges, **more)
+        return ObservedStep(self.works.by_module, self._tally.observation(), self.lint.spotted(), ranges, **more)
 
 
-def watched_step(case: Case, device: torch.device, precision: Precision, without: tuple[str, ...] = ()) -> Watched:
-    """The step, at the first loss scale at which all gradients are finite where the precision has one.
+def watched_step(case: Case, device: torch.device, precision: Precision, without: tuple[str, ...] = ()) -> ObservedStep:
+    """Run the step, at the first loss scale at which all gradients are finite if the precision has one.
 
-    Islands in `without` are lifted. Operations of a narrow format compute in fp32 and round, so that what does not fit
-    is known; which format each of them is in, autocast decides as in earnest.
+    Islands in `without` are lifted. Narrow operations are computed in fp32 and rounded, so that overflows are visible;
+    autocast decides the format of each operation as it does in training. Raises `WrongUse` for an error of the user's
+    code that no finding explains.
     """
     if not precision.scaled:
         return _step(case, device, precision, 1.0, without)
     scale = DynamicScale()
     while True:
         found = _step(case, device, precision, scale.value, without)
+        # Neither depends on the loss scale, so no smaller one would help.
         hopeless = found.stopped is not None or not math.isfinite(found.loss)
         if found.gradients_finite or hopeless or not scale.can_fall:
             return found
         scale.update(overflow=True)
 
 
-def _step(case: Case, device: torch.device, precision: Precision, scale: float, without: tuple[str, ...]) -> Watched:
+def _step(
+    case: Case, device: torch.device, precision: Precision, scale: float, without: tuple[str, ...]
+) -> ObservedStep:
     model = copy.deepcopy(case.model).to(device)
     model.zero_grad(set_to_none=True)
+    # As the Stepper does: islands then cast their outputs to the format that follows.
     settle(model)
     for path in without:
         lift_island(model, path)
+    # Cloned, because a loss function may write to its batch.
     batch = pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
     narrow = precision.computes.dtype is not None and is_narrow(precision.computes.dtype)
     rounding = RoundedOutputs(precision.computes) if narrow else None
@@ -123,7 +208,7 @@ def _step(case: Case, device: torch.device, precision: Precision, scale: float, 
 
 
 def _told(error: Exception, lint: Lint) -> str:
-    """One line, where a finding explains the error; else it is the person's, and told as such."""
+    """Return the error as one line if a finding explains it; otherwise raise it as the user's error."""
     if any(one.finding.severity == "error" for one in lint.spotted()):
         return str(error) if isinstance(error, WrongUse) else in_one_line(error)
     if isinstance(error, WrongUse):
@@ -132,7 +217,7 @@ def _told(error: Exception, lint: Lint) -> str:
 
 
 def _gradients(model: nn.Module, scale: float) -> Gradients:
-    # In fp64, so that the division takes nothing away.
+    # In fp64, so that dividing by the scale loses nothing.
     return {
         name: _dense(parameter.grad.detach()).double() / scale
         for name, parameter in model.named_parameters()
@@ -141,5 +226,5 @@ def _gradients(model: nn.Module, scale: float) -> Gradients:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """An Embedding may have a gradient of a few rows."""
+    """Return the gradient as a dense tensor; nn.Embedding(sparse=True) has sparse ones."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

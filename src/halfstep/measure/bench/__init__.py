@@ -1,1 +1,1 @@
-"""One recipe in several precisions, over the same seeds: speed, memory and accuracy in one table."""
+"""Train one recipe in several precisions with the same seeds; compare speed, memory and accuracy in one table."""

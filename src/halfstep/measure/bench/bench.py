@@ -1,31 +1,200 @@
-"""One recipe, or a person's own case, in several precisions over the same seeds."""
+"""Compare one recipe, or the user's own case, in several precisions with the same seeds."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import FolderTaken, WrongUse
-from halfstep.measure.bench import case_runs
-from halfstep.measure.bench.case_runs import CaseArm, race_of
-from halfstep.measure.bench.comparing import compare
-from halfstep.measure.bench.memory import MemoryOf
-from halfstep.measure.bench.recipe_runs import Patience, RecipeArm
+from halfstep.errors import FolderTaken, HalfstepError, WrongUse, reason_in
+from halfstep.files import read_json, write_json
+from halfstep.measure.bench import runs as case_runs
+from halfstep.measure.bench.comparison import BenchTimes, Gain, rows_of
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import Metric
-from halfstep.measure.case import Subject
+from halfstep.measure.bench.results import BenchMetric, Config, Memory, RunFailed, RunResult, check_places, usual
+from halfstep.measure.bench.runs import CaseArm, Patience, RecipeArm, as_file, race_of
 from halfstep.measure.conditions import conditions
-from halfstep.measure.setting import Setting
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
 from halfstep.measure.timing import Progress
+from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow
 from halfstep.precision.names import read_precision
 
+# -- comparing --------------------------------------------------------------------------------------------------------
+# Run every candidate with every seed, interleaved; an interrupt keeps the results so far.
+
+
+OneRun = Callable[[int], RunResult]
+"""Trains one candidate with a seed."""
+Race = Callable[[Sequence[str]], BenchTimes]
+"""Times the named candidates beside one another."""
+
+
+def compare(
+    arms: Mapping[str, OneRun],
+    *,
+    name: str,
+    seeds: Sequence[int],
+    metric: BenchMetric,
+    conditions: Mapping[str, Any],
+    settings: Sequence[str] = (),
+    memories: Mapping[str, Callable[[], Memory]] | None = None,
+    race: Race | None = None,
+    configs: Mapping[str, Config] | None = None,
+    price_per_hour: float | None = None,
+    progress: Progress | None = None,
+) -> Bench:
+    """Run all candidates with all seeds and return the bench; the first candidate is the baseline.
+
+    `configs` describes the candidates whose name is not their precision. A candidate that fails once is not run again.
+    Each seed runs all candidates, starting with another one each time, so that changes of the machine affect all alike.
+    Raises `WrongUse` without candidates.
+    """
+    if not arms:
+        raise WrongUse("a bench without arms", allowed="a baseline first, then others", do="name at least one")
+    work = _Work(arms, seeds, memories or {}, race, progress)
+    try:
+        work.do()
+    except KeyboardInterrupt:
+        work.interrupted = True
+    return Bench(
+        name=name,
+        metric=metric,
+        seeds=tuple(seeds),
+        rows=rows_of(work.runs, work.failed, metric, work.memories, work.gains, configs or {}),
+        settings=tuple(settings),
+        conditions=conditions,
+        price_per_hour=price_per_hour,
+        interrupted=work.interrupted,
+        notes=tuple(work.notes),
+        raced=bool(work.gains),
+    )
+
+
+class _Work:
+    """The work of a bench and its results so far."""
+
+    def __init__(
+        self,
+        arms: Mapping[str, OneRun],
+        seeds: Sequence[int],
+        measure: Mapping[str, Callable[[], Memory]],
+        race: Race | None,
+        progress: Progress | None,
+    ) -> None:
+        self._arms, self._seeds, self._measure, self._race = arms, seeds, measure, race
+        self._tell = progress or (lambda done, of: None)
+        self._done = 0
+        self.runs: dict[str, list[RunResult]] = {name: [] for name in arms}
+        self.failed: dict[str, str] = {}
+        self.memories: dict[str, Memory] = {}
+        self.gains: dict[str, Gain] = {}
+        self.notes: list[str] = []
+        self.interrupted = False
+
+    def do(self) -> None:
+        """Measure memory, run all seeds, then race the candidates that did not fail."""
+        self._tell(0, self._jobs())
+        # Memory first: a candidate that the device refuses fails here and is never trained.
+        for name in self._measure:
+            self._one(name, partial(self._remember, name))
+        names = list(self._arms)
+        for turn, seed in enumerate(self._seeds):
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                self._one(name, partial(self._run, name, seed))
+        if self._race is not None:
+            left = [name for name in names if name not in self.failed]
+            # Without the baseline there is nothing to race against.
+            if names[0] in left:
+                self._time(left, self._race)
+            self._advance()
+
+    def _time(self, names: Sequence[str], race: Race) -> None:
+        """Time the candidates. If the race fails, the results are kept and speed is that of the runs."""
+        try:
+            raced = race(names)
+        except (HalfstepError, ArmFailed, ArmTooSlow) as error:
+            self.notes.append(f"speed is from the runs, as the race failed: {reason_in(error)}")
+            return
+        self.gains.update({name: gain for name, gain in raced.gains.items() if name not in raced.failed})
+        self.interrupted = raced.interrupted
+        self.notes += [f"{name}: speed is from its runs, as it failed in the race: {why}"
+                       for name, why in raced.failed.items()]  # fmt: skip
+
+    def _remember(self, name: str) -> None:
+        self.memories[name] = self._measure[name]()
+
+    def _run(self, name: str, seed: int) -> None:
+        self.runs[name].append(self._arms[name](seed))
+
+    def _one(self, name: str, work: Callable[[], None]) -> None:
+        if name not in self.failed:
+            try:
+                work()
+            except (HalfstepError, RunFailed, ArmFailed, ArmTooSlow) as error:
+                self.failed[name] = reason_in(error)
+        self._advance()
+
+    def _advance(self) -> None:
+        self._done += 1
+        self._tell(self._done, self._jobs())
+
+    def _jobs(self) -> int:
+        return len(self._measure) + len(self._arms) * len(self._seeds) + (self._race is not None)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+# Measure the memory of one update: counted by the allocator, and predicted by part.
+
+
+@dataclass(frozen=True)
+class MemoryOf:
+    """A memory measurement, made once for each candidate and saved in a file.
+
+    It comes before the runs, so that a candidate that the device refuses is not trained at all.
+    """
+
+    subject: Subject
+    setting: StepSetting | None = None
+    """None means the case's own setting."""
+    kept: Path | None = None
+    identity: Mapping[str, Any] | None = None
+
+    def __call__(self) -> Memory:
+        found = read_json(self.kept) if self.kept else None
+        if isinstance(found, dict) and found.get("identity") == self.identity:
+            return Memory.from_dict(found["memory"])
+        setting = self.setting or self.subject.open().setting
+        with ArmProcess(self.subject, setting) as arm:
+            place = arm.open()["conditions"]["place"]
+            measured = arm.memory()
+        memory = _with_parts(measured, self.subject, setting, place)
+        if self.kept:
+            write_json(self.kept, {"identity": self.identity, "memory": memory.as_dict()})
+        return memory
+
+
+def _with_parts(measured: int, subject: Subject, setting: StepSetting, place: str) -> Memory:
+    from halfstep.measure.memory.estimate import ledger_of
+
+    try:
+        return Memory(measured, dict(ledger_of(subject.open, setting, place).at_peak))
+    except (HalfstepError, RuntimeError, NotImplementedError, TypeError) as error:
+        # A model that fake tensors cannot run is still measured.
+        return Memory(measured, None, f"not predicted: {str(error).splitlines()[0] if str(error) else error!r}")
+
+
+# -- bench ------------------------------------------------------------------------------------------------------------
+
+
 BASELINE = "fp32"
-"""Strict: nothing of it is computed in fewer bits."""
+"""Strict fp32: nothing is computed in fewer bits."""
 _SAME = ("device", "place", "driver", "halfstep", "torch", "python", "threads", "cores")
-"""Of the conditions, those under which a finished run may stand for another one."""
+"""Conditions that must be equal for a finished run to be reused."""
 _OURS = ("train.seed", "run.dir")
 
 
@@ -42,9 +211,9 @@ def bench(
 ) -> Bench:
     """Train a RECIPE, or step a case, in each precision with each seed, beside strict fp32.
 
-    `arms` are settings by name, for what else than the precision should differ; fp32 without more settings is always
-    the first arm. Runs lie in `folder`, and those that are finished there are not done again; without one they are
-    gone afterwards. Ctrl-C ends it with what there is.
+    `arms` maps names to settings, for candidates that differ in more than the precision; plain fp32 is always the
+    first. Runs are saved in `folder`, and finished ones there are reused; without a folder they are deleted. Ctrl-C
+    returns the results so far. Raises `WrongUse` for invalid arguments, `FolderTaken` for a folder with other runs.
     """
     given = subject if isinstance(subject, Subject) else Subject(subject, tuple(settings))
     changes = _arms(precisions, arms)
@@ -66,9 +235,14 @@ def bench(
 
 
 def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
-    """Settings by the name of the arm, fp32's first."""
+    """Return settings by the name of the candidate, fp32 first."""
     found = {BASELINE: (f"precision={BASELINE}",)}
     if arms is not None:
+        if BASELINE in arms:
+            raise WrongUse(
+                f"an arm named {BASELINE}", allowed="other names: the first arm has this one", do="rename the arm"
+            )
+        check_places({name: as_file(name) for name in arms})
         return {**found, **{name: tuple(changed) for name, changed in arms.items()}}
     names = [read_precision(word).name for word in precisions]
     return {**found, **{name: (f"precision={name}",) for name in names}}
@@ -85,13 +259,9 @@ def _of_case(
     subject: Subject, changes: Mapping[str, object], arms: Mapping[str, Sequence[str]] | None, told: dict[str, Any]
 ) -> Bench:
     if arms is not None:
-        raise WrongUse(
-            f"arms with settings for the case {subject.text}",
-            allowed="settings change a RECIPE; the arms of a case are precisions",
-            do="give precisions=(...), or a recipe",
-        )
-    subject.open()  # wrong words are found before anything is measured
-    found = {name: CaseArm(subject, Setting(name)) for name in changes}
+        raise _no_settings(subject)
+    subject.open()  # invalid input is found before anything is measured
+    found = {name: CaseArm(subject, StepSetting(name)) for name in changes}
     return compare(
         found,
         metric=case_runs.METRIC,
@@ -101,11 +271,20 @@ def _of_case(
     )
 
 
+def _no_settings(subject: Subject) -> WrongUse:
+    return WrongUse(
+        f"arms with settings for the case {subject.text}",
+        allowed="settings change a RECIPE; the arms of a case are precisions",
+        do="give precisions alone, or a recipe",
+    )
+
+
 def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, told: dict[str, Any]) -> Bench:
-    from halfstep.tasks._folder import task_class
+    from halfstep.runs.registry import task_class
 
     recipes = {name: _recipe(subject, changed) for name, changed in changes.items()}
-    task = task_class(recipes[BASELINE].task)(recipes[BASELINE])  # what it is judged by may depend on its data
+    configs = {name: _config(recipes[name], changed) for name, changed in changes.items()}
+    task = task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
     same = {key: told["conditions"][key] for key in _SAME}
     patience = Patience()
     runs, memories = {}, {}
@@ -115,11 +294,26 @@ def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder:
         runs[name] = RecipeArm(subject.text, words, folder, name, identity, patience)
         memories[name] = MemoryOf(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
     _check_kept(runs.values(), told["seeds"], folder)
-    return compare(runs, metric=Metric(task.metric, task.higher_is_better), memories=memories, **told)
+    metric = BenchMetric(task.metric, task.higher_is_better)
+    return compare(runs, metric=metric, memories=memories, configs=configs, **told)
+
+
+def usual_arms(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
+    """Return the usual configurations as `arms` of `bench`.
+
+    They are mixed precision alone, with twice the recipe's batch, and compiled. Raises `WrongUse` for a case.
+    """
+    if subject.is_own_code:
+        raise _no_settings(subject)
+    return usual(_recipe(subject, ()).train.batch_size, read_precision(precision).name)
+
+
+def _config(recipe: Any, changed: tuple[str, ...]) -> Config:
+    return Config(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changed)
 
 
 def _check_kept(arms: Iterable[RecipeArm], seeds: Sequence[int], folder: Path) -> None:
-    """What another bench has found out is not overwritten."""
+    """Raise `FolderTaken` if the folder has results of another bench; they are not overwritten."""
     taken = next((found for arm in arms if (found := arm.others(seeds))), None)
     if taken is not None:
         raise FolderTaken(
@@ -130,12 +324,12 @@ def _check_kept(arms: Iterable[RecipeArm], seeds: Sequence[int], folder: Path) -
 
 
 def _recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
-    """The complete recipe of an arm, but for what differs from seed to seed."""
-    from halfstep.tasks._folder import task_schema
-    from halfstep.tasks._resolving import resolved_recipe
-    from halfstep.train.recipe.overrides import read_flags
-    from halfstep.train.recipe.sources import read_recipe
-    from halfstep.train.recipe.words import PRECISION_WORDS
+    """Return the complete recipe of a candidate, except for what differs between seeds."""
+    from halfstep.recipe.aliases import PRECISION_WORDS
+    from halfstep.recipe.overrides import read_flags
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.registry import task_schema
+    from halfstep.runs.resolve import resolved_recipe
 
     found = read_recipe(subject.text)
     schema = task_schema(str(found.raw.get("task")))
@@ -146,4 +340,5 @@ def _recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
                 allowed="precisions by --precisions, seeds by --seeds, a folder by --out; any other setting as it is",
                 do=f"leave out {key}",
             )
+    # Fixed values, so that the identity of a run does not depend on its seed and folder.
     return resolved_recipe(found, [*subject.settings, *changed, "train.seed=0", "run.dir=bench"]).recipe

@@ -1,59 +1,300 @@
-"""The result of a bench: rows, what they were measured under, and one sentence for each arm."""
+"""The result of a bench: rows, their conditions, and one sentence for each candidate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from halfstep.measure.bench import words
-from halfstep.measure.bench.results import Metric, spoken
-from halfstep.measure.bench.row import Row, margin_over
-from halfstep.measure.conditions import busy
-from halfstep.measure.parity import Margin
+from halfstep.errors import FolderTaken, MissingExtra
+from halfstep.files import read_json, write_json, write_text
+from halfstep.journal import numbers
+from halfstep.measure.bench.comparison import BenchRow, Gain, margin_over
+from halfstep.measure.bench.results import BenchMetric, spoken
+from halfstep.measure.conditions import busy, in_words
+from halfstep.measure.parity import Margin, ParityTest
+
+# -- words ------------------------------------------------------------------------------------------------------------
+# Format the figures of a bench as text, once for every place that shows them.
+
+
+Cell = Callable[[BenchRow, BenchRow], str]
+"""The text of a column, from a row and the baseline's row."""
+POINTS = 100.0
+"""Points in a metric of 1."""
+NONE = "-"
+NOT_MEASURED = "not measured"
+
+
+def sentence(row: BenchRow, metric: BenchMetric, seeds: int) -> str:
+    """Return one line: `bf16: 1.70x as fast (1.62 to 1.79), 31 % less memory, same accuracy (...)`."""
+    if row.failed and not row.runs:
+        return f"{row.name}: failed: {row.failed}"
+    parts = [_speed_said(row.gain), *([] if row.less_memory is None else [_memory_said(row.less_memory)])]
+    parts.append(_parity_said(row.parity, metric))
+    few = f"; {len(row.runs)} of {seeds} {many(seeds, 'seed')}" if len(row.runs) < seeds else ""
+    failed = f"; then it failed: {row.failed}" if row.failed else ""
+    return f"{row.name}: {', '.join(parts)}{few}{failed}"
+
+
+def best_said(row: BenchRow, metric: BenchMetric) -> str:
+    """Return `Best: AMP+Compiled = 2.03x as fast, same accuracy`."""
+    return f"Best: {row.name} = {row.gain.times if row.gain else 0.0:.2f}x as fast, same {kind(metric)}"
+
+
+def _speed_said(gain: Gain | None) -> str:
+    if gain is None:
+        return f"speed {NOT_MEASURED}"
+    if gain.verdict == "can't tell":
+        return f"can't tell whether it is faster ({gain_in_words(gain)})"
+    return f"{gain.times:.2f}x as fast ({_range(gain)})"
+
+
+def gain_in_words(gain: Gain) -> str:
+    """Return the speed-up and its interval as text."""
+    return f"{gain.times:.2f}x" + (f", {_range(gain)}" if gain.low is not None else "")
+
+
+def _range(gain: Gain) -> str:
+    return f"{gain.low:.2f} to {gain.high:.2f}"
+
+
+def _memory_said(less: float) -> str:
+    # Would be rounded to 0 %.
+    if abs(less) < 0.005:
+        return "as much memory"
+    return f"{abs(less):.0%}".replace("%", " %") + (" less memory" if less > 0 else " more memory")
+
+
+def _parity_said(found: ParityTest | None, metric: BenchMetric) -> str:
+    what = kind(metric)
+    if found is None:
+        return f"{what} {NOT_MEASURED}"
+    word = f"can't tell about its {what}" if found.verdict == "can't tell" else f"{found.verdict} {what}"
+    aside = "; ".join(part for part in (difference(found, metric), found.note) if part)
+    return f"{word} ({aside})" if aside else word
+
+
+def kind(metric: BenchMetric) -> str:
+    """Return the subject of a verdict: "accuracy", or the name of the loss."""
+    return "accuracy" if metric.higher_is_better else metric.name
+
+
+def difference(found: ParityTest, metric: BenchMetric) -> str:
+    """Return `difference -0.1 ± 0.3 points`; for a loss in its own unit, where higher is worse."""
+    scale, unit = _unit(metric)
+    if found.difference is None:
+        return ""
+    mean = found.difference * scale * (1 if metric.higher_is_better else -1)
+    around = "" if found.low is None else f" ± {_near((found.difference - found.low) * scale)}"
+    return f"difference {_near(mean, sign=True)}{around}{unit}"
+
+
+def margin_said(margin: Margin, metric: BenchMetric) -> str:
+    """Return `margin 1.2 points for every precision: three standard deviations of fp32 over its 3 seeds`."""
+    scale, unit = _unit(metric)
+    spread = f"three standard deviations of fp32 over its {margin.seeds} seeds"
+    whence = spread if margin.size > margin.smallest else f"the smallest, {smallest(metric)}"
+    return f"margin {margin.size * scale:.2g}{unit} for every precision: {whence}"
+
+
+def smallest(metric: BenchMetric) -> str:
+    """Return the smallest margin as text."""
+    return "half a point" if metric.higher_is_better else f"0.5 % of fp32's {metric.name}"
+
+
+def _unit(metric: BenchMetric) -> tuple[float, str]:
+    return (POINTS, " points") if metric.higher_is_better else (1.0, "")
+
+
+def _near(number: float, sign: bool = False) -> str:
+    """Return a difference with two decimals, or two significant digits if it is smaller."""
+    plus = "+" if sign else ""
+    return f"{number:{plus}.2f}" if abs(number) >= 0.01 or number == 0 else f"{number:{plus}.2g}"
+
+
+def columns(metric: BenchMetric, price_per_hour: float | None, *, configs: bool = False) -> dict[str, Cell]:
+    """Return all columns; the terminal shows them in two parts."""
+    return {
+        **main_columns(metric, configs=configs),
+        kind(metric).capitalize(): _accuracy,
+        "Samples/s": lambda row, base: _samples(row),
+        "Skipped": lambda row, base: skips(row),
+        "Time to fp32's loss": lambda row, base: reach(row),
+        "Whole run's peak": lambda row, base: NOT_MEASURED if row.peak_bytes is None else numbers.size(row.peak_bytes),
+        "Energy per epoch": lambda row, base: energy(row),
+        **({} if price_per_hour is None else {"Cost of training": lambda row, base: _cost(row, price_per_hour)}),
+    }
+
+
+def main_columns(metric: BenchMetric, *, configs: bool = False) -> dict[str, Cell]:
+    """Return the columns that decide; with `configs`, beginning with the configuration of named candidates."""
+    figures: dict[str, Cell] = {
+        "Speed": _speed,
+        "Time per epoch": lambda row, base: _time(row),
+        "Memory usage": _memory,
+        f"Final {metric.name}": lambda row, base: _metric(row),
+    }
+    if not configs:
+        return {"Precision": lambda row, base: row.name, **figures, kind(metric).capitalize(): _accuracy}
+    return {
+        "Config": lambda row, base: "Baseline" if row is base else row.name,
+        "Batch": lambda row, base: NONE if row.config.batch is None else str(row.config.batch),
+        "Precision": lambda row, base: row.config.precision,
+        **figures,
+    }
+
+
+def _speed(row: BenchRow, base: BenchRow) -> str:
+    if row.failed and not row.runs:
+        return "failed"
+    if row is base:
+        return "1.00x (baseline)"
+    if row.gain is None:
+        return NONE
+    told = f"{row.gain.times:.2f}x" + (f" ({_range(row.gain)})" if row.gain.low is not None else "")
+    return told if row.gain.verdict != "can't tell" else f"{told}, can't tell"
+
+
+def _time(row: BenchRow) -> str:
+    return NONE if row.seconds_per_epoch is None else numbers.duration(row.seconds_per_epoch.mean)
+
+
+def _memory(row: BenchRow, base: BenchRow) -> str:
+    if row.memory is None or row.memory.peak is None:
+        return NOT_MEASURED
+    how = "" if row.memory.measured is not None else " predicted"
+    share = "" if row.less_memory is None else f" ({1.0 - row.less_memory:.0%})"
+    return f"{numbers.size(row.memory.peak)}{share}{how}"
+
+
+def _metric(row: BenchRow) -> str:
+    if not row.runs:
+        return NONE
+    if row.metric is None:
+        return "not finite"
+    spread = "" if row.metric.sd is None else f" ± {numbers.value(row.metric.sd)}"
+    some = "" if row.finite == len(row.runs) else f" ({row.finite} of {len(row.runs)} finite)"
+    return f"{numbers.value(row.metric.mean)}{spread}{some}"
+
+
+def _accuracy(row: BenchRow, base: BenchRow) -> str:
+    if row is base:
+        return "baseline"
+    return row.parity.verdict if row.parity else NONE
+
+
+def _samples(row: BenchRow) -> str:
+    found = row.samples_per_second
+    if found is None:
+        return NONE
+    around = "" if found.low is None else f" ± {numbers.speed(found.mean - found.low)}"
+    return f"{numbers.speed(found.mean)}{around}"
+
+
+def skips(row: BenchRow) -> str:
+    """Return the skipped updates by reason as text."""
+    return ", ".join(f"{count} {reason}" for reason, count in row.skipped.items()) or ("none" if row.runs else NONE)
+
+
+def reach(row: BenchRow) -> str:
+    """Return the time to fp32's final loss as text."""
+    found = row.time_to_loss
+    if found is None:
+        return NONE
+    if found.seconds is None:
+        return "not reached"
+    some = "" if found.reached == found.runs else f" (in {found.reached} of {found.runs} runs)"
+    return f"{numbers.duration(found.seconds)}{some}"
+
+
+def energy(row: BenchRow) -> str:
+    """Return the energy per epoch as text."""
+    return NOT_MEASURED if row.joules_per_epoch is None else f"{row.joules_per_epoch.mean / 3600:.3g} Wh"
+
+
+def _cost(row: BenchRow, price_per_hour: float) -> str:
+    cost = row.cost(price_per_hour)
+    return NONE if cost is None else f"{cost:.3g}"
+
+
+def footnote(conditions: Mapping[str, Any], seeds: Sequence[int], metric: BenchMetric, *, raced: bool) -> str:
+    """Return what the figures mean and the conditions of the measurement."""
+    told = f"{in_words(dict(conditions))}. " if "flags" in conditions else ""
+    speed = "from a race of all arms in turns, and samples/s from the runs" if raced else "with the same seed"
+    return (
+        f"{told}{many(len(seeds), 'Seed')} {', '.join(map(str, seeds))}. Speed: against strict fp32, {speed}, with its "
+        f"95 % interval. Memory: the tensors of one update. {kind(metric).capitalize()}: the same where the 90 % "
+        f"interval of the mean difference lies within the margin, the larger of {smallest(metric)} and three standard "
+        "deviations of fp32."
+    )
+
+
+def many(count: int, word: str) -> str:
+    """Return the word in the plural unless `count` is 1."""
+    return word if count == 1 else f"{word}s"
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Arms beside strict fp32, which is the first row."""
+    """Candidates compared with strict fp32, which is the first row."""
 
     name: str
-    metric: Metric
+    metric: BenchMetric
     seeds: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     settings: tuple[str, ...] = ()
-    """Of the recipe, the same in every arm."""
+    """Settings of the recipe that all candidates share."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
     price_per_hour: float | None = None
     interrupted: bool = False
     notes: tuple[str, ...] = ()
-    """What went otherwise than planned, and cost no figure."""
+    """Deviations from the plan that cost no figure."""
     raced: bool = False
-    """Speed is from a race of all arms, and not from their runs."""
+    """Whether speed is from a race of all candidates instead of their runs."""
 
     @property
-    def baseline(self) -> Row:
+    def baseline(self) -> BenchRow:
+        """Return the row of strict fp32."""
         return self.rows[0]
 
     @property
+    def has_configs(self) -> bool:
+        """Return whether candidates differ in more than their precision and have their own names."""
+        return any(row.name != row.config.precision for row in self.rows)
+
+    @property
+    def best(self) -> BenchRow | None:
+        """Return the fastest candidate that is proven faster and as good; None if there is none."""
+        proven = [row for row in self.rows[1:] if row.is_proven]
+        return max(proven, key=lambda row: row.gain.times if row.gain else 0.0, default=None)
+
+    @property
     def margin(self) -> Margin | None:
-        """On the metric, the same for every arm; None where fp32 came to nothing."""
+        """Return the margin on the metric, one for every candidate; None if fp32 has no finite metric."""
         return margin_over(self.baseline.runs, self.metric) if self.baseline.finite else None
 
     @property
     def asides(self) -> tuple[str, ...]:
-        """What belongs to all verdicts: the margin, other work on the machine, and what went amiss."""
-        margin = [words.margin_said(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
+        """Return remarks on all verdicts: the margin, other work on the machine, and deviations."""
+        # Without a candidate to compare, a margin means nothing.
+        margin = [margin_said(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
         return (*margin, *filter(None, [busy(dict(self.conditions))]), *self.notes)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """A sentence for each arm, and one for the baseline where it did not get through."""
+        """Return a sentence for each candidate, one for a failed baseline, and the best of named candidates."""
         first = [f"{self.baseline.name}: failed: {self.baseline.failed}"] if self.baseline.failed else []
-        return (*first, *(words.sentence(row, self.metric, len(self.seeds)) for row in self.rows[1:]))
+        best = [best_said(self.best, self.metric)] if self.best and self.has_configs else []
+        return (*first, *(sentence(row, self.metric, len(self.seeds)) for row in self.rows[1:]), *best)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as strict JSON can hold it."""
+        """Return plain data that strict JSON can represent."""
         return spoken(
             {
                 "name": self.name,
@@ -73,21 +314,57 @@ class Bench:
         )
 
     def markdown(self) -> str:
-        """The sentences, the table and the conditions."""
-        columns = words.columns(self.metric, self.price_per_hour)
+        """Return the sentences, the table and the conditions as Markdown."""
+        shown = columns(self.metric, self.price_per_hour, configs=self.has_configs)
         lines = [*(f"**{sentence}**  " for sentence in map(_escaped, self.verdicts)), ""]
         lines += [f"{aside}  " for aside in map(_escaped, self.asides)] + [""] * bool(self.asides)
         if self.interrupted:
+            # A report of a part must not be mistaken for a whole one.
             lines += ["Interrupted: these are the runs that were finished.", ""]
-        lines += ["| Hardware | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        lines += ["| Hardware | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
         hardware = _escaped(str(self.conditions.get("device", "")))
         for row in self.rows:
-            cells = [hardware, *(_escaped(cell(row, self.baseline)) for cell in columns.values())]
+            cells = [hardware, *(_escaped(cell(row, self.baseline)) for cell in shown.values())]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(
-            [*lines, "", _escaped(words.footnote(self.conditions, self.seeds, self.metric, raced=self.raced)), ""]
+            [*lines, "", _escaped(footnote(self.conditions, self.seeds, self.metric, raced=self.raced)), ""]
         )
 
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+# Write the result of a bench as files: JSON, Markdown and a chart.
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raise `FolderTaken` if a report cannot be written there, or would replace one of another subject.
+
+    Called before anything runs.
+    """
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    # Creating a file in a folder needs X_OK as well.
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        what = "which may not be written" if nearest.is_dir() else "which is a file"
+        raise FolderTaken(f"{nearest}, {what}", allowed="a folder, or a place for a new one", do="--out NEW")
+    earlier = read_json(folder / "bench.json")
+    if isinstance(earlier, dict) and earlier.get("name", name) != name:
+        raise FolderTaken(
+            f"{folder}, which has a bench of {earlier['name']}", allowed="a folder for each bench", do="--out NEW"
+        )
+
+
+def write_report(bench: Bench, folder: Path) -> list[Path]:
+    """Write bench.json, bench.md and, if matplotlib is installed, bench.png; return the paths written."""
+    files = {name: folder / f"bench.{name}" for name in ("json", "md", "png")}
+    content = bench.as_dict()
+    write_json(files["json"], content)
+    write_text(files["md"], bench.markdown())
+    try:
+        from halfstep.draw.bars import draw_bars
+    except MissingExtra:
+        return [files["json"], files["md"]]
+    draw_bars(content, files["png"])
+    return list(files.values())

@@ -1,1 +1,1 @@
-"""How much memory a step takes, without taking it."""
+"""Predict the memory of a training step without running it."""

@@ -1,7 +1,7 @@
-"""Backward without torch's engine, for tensors that are described as lying on a device that is not here.
+"""Run backward without torch's engine, for fake tensors on an absent device.
 
-torch's engine asks the driver of the device for its streams before it runs anything. The nodes of a graph do not: they
-can be called one by one, in the engine's order, and leave what they had saved behind them as the engine does.
+The engine queries the device's driver for streams before it runs anything. The nodes of a graph do not: they can be
+called one by one, in the engine's order, and they free their saved tensors as under the engine.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class Walk:
-    """A backward that is under way."""
+    """A backward in progress."""
 
     waiting: dict[Any, Gradients] = field(default_factory=dict)
     running: Any = None
-    """The node that is called just now, as `torch._C._current_autograd_node` tells it."""
+    """The node being called; reported in place of `torch._C._current_autograd_node`."""
     number: int = 0
-    """Of this backward."""
+    """The id of this backward."""
     expected: Counter[int] = field(default_factory=Counter)
-    """How many gradients are still to come for each leaf, which has them summed first."""
+    """Gradients still to come for each leaf; they are summed before they are accumulated."""
 
     def run(self, loss: Tensor) -> None:
-        """Gradients of a loss for all leaves. The loss lets go of its graph, which dies as it is walked."""
-        first = torch.ones_like(loss)  # alive throughout, as it is under the engine
+        """Compute the gradients of all leaves. The loss drops its graph, which is freed as it is walked."""
+        first = torch.ones_like(loss)  # alive throughout, as under the engine
         self.waiting = {loss.grad_fn: [first]}
         self.expected = _edges_to_leaves(loss.grad_fn)
         self.number += 1
@@ -50,10 +50,11 @@ class Walk:
         if hasattr(node, "variable"):
             _accumulate(node.variable, gradients[0], self._is_shared(gradients[0]))
             return
-        # A node wants a place for each of its outputs, also for those that nothing was computed from.
+        # A node takes one argument for each of its outputs, including those that nothing was computed from.
         gradients += [None] * (len(node._input_metadata) - len(gradients))
         call = node.apply if isinstance(node, torch.autograd.function.BackwardCFunction) else node
         found = call(*gradients)
+        # Dropped before the next nodes run, so that freed gradients leave the timeline as under the engine.
         gradients.clear()
         for (following, number), gradient in zip(node.next_functions, _as_tuple(found), strict=False):
             if hasattr(following, "variable"):
@@ -74,13 +75,13 @@ class Walk:
             before.add_(gradient)
 
     def _order(self, node: Any) -> int:
-        """Nodes made last go first; a leaf's gradient is put in its place as soon as it is complete."""
+        """Return the priority: last created first, but a complete leaf gradient is accumulated at once."""
         if hasattr(node, "variable"):
             return -1 if self.expected[id(node.variable)] > 0 else 2**63
         return int(node._sequence_nr())
 
     def _is_shared(self, tensor: Tensor | None, times: int = 1) -> bool:
-        """Whether another gradient that waits has the same memory, so that it may be neither kept nor changed."""
+        """Return whether another pending gradient shares this memory; it must then not be stored or changed."""
         if tensor is None:
             return False
         key = tensor.untyped_storage()._cdata
@@ -89,14 +90,14 @@ class Walk:
 
 
 def _fitted(gradient: Tensor, wanted: Any) -> Tensor:
-    """As the engine hands it on: what was broadcast is summed, and the format is that of the forward's tensor."""
+    """Return the gradient as the engine passes it on: reduced to the tensor's shape, in its dtype."""
     if gradient.shape != wanted.shape:
         gradient = gradient.sum_to_size(wanted.shape)
     return gradient if gradient.dtype == wanted.dtype else gradient.to(wanted.dtype)
 
 
 def _edges_to_leaves(root: Any) -> Counter[int]:
-    """By the number of the leaf, not by its node: whoever holds a node keeps alive what it has saved."""
+    """Count the edges to each leaf, by id: a reference to a node would keep its saved tensors alive."""
     found: Counter[int] = Counter()
     seen, left = {root}, [root]
     while left:
@@ -114,6 +115,7 @@ def _accumulate(leaf: Tensor, gradient: Tensor | None, shared: bool) -> None:
         return
     if leaf.grad is not None:
         leaf.grad.add_(gradient)
+    # Copied unless it can be stolen, as in AccumulateGrad: its memory is its own and its layout the leaf's.
     elif shared or gradient.stride() != leaf.stride() or gradient.untyped_storage().nbytes() != gradient.nbytes:
         leaf.grad = torch.empty_like(leaf).copy_(gradient)
     else:
@@ -126,12 +128,12 @@ def _as_tuple(found: Any) -> tuple[Tensor | None, ...]:
 
 @contextmanager
 def walked() -> Iterator[None]:
-    """`loss.backward()` walks the graph in here, and those who ask which node is running are told."""
+    """Replace `loss.backward()` by the walk, and report the node that is running."""
     walk = Walk()
     torch_backward, torch_node, torch_task = Tensor.backward, torch._C._current_autograd_node, _task()
     Tensor.backward = lambda loss: walk.run(loss)  # type: ignore[method-assign, assignment, misc]
     torch._C._current_autograd_node = lambda: walk.running  # type: ignore[assignment]
-    # Activations that are computed again are kept by the number of the backward that asked for them.
+    # Non-reentrant checkpointing stores recomputed activations by the id of the backward that needs them.
     torch._C._current_graph_task_id = lambda: -1 if walk.running is None else walk.number  # type: ignore[attr-defined]
     try:
         yield

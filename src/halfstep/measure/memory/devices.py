@@ -1,4 +1,4 @@
-"""Devices that may not be here, as data: how much memory they have, what of it a step can take, what they can do."""
+"""Devices as data, present or not: their memory, the part of it that a step can use, and their formats."""
 
 from __future__ import annotations
 
@@ -14,42 +14,48 @@ from typing import Any
 import torch
 
 from halfstep.errors import UnknownName, WrongUse
-from halfstep.precision.abilities import Ability, Device, ability
+from halfstep.precision.capability import Ability, Device, ability
 from halfstep.precision.hardware import describe, present
 
 GIB = 1 << 30
 HERE = "here"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib|mb|m)", re.IGNORECASE)
 _KINDS_OF_TORCH = ("cpu", "cuda", "hip", "rocm", "mps", "xpu")
-_VENDORS = re.compile(r"nvidia|geforce|amd|instinct|tesla|quadro")
+_VENDORS = re.compile(r"nvidia|geforce|amd|instinct|tesla|quadro|radeon|intel")
+# Form factors and memory types, which torch and vendors append to names.
 _LONG_NAME_ENDS = ("pcie", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device that memory is estimated for."""
+    """A device for which memory is estimated."""
 
     id: str
-    """What to type for it."""
+    """The name to type."""
     device: Device
     memory: int
-    """In bytes: all of it, as its vendor states."""
+    """Total memory in bytes, as the vendor states it."""
     reserved: int
-    """Assumed to be taken by the process itself: the driver's context and its libraries."""
+    """Bytes assumed to be used by the process itself: the driver's context and its libraries."""
     margin: float
-    """The share of the rest that is left alone, because an allocator cannot fill every gap."""
+    """Share of the rest that is left free, because an allocator cannot fill every gap."""
 
     @property
     def usable(self) -> int:
-        """What the tensors of a step may take."""
+        """Return the bytes that the tensors of a step may use."""
         return max(0, int((self.memory - self.reserved) * (1 - self.margin)))
 
     @property
     def rules(self) -> str:
-        """Whose rules of autocast hold there; AMD's GPUs are `cuda` to torch, as a GPU of unknown make is to us."""
+        """Return the device type whose autocast rules apply.
+
+        AMD's GPUs are `cuda` in torch, and a GPU of unknown make is treated as such.
+        """
+        # ROCm builds of torch use the name "cuda" for AMD's GPUs.
         return "cuda" if self.device.kind in ("cuda", "rocm", "other") else self.device.kind
 
     def ability(self, format_name: str) -> Ability:
+        """Return whether the device computes in the format natively, and the reason."""
         return ability(self.device, format_name)
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,16 +71,21 @@ class Target:
 
 
 def device_named(text: str) -> Target:
-    """The device that a person means: a short name, a vendor's name, a size such as 24GB, `cpu` or `here`."""
+    """Return the device for a short name, a vendor's name, a size such as 24GB, `cpu` or `here`.
+
+    Raises `UnknownName` for an unknown, absent or ambiguous device, and `WrongUse` for a size that is too small.
+    """
     size = _SIZE.fullmatch(text.strip())
     if size:
         return _of_size(float(size[1]), size[2].lower())
     word = text.strip().lower()
     kind, _, number = word.partition(":")
+    # Before the list of cards: a name of torch means this machine.
     if kind in (HERE, *present(), *_KINDS_OF_TORCH):
         _refuse_absent(text, kind, number)
         return _present(None if word == HERE else word)
     matches = _matching(_plain(text))
+    # A name such as "a100" may stand for several sizes of memory: it is never guessed.
     if len(matches) == 1:
         return _known(matches[0])
     if matches:
@@ -87,7 +98,7 @@ def device_named(text: str) -> Target:
 
 
 def _refuse_absent(text: str, kind: str, number: str) -> None:
-    """A device of this machine that it does not have."""
+    """Raise `UnknownName` for a device of torch that this machine does not have."""
     there = 0 if kind not in (HERE, *present()) else 1 if kind in (HERE, "cpu") else torch.accelerator.device_count()
     if there and (":" not in text or (number.isascii() and number.isdigit() and int(number) < there)):
         return
@@ -99,7 +110,7 @@ def _refuse_absent(text: str, kind: str, number: str) -> None:
 
 
 def device_ids() -> list[str]:
-    """The short names of all devices that are known as data."""
+    """Return the short names of all devices in devices.json."""
     return list(_by_id())
 
 
@@ -119,7 +130,13 @@ def _known(name: str) -> Target:
     capability = tuple(row["capability"]) if "capability" in row else None
     return _target(
         name,
-        Device(kind=row["kind"], name=row["name"], capability=capability, arch=row.get("arch", "")),
+        Device(
+            kind=row["kind"],
+            name=row["name"],
+            capability=capability,
+            arch=row.get("arch", ""),
+            isa=frozenset(row.get("isa", ())),
+        ),
         int(row["gib"] * GIB),
     )
 
@@ -130,7 +147,7 @@ def _target(name: str, device: Device, memory: int) -> Target:
 
 
 def _of_size(amount: float, unit: str) -> Target:
-    """GB and GiB are one here, because vendors of GPUs write GB for what is nearly GiB."""
+    """Return a device of this size. GB is read as GiB, because GPU vendors write GB for nearly that."""
     memory = int(amount * (GIB if unit.startswith("g") else GIB >> 10))
     name = f"{amount:g}{'GB' if unit.startswith('g') else 'MB'}"
     target = _target(name, Device(kind="other", name=f"a GPU with {name}"), memory)
@@ -144,7 +161,7 @@ def _of_size(amount: float, unit: str) -> Target:
 
 
 def _present(place: str | None) -> Target:
-    """The best device of this machine, or the one that torch calls by this name."""
+    """Return this machine's best device, or the one with this torch name."""
     device = describe(place)
     return _target(place or HERE, device, _memory_of(device))
 
@@ -154,12 +171,14 @@ def _memory_of(device: Device) -> int:
     if kind in ("cuda", "xpu"):
         return int(getattr(torch, kind).get_device_properties(torch.device(device.place)).total_memory)
     if kind == "mps":
+        # Memory is shared with the CPU there; Metal recommends a limit for the GPU.
         return int(torch.mps.recommended_max_memory())
     return main_memory()
 
 
 def main_memory() -> int:
-    """Of this machine, in bytes."""
+    """Return the memory of this machine in bytes."""
+    # psutil comes with an extra. Windows has no os.sysconf.
     try:
         import psutil
     except ImportError:
@@ -168,13 +187,13 @@ def main_memory() -> int:
 
 
 def _plain(text: str) -> str:
-    """A name as it is compared: no vendor, no connector, no spaces."""
+    """Return a name normalized for comparison: no vendor, no connector, no spaces."""
     words = [word for word in re.split(r"[\s_-]+", text.strip().lower()) if word not in _LONG_NAME_ENDS]
     return _VENDORS.sub("", "".join(words))
 
 
 def _matching(plain: str) -> list[str]:
-    """Exactly this name, also with its memory said beside it; else those that differ by their memory only."""
+    """Return the device with this name, also with its memory appended; else those that differ only in memory."""
     for name, row in _by_id().items():
         if plain in (_plain(name), _plain(row["name"]), f"{_plain(name)}{row['gib']}gb"):
             return [name]
@@ -184,7 +203,7 @@ def _matching(plain: str) -> list[str]:
 def _unknown(text: str) -> UnknownName:
     plain = {_plain(name): name for name in _by_id()}
     near = [plain[found] for found in difflib.get_close_matches(_plain(text), plain, n=1, cutoff=0.6)]
-    # Another number is another card: what is typed may be a beginning of the number, and not more.
+    # Another number is another card: a suggestion is made only if the typed number is a prefix of its number.
     meant = bool(near) and _number_of(near[0]).startswith(_number_of(text))
     size = "say its memory instead: --device 24GB"
     return UnknownName(
@@ -195,5 +214,5 @@ def _unknown(text: str) -> UnknownName:
 
 
 def _number_of(name: str) -> str:
-    """The digits of a card's name, without those of its memory."""
+    """Return the digits of a card's name, without those of its memory."""
     return re.sub(r"\D", "", re.sub(r"[\s_-]\d+\s*gb?$", "", name.strip().lower()))

@@ -1,34 +1,140 @@
-"""How much memory a step will take, without taking it."""
+"""Predict the memory of a step without running it."""
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
 
-from halfstep.errors import WrongUse
+from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
+from halfstep.formats import FP32
 from halfstep.measure.batches import bytes_of, size_of, tensors
 from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of
-from halfstep.measure.memory.building import built, fake_mode
-from halfstep.measure.memory.covered import not_covered
-from halfstep.measure.memory.ledger import Ledger, Note
-from halfstep.measure.memory.notes import notes_of
-from halfstep.measure.memory.reading import by_format, by_module, read
-from halfstep.measure.memory.refusal import numbers_refused
-from halfstep.measure.memory.updates import FakeArm
-from halfstep.measure.setting import Setting
-from halfstep.precision.ladder import choose_precision
+from halfstep.measure.memory.backward import walked
+from halfstep.measure.memory.devices import Target
+from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, numbers_refused
+from halfstep.measure.memory.ledger import PARTS, Ledger, Note
+from halfstep.measure.memory.timeline import MemoryBlock, Moment, Timeline, not_covered
+from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.precision.capability import ability
+from halfstep.precision.hardware import describe
 from halfstep.precision.names import precision_names, read_precision
-from halfstep.precision.precision import Precision
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.select import choose_precision
+from halfstep.user_code import MEASURING, lines_outside, place
+
+# -- notes ------------------------------------------------------------------------------------------------------------
+# Write the remarks that readers of a ledger need.
+
+
+_WORTH_NAMING = 0.01
+
+
+def notes_of(
+    setting: StepSetting,
+    precision: Precision,
+    device: torch.device,
+    at_peak: Mapping[str, int],
+    wide: Mapping[str, int],
+) -> tuple[Note, ...]:
+    """Return the remarks; `wide` is the fp32 memory at the peak, by part."""
+    peak = sum(at_peak.values())
+    notes = [Note(_why_not_half(precision, peak, wide))] if precision.casts and peak else []
+    if device.type == "cpu":
+        found = ability(describe(device), precision.name)
+        if not found.native:
+            notes.append(Note(f"{precision.name} is not native here: {found.reason}", only_here=True))
+        if precision.scaled:
+            inside = "what convolutions take inside themselves in this precision on a CPU is not counted"
+            notes.append(Note(inside, only_here=True))
+    if setting.compile:
+        notes.append(Note("estimated as it runs without compilation; compiled code keeps other tensors, mostly fewer"))
+    if at_peak["buffers"] > _WORTH_NAMING * peak:
+        notes.append(Note("buffers count twice: a step keeps a copy of them, to take an update back"))
+    return tuple(notes)
+
+
+def _why_not_half(precision: Precision, peak: int, wide: Mapping[str, int]) -> str:
+    largest = sorted(wide.items(), key=lambda item: -item[1])
+    named = ", ".join(f"{part} {size_in_words(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
+    share = sum(wide.values()) / peak
+    return f"{share:.0%} of the peak is fp32 in {precision.name} too, which no cast makes smaller: {named or 'little'}"
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+# Read a timeline: its peak, the blocks alive then, and the maximum of each part.
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes of a section of a timeline, by part."""
+
+    at_peak: dict[str, int]
+    wide: dict[str, int]
+    """The fp32 bytes at the peak."""
+    whole: dict[str, int]
+    moment: Moment
+
+
+def read(timeline: Timeline, since: int) -> Reading:
+    """Read from the operation after `since` to the last; blocks that exist throughout count throughout."""
+    last = timeline.now
+    blocks = [block for block in timeline.blocks if block.died > since and block.born <= min(block.died, last)]
+    by_part = {part: _levels([b for b in blocks if b.part == part], since, last) for part in PARTS}
+    together = [sum(levels) for levels in zip(*by_part.values(), strict=True)]
+    peak = max(range(len(together)), key=together.__getitem__)
+    number = since + 1 + peak
+    wide = [b for b in blocks if b.born <= number <= b.died and b.format == FP32.name]
+    return Reading(
+        at_peak={part: levels[peak] for part, levels in by_part.items()},
+        wide=_added(wide, lambda block: block.part),
+        whole={part: max(levels) for part, levels in by_part.items()},
+        moment=timeline.moments[number],
+    )
+
+
+def by_format(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
+    """Return the bytes of the blocks by format, largest first."""
+    return _added(blocks, lambda block: block.format)
+
+
+def by_module(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
+    """Return the bytes of the blocks by module, largest first."""
+    return _added(blocks, lambda block: block.module)
+
+
+def _added(blocks: Iterable[MemoryBlock], key: Callable[[MemoryBlock], str]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for block in blocks:
+        sums[key(block)] += block.bytes
+    return dict(sums.most_common())
+
+
+def _levels(blocks: Sequence[MemoryBlock], since: int, last: int) -> list[int]:
+    """Return the bytes during each operation after `since`."""
+    changes = [0] * (last - since + 1)
+    for block in blocks:
+        changes[max(block.born - since - 1, 0)] += block.bytes
+        changes[min(block.died, last) - since] -= block.bytes
+    return list(accumulate(changes[:-1]))
+
+
+# -- estimate ---------------------------------------------------------------------------------------------------------
+
 
 _VERIFIED = ("fp32", "bf16")
-"""Held against real runs on a CPU by benchmarks/estimate_accuracy.py, which leaves all else in a setting plain."""
+"""Precisions checked against real CPU runs by benchmarks/estimate_accuracy.py, with all other settings at defaults."""
 
 
 def estimate(
@@ -44,10 +150,11 @@ def estimate(
     microbatches: int = 1,
     device: str | None = None,
 ) -> Ledger:
-    """The ledger of one update of your model; nothing of it is run, touched or copied.
+    """Return the ledger of one update of your model; nothing of it is run, touched or copied.
 
-    `optimizer` is yours, or a function that makes one from a model; without it, fused AdamW. `device` is one that need
-    not be here ("a100-80gb", "rtx4090", "24GB"); without it, this machine's CPU.
+    `optimizer` is an instance, or a function that makes one from a model; the default is fused AdamW. `device` need not
+    be present ("a100-80gb", "rtx4090", "24GB"); the default is this machine's CPU. Raises `WrongUse` for sizes below 1
+    and for code that depends on values, `PrecisionRefused` where CUDA's autocast refuses an operation.
     """
     if microbatches < 1 or (batch_size is not None and batch_size < 1):
         given = f"batch_size={batch_size}, microbatches={microbatches}"
@@ -55,17 +162,16 @@ def estimate(
     case = case_of(model, loss_fn, batch)
     if optimizer is not None:
         case = replace(case, optimizer=_like(optimizer, model))
-    setting = Setting(precision, channels_last, False, batch_size, microbatches, recompute)
+    setting = StepSetting(precision, channels_last, False, batch_size, microbatches, recompute)
     if device is None:
         return ledger_of(lambda: case, setting)
-    from halfstep.measure.memory.accelerator_rules import ledger_on
     from halfstep.measure.memory.devices import device_named
 
     return ledger_on(lambda: case, setting, device_named(device))
 
 
-def ledger_of(make_case: Callable[[], Case], setting: Setting, device: torch.device | str = "cpu") -> Ledger:
-    """The ledger of an update after the first one, when the optimizer has its state. Two are run, on fake tensors."""
+def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch.device | str = "cpu") -> Ledger:
+    """Return the ledger of the second of two updates on fake tensors, when the optimizer has its state."""
     device, mode = torch.device(device), fake_mode()
     precision = _precision(setting.precision, device)
     case = built(make_case, mode)
@@ -96,23 +202,25 @@ def ledger_of(make_case: Callable[[], Case], setting: Setting, device: torch.dev
 
 
 def _precision(asked: str, device: torch.device) -> Precision:
-    """The one that was asked for, whether or not the device has it natively."""
+    """Return the requested precision, whether or not the device has it natively."""
     name = read_precision(asked).name
     return precision_named(name) if name in precision_names() else choose_precision(name, device=device).precision
 
 
-def _could_be_verified(setting: Setting, precision: Precision, device: torch.device) -> bool:
-    plain = setting == Setting(precision.name, batch=setting.batch)
+def _could_be_verified(setting: StepSetting, precision: Precision, device: torch.device) -> bool:
+    # Other layouts, recomputing and compiled code were not compared with real runs.
+    plain = setting == StepSetting(precision.name, batch=setting.batch)
     return device.type == "cpu" and plain and precision.name in _VERIFIED
 
 
 def _beside(arm: FakeArm, case: Case) -> dict[str, int]:
-    """What a run keeps beside an update's own: an average, copies of buffers to take it back, the window's batches."""
+    """Return the run's memory beside the update: an average, copies of buffers for rollback, other batches."""
     model = arm.model
     average = [*model.parameters(), *model.buffers()] if case.average else []
     return {
         "average": bytes_of(average),
         "buffers": bytes_of(model.buffers()),
+        # The timeline has one batch; the window holds all of them until the update.
         "batch": bytes_of(tensors(arm.batch)) * (arm.microbatches - 1),
     }
 
@@ -122,23 +230,167 @@ def _more(sizes: Mapping[str, int], beside: Mapping[str, int]) -> dict[str, int]
 
 
 def _like(optimizer: MakeOptimizer | torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
-    """A function that makes a fake model's optimizer: like this one, with its groups and options, without state."""
+    """Return a factory for an optimizer like this one, with its groups and options and without its state."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def make(fake: nn.Module) -> torch.optim.Optimizer:
         fakes = dict(fake.named_parameters())
-        # What deepcopy finds in its memo it does not copy. Parameters that are not the model's get no gradient here.
+        # deepcopy does not copy what is in its memo. Parameters that are not the model's get no gradient here.
         memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = names.get(id(parameter))
             memo[id(parameter)] = torch.empty_like(parameter) if name is None else fakes[name]
         twin = copy.deepcopy(optimizer, memo)
-        # Copies lose what a class keeps beside groups and state. A step that a schedule put there is the real one's.
+        # Optimizer.__getstate__ drops attributes beside groups and state. `step` is skipped: a scheduler replaces it
+        # with a wrapper that is bound to the real optimizer.
         for name, value in vars(optimizer).items():
             if name not in vars(twin) and name != "step":
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     return make
+
+
+# -- accelerator rules ------------------------------------------------------------------------------------------------
+# Compute the ledger of a step on an absent GPU, by the GPU's own autocast rules. Fake tensors can have the device type
+# of an absent device: torch then applies CUDA's rules for formats and allocates nothing. Queries to the driver are
+# answered here.
+
+
+_REFUSED = "unsafe to autocast"
+FOLLOWED = (
+    "forward and backward by CUDA's rules, on tensors that are only described; what a kernel takes inside itself is "
+    "not counted; not verified on this device"
+)
+NOT_FOLLOWED = (
+    "by the CPU's rules, because CUDA's could not be followed without a GPU ({}); not verified on this device"
+)
+OTHER_RULES = "by the CPU's rules, not by this device's; not verified on this device"
+
+
+def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Target) -> Ledger:
+    """Return the ledger of a setting on a device that need not be present.
+
+    Devices without CUDA's rules, and models that cannot be followed without a GPU, are estimated by the CPU's rules,
+    and a note says so. Raises `PrecisionRefused` where CUDA's autocast refuses an operation.
+    """
+    if target.device.kind == "cpu":
+        return ledger_of(make_case, setting)
+    if target.rules != "cuda":
+        return _marked(ledger_of(make_case, setting), target, OTHER_RULES)
+    try:
+        return _marked(ledger_by_cuda(make_case, setting), target, FOLLOWED)
+    except HalfstepError:
+        raise
+    except Exception as error:
+        # Kernels that query the driver, such as cuDNN's recurrent layers or a custom extension.
+        reason = (str(error).splitlines() or [""])[0][:80] or type(error).__name__
+    # Outside the handler, so that an error of the user's code, which is raised again here, is not chained.
+    return _marked(ledger_of(make_case, setting), target, NOT_FOLLOWED.format(reason))
+
+
+def _marked(ledger: Ledger, target: Target, note: str) -> Ledger:
+    remarks = [remark for remark in ledger.remarks if not remark.only_here]
+    return replace(ledger, device=target.id, verified=False, remarks=(*remarks, Note(note)))
+
+
+def ledger_by_cuda(make_case: Callable[[], Case], setting: StepSetting) -> Ledger:
+    """Return the ledger of the second of two updates on fake tensors of a GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about tensors without storage and about the missing driver
+        with gpu_pretended(), walked():
+            try:
+                return ledger_of(lambda: without_values(make_case()), setting, "cuda")
+            except RuntimeError as error:
+                if _REFUSED in str(error):
+                    raise _refusal(error, setting.precision) from None
+                raise
+            finally:
+                # Cached casts are fake tensors, which must not be reused outside this mode.
+                torch.clear_autocast_cache()
+
+
+def without_values(case: Case) -> Case:
+    """Clear the constants of fake tensors: torch would move such a tensor to the GPU for real."""
+    for tensor in (*case.model.buffers(), *pytree.tree_leaves(case.batch)):
+        if isinstance(tensor, FakeTensor):
+            tensor.constant = None
+    return case
+
+
+@contextmanager
+def gpu_pretended() -> Iterator[None]:
+    """Make torch behave as with a GPU: autocast stays enabled, and attention uses its fused kernel."""
+    with (
+        # torch.autocast turns itself off if the first is true, and rejects bf16 if the second is false.
+        _replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        _replaced(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        _replaced(functional, "scaled_dot_product_attention", _attention),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+_attention_of_torch = functional.scaled_dot_product_attention
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run attention as a GPU does, without the matrix of scores.
+
+    Without a GPU, torch would use the decomposed formula and save that matrix several times.
+    """
+    # The fused kernel takes 4-d tensors and no grouped queries.
+    if query.device.type != "cuda" or query.dim() != 4 or enable_gqa:
+        return _attention_of_torch(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if torch.is_autocast_enabled("cuda"):
+        narrow = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+    # A mask of any dtype becomes a bias in the query's format, the form in which the kernel takes it.
+    bias = (
+        None
+        if attn_mask is None
+        else torch.zeros_like(attn_mask, dtype=query.dtype).expand(
+            query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+        )
+    )
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+def _refusal(error: RuntimeError, precision: str) -> PrecisionRefused:
+    what = str(error).split(" and ")[0].removeprefix("torch.nn.functional.")
+    return PrecisionRefused(
+        f"CUDA's autocast refuses {what} in {precision}, called at {_asked_at(error)}",
+        allowed="binary_cross_entropy_with_logits, or the same loss in fp32",
+        do="leave the sigmoid out and use nn.BCEWithLogitsLoss(), or wrap the loss: halfstep.island(nn.BCELoss())",
+    )
+
+
+def _asked_at(error: BaseException) -> str:
+    """Return the innermost line of the user's own code."""
+    lines = lines_outside(error, *MEASURING)
+    return place(lines[-1]) if lines else "an unknown line"

@@ -1,4 +1,4 @@
-"""The largest batch that fits into a memory, found by ledgers: a line proposes, ledgers decide."""
+"""Find the largest batch that fits: linear interpolation proposes sizes, ledgers decide."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from halfstep.errors import HalfstepError
 from halfstep.measure.case import Case
 from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.memory.ledger import Ledger
-from halfstep.measure.setting import Setting
+from halfstep.measure.setting import StepSetting
 
 MakeCase = Callable[[], Case]
-MakeLedger = Callable[[MakeCase, Setting], Ledger]
+MakeLedger = Callable[[MakeCase, StepSetting], Ledger]
 MOST = 1 << 20
-"""Nobody trains with more samples in a micro-batch; the search stops there."""
+"""Upper limit of the search; larger micro-batches are not used in training."""
 _LINES = 7
-"""How often a line is asked before sizes are halved."""
+"""Number of linear proposals before the search falls back to bisection."""
 PREFERRED = 8
-"""Sizes of which matrix units like multiples."""
+"""Matrix units are fastest with multiples of this size."""
 _FIXED = ("weights", "buffers", "average", "optimizer")
-"""What no batch changes, and what is there throughout."""
+"""Parts that no batch size changes and that exist throughout."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found about a setting and a limit."""
+    """The result of a search for one setting and limit."""
 
     batch: int
-    """The largest that fits; 0 where none does."""
+    """The largest batch that fits; 0 if none does."""
     limit: int
     ledger: Ledger
-    """Of that batch; of the smallest one that runs, where none fits."""
+    """The ledger of that batch; of the smallest batch that runs, if none fits."""
     searched: tuple[tuple[int, int], ...]
-    """Every batch that a ledger was made for, with its peak, in order of size."""
+    """Every batch for which a ledger was made, with its peak, in order of size."""
     next_is_over: bool = True
-    """Whether a ledger says that one sample more does not fit."""
+    """Whether a ledger shows that one more sample does not fit."""
 
     @property
     def preferred(self) -> int:
-        """The largest multiple of 8 that fits; 0 where there is none."""
+        """Return the largest multiple of 8 that fits; 0 if there is none."""
         return self.batch - self.batch % PREFERRED
 
     @property
     def missing(self) -> int:
-        """Bytes by which even the smallest batch does not fit."""
+        """Return the bytes by which the smallest batch exceeds the limit."""
         return max(0, self.ledger.peak - self.limit)
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,12 +62,17 @@ class Fit:
 
 
 def largest_batch(
-    make_case: MakeCase, setting: Setting, limit_bytes: int, ledger: MakeLedger = ledger_of, *, tolerance: float = 0.0
+    make_case: MakeCase,
+    setting: StepSetting,
+    limit_bytes: int,
+    ledger: MakeLedger = ledger_of,
+    *,
+    tolerance: float = 0.0,
 ) -> Fit:
-    """The largest micro-batch whose ledger stays within the limit, the next size being over it.
+    """Return the largest micro-batch whose ledger is within the limit while the next size exceeds it.
 
-    Where each ledger takes long, a `tolerance` ends the search at a batch that fits, as soon as no more than that share
-    of it is expected to lie between it and the end.
+    For slow ledgers, `tolerance` ends the search at a batch that fits once the limit is expected within that share of
+    it.
     """
     search = _Search(make_case, setting, limit_bytes, ledger, tolerance)
     low, high = setting.batch or search.least(), MOST + 1
@@ -82,7 +87,7 @@ def largest_batch(
 
 
 def levers(fit: Fit, make_case: MakeCase, narrow: str, ledger: MakeLedger = ledger_of) -> list[Ledger]:
-    """Where not even the smallest batch fits: what the same batch takes in another way, the gentlest way first."""
+    """Return ledgers of the smallest batch in a narrower precision, with recomputing, and with both."""
     setting = replace(fit.ledger.setting, batch=fit.ledger.samples)
     ways = [replace(setting, precision=narrow), replace(setting, recompute=True)]
     ways.append(replace(setting, precision=narrow, recompute=True))
@@ -92,7 +97,7 @@ def levers(fit: Fit, make_case: MakeCase, narrow: str, ledger: MakeLedger = ledg
 @dataclass
 class _Search:
     make_case: MakeCase
-    setting: Setting
+    setting: StepSetting
     limit: int
     ledger: MakeLedger
     tolerance: float
@@ -108,49 +113,50 @@ class _Search:
         return self.peak(batch) > self.limit
 
     def least(self) -> int:
-        """The smallest batch that runs: some normalisations take no single sample."""
+        """Return the smallest batch that runs: some normalizations reject a single sample."""
         try:
             self.peak(1)
         except HalfstepError:
             raise
-        except Exception as first:  # a person's code may raise anything
+        except Exception as first:  # the user's code may raise anything
             try:
                 self.peak(2)
             except Exception:
+                # Two samples fail as well, so the size is not the cause: the first error is shown.
                 raise first from None
             return 2
         return 1
 
     def near(self, low: int) -> bool:
-        """Whether the end is expected so near to a batch that fits that it is not worth another ledger."""
+        """Return whether the limit is expected so close to a batch that fits that another ledger is not worthwhile."""
         if not self.tolerance or len(self.ledgers) == 1:
             return False
         return self.crossing() - low <= self.tolerance * low
 
     def proposed(self, low: int, high: int) -> int:
-        """Where a line reaches the limit; the middle, or twice as much, once lines have been tried in vain."""
+        """Return where a line reaches the limit; after `_LINES` proposals, the middle or twice the size."""
         self.lines += 1
         if self.lines > _LINES:
             return min(2 * low, MOST) if high > MOST > low else (low + high) // 2
         crossing = self.crossing()
         if self.tolerance:
-            crossing -= int(crossing * self.tolerance / 2)  # on the side that fits, where the search can end
+            crossing -= int(crossing * self.tolerance / 2)  # below the crossing, where the search can end
         elif high > MOST and len(self.ledgers) > 1:
-            crossing += 1  # to have an end, beyond which nothing is to be sought
+            crossing += 1  # overshoot once, to get an upper bound
         return min(max(crossing, low + 1), high - 1)
 
     def crossing(self) -> int:
-        """The batch at which a line through what is known is expected to reach the limit."""
+        """Return the batch at which a line through the known peaks is expected to reach the limit."""
         near = sorted(self.ledgers, key=lambda size: abs(self.peak(size) - self.limit))
         if len(near) == 1:
             return self._by_activations(self.ledgers[near[0]])
-        if len(near) == 2:  # the smaller may hide under the update, where nothing grows: from what is always there
+        if len(near) == 2:  # the smaller peak may be the update's, which does not grow: use the fixed parts
             return _line(0, self._fixed, max(near), self.peak(max(near)), self.limit)
         first, second = near[:2]
         return _line(first, self.peak(first), second, self.peak(second), self.limit)
 
     def _by_activations(self, ledger: Ledger) -> int:
-        """From one ledger, whose peak may be the update's: activations are what grows."""
+        """Extrapolate from one ledger by its activations, because its peak may be that of the update."""
         return _line(0, self._fixed, ledger.samples, self._fixed + ledger.whole["activations"], self.limit)
 
     @property
@@ -165,6 +171,6 @@ class _Search:
 
 
 def _line(first: int, low: int, second: int, high: int, limit: int) -> int:
-    """Where a line through two peaks reaches the limit."""
+    """Return where a line through two peaks reaches the limit."""
     slope = (high - low) / (second - first)
     return min(MOST, second + math.floor((limit - high) / slope)) if slope > 0 else MOST

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.measure.setting import Setting
+from halfstep.measure.setting import StepSetting
 
 PARTS = (
     "weights",
@@ -19,38 +19,38 @@ PARTS = (
     "activations",
     "temporary",
 )
-"""What memory is taken for. `cast copies` are autocast's, of weights; `activations` are kept for backward."""
+"""The uses of memory. `cast copies` are autocast's copies of weights; `activations` are saved for backward."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a reader of the figures has to know."""
+    """A remark that readers of the figures need."""
 
     text: str
     only_here: bool = False
-    """True of the device whose rules were followed, and of no other that the ledger may stand for."""
+    """Whether it applies only to the device whose rules were followed, not to others with the same ledger."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one update of a setting takes, in bytes, when the optimizer has its state."""
+    """The memory of one update of a setting, in bytes, once the optimizer has its state."""
 
-    setting: Setting
+    setting: StepSetting
     device: str
     samples: int
-    """In a micro-batch."""
+    """Samples in a micro-batch."""
     at_peak: Mapping[str, int]
-    """By part, at the moment when most is taken."""
+    """Bytes of each part at the moment of the peak."""
     whole: Mapping[str, int]
-    """By part, at its own largest."""
+    """Bytes of each part at its own maximum."""
     by_format: Mapping[str, int]
-    """Activations at the end of forward, by the format they are kept in."""
+    """Activations at the end of forward, by format."""
     by_module: Mapping[str, int]
-    """Activations at the end of forward, by the module that keeps them, most first."""
+    """Activations at the end of forward, by the module that saves them, largest first."""
     moment: str
-    """When the peak is reached: `the backward of layer1.0.conv2`, `the update`."""
+    """The moment of the peak: `the backward of layer1.0.conv2`, `the update`."""
     verified: bool = False
-    """Whether a run on such a device has been held against such a prediction."""
+    """Whether such predictions have been compared with real runs on such a device."""
     remarks: tuple[Note, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ class Ledger:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The remarks, as they are shown."""
+        """Return the texts of the remarks."""
         return tuple(remark.text for remark in self.remarks)
 
     def as_dict(self) -> dict[str, Any]:

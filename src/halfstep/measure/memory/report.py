@@ -1,47 +1,168 @@
-"""What `halfstep estimate` says, as plain data, made piece by piece so that Ctrl-C leaves what there is."""
+"""Build the report of `halfstep estimate` as plain data, piece by piece, so that Ctrl-C keeps the results so far."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from halfstep.errors import HalfstepError, PrecisionRefused, UnknownName, WrongUse
 from halfstep.measure.batches import size_of, taken_as_samples
 from halfstep.measure.case import Case
-from halfstep.measure.memory.accelerator_rules import ledger_on
-from halfstep.measure.memory.building import as_fake, fake_mode
 from halfstep.measure.memory.devices import HERE, Target, device_named
+from halfstep.measure.memory.estimate import ledger_on
+from halfstep.measure.memory.fake_tensors import as_fake, as_wrong_use, fake_mode, in_one_line
 from halfstep.measure.memory.fitting import MOST, MakeCase, MakeLedger, largest_batch, levers
 from halfstep.measure.memory.ledger import Ledger
-from halfstep.measure.memory.persons_error import as_wrong_use, in_one_line
-from halfstep.measure.memory.verdict import verdict
-from halfstep.measure.setting import Setting
-from halfstep.precision.ladder import choose_precision
+from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.measure.subject import Subject
 from halfstep.precision.names import AUTO, FP8, read_precision
-from halfstep.precision.registry import precision_named
+from halfstep.precision.precision import precision_named
+from halfstep.precision.select import choose_precision
+
+# -- verdict ----------------------------------------------------------------------------------------------------------
+# Summarize an estimate: whether it fits, what would make it fit, and why memory is not halved.
+
+
+_CPU_RULES = "by the CPU's rules"
+"""Prefix of the note for a device whose own rules could not be followed."""
+_HALF = 0.45
+"""Savings above this share count as half."""
+
+
+def verdict(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one line for each device, the savings, and the setting to use on the first device."""
+    lines = [_line(page) for page in report["devices"]]
+    return {
+        "lines": lines or ["nothing was estimated"],
+        "savings": [row for page in report["devices"][:1] for row in savings(page["columns"])],
+        "take": _take(report["devices"][0]) if lines else None,
+    }
+
+
+def main_column(page: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the column of the first line: the device's own precision at the first batch, run as the case is."""
+    columns = page["columns"]
+    if not columns:
+        return None
+    own = [column for column in columns if column["setting"]["precision"] == page["auto"]]
+    first: Mapping[str, Any] = (own or columns[-1:])[0]
+    return first
+
+
+def place_in_words(device: Mapping[str, Any]) -> str:
+    """Return the device's id, or "this machine"."""
+    return "this machine" if device["id"] == HERE else str(device["id"])
+
+
+def _line(page: Mapping[str, Any]) -> str:
+    column = main_column(page)
+    if column is None:
+        return f"{place_in_words(page['device'])}: nothing was estimated"
+    setting, device = column["setting"], page["device"]
+    how = f"in {setting['precision']}{' with recomputing' if setting['recompute'] else ''} at batch {column['samples']}"
+    word = "fits" if column["fits"] else "does not fit"
+    if any(note.startswith(_CPU_RULES) for note in column["notes"]):
+        word += f", {_CPU_RULES}"
+    peak, memory = size_in_words(column["peak"]), size_in_words(device["memory"])
+    return f"{word}: peak {peak} of {memory} on {place_in_words(device)} {how}{_farther(page, setting)}"
+
+
+def _farther(page: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
+    rows = {row["recompute"]: row for row in page["largest"] if row["precision"] == setting["precision"]}
+    row = rows.get(setting["recompute"])
+    if row is None:
+        return ""
+    if row["batch"]:
+        return f"; {reach(row)}"
+    fitting = [lever for lever in row["levers"] if lever["fits"]]
+    short = f"; even {row['smallest']} is {size_in_words(row['missing'])} too much"
+    return f"{short}, but {_way(fitting[0])} fits" if fitting else f"{short}, however it is run"
+
+
+def reach(row: Mapping[str, Any]) -> str:
+    """Return the largest batch as text, for a row where some batch fits."""
+    if row["at_least"]:
+        return f"no limit found up to batch {row['batch']}"
+    return f"largest batch about {row['batch']}, which fits" if row["about"] else f"largest batch {row['batch']}"
+
+
+def _way(lever: Mapping[str, Any]) -> str:
+    return f"{lever['precision']}{' with recomputing' if lever['recompute'] else ''}"
+
+
+def savings(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the savings of each column against fp32 with the same batch, and the reason where they are below half."""
+    wide = {_kind(column): column for column in columns if column["setting"]["precision"] == "fp32"}
+    rows = []
+    for column in columns:
+        base = wide.get(_kind(column))
+        if base is not None and base is not column and base["peak"]:
+            saved = 1 - column["peak"] / base["peak"]
+            rows.append({**_column_named(column), "saved": round(saved, 4), "why": _why(column, base, saved)})
+    return rows
+
+
+def _kind(column: Mapping[str, Any]) -> tuple[int, bool]:
+    return column["samples"], column["setting"]["recompute"]
+
+
+def _column_named(column: Mapping[str, Any]) -> dict[str, Any]:
+    setting = column["setting"]
+    return {"precision": setting["precision"], "batch": column["samples"], "recompute": setting["recompute"]}
+
+
+def _why(column: Mapping[str, Any], base: Mapping[str, Any], saved: float) -> str:
+    """Return the notes of this column that fp32's does not have: what did not shrink."""
+    return "" if saved >= _HALF else "; ".join(note for note in column["notes"] if note not in base["notes"])
+
+
+def _take(page: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the setting to train with: as requested if it fits, else the largest batch of the first row that fits."""
+    column = main_column(page)
+    if column is None:
+        return None
+    if column["fits"]:
+        return _column_named(column)
+    own = [row for row in page["largest"] if row["precision"] == page["auto"]]
+    for row in [*own, *page["largest"]]:
+        if row["batch"]:
+            batch = row["preferred"] or row["batch"]
+            return {"precision": row["precision"], "batch": batch, "recompute": row["recompute"]}
+    return None
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
 
 WHERE_NEEDED = "auto"
 RECOMPUTE = {"both": (False, True), "off": (False,), "on": (True,)}
 _MANY_MODULES = 100
-"""With more of them a ledger takes seconds, and the largest batch is not sought to the last sample."""
+"""With more modules a ledger takes seconds, so the largest batch is only searched approximately."""
 _NEAR = 0.1
+# bf16 stands in for `auto` on a device given as a size, whose formats are unknown.
 _WIDE, _UNKNOWN_NARROW = "fp32", "bf16"
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a person wants to know."""
+    """The parameters of an estimate. Raises `UnknownName` for `recompute` and `WrongUse` for a batch out of range."""
 
     devices: tuple[str, ...] = ()
-    """This machine's, where none is named."""
+    """This machine, if empty."""
     precisions: tuple[str, ...] = ()
-    """fp32 and the device's own choice, where none is named."""
+    """fp32 and the device's own choice, if empty."""
     batches: tuple[int, ...] = ()
-    """The case's own, where none is named."""
+    """The case's own batch, if empty."""
     recompute: str = WHERE_NEEDED
-    """As the case does, and recomputing beside it where that does not fit, if nothing else is asked for."""
+    """By default as the case does, with a recomputing column added where that does not fit."""
 
     def __post_init__(self) -> None:
         if self.recompute not in (WHERE_NEEDED, *RECOMPUTE):
@@ -58,15 +179,18 @@ class Wish:
 def report_of(
     make_case: MakeCase, wish: Wish, told: Callable[[int, int], None] = lambda done, of: None
 ) -> dict[str, Any]:
-    """Everything about a wish. `told` hears of each piece that is done."""
+    """Return the whole report. `told` is called with the number of pieces done and their total.
+
+    Raises `WrongUse` with the line of the user's code where that code fails.
+    """
     targets = [device_named(name) for name in wish.devices or (HERE,)]
     plans = [(target, _precisions(target, wish)) for target in targets]
     report: dict[str, Any] = {"case": "", "devices": [], "interrupted": False}
-    # torch logs a whole traceback where a shape is wrong; the error says it in one line.
+    # torch logs a full traceback for a shape mismatch; the error below says it in one line.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     silent, log.disabled = log.disabled, True
     try:
-        make_case, case = _made_once(make_case)
+        make_case, case = made_once(make_case)
         report["case"] = case.name
         making = _Making(make_case, case, wish, told, sum(2 * len(names) for _, names in plans))
         for target, names in plans:
@@ -84,20 +208,23 @@ def report_of(
     return report
 
 
-def _made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
-    """A case on fakes, and how to make it again: on fakes that is quick; one that needs real numbers is kept."""
+def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
+    """Return a factory and a case on fake tensors.
+
+    Building on fake tensors is fast, so the factory repeats it; a case that needs real values is built once and reused.
+    """
     try:
         mode = fake_mode()
         with mode:
             case = make_case()
         return make_case, as_fake(case, mode)
-    except Exception:  # it needs a value while it is built, or its own error, which comes again now
+    except Exception:  # it needs a value while being built, or has an error, which is raised again now
         real = make_case()
         return lambda: real, real
 
 
 def _precisions(target: Target, wish: Wish) -> list[str]:
-    """Without a repetition, in the order asked for."""
+    """Return the names without repetition, in the order given."""
     names = [_named(text, target) for text in wish.precisions or (_WIDE, AUTO)]
     return list(dict.fromkeys(names))
 
@@ -114,7 +241,7 @@ def _named(text: str, target: Target) -> str:
 
 
 def own_choice(target: Target) -> str:
-    """The precision that `auto` would take there, by what is known of the device."""
+    """Return the precision that `auto` would choose on the device."""
     if target.device.kind == "other":
         return _UNKNOWN_NARROW
     return choose_precision(AUTO, device=target.device).precision.name
@@ -145,10 +272,10 @@ class _Making:
     told: Callable[[int, int], None]
     pieces: int
     done: int = 0
-    ledgers: dict[tuple[str, Setting], Ledger] = field(default_factory=dict)
+    ledgers: dict[tuple[str, StepSetting], Ledger] = field(default_factory=dict)
 
     def fill(self, page: dict[str, Any], target: Target) -> None:
-        """Columns first: they answer the question. How far one could go comes after."""
+        """Fill the columns first, because they answer the question; then search for the largest batches."""
         ledger = self._ledgers_for(target)
         for name in list(page["abilities"]):
             try:
@@ -168,7 +295,7 @@ class _Making:
         self.told(self.done, self.pieces)
 
     def _ways(self, page: dict[str, Any], name: str) -> Iterable[bool]:
-        """With recomputing or without: those that there is a column of."""
+        """Return the values of `recompute` for which there is a column."""
         settings = [column["setting"] for column in page["columns"]]
         return dict.fromkeys(setting["recompute"] for setting in settings if setting["precision"] == name)
 
@@ -187,12 +314,13 @@ class _Making:
                     replace(self.case.setting, precision=name, batch=batch, recompute=recompute), ledger
                 )
                 yield {**found.as_dict(), "fits": found.peak <= target.usable}
+            # Only where it is needed: recomputing costs time.
             if self.wish.recompute == WHERE_NEEDED and not own and found.peak > target.usable:
                 found = self._ledger(replace(found.setting, recompute=True), ledger)
                 yield {**found.as_dict(), "fits": found.peak <= target.usable}
 
-    def _ledger(self, setting: Setting, ledger: MakeLedger) -> Ledger:
-        """Of a setting that was asked for; where it does not run, an error that says what would."""
+    def _ledger(self, setting: StepSetting, ledger: MakeLedger) -> Ledger:
+        """Return the ledger of a requested setting; if it does not run, raise `WrongUse` with a setting that does."""
         try:
             return ledger(self.make_case, setting)
         except HalfstepError:
@@ -206,7 +334,7 @@ class _Making:
             )
             raise as_wrong_use(error, samples, do) or error from error
 
-    def _two_run(self, setting: Setting, ledger: MakeLedger) -> bool:
+    def _two_run(self, setting: StepSetting, ledger: MakeLedger) -> bool:
         if setting.batch != 1:
             return False
         try:
@@ -216,7 +344,7 @@ class _Making:
         return True
 
     def _seek(self, page: dict[str, Any], name: str, recompute: bool, target: Target, ledger: MakeLedger) -> None:
-        """The largest batch; where the case does not run with another size, that is told, and its columns stay."""
+        """Add the largest batch; if the case does not run at another size, record why and keep its columns."""
         try:
             page["largest"].append(self._largest(name, recompute, target, page["auto"], ledger))
         except HalfstepError:
@@ -243,12 +371,109 @@ class _Making:
         }  # fmt: skip
 
     def _ledgers_for(self, target: Target) -> MakeLedger:
-        """Devices with the same rules share their ledgers."""
+        """Return a ledger function with a cache; devices with the same rules share their ledgers."""
 
-        def ledger(make_case: MakeCase, setting: Setting) -> Ledger:
+        def ledger(make_case: MakeCase, setting: StepSetting) -> Ledger:
             key = (target.rules, setting)
             if key not in self.ledgers:
                 self.ledgers[key] = ledger_on(make_case, setting, target)
             return replace(self.ledgers[key], device=target.id)
 
         return ledger
+
+
+# -- way out ----------------------------------------------------------------------------------------------------------
+# After a step that ran out of memory: report its estimated memory, the available memory and the largest batch that
+# fits. It runs as a program in its own process: where memory is exhausted, even loading a library may fail.
+
+
+NEAR = 0.1
+"""Relative tolerance of the search for the largest batch; the user is waiting for it."""
+# cgroup v2, then v1. In a container the limit is here; psutil reports the memory of the host.
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """The remedy for a step that ran out of memory."""
+
+    failed: Ledger
+    batch: int
+    """The largest batch that fits by the estimate; 0 if none does."""
+    recomputed: int = 0
+    """The batch that fits with recomputed activations, where no batch fits otherwise."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "at_peak": dict(self.failed.at_peak),
+            "peak": self.failed.peak,
+            "moment": self.failed.moment,
+            "batch": self.batch,
+            "recomputed": self.recomputed,
+        }
+
+
+def way_out(make_case: MakeCase, precision: str, batch: int, target: Target, limit: int) -> WayOut:
+    """Return a remedy for a batch that did not fit into `limit` bytes; the case and its ledgers are made once."""
+    make_case, case = made_once(make_case)
+    setting = replace(case.setting, precision=precision, batch=batch)
+    made: dict[StepSetting, Ledger] = {}
+
+    def ledger(make: MakeCase, wanted: StepSetting) -> Ledger:
+        if wanted not in made:
+            made[wanted] = ledger_on(make, wanted, target)
+        return made[wanted]
+
+    failed = ledger(make_case, setting)
+    fit = largest_batch(make_case, setting, limit, ledger, tolerance=NEAR)
+    if fit.batch or setting.recompute:
+        return WayOut(failed, fit.batch)
+    again = ledger(make_case, replace(setting, batch=fit.ledger.samples, recompute=True))
+    return WayOut(failed, 0, again.samples if again.peak <= limit else 0)
+
+
+def within_reach(target: Target) -> int:
+    """Return the bytes that tensors of this process can use now: the device's memory, less what others hold."""
+    found = [target.usable]
+    with contextlib.suppress(Exception):  # a limit applies only where it can be read
+        found += _of_accelerator() if target.device.kind != "cpu" else _of_main_memory(target)
+    return max(0, min(found))
+
+
+def _of_accelerator() -> list[int]:
+    free, _ = torch.accelerator.get_memory_info()
+    # Reserved memory is the caching allocator's, so this process can reuse it.
+    return [int(free) + int(torch.accelerator.memory_reserved())]
+
+
+def _of_main_memory(target: Target) -> Iterator[int]:
+    """Yield free memory plus what this process holds, without its code: the process can reuse what it has freed."""
+    import psutil
+
+    process = psutil.Process().memory_info()
+    own = int(process.rss) - target.reserved
+    yield int(psutil.virtual_memory().available) + own
+    for limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):
+            yield int(Path(limit).read_text()) - int(Path(used).read_text()) + own
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if most != resource.RLIM_INFINITY:
+            # This limit is on address space, so the virtual size is subtracted, not the resident one.
+            yield most - int(process.vms) + own
+
+
+def _main() -> None:
+    asked = json.loads(sys.argv[1])
+    wanted = Subject(asked["recipe"], tuple(asked["settings"]))
+    found = way_out(wanted.open, asked["precision"], asked["batch"], device_named(HERE), asked["limit"])
+    print(json.dumps(found.as_dict()))
+
+
+if __name__ == "__main__":
+    _main()

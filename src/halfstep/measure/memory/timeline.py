@@ -1,9 +1,10 @@
-"""Every piece of memory that a run takes: when it came, when it went, and what it was for."""
+"""Record every block of memory of a run: when it was allocated, when it was freed, and its use."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,33 +13,270 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfstep.formats import format_of, is_narrow
-from halfstep.measure.memory.covered import is_covered, name_of
-from halfstep.measure.memory.kernels import hidden_bytes, sums_in_place
+from halfstep.formats import FP32, format_of, is_narrow
 from halfstep.observe.recorder import OUTSIDE, Operation
 
+# -- kernels ----------------------------------------------------------------------------------------------------------
+# Model what fake tensors do not show of a CPU run: memory inside kernels, and gradients summed in place.
+
+
+_FORWARD = torch.ops.aten.convolution.default
+_BACKWARD = torch.ops.aten.convolution_backward.default
+_SUM = torch.ops.aten.add.Tensor
+_BLOCK = 16
+"""oneDNN's channel block; the last block of a tensor is padded."""
+_FEW = 4
+"""oneDNN reads images with up to this many channels without blocking."""
+
+
+_SMALL_KERNEL = 3
+_MANY, _SMALL = 16, 20480
+"""torch's thresholds for oneDNN: the batch for 1×1 kernels on one thread, and the elements of a single image.
+"""
+
+
+def hidden_bytes(operation: Operation) -> int:
+    """Return the most memory that the operation's kernel holds beside its arguments and results."""
+    if operation.function is _FORWARD:
+        arguments = _in_two_dimensions(operation.arguments, tensors=2)
+        return _convolution(arguments, _wide(operation.result)) if _by_onednn(*arguments) else 0
+    if operation.function is _BACKWARD:
+        arguments = _in_two_dimensions(operation.arguments, tensors=3)
+        return _convolution_backward(arguments) if _by_onednn(*arguments[1:]) else 0
+    return 0
+
+
+def sums_in_place(operation: Operation) -> bool:
+    """Return whether a real backward sums two gradients into the memory of the first.
+
+    torch's engine does so where it holds the only reference to a tensor that is not a view, but never with fake
+    tensors.
+    """
+    if operation.function is not _SUM or not operation.backward:
+        return False
+    before, more = operation.arguments
+    if not (isinstance(more, Tensor) and before.shape == more.shape and before.device.type == "cpu"):
+        return False
+    whole: bool = before.untyped_storage().nbytes() == before.nbytes
+    return whole and not before._is_view()
+
+
+def _in_two_dimensions(arguments: Sequence[Any], tensors: int) -> list[Any]:
+    """Return the arguments of a 1-d convolution as torch runs it: 2-d, with height 1. `tensors` precede the bias."""
+    images, (bias, stride, padding, dilation, transposed, more, *rest) = arguments[:tensors], arguments[tensors:]
+    if images[0].dim() != 3:
+        return list(arguments)
+    lines = [_wide(tensor) for tensor in images]
+    return [*lines, bias, [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], *rest]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
+
+
+def _by_onednn(image: Tensor, weight: Tensor, _bias: Any, stride: Any, _: Any, dilation: Any, *rest: Any) -> bool:
+    """Return whether torch chooses oneDNN: small fp32 work uses its own kernels."""
+    usable = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    if not usable or image.device.type != "cpu" or image.dim() < 4:
+        return False
+    if image.dtype is torch.bfloat16:
+        return True
+    # fp16 does not use it in backward; see precision.half_convolutions.
+    return image.dtype is torch.float32 and _is_enough(image, weight, max(*stride, *dilation) > 1, groups=rest[2])
+
+
+def _is_enough(image: Tensor, weight: Tensor, apart: bool, groups: int) -> bool:
+    kernel = weight.shape[-2:]
+    if not (apart or image.shape[0] >= _MANY or max(kernel) > 1 or torch.get_num_threads() > 1):
+        return False
+    return groups > 1 or min(kernel) > 3 or image.shape[0] > 1 or image.numel() > _SMALL
+
+
+def _convolution(arguments: Sequence[Any], result: Tensor) -> int:
+    """Return the bytes of blocked copies of all operands and the result; channels_last images are used as they are.
+
+    The weight is blocked in any layout.
+    """
+    image, weight, _, stride, _, _, transposed = arguments[:7]
+    if _by_channels(image) or _by_channels(weight):
+        return _laid_out_anew(image, weight) + _weight_in_blocks(weight)
+    out = _in_blocks(result)
+    again = result.nbytes if _copied_twice(weight, max(stride) > 1 and transposed) else 0
+    blocks = _image_in_blocks(image) + _weight_in_blocks(weight)
+    return _laid_out_anew(image, weight) + max(blocks + out - result.nbytes, out + again)
+
+
+def _convolution_backward(arguments: Sequence[Any]) -> int:
+    """Return the peak: the image's gradient comes first and is alive while the weight's is computed."""
+    gradient, image, weight, _, stride, _, _, transposed = arguments[:8]
+    groups, (for_image, for_weight, _) = arguments[9:11]
+    laid_out = _by_channels(image) or _by_channels(weight)
+    blocks = _weight_in_blocks(weight)
+    results = (image.nbytes if for_image else 0) + (weight.nbytes if for_weight else 0)
+    moments = [0]
+    if for_image and not laid_out:
+        out = _in_blocks(image)
+        again = image.nbytes if _copied_twice(weight, max(stride) > 1 and not transposed) else 0
+        moments += [_in_blocks(gradient) + blocks + out - results, out + image.nbytes + again - results]
+    if for_weight:
+        # Products of narrow numbers are summed in fp32; for channels_last images there is a second copy.
+        made = _groups_in_blocks(weight, groups) if laid_out else blocks
+        sums = max(made, weight.nbytes) // weight.element_size() * FP32.bytes if is_narrow(weight.dtype) else 0
+        copied = not (laid_out or _is_large_of_one_channel(weight))
+        copies = _in_blocks(gradient) + _image_in_blocks(image) if copied else 0
+        moments += [copies + made - weight.nbytes + sums, made + weight.nbytes if laid_out else made]
+    return _laid_out_anew(gradient, image, weight) + int(max(moments))
+
+
+def _laid_out_anew(*given: Tensor) -> int:
+    """Return the bytes of layout copies: torch makes all channels_last if one of them is, else contiguous."""
+    layout = _channels_first(given[0]) if any(_by_channels(t) for t in given[-2:]) else torch.contiguous_format
+    return sum(tensor.nbytes for tensor in given if not tensor.is_contiguous(memory_format=layout))
+
+
+def _copied_twice(weight: Tensor, spread: bool) -> bool:
+    """Return whether the result is copied again: kernels for narrow or strided data return another layout."""
+    one_by_one = weight.shape[1] == 1  # depthwise
+    return (is_narrow(weight.dtype) or spread) and not one_by_one
+
+
+def _by_channels(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=_channels_first(tensor))
+
+
+def _channels_first(tensor: Tensor) -> torch.memory_format:
+    """Return the channels_last layout for the tensor's number of dimensions."""
+    return torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
+
+
+def _image_in_blocks(image: Tensor) -> int:
+    return 0 if image.shape[1] <= _FEW and not is_narrow(image.dtype) else _in_blocks(image)
+
+
+def _in_blocks(image: Tensor) -> int:
+    channels = image.shape[1]
+    return image.nbytes // max(channels, 1) * _filled(channels)
+
+
+def _weight_in_blocks(weight: Tensor) -> int:
+    out, into = weight.shape[:2]
+    if into <= _FEW:  # the weight of an image's layer, or depthwise
+        return weight.nbytes
+    return weight.nbytes // max(out * into, 1) * _filled(out) * _filled(into)
+
+
+def _is_large_of_one_channel(weight: Tensor) -> bool:
+    """Return whether a depthwise kernel is large; its gradient needs no blocked images."""
+    return weight.shape[1] == 1 and weight.shape[0] > 1 and max(weight.shape[2:]) > _SMALL_KERNEL
+
+
+def _groups_in_blocks(weight: Tensor, groups: int) -> int:
+    """Return the bytes of a weight gradient for channels_last images: each group is padded to whole blocks.
+
+    Only small depthwise kernels avoid that.
+    """
+    out, into = weight.shape[0] // groups, weight.shape[1]
+    if groups == 1 or (out == into == 1 and not _is_large_of_one_channel(weight)):
+        return _weight_in_blocks(weight)
+    return weight.nbytes // max(out * into, 1) * _filled(out) * _filled(into)
+
+
+def _filled(channels: int) -> int:
+    return math.ceil(channels / _BLOCK) * _BLOCK
+
+
+# -- covered ----------------------------------------------------------------------------------------------------------
+# List the operations whose memory was compared with real runs; a ledger of these alone may be `verified`.
+
+
+_PRODUCTS = "mm addmm bmm baddbmm dot mv convolution convolution_backward"
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
+    "_softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"
+)
+_NORMALISATIONS = (
+    "native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward "
+    "native_layer_norm native_layer_norm_backward"
+)
+_POOLING = (
+    "max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices "
+    "max_pool3d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d "
+    "_adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward"
+)
+_LOSSES = (
+    "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward "
+    "binary_cross_entropy_with_logits"
+)
+_ONE_BY_ONE = (  # pointwise, but without torch's tag
+    "hardsigmoid_backward hardswish hardswish_backward leaky_relu_backward hardtanh_backward elu_backward "
+    "softplus_backward native_dropout native_dropout_backward bernoulli"
+)
+_SUMS = "sum mean amax amin any all"
+_COPIES = (
+    "_to_copy copy clone cat stack repeat embedding embedding_dense_backward select_backward slice_backward "
+    "_unsafe_view unsafe_split as_strided transpose empty empty_like empty_strided new_empty new_empty_strided zeros "
+    "zeros_like new_zeros ones ones_like new_ones full full_like new_full fill zero arange rand rand_like randn "
+    "randn_like scalar_tensor lift_fresh constant_pad_nd detach _local_scalar_dense"
+)
+_HELD = frozenset(
+    " ".join((_PRODUCTS, _ATTENTION, _NORMALISATIONS, _POOLING, _LOSSES, _ONE_BY_ONE, _SUMS, _COPIES)).split()
+)
+_IMAGES = 4
+"""Dimensions of images and their kernels."""
+_UPDATES = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+_NOTHING = ("prim", "profiler")
+"""Namespaces of operations that compute nothing."""
+
+
+def is_covered(operation: Operation) -> bool:
+    """Return whether the operation's memory is known: all of it is in its results, or `hidden_bytes` counts it."""
+    function = operation.function
+    if function.namespace in _NOTHING or function.is_view or torch.Tag.pointwise in function.tags:
+        return True
+    name = name_of(operation)
+    if name.startswith("convolution") and operation.arguments[1].dim() != _IMAGES:
+        return False  # 3-d and 1-d networks were 5 % and 3 % off
+    return function.namespace == "aten" and (name.removesuffix("_") in _HELD or name.startswith(_UPDATES))
+
+
+def name_of(operation: Operation) -> str:
+    """Return torch's name of the operation, without the overload."""
+    return str(operation.function.overloadpacket.__name__)
+
+
+def not_covered(found: dict[str, str]) -> str:
+    """Return the note about unverified operations, each with the first module that ran it."""
+    named = ", ".join(
+        name if module == OUTSIDE else f"{name} in {module or 'the model itself'}" for name, module in found.items()
+    )
+    return f"not verified: what these take inside themselves has not been held against a real run: {named}"
+
+
+# -- timeline ---------------------------------------------------------------------------------------------------------
+
+
 FORWARD, BACKWARD, UPDATE = "the forward", "the backward", "the update"
-NEVER = 2**62
+NEVER = 2**62  # later than any operation
 _CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(slots=True)
-class Block:
-    """The memory behind one tensor and its views."""
+class MemoryBlock:
+    """The memory of one tensor and its views."""
 
     bytes: int
     born: int
-    """The number of the operation that made it; 0 for what was there before."""
+    """Number of the operation that allocated it; 0 if it existed before."""
     part: str = "temporary"
     format: str = ""
     module: str = OUTSIDE
     died: int = NEVER
-    """The number of the last operation during which it was there."""
+    """Number of the last operation during which it existed."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run was during one operation."""
+    """The phase and module of one operation."""
 
     phase: str
     module: str
@@ -48,20 +286,20 @@ class Moment:
 
 
 class Timeline:
-    """A listener that knows all memory that is alive, without keeping any of it alive.
+    """A listener that records all memory in use without keeping any of it alive.
 
-    An operation's results are there together with everything that is freed after it, as in a real run.
+    As in a real run, an operation's results coexist with everything that is freed after it.
     """
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[MemoryBlock] = []
         self.moments: list[Moment] = [Moment("the beginning", OUTSIDE)]
         self.phase = FORWARD
-        self.kept: list[Block] = []
-        """What the last forward left for its backward: activations."""
+        self.kept: list[MemoryBlock] = []
+        """Blocks that the last forward saved for backward."""
         self.not_covered: dict[str, str] = {}
-        """Operations whose memory nobody has held against a real run, and the first module that ran each."""
-        self._alive: dict[int, Block] = {}
+        """Operations whose memory was never compared with a real run, and the first module that ran each."""
+        self._alive: dict[int, MemoryBlock] = {}
         self._watched: dict[int, Any] = {}
         self._phase_began = 0
         self._recomputing: int | None = None
@@ -69,49 +307,54 @@ class Timeline:
 
     @property
     def now(self) -> int:
-        """The number of the last operation."""
+        """Return the number of the last operation."""
         return len(self.moments) - 1
 
     def __call__(self, operation: Operation) -> None:
-        if operation.function.namespace == "prim":  # asks a fake tensor for its device or layout, and computes nothing
+        if operation.function.namespace == "prim":  # prim.device on a fake tensor: computes nothing
             return
         self._follow_recomputing(operation)
         self.moments.append(Moment(self.phase, operation.module))
         part = "cast copies" if _casts_weights(operation) else "temporary"
+        # A sum in place has no memory of its own while it runs: its result replaces the first operand afterwards.
         born = self.now + sums_in_place(operation)
         for tensor in _tensors(operation.result):
             self._meet(tensor, part, operation.module, born)
         for tensor in _tensors((operation.arguments, dict(operation.keywords))):
-            # Nobody told of it, so it was there before: a table of a loss, or a model beside the one that is trained.
+            # Not announced by `hold`, so it existed before: a table in the loss, or a second model beside the trained
+            # one.
             self._meet(tensor, "weights" if isinstance(tensor, nn.Parameter) else "buffers", operation.module, born=0)
         if not is_covered(operation):
             self.not_covered.setdefault(name_of(operation), operation.module)
         hidden = hidden_bytes(operation)
         if hidden:
-            self.blocks.append(Block(hidden, self.now, module=operation.module, died=self.now))
+            self.blocks.append(MemoryBlock(hidden, self.now, module=operation.module, died=self.now))
 
     def hold(self, tensors: Iterable[Tensor], part: str) -> None:
-        """These are there now, and this is what they are for."""
+        """Record that these tensors exist now and are used for `part`."""
         for tensor in tensors:
             self._meet(tensor, part, OUTSIDE).part = part
 
     def begin(self, phase: str) -> None:
-        """A new phase. What forward leaves to be alive is kept for backward."""
+        """Begin a phase. Blocks alive at the end of forward are saved for backward."""
         if self.phase == FORWARD:
             self._keep(since=self._phase_began)
             self.kept = [block for block in self._alive.values() if block.part == "activations"]
         self.phase, self._phase_began = phase, self.now
 
-    def _meet(self, tensor: Tensor, part: str, module: str, born: int | None = None) -> Block:
+    def _meet(self, tensor: Tensor, part: str, module: str, born: int | None = None) -> MemoryBlock:
         storage = tensor.untyped_storage()
         key = storage._cdata
         block = self._alive.get(key)
         if block is None:
-            block = Block(storage.nbytes(), self.now if born is None else born, part, _format(tensor.dtype), module)
+            block = MemoryBlock(
+                storage.nbytes(), self.now if born is None else born, part, _format(tensor.dtype), module
+            )
             self.blocks.append(block)
             self._alive[key] = block
+            # A weak reference: a strong one would keep the storage alive and hide when it is freed.
             self._watched[key] = weakref.ref(storage, partial(self._gone, key))
-        block.bytes = max(block.bytes, storage.nbytes())  # resized
+        block.bytes = max(block.bytes, storage.nbytes())  # it may have been resized
         return block
 
     def _gone(self, key: int, _reference: object) -> None:
@@ -142,7 +385,7 @@ def _casts_weights(operation: Operation) -> bool:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Those that have memory of their own kind: sparse ones are made of others."""
+    """Yield the strided tensors; sparse ones consist of others."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             yield leaf

@@ -1,1 +1,1 @@
-"""The fastest way to run that fits and keeps parity, found by measuring."""
+"""Find the fastest setting that fits in memory and keeps parity, by measuring."""

@@ -1,32 +1,89 @@
-"""Which cell is taken, and in which words the others are passed over."""
+"""Choose a cell, and give the reasons for rejecting the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.measure.plan.cell import BASELINE_PRECISION, Cell, simplicity
+from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
-from halfstep.precision.ladder import WORTH_IT
+from halfstep.precision.select import WORTH_IT
+
+# -- cell -------------------------------------------------------------------------------------------------------------
+# A cell of a plan's table: a setting with its measurements, or with the reason why there are none.
+
+
+SIMPLEST_FIRST = ("fp32", "tf32", "bf16", "fp16")
+"""Precisions by complexity: tf32 rounds less than bf16, and fp16 needs a loss scale."""
+BASELINE_PRECISION = SIMPLEST_FIRST[0]
+NO_TIME, INTERRUPTED = "not measured: no time was left", "not measured: interrupted"
+"""Reasons that say nothing about the setting itself."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The measurements of one setting."""
+
+    setting: StepSetting
+    speed: Speed | None = None
+    """Speed relative to strict fp32."""
+    cut: str = ""
+    """Why it cannot be chosen; empty if it can."""
+    first_step: float | None = None
+    """Seconds of the first update, including compilation."""
+    peak: int | None = None
+    """Predicted peak bytes of one update."""
+    trail: tuple[float, ...] = ()
+    """Losses of its first updates."""
+
+    @property
+    def can_be_chosen(self) -> bool:
+        """Return whether it was timed and not cut."""
+        return self.speed is not None and not self.cut
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting.as_dict(),
+            "name": str(self.setting),
+            "speed": self.speed.as_dict() if self.speed else None,
+            "cut": self.cut,
+            "first_step": self.first_step,
+            "peak": self.peak,
+        }
+
+
+def simplicity(setting: StepSetting) -> tuple[Any, ...]:
+    """Return a sort key, simplest first: eager before compiled, wide before narrow, few micro-batches before many."""
+    known = setting.precision in SIMPLEST_FIRST
+    precision = SIMPLEST_FIRST.index(setting.precision) if known else len(SIMPLEST_FIRST)
+    return setting.compile, precision, setting.channels_last, setting.microbatches
+
+
+# -- choice -----------------------------------------------------------------------------------------------------------
+
 
 FEWEST_PAIRS = 3
-"""Of fewer nothing is concluded, not even where there is nothing better."""
+"""With fewer pairs there is no conclusion, even if nothing else was measured."""
 LIKELY, LIKELY_COMPILED = 1.03, 1.1
-"""What another layout, or compiling, has to gain by the medians where intervals overlap: it changes no precision, so
-the better guess is taken without a verdict. Compiling costs more than time."""
+"""Median gains required where intervals overlap, for another layout and for compiling.
+
+Neither changes the precision, so the better guess is used without a verdict. Compiling costs more than time.
+"""
 SPLIT_WORTH_IT = 1.03
-"""Other micro-batches change what batch normalisation averages over; less gain than this is not worth that."""
+"""Required gain of other micro-batches, which change the statistics of batch normalization."""
 
 
 def choose(cells: Iterable[Cell], *, fp32: float = 1.0, has_batch_norm: bool = False) -> Cell:
-    """The fastest, but a cell replaces a simpler one only where its interval lies wholly above. The first is the base.
+    """Return the fastest cell; it replaces a simpler one only if its whole interval lies above. The first is the base.
 
-    In one precision and with the same micro-batches a clear gain of the median is enough. A narrower precision has to
-    gain more than its roundings are worth, over the best that fp32 can do. Cells with too few pairs for an interval are
-    looked at only where no other was measured for longer.
+    Within one precision and micro-batch, a clear gain of the median is enough. A narrower precision must gain more than
+    its rounding is worth over the best of fp32. Cells with too few pairs for an interval count only if no others exist.
     """
     best, *others = cells
     others = [cell for cell in others if has_interval(cell)] or others
+    # Simplest first: each cell then has to beat the simpler one that it would replace.
     for cell in sorted(others, key=lambda cell: simplicity(cell.setting)):
         if cell.can_be_chosen and _replaces(cell, best, fp32, has_batch_norm):
             best = cell
@@ -34,15 +91,17 @@ def choose(cells: Iterable[Cell], *, fp32: float = 1.0, has_batch_norm: bool = F
 
 
 def has_interval(cell: Cell) -> bool:
-    """Whether enough pairs were measured for one, of a cell that can be chosen."""
+    """Return whether the cell can be chosen and has enough pairs for an interval."""
     return cell.can_be_chosen and cell.speed is not None and cell.speed.pairs >= FEWEST_FOR_INTERVAL
 
 
 def is_fp32(cell: Cell) -> bool:
+    """Return whether the cell is in fp32."""
     return cell.setting.precision == BASELINE_PRECISION
 
 
 def _replaces(cell: Cell, simpler: Cell, fp32: float, has_batch_norm: bool) -> bool:
+    # Against the best of fp32, not strict fp32: another layout alone may gain as much without any rounding.
     if not is_fp32(cell) and _speedup(cell) < WORTH_IT * fp32:
         return False
     split = cell.setting.microbatches != simpler.setting.microbatches
@@ -59,13 +118,14 @@ def _likely_faster(cell: Cell, simpler: Cell) -> bool:
 
 
 def wholly_above(one: Speed | None, other: Speed | None) -> bool:
+    """Return whether one interval lies above the other; False with fewer than `FEWEST_PAIRS` pairs."""
     if one is None or other is None or one.pairs < FEWEST_PAIRS:
         return False
     return one.low > other.high
 
 
 def interval(speed: Speed) -> str:
-    """The median's, with the pairs that it comes from; of few pairs there is none."""
+    """Return the interval and its number of pairs as text, or that there are too few pairs."""
     if speed.pairs < FEWEST_FOR_INTERVAL:
         return f"{speed.pairs} {'pair' if speed.pairs == 1 else 'pairs'}, too few for an interval"
     return f"{speed.low:.2f} to {speed.high:.2f}, {speed.pairs} pairs"
@@ -76,12 +136,12 @@ def _speedup(cell: Cell) -> float:
 
 
 def by_speed(cells: Iterable[Cell]) -> list[Cell]:
-    """Those that can be chosen, the fastest first."""
+    """Return the cells that can be chosen, fastest first."""
     return sorted((cell for cell in cells if cell.can_be_chosen), key=_speedup, reverse=True)
 
 
 def runner_up(choice: Cell, cells: Sequence[Cell]) -> tuple[Cell | None, str]:
-    """The fastest of the others, and why it was not taken."""
+    """Return the fastest other cell, and why it was not chosen."""
     others = [cell for cell in by_speed(cells) if cell.setting != choice.setting]
     if not others:
         return None, ""
@@ -104,7 +164,7 @@ def _why_not(other: Cell, choice: Cell) -> str:
 
 
 def why_stay(choice: Cell, cells: Iterable[Cell]) -> str:
-    """Why a plan stays in fp32: what the narrower formats did here."""
+    """Return why a plan stays in fp32: the results of the narrower formats."""
     narrow = [cell for cell in cells if not is_fp32(cell)]
     best = next((cell for cell in by_speed(narrow) if cell.speed), None)
     if best is not None and best.speed is not None:

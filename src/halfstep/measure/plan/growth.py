@@ -1,4 +1,4 @@
-"""Larger updates than the person's: how much faster samples pass, and what the optimizer would need for it."""
+"""Larger updates than the user's: their throughput, and the learning rate that they need."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from halfstep.measure.plan.cell import INTERRUPTED
-from halfstep.measure.plan.choice import wholly_above
+from halfstep.measure.plan.choice import INTERRUPTED, wholly_above
 from halfstep.measure.plan.search import Search
-from halfstep.measure.setting import Setting
+from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 
 FACTORS = (2, 4, 8)
 WARM_UP = 500
-"""Updates of warm-up that a larger learning rate begins with, in a run that is long enough."""
+"""Warm-up updates before a larger learning rate, in a run that is long enough."""
 WARM_UP_SHARE = 0.1
-"""Of a run, at most."""
+"""The largest share of a run that warm-up may take."""
 NOTE = "changes the optimisation: fewer and larger updates, so accuracy has to be looked at again"
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A larger batch that is faster, and how the learning rate would follow it."""
+    """A larger batch with higher throughput, and the learning rate for it."""
 
     factor: int
-    setting: Setting
+    setting: StepSetting
     speed: Speed
-    """By samples, not by updates, against strict fp32 at the batch of now."""
+    """Throughput in samples, not updates, relative to strict fp32 at the current batch."""
     learning_rate: float
     rule: str
     warmup_steps: int
@@ -38,7 +37,7 @@ class Growth:
 
     @property
     def words(self) -> str:
-        """What it would change, for whoever reads only one line."""
+        """Return what it would change, in one line."""
         now = (self.setting.batch or 1) // self.factor
         return (
             f"changes the optimisation: batch {now} -> {self.setting.batch}, "
@@ -46,20 +45,20 @@ class Growth:
         )
 
     def within(self, updates: int) -> Growth:
-        """The same for a run of so many updates, of which a warm-up is to be a small part."""
+        """Return the same for a run of `updates`, with the warm-up limited to a small part of it."""
         return replace(self, warmup_steps=max(1, min(self.warmup_steps, int(WARM_UP_SHARE * updates))))
 
 
 class Growing:
-    """The search for a larger batch; what it has found stays when it is broken off."""
+    """The search for a larger batch; its result is kept if it is interrupted."""
 
     def __init__(self) -> None:
         self.found: Growth | None = None
         self.ended = INTERRUPTED
-        """Why no larger one was taken."""
+        """Why no larger batch was accepted."""
 
-    def run(self, search: Search, chosen: Setting, speed: Speed) -> None:
-        """Double the batch as long as it fits and samples pass faster, beyond doubt."""
+    def run(self, search: Search, chosen: StepSetting, speed: Speed) -> None:
+        """Double the batch while it fits and the throughput rises beyond its interval."""
         best = speed
         for factor in FACTORS:
             setting = replace(chosen, batch=(chosen.batch or 1) * factor)
@@ -77,7 +76,7 @@ class Growing:
 
 
 def scaled_rate(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
-    """Linear for SGD, the square root for optimizers that divide by the size of gradients."""
+    """Return the scaled learning rate and its rule: linear for SGD, square root for adaptive optimizers."""
     if optimizer.lower() == "sgd":
         return _rounded(rate * factor), f"linear scaling for SGD: {factor}x"
     return _rounded(rate * math.sqrt(factor)), f"square root scaling for {optimizer}: {math.sqrt(factor):.3g}x"
@@ -88,5 +87,5 @@ def _by_sample(speed: Speed, factor: int) -> Speed:
 
 
 def _rounded(rate: float) -> float:
-    """To three digits: more would claim more than a rule of thumb knows."""
+    """Return the learning rate with three digits; more would suggest more accuracy than a rule of thumb has."""
     return float(f"{rate:.3g}")

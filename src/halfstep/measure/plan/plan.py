@@ -1,9 +1,10 @@
-"""`plan`: the fastest setting for a model on this device that fits and trains as fp32 does, chosen by measuring."""
+"""The plan: the fastest setting for a model on this device that fits and trains as fp32 does, chosen by measuring."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,26 +12,137 @@ import torch
 from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.measure.case import Case, LossFunction, Subject, case_of
+from halfstep.measure.case import Case, LossFunction, case_of
 from halfstep.measure.conditions import conditions
-from halfstep.measure.plan.apply import python_lines, recipe_changes
-from halfstep.measure.plan.arena import Arena
-from halfstep.measure.plan.arms import ArmHere, MakeArm, observes
-from halfstep.measure.plan.budget import Budget
-from halfstep.measure.plan.cell import Cell, simplicity
-from halfstep.measure.plan.choice import is_fp32, runner_up
+from halfstep.measure.plan.choice import BASELINE_PRECISION, Cell, interval, is_fp32, runner_up, simplicity, why_stay
 from halfstep.measure.plan.growth import Growing, Growth
-from halfstep.measure.plan.probe import Parity
-from halfstep.measure.plan.reasons import reasons
-from halfstep.measure.plan.room import Room, free_bytes
-from halfstep.measure.plan.search import Search
-from halfstep.measure.plan.space import abilities, facts_of
-from halfstep.measure.plan.trials import Trials
-from halfstep.measure.process import ArmProcess
-from halfstep.measure.setting import Setting
+from halfstep.measure.plan.memory_fit import Room, free_bytes
+from halfstep.measure.plan.probe import LossParity
+from halfstep.measure.plan.race import ArmHere, MakeArm, Race, TimeBudget, observes
+from halfstep.measure.plan.search import CaseFacts, Search, abilities, facts_of
+from halfstep.measure.plan.trials import SettingTrials
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
 from halfstep.measure.timing import Progress
-from halfstep.precision.abilities import Device
+from halfstep.measure.worker_process import ArmProcess
+from halfstep.precision.capability import Device
 from halfstep.precision.hardware import describe
+
+# -- apply ------------------------------------------------------------------------------------------------------------
+# Apply a choice: as settings of a recipe, or as lines of Python for the user's own loop.
+
+
+def recipe_changes(choice: StepSetting, growth: Growth | None = None) -> dict[str, Any]:
+    """Return the keys of a recipe and their values in the plan."""
+    taken = growth.setting if growth else choice
+    found: dict[str, Any] = {
+        "precision": taken.precision,
+        "train.channels_last": taken.channels_last,
+        "train.compile": taken.compile,
+        "train.batch_size": taken.batch,
+        "train.microbatches": taken.microbatches,
+    }
+    if growth:
+        found |= {"optimizer.lr": growth.learning_rate, "schedule.warmup_steps": growth.warmup_steps}
+    return found
+
+
+def python_lines(choice: StepSetting, growth: Growth | None = None) -> list[str]:
+    """Return the same as Python code for the user's own loop."""
+    taken = growth.setting if growth else choice
+    lines = []
+    if taken.channels_last:
+        lines.append("model = model.to(memory_format=torch.channels_last)  # and images, before the model gets them")
+    if taken.compile:
+        lines.append("model.compile()")
+    if growth:
+        lines.append(f"optimizer.param_groups[0]['lr'] = {growth.learning_rate:g}  # {growth.rule}, after a warm-up")
+    lines.append(f'stepper = halfstep.Stepper(model, optimizer, precision="{taken.precision}")')
+    if taken.microbatches > 1:
+        lines.append(f"for batch in halfstep.windows(loader, {taken.microbatches}):  # batches of {taken.batch}")
+    else:
+        lines.append(f"for batch in loader:  # batches of {taken.batch}")
+    lines.append("    report = stepper.step(loss_fn, batch)")
+    return lines
+
+
+# -- reasons ----------------------------------------------------------------------------------------------------------
+# Give the reasons for each part of a choice, by comparing it with the setting that differs in that part alone.
+
+
+Cells = Mapping[StepSetting, Cell]
+
+
+def reasons(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts) -> dict[str, str]:
+    """Return a sentence for each part, with its measurements."""
+    found = {"precision": _precision(choice, baseline, cells)}
+    if facts.has_images:
+        other = replace(choice.setting, channels_last=not choice.setting.channels_last)
+        layouts = ("channels last", "plain") if choice.setting.channels_last else ("plain", "channels last")
+        found["layout"] = f"{layouts[0]} {words(choice, baseline)}; {layouts[1]} {words(cells.get(other), baseline)}"
+    found["compile"] = _compile(choice, baseline, cells)
+    found["micro-batches"] = _splits(choice, baseline, cells, facts)
+    return found
+
+
+def words(cell: Cell | None, baseline: StepSetting) -> str:
+    """Return the speed of a cell as text, or why there is none."""
+    if cell is None:
+        return "(not measured)"
+    if cell.speed is None:
+        return f"({cell.cut})"
+    speed = cell.speed
+    text = f"{speed.speedup:.2f}x"
+    if cell.setting != baseline:
+        text += f" ({interval(speed)})"
+    return f"{text}, cut ({cell.cut})" if cell.cut else text
+
+
+def _precision(choice: Cell, baseline: StepSetting, cells: Cells) -> str:
+    if is_fp32(choice):
+        return f"stay in fp32: {why_stay(choice, cells.values())}"
+    same = cells.get(replace(choice.setting, precision=BASELINE_PRECISION))
+    beside = (
+        f"; fp32 laid out the same way {words(same, baseline)}"
+        if same and same.speed and same.setting != baseline
+        else ""
+    )
+    return f"{choice.setting.precision} {words(choice, baseline)} as fast as strict fp32{beside}"
+
+
+def _compile(choice: Cell, baseline: StepSetting, cells: Cells) -> str:
+    other = cells.get(replace(choice.setting, compile=not choice.setting.compile))
+    if choice.setting.compile:
+        took = f", first step {choice.first_step:.0f} s" if choice.first_step else ""
+        return f"compiled {words(choice, baseline)}{took}; eager {words(other, baseline)}"
+    took = f", first step {other.first_step:.0f} s" if other and other.first_step else ""
+    if choice.setting.recompute:
+        return "eager: activations that are computed again are not compiled"
+    return f"eager {words(choice, baseline)}; compiled {words(other, baseline)}{took}"
+
+
+def _splits(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts) -> str:
+    setting = choice.setting
+    same = [
+        cell
+        for other, cell in cells.items()
+        if other != setting and replace(other, batch=setting.batch, microbatches=setting.microbatches) == setting
+    ]
+    text = "; ".join(f"{split(cell.setting)} {words(cell, baseline)}" for cell in (choice, *same))
+    if baseline.batch != facts.now.batch:
+        text += f"; {split(facts.now)} does not fit in fp32"
+    if facts.has_batch_norm and setting.batch != facts.now.batch:
+        text += "; batch normalisation averages over a micro-batch, so this changes it"
+    return text
+
+
+def split(setting: StepSetting) -> str:
+    """Return the micro-batches and their size as text."""
+    return f"{setting.microbatches} × {setting.batch}"
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
 
 SECONDS = 180.0
 ELSEWHERE, HERE = "each arm in a process of its own", "all arms in this process"
@@ -38,40 +150,47 @@ ELSEWHERE, HERE = "each arm in a process of its own", "all arms in this process"
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen, and everything that led to it."""
+    """The chosen setting, and all measurements that led to it."""
 
     name: str
     device: Device
-    now: Setting
-    """As the person runs it."""
-    baseline: Setting
-    """Strict fp32, which every speed is measured against."""
+    now: StepSetting
+    """The user's setting."""
+    baseline: StepSetting
+    """Strict fp32, the baseline of all speeds."""
     choice: Cell
     stay: bool
-    """Precision stays fp32: nothing narrower was worth it here."""
+    """Whether the precision stays fp32, because nothing narrower was worthwhile here."""
     reasons: dict[str, str]
-    """Of each part of the choice."""
-    parity: Parity
+    """The reason for each part of the choice."""
+    parity: LossParity
+    """The parity of the choice."""
     ladder: tuple[Cell, ...]
     """All cells, simplest first."""
+    parities: dict[StepSetting, LossParity]
+    """The parity of every cell that was measured, by one rule."""
     runner_up: Cell | None
     why_not: str
     growth: Growth | None
     growth_ended: str
-    """Why no larger batch was taken; empty where none was asked for."""
+    """Why no larger batch was chosen; empty if `grow_batch` was off."""
     conditions: dict[str, Any]
     seconds: float
     interrupted: bool
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Settings of a recipe."""
+        """Return the settings of a recipe."""
         return recipe_changes(self.choice.setting, self.growth)
 
     @property
     def python(self) -> list[str]:
-        """Lines of Python."""
+        """Return lines of Python."""
         return python_lines(self.choice.setting, self.growth)
+
+    def _parity_of(self, cell: Cell) -> dict[str, Any] | None:
+        found = self.parities.get(cell.setting)
+        return found.as_dict() if found else None
 
     def as_dict(self) -> dict[str, Any]:
         can = abilities(self.device)
@@ -85,7 +204,7 @@ class Plan:
             "stay": self.stay,
             "reasons": self.reasons,
             "parity": self.parity.as_dict(),
-            "ladder": [cell.as_dict() for cell in self.ladder],
+            "ladder": [cell.as_dict() | {"parity": self._parity_of(cell)} for cell in self.ladder],
             "runner_up": self.runner_up.as_dict() if self.runner_up else None,
             "why_not": self.why_not,
             "growth": self.growth.as_dict() if self.growth else None,
@@ -108,27 +227,32 @@ def plan(
     grow_batch: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
-    """Choose for a model, its loss and a batch; or for a RECIPE or `module:callable`, whose arms have processes of
-    their own. `progress` is told the seconds spent, and those that there are."""
+    """Choose a setting for a model, its loss and a batch; or for a RECIPE or `module:callable`.
+
+    Candidates of a RECIPE or `module:callable` run in their own processes. `progress` is called with the seconds spent
+    and the limit. Raises `WrongUse` for an invalid time, for a missing argument, and if the case does not train or fit
+    in strict fp32.
+    """
     if not 0 < seconds < math.inf:
         raise WrongUse(
             f"{seconds} seconds for a plan",
             allowed="a number of seconds above 0, and not without end",
             do=f"give --seconds {SECONDS:.0f}",
         )
-    budget = Budget(seconds)
+    budget = TimeBudget(seconds)
     here = describe(device)
     where, case, make_arm = _opened(model_or_subject, loss_fn, batch, device)
     facts = facts_of(case)
     room = Room(free_bytes(torch.device(here.place)), partial(_predicted_peak, case, here))
-    arena = Arena(make_arm, budget, partial(_tell, budget, progress))
-    return search_and_decide(Search(facts, here, Trials(arena, budget, room)), where, grow_batch=grow_batch)
+    arena = Race(make_arm, budget, partial(_tell, budget, progress))
+    return search_and_decide(Search(facts, here, SettingTrials(arena, budget, room)), where, grow_batch=grow_batch)
 
 
 def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -> Plan:
-    """Search until the time is up or Ctrl-C comes, and make the best of what was found."""
+    """Search until the time is up or Ctrl-C, and choose from the results so far."""
     interrupted, growing = False, Growing()
     try:
+        # Growing comes after the final and needs time of its own.
         search.run(final_share=0.5 if grow_batch else 0.9)
         leader, _ = search.decide()
         if grow_batch and leader.speed is not None:
@@ -137,6 +261,7 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
         interrupted = True
     finally:
         search.close()
+    # Decided again, because Ctrl-C may have come before the first decision.
     choice, parity = search.decide()
     cells = sorted(search.cells.values(), key=lambda cell: (simplicity(cell.setting), cell.setting.batch or 0))
     second, why_not = runner_up(choice, cells)
@@ -150,10 +275,12 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
         reasons=reasons(choice, search.baseline, search.cells, search.facts),
         parity=parity,
         ladder=tuple(cells),
+        parities={cell.setting: search.parity_of(cell) for cell in cells if cell.speed is not None},
         runner_up=second,
         why_not=why_not,
         growth=growing.found,
         growth_ended=growing.ended if grow_batch else "",
+        # Empty if Ctrl-C came before any candidate was open.
         conditions={**(search.conditions or conditions(search.device.place)), "arms": where},
         seconds=search.seconds,
         interrupted=interrupted,
@@ -163,24 +290,25 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
 def _opened(
     given: nn.Module | Subject | str, loss_fn: LossFunction | None, batch: Any, device: str | None
 ) -> tuple[str, Case, MakeArm]:
-    """The case, and how arms are made: the only difference between a person's objects and a subject."""
+    """Return where candidates run, the case, and a factory for candidates."""
     if isinstance(given, nn.Module):
         if loss_fn is None or batch is None:
             raise WrongUse(
                 "a model without a loss_fn or a batch", allowed="plan(model, loss_fn, batch)", do="give all three"
             )
         case = case_of(given, loss_fn, batch)
+        # Live objects cannot be sent to another process.
         return HERE, case, lambda setting: ArmHere(case, setting, device)
     subject = given if isinstance(given, Subject) else Subject(given)
     return ELSEWHERE, subject.open(), lambda setting: ArmProcess(subject, setting, device, observe=observes(setting))
 
 
-def _predicted_peak(case: Case, device: Device, setting: Setting) -> int:
+def _predicted_peak(case: Case, device: Device, setting: StepSetting) -> int:
     from halfstep.measure.memory.estimate import ledger_of
 
     return ledger_of(lambda: case, setting, device.place).peak
 
 
-def _tell(budget: Budget, progress: Progress | None) -> None:
+def _tell(budget: TimeBudget, progress: Progress | None) -> None:
     if progress is not None:
         progress(min(int(budget.spent), int(budget.seconds)), int(budget.seconds))

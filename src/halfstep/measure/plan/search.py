@@ -1,87 +1,196 @@
-"""The search: from strict fp32 over what is promising to a final, in an order that can be broken off at any moment."""
+"""The search of a plan: from strict fp32 over promising settings to a final, in an order that can be interrupted."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from halfstep.measure.plan.cell import NO_TIME, Cell
-from halfstep.measure.plan.choice import by_speed, choose, is_fp32
-from halfstep.measure.plan.probe import NUDGE, Parity, apart, compare
-from halfstep.measure.plan.space import SPLITS, Facts, baseline_of, doubled, eager_settings, halved
-from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, Trials
-from halfstep.measure.process import ArmFailed, ArmTooSlow
-from halfstep.measure.setting import Setting
-from halfstep.precision.abilities import Device
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from halfstep.measure.batches import size_of
+from halfstep.measure.case import Case
+from halfstep.measure.plan.choice import BASELINE_PRECISION, NO_TIME, SIMPLEST_FIRST, Cell, by_speed, choose, is_fp32
+from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST_RUNS, NUDGE, LossParity, Noise, compare, noise_of
+from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.precision.capability import Ability, Device, ability
+
+# -- space ------------------------------------------------------------------------------------------------------------
+# List the settings to try: the device's formats, the model's layouts, and the splits of a batch.
+
+
+SPLITS = 2
+"""Maximum number of times a micro-batch is halved or doubled."""
+
+
+@dataclass(frozen=True)
+class CaseFacts:
+    """Facts about a case that are needed before measuring."""
+
+    name: str
+    now: StepSetting
+    """The user's setting, with the actual batch size."""
+    has_images: bool
+    """Whether a weight has four dimensions, so that channels_last applies."""
+    has_batch_norm: bool
+    optimizer: str
+    learning_rate: float
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of one update, which a plan does not change."""
+        return (self.now.batch or 1) * self.now.microbatches
+
+
+def facts_of(case: Case) -> CaseFacts:
+    """Return the facts about a case. Its optimizer is created to read its type and learning rate."""
+    optimizer = case.optimizer(case.model)
+    return CaseFacts(
+        name=case.name,
+        now=replace(case.setting, batch=case.setting.batch or size_of(case.batch)),
+        has_images=any(parameter.dim() == 4 for parameter in case.model.parameters()),
+        has_batch_norm=_has_batch_norm(case.model),
+        optimizer=type(optimizer).__name__,
+        learning_rate=float(optimizer.param_groups[0]["lr"]),
+    )
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def abilities(device: Device) -> dict[str, Ability]:
+    """Return the device's support of each precision that a run can use, simplest first."""
+    return {name: ability(device, name) for name in SIMPLEST_FIRST}
+
+
+def baseline_of(now: StepSetting) -> StepSetting:
+    """Return strict fp32, eager and in the default layout, with the current batch."""
+    return StepSetting(BASELINE_PRECISION, batch=now.batch, microbatches=now.microbatches, recompute=now.recompute)
+
+
+def eager_settings(baseline: StepSetting, device: Device, has_images: bool) -> list[StepSetting]:
+    """Return all settings but the baseline, most promising first: the likely winner is measured if time runs out."""
+    native = [name for name, can in abilities(device).items() if can.native]
+    layouts = [True, False] if has_images else [False]
+    narrow = [name for name in ("bf16", "fp16", "tf32") if name in native]
+    found = [replace(baseline, precision=name, channels_last=layout) for layout in layouts for name in narrow]
+    return found + ([replace(baseline, channels_last=True)] if has_images else [])
+
+
+def halved(setting: StepSetting) -> Iterator[StepSetting]:
+    """Yield the same update in more and smaller micro-batches."""
+    batch, pieces = setting.batch or 1, setting.microbatches
+    # Micro-batches of unequal size would change the update.
+    while batch % 2 == 0:
+        batch, pieces = batch // 2, pieces * 2
+        yield replace(setting, batch=batch, microbatches=pieces)
+
+
+def doubled(setting: StepSetting) -> Iterator[StepSetting]:
+    """Yield the same update in fewer and larger micro-batches."""
+    batch, pieces = setting.batch or 1, setting.microbatches
+    while pieces % 2 == 0:
+        batch, pieces = batch * 2, pieces // 2
+        yield replace(setting, batch=batch, microbatches=pieces)
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
 
 
 class Search:
-    """What has been found so far; whenever it ends, `decide` makes a choice of it."""
+    """The state of a search; `decide` can choose from it at any time."""
 
-    def __init__(self, facts: Facts, device: Device, trials: Trials) -> None:
+    def __init__(self, facts: CaseFacts, device: Device, trials: SettingTrials) -> None:
         self.facts, self.device = facts, device
         self._trials = trials
         self._trials.baseline = baseline_of(facts.now)
-        self.finalists: list[Setting] = []
-        self._spread: float | None = None
+        self.finalists: list[StepSetting] = []
+        self._nudged: list[list[float]] = []
 
     @property
-    def cells(self) -> dict[Setting, Cell]:
+    def cells(self) -> dict[StepSetting, Cell]:
+        """Return the cells by setting."""
         return self._trials.cells
 
     @property
-    def baseline(self) -> Setting:
+    def baseline(self) -> StepSetting:
+        """Return the strict fp32 setting that speeds are measured against."""
         return self._trials.baseline
 
     @property
     def conditions(self) -> dict[str, Any]:
+        """Return the conditions of the measurements; empty if none was made."""
         return self._trials.arena.conditions
 
     @property
     def seconds(self) -> float:
-        """Spent so far."""
+        """Return the seconds spent so far."""
         return self._trials.budget.spent
 
     def close(self) -> None:
+        """Close all candidates."""
         self._trials.arena.close()
 
     def run(self, final_share: float = 0.9) -> None:
-        """All phases; the final takes that share of the time left. Ctrl-C passes, and what is there stays."""
+        """Run all phases; the final takes `final_share` of the time left. Ctrl-C propagates; results are kept."""
         self._trials.announce([self.baseline])
         self._trials.measure_baseline(self.facts.name, [self.baseline, *halved(self.baseline)])
         self.measure_eager()
         self.measure_compiled()
         self.measure_splits()
+        self._measure_noise(FEWEST_RUNS)
         self._look_again()
         self.hold_final(final_share)
         self._look_again()
 
-    def decide(self) -> tuple[Cell, Parity]:
-        """The choice from what there is. Cells that do not keep parity are cut, and the next best is looked at."""
+    def decide(self) -> tuple[Cell, LossParity]:
+        """Return the choice from the results so far. Cells that fail parity are cut, and the next best is considered.
+
+        Where parity cannot be decided, the cell may be chosen, and the plan says so.
+        """
         while True:
             cell = self._leader()
-            parity = self.parity_of(cell)
-            if parity.verdict == "holds":
+            parity = self._with_its_precision(cell, self.parity_of(cell))
+            if parity.verdict != "fails":
                 return cell, parity
             self.cells[cell.setting] = replace(cell, cut=f"parity {parity.verdict}: {parity.why}")
 
-    def parity_of(self, cell: Cell) -> Parity:
-        """Judged at the batch of the baseline, where both have seen the same samples."""
+    def _with_its_precision(self, cell: Cell, parity: LossParity) -> LossParity:
+        """Return the failure of the same narrow precision in another layout, where this cell's parity is undecided."""
+        if parity.verdict != "can't tell" or is_fp32(cell):
+            return parity
+        same = [other for other in self.cells.values() if other.setting.precision == cell.setting.precision]
+        failed = [other for other in same if other.speed and self.parity_of(other).verdict == "fails"]
+        return LossParity("fails", f"{parity.why}, and {failed[0].setting} fails") if failed else parity
+
+    def parity_of(self, cell: Cell) -> LossParity:
+        """Return the parity at the baseline's batch, where both have seen the same samples."""
         if cell.setting == self.baseline:
-            return Parity("holds", "it is strict fp32 itself")
+            return LossParity("holds", "it is strict fp32 itself")
         same = replace(cell.setting, batch=self.baseline.batch, microbatches=self.baseline.microbatches)
-        trail = self.cells[same].trail if same in self.cells else ()
-        return compare(self.cells[self.baseline].trail, trail, self._spread)
+        if same not in self.cells or self.cells[same].first_step is None:
+            return LossParity("can't tell", f"{same} was not measured")
+        return compare(self.cells[self.baseline].trail, self.cells[same].trail, self._noise, self._trials.judged_after)
+
+    @property
+    def _noise(self) -> Noise | None:
+        return noise_of(self.cells[self.baseline].trail, self._nudged, self._trials.judged_after)
 
     def measure_eager(self) -> None:
+        """Measure every eager setting."""
         settings = eager_settings(self.baseline, self.device, self.facts.has_images)
         self._trials.announce(settings)
         for setting in settings:
             self._trials.measure(setting)
 
     def measure_compiled(self) -> None:
-        """The fastest two, compiled: the second only where the first did not fail."""
+        """Measure the fastest two, compiled: the second only if the first did not fail."""
+        # Recomputed activations are not compiled.
         if self.baseline.recompute:
             return
         fastest = [replace(cell.setting, compile=True) for cell in by_speed(self.cells.values())[:2]]
@@ -94,7 +203,7 @@ class Search:
                 return
 
     def measure_splits(self) -> None:
-        """Smaller and larger micro-batches of the fastest, as long as they gain."""
+        """Measure smaller and larger micro-batches of the fastest, as long as they gain."""
         best = by_speed(self.cells.values())[0]
         for direction in (halved, doubled):
             before = best
@@ -106,7 +215,7 @@ class Search:
                 before = found
 
     def hold_final(self, share: float) -> None:
-        """The choice so far and its strongest rival, beside strict fp32, for as many pairs as time allows."""
+        """Race the leader and its strongest rival beside strict fp32, for as many pairs as time allows."""
         leader = self._leader()
         ranked = [leader, *by_speed(self.cells.values())]
         rivals = list(dict.fromkeys(cell.setting for cell in ranked if cell.setting != self.baseline))[:2]
@@ -115,42 +224,51 @@ class Search:
             return
         turn = self._trials.turn(*entered)
         pairs = min(FINAL_PAIRS, int(self._trials.budget.left * share / turn))
+        # Too few pairs for two rivals: better an interval for the leader alone than none at all.
         if pairs < LEAST_FINAL:
             entered, turn = entered[:1], self._trials.turn(entered[0])
             pairs = min(FINAL_PAIRS, int(self._trials.budget.left * share / turn))
         if pairs >= LEAST_FINAL:
             self._trials.race(entered, pairs)
-            # A leader that could not be opened again stays in the running with what was measured of it before.
+            # A leader that could not be opened again stays a finalist with its earlier measurement.
             self.finalists = list(dict.fromkeys([*entered, *rivals[:1]]))
 
-    def measure_larger(self, setting: Setting) -> Cell:
-        """Another update than the baseline's, measured beside it; it is no cell of the table."""
+    def measure_larger(self, setting: StepSetting) -> Cell:
+        """Measure a larger update than the baseline's; it is not added to the table."""
         try:
             self._trials.measure(setting)
             return self.cells[setting]
         finally:
+            # Not compared with the others: its update has more samples.
             self._trials.arena.leave(setting)
             self.cells.pop(setting, None)
 
     def _look_again(self) -> None:
-        """Where the choice lies further from fp32 than the margin, see how far fp32 lies from itself."""
-        if self._spread is not None:
+        """Run fp32 more often before a fast cell fails parity, to know its spread better."""
+        noise, differences = self._noise, [self.parity_of(cell).difference for cell in by_speed(self.cells.values())]
+        if noise is not None and any(map(noise.is_too_little_for, differences)):
+            self._measure_noise(ENOUGH_RUNS)
+
+    def _measure_noise(self, runs: int) -> None:
+        """Run strict fp32 again up to `runs` times, each from slightly perturbed weights."""
+        updates = self._trials.judged_after
+        if not updates or not any(cell.setting != self.baseline for cell in by_speed(self.cells.values())):
             return
-        parity = self.parity_of(self._leader())
-        if parity.verdict == "fails" and parity.difference is not None:
+        for seed in range(len(self._nudged) + 1, runs + 1):
+            if not self._trials.has_time_for(self.baseline, updates):
+                return
             try:
-                other = self._trials.arena.nudged_losses(self.baseline, share=NUDGE, steps=parity.updates)
+                arena = self._trials.arena
+                self._nudged.append(arena.nudged_losses(self.baseline, share=NUDGE, steps=updates, seed=seed))
             except (ArmFailed, ArmTooSlow):
                 return
-            if other:
-                self._spread = apart(self.cells[self.baseline].trail, other)
 
     def _leader(self) -> Cell:
         fp32 = [cell.speed.speedup for cell in self.cells.values() if is_fp32(cell) and cell.speed and not cell.cut]
         return choose(self._contenders(), fp32=max(fp32, default=1.0), has_batch_norm=self.facts.has_batch_norm)
 
     def _contenders(self) -> list[Cell]:
-        """The baseline first; then those that were in the final, unless none of them can be chosen any more."""
+        """Return the baseline, then the finalists; or all cells if no finalist can be chosen any more."""
         final = [self.cells[setting] for setting in self.finalists if self.cells[setting].can_be_chosen]
         others = final or [cell for setting, cell in self.cells.items() if setting != self.baseline]
         return [self.cells[self.baseline], *others]

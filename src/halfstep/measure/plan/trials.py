@@ -1,58 +1,99 @@
-"""Trials: one setting after another is opened, warmed up and raced against strict fp32, and becomes a cell."""
+"""Trials: each setting is opened, warmed up and raced against strict fp32, and becomes a cell."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.errors import HalfstepError, WrongUse, reason_in
-from halfstep.measure.plan.arena import Arena
-from halfstep.measure.plan.budget import Budget
-from halfstep.measure.plan.cell import INTERRUPTED, NO_TIME, Cell
-from halfstep.measure.plan.choice import by_speed
-from halfstep.measure.plan.fp32 import fails_in_fp32, no_step_in_time, refuse_broken_fp32
-from halfstep.measure.plan.probe import UPDATES
-from halfstep.measure.plan.room import Room
-from halfstep.measure.process import ArmFailed, ArmTooSlow
-from halfstep.measure.setting import Setting
+from halfstep.measure.plan.choice import INTERRUPTED, NO_TIME, Cell, by_speed
+from halfstep.measure.plan.memory_fit import Room
+from halfstep.measure.plan.probe import UPDATES, updates_for
+from halfstep.measure.plan.race import Race, TimeBudget
+from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
+from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+
+# -- fp32 -------------------------------------------------------------------------------------------------------------
+# Raise the errors that end a plan: without a strict fp32 run there is nothing to compare with.
+
+
+def fails_in_fp32(name: str, error: ArmFailed) -> WrongUse:
+    """Return the error for a case whose step raises in strict fp32."""
+    return WrongUse(
+        f"{name} does not train in strict fp32: {error}",
+        allowed="a case or recipe whose step runs, again and again",
+        do="mend it first: nothing can be compared with a step that fails",
+    )
+
+
+def no_step_in_time(name: str, seconds: float) -> WrongUse:
+    """Return the error for a case that takes no step within the time of the plan."""
+    return WrongUse(
+        f"{name} took no step in strict fp32 within the {seconds:g} s of the plan",
+        allowed="time for at least a few steps; opening the case counts, too",
+        do=f"give --seconds {60 * math.ceil(seconds / 20):.0f}, or a smaller batch",
+    )
+
+
+def refuse_broken_fp32(name: str, trail: Sequence[float]) -> None:
+    """Raise `WrongUse` if a loss is non-finite or no update was applied: such steps have no meaningful speed."""
+    broken = next((number for number, loss in enumerate(trail, 1) if not math.isfinite(loss)), None)
+    if broken is None and trail:
+        return
+    found = f"the loss is {trail[broken - 1]} at update {broken}" if broken else "no update was applied"
+    raise WrongUse(
+        f"{name} does not train in strict fp32: {found}",
+        allowed="finite losses and gradients in strict fp32: speeds of other steps mean nothing",
+        do="look at the data for values that are not finite, and at the learning rate, which may be too large",
+    )
+
+
+# -- trials -----------------------------------------------------------------------------------------------------------
+
 
 TOO_SLOW = 5.0
-"""A first step, or a warm one, that takes this many times as long as strict fp32's is not waited for."""
+"""Multiple of strict fp32's time above which a first step or a warm one is given up."""
 SHORTEST_LIMIT = 2.0
-"""Seconds that every first step gets: small models prepare for longer than they compute."""
+"""Seconds that every first step gets: small models take longer to initialize than to compute."""
 SHORT_PAIRS, HOPELESS_PAIRS, LEAST_FINAL, FINAL_PAIRS = FEWEST_FOR_INTERVAL, 3, FEWEST_FOR_INTERVAL, 31
 HOPELESS = 1.5
-"""Times as long as the fastest: such a setting is measured, but not for long."""
+"""Multiple of the fastest time above which a setting gets only a few pairs."""
 WARM_UP, WARM_CALLS = 4, 20
-"""Updates that a warm-up takes when it is planned for, and those that it may take."""
+"""Updates planned for a warm-up, and the most that it may take."""
 COMPILE_SHARE, LEAST_COMPILE = 0.7, 5.0
-"""A compiler gets this share of the time that can be spared, and is not begun with fewer seconds than these."""
+"""Share of the spare time for the compiler, and the fewest seconds with which it is started."""
 
 
 @contextmanager
 def _too_slow(why: str) -> Iterator[None]:
-    """Say in these words that an arm was not waited for."""
+    """Replace the message of `ArmTooSlow`."""
     try:
         yield
     except ArmTooSlow:
         raise ArmTooSlow(why) from None
 
 
-class Trials:
-    """Cells by their settings: those that were measured, and those that could not be, each with its reason."""
+class SettingTrials:
+    """The cells by setting: measured ones, and others with the reason why they were not."""
 
-    def __init__(self, arena: Arena, budget: Budget, room: Room) -> None:
+    def __init__(self, arena: Race, budget: TimeBudget, room: Room) -> None:
         self.arena, self.budget, self.room = arena, budget, room
-        self.cells: dict[Setting, Cell] = {}
-        self.baseline = Setting()
+        self.cells: dict[StepSetting, Cell] = {}
+        self.baseline = StepSetting()
+        self.judged_after = 0
+        """Updates after which losses are compared, the same for all cells; 0 if there is no time for that."""
         self._opening = self._first = 0.0
         self._name = ""
 
-    def measure_baseline(self, name: str, candidates: Sequence[Setting]) -> None:
-        """The first of the candidates that fits: all are strict fp32, in more and more micro-batches."""
+    def measure_baseline(self, name: str, candidates: Sequence[StepSetting]) -> None:
+        """Measure the first candidate that fits: all are strict fp32, in more and more micro-batches.
+
+        Raises `WrongUse` if none fits, or if strict fp32 does not train.
+        """
         self._name = name
         for setting in candidates:
             if self._opens_as_baseline(setting):
@@ -65,14 +106,16 @@ class Trials:
             )
         try:
             seconds = self.arena.warm(setting, seconds=self.budget.seconds / 6)
-        except ArmTooSlow:  # the time is up, and one step is all that is known
+        except ArmTooSlow:  # time is up: only the first step is known
             seconds = self._first
         except ArmFailed as error:
             raise fails_in_fp32(name, error) from None
+        # A placeholder of one pair, which the first race replaces.
         self.cells[setting] = replace(self.cells[setting], speed=Speed(seconds, 1.0, 1.0, 1.0, 1))
+        self.judged_after = updates_for(self.budget.seconds, self._opening, seconds)
         self._follow(setting)
 
-    def _opens_as_baseline(self, setting: Setting) -> bool:
+    def _opens_as_baseline(self, setting: StepSetting) -> bool:
         self.baseline = setting
         if not self.room.fits(setting):
             self.cells[setting] = Cell(setting, cut=self.room.why_not(setting), peak=self.room.peak(setting))
@@ -86,6 +129,7 @@ class Trials:
         except ArmTooSlow:
             raise no_step_in_time(self._name, self.budget.seconds) from None
         except ArmFailed as error:
+            # Running out of memory has no common error type across devices and processes, only this word.
             if "memory" not in str(error).lower():
                 raise fails_in_fp32(self._name, error) from None
             self.cells[setting] = Cell(setting, cut=str(error))
@@ -93,13 +137,13 @@ class Trials:
         self.cells[setting] = Cell(setting, first_step=self._first, peak=self.room.peak(setting))
         return True
 
-    def announce(self, settings: Iterable[Setting]) -> None:
-        """Cells that are going to be measured; those that Ctrl-C comes before keep that as their reason."""
+    def announce(self, settings: Iterable[StepSetting]) -> None:
+        """Add cells that are going to be measured; if Ctrl-C comes first, that is their reason."""
         for setting in settings:
             self.cells.setdefault(setting, Cell(setting, cut=INTERRUPTED))
 
-    def is_ready(self, setting: Setting) -> bool:
-        """Whether a finalist is open and warm; one that was closed is opened again, if there is room and time."""
+    def is_ready(self, setting: StepSetting) -> bool:
+        """Return whether a finalist is open and warm; a closed one is reopened, if there is memory and time."""
         if self.arena.is_open(setting):
             return True
         known = self.cells[setting].first_step or 0.0
@@ -116,8 +160,9 @@ class Trials:
             return False
         return True
 
-    def measure(self, setting: Setting) -> None:
-        """One more cell, or the reason why not."""
+    def measure(self, setting: StepSetting) -> None:
+        """Measure one more cell, or record why not."""
+        # Replaced below; it stays if Ctrl-C comes first.
         self.cells[setting] = cell = Cell(setting, cut=INTERRUPTED)
         if self._limit(setting, self._opening) <= 0:
             self.cells[setting] = replace(cell, cut=NO_TIME)
@@ -130,21 +175,21 @@ class Trials:
         else:
             self._time(cell)
 
-    def _limit(self, setting: Setting, opening: float = 0.0) -> float:
-        """Seconds for the first step; none where too little would be left for the rest and for the final."""
+    def _limit(self, setting: StepSetting, opening: float = 0.0) -> float:
+        """Return the seconds for the first step; 0 or less if too little would be left for the rest and the final."""
         update = self._seconds(self.baseline)
         rest = WARM_UP * update + (HOPELESS_PAIRS + LEAST_FINAL) * self.turn(self.baseline)
-        # Where nothing stands beside the baseline yet, seeing one rival is worth all the time there is.
+        # Without any rival of the baseline yet, measuring one is worth all the remaining time.
         left = self.budget.left - opening - (rest if self._has_rivals() else 2 * update)
         if setting.compile:
             return COMPILE_SHARE * left if COMPILE_SHARE * left >= LEAST_COMPILE else 0.0
         return min(left, self._first_limit(setting))
 
-    def _first_limit(self, setting: Setting) -> float:
+    def _first_limit(self, setting: StepSetting) -> float:
         return max(TOO_SLOW * self._first * self._samples(setting), SHORTEST_LIMIT)
 
-    def _samples(self, setting: Setting) -> float:
-        """Times as many in one update as the baseline has: only a batch that was made larger has more."""
+    def _samples(self, setting: StepSetting) -> float:
+        """Return the samples of one update relative to the baseline; above 1 only for a larger batch."""
         ours, theirs = ((found.batch or 1) * found.microbatches for found in (setting, self.baseline))
         return ours / theirs
 
@@ -165,10 +210,12 @@ class Trials:
         self.cells[setting] = replace(cell, first_step=first, trail=trail)
         hopeless = last > HOPELESS * self._seconds(self._fastest()) * self._samples(setting)
         self.race([setting], HOPELESS_PAIRS if hopeless else self._short_pairs(last))
+        self._complete(setting, 0.1 if hopeless else 1.0)
+        self._complete(self.baseline)
         self._keep_the_fastest()
 
-    def _first_and_last(self, setting: Setting) -> tuple[float, float]:
-        """Seconds of its first update and of a warm one; `ArmTooSlow` says why it is not waited for any longer."""
+    def _first_and_last(self, setting: StepSetting) -> tuple[float, float]:
+        """Return the seconds of the first update and of a warm one; raise `ArmTooSlow` with the reason."""
         with _too_slow(NO_TIME):
             self.arena.enter(setting, self.budget.left)
         limit = self._limit(setting)
@@ -179,7 +226,7 @@ class Trials:
             last = self.arena.warm(
                 setting, seconds=min(self.budget.left / 4, max(WARM_CALLS * slowest, SHORTEST_LIMIT))
             )
-            if last > slowest:  # one more: something else may have held it up
+            if last > slowest:  # once more: other work may have delayed it
                 last = min(last, self.arena.warm(setting, seconds=0.0))
         if last > slowest:
             base = self._seconds(self.baseline)
@@ -190,27 +237,27 @@ class Trials:
         return any(cell.speed for setting, cell in self.cells.items() if setting != self.baseline)
 
     def _short_pairs(self, update: float) -> int:
-        """More where they cost little beside what it took to open the arm."""
+        """Return the number of pairs: more if they are cheap relative to opening the candidate."""
         turn = self.arena.turn_seconds(self._seconds(self.baseline), update)
         affordable = int(min(self._opening / 4, self.budget.left / 10) / max(turn, 1e-9))
         return max(SHORT_PAIRS, min(FINAL_PAIRS, affordable))
 
-    def _why_too_slow(self, setting: Setting, limit: float) -> str:
+    def _why_too_slow(self, setting: StepSetting, limit: float) -> str:
         if setting.compile:
             return f"compiling took more than the {limit:.0f} s that were left for it"
         if limit < self._first_limit(setting):
             return NO_TIME
         return f"its first step took more than {limit:.3g} s; strict fp32's took {self._first:.3g} s"
 
-    def race(self, settings: list[Setting], pairs: int) -> None:
-        """Open arms beside the baseline; Ctrl-C keeps what was measured, and passes."""
+    def race(self, settings: list[StepSetting], pairs: int) -> None:
+        """Race open candidates beside the baseline; Ctrl-C keeps the measurements and is raised again."""
         try:
             found = self.arena.race(settings, baseline=self.baseline, pairs=pairs)
         except ArmFailed as error:
             raise fails_in_fp32(self._name, error) from None
         for setting, speed in found.speeds.items():
             before = self.cells[setting].speed
-            if before is None or before.pairs <= speed.pairs:  # a race that was broken off knows less
+            if before is None or before.pairs <= speed.pairs:  # an interrupted race has fewer pairs
                 self.cells[setting] = replace(self.cells[setting], speed=speed, cut="")
         for setting, why in found.failed.items():
             if isinstance(why, ArmFailed):
@@ -222,11 +269,42 @@ class Trials:
         for setting in found.speeds:
             self._follow(setting)
 
-    def _cut_failed(self, setting: Setting, error: ArmFailed) -> None:
+    def has_time_for(self, setting: StepSetting, updates: int) -> bool:
+        """Return whether another candidate can be opened and take `updates`, with time left for the final."""
+        rest = 2 * LEAST_FINAL * self.turn(self.baseline)
+        return self._opening + updates * self._seconds(setting) + rest <= self.budget.left
+
+    def _complete(self, setting: StepSetting, share: float = 1.0) -> None:
+        """Take the updates that are missing for the comparison, within `share` of the time left."""
+        cell, base = self.cells[setting], self.baseline
+        # Candidates were timed for different numbers of updates, but are compared after the same number.
+        lacking = self.judged_after - len(cell.trail)
+        # Other micro-batches see other samples, so their losses are not compared.
+        same = (setting.batch, setting.microbatches) == (base.batch, base.microbatches)
+        if not same or not cell.trail or lacking <= 0 or not self.arena.is_open(setting):
+            return
+        rest = (WARM_UP + LEAST_FINAL) * self.turn(base)
+        if lacking * self._seconds(setting) <= share * (self.budget.left - rest):
+            self._further(setting, lacking)
+
+    def _further(self, setting: StepSetting, updates: int) -> None:
+        try:
+            self.arena.go_on(setting, updates)
+        except ArmTooSlow:
+            return
+        except ArmFailed as error:
+            if setting == self.baseline:
+                raise fails_in_fp32(self._name, error) from None
+            self.arena.leave(setting)
+            self._cut_failed(setting, error)
+            return
+        self._follow(setting)
+
+    def _cut_failed(self, setting: StepSetting, error: ArmFailed) -> None:
         self.cells[setting] = replace(self.cells[setting], cut=f"it failed while it was timed: {error}")
 
-    def _follow(self, setting: Setting) -> None:
-        """Read the losses of an arm that is still open; those of strict fp32 have to be some, and finite."""
+    def _follow(self, setting: StepSetting) -> None:
+        """Read the losses of an open candidate; raise `WrongUse` if strict fp32's are missing or non-finite."""
         if not self.arena.is_open(setting):
             return
         try:
@@ -241,8 +319,8 @@ class Trials:
             refuse_broken_fp32(self._name, trail)
         self.cells[setting] = replace(self.cells[setting], trail=trail)
 
-    def _makes_room_for(self, setting: Setting) -> bool:
-        """Arms that are open at once have to fit together; whoever is open beside the baseline goes, if need be."""
+    def _makes_room_for(self, setting: StepSetting) -> bool:
+        """Close candidates until the setting fits beside the baseline; return whether it does."""
         for other in [setting for setting in self._open() if setting != self.baseline]:
             if not self.room.fits(self.baseline, other, setting):
                 self.arena.leave(other)
@@ -254,17 +332,17 @@ class Trials:
             if setting not in (self.baseline, fastest):
                 self.arena.leave(setting)
 
-    def _open(self) -> list[Setting]:
+    def _open(self) -> list[StepSetting]:
         return [setting for setting in self.cells if self.arena.is_open(setting)]
 
-    def _fastest(self) -> Setting:
+    def _fastest(self) -> StepSetting:
         ranked = by_speed(self.cells.values())
         return ranked[0].setting if ranked else self.baseline
 
-    def turn(self, *settings: Setting) -> float:
-        """Seconds of one turn of these and the baseline."""
+    def turn(self, *settings: StepSetting) -> float:
+        """Return the seconds of one turn of these settings and the baseline."""
         return self.arena.turn_seconds(*(self._seconds(setting) for setting in (self.baseline, *settings)))
 
-    def _seconds(self, setting: Setting) -> float:
+    def _seconds(self, setting: StepSetting) -> float:
         speed = self.cells[setting].speed
         return speed.seconds if speed else 0.0

@@ -1,1 +1,1 @@
-"""Numerics lint: what a step does to its numbers that a person would not have wanted, found from the numbers."""
+"""Numerics lint: find harmful numerics in a step from the values that it computes with."""

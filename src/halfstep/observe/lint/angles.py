@@ -1,4 +1,4 @@
-"""Angles so large that a narrow format cannot tell neighbouring ones apart: positions times frequencies."""
+"""Find angles so large that a narrow format cannot tell neighbors apart: positions times frequencies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 import torch
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.seen import Seen, number
+from halfstep.observe.lint.seen import NarrowOperation, number
 
 _aten = torch.ops.aten
 PACKETS = (_aten.sin, _aten.cos)
 _COARSE = 0.05
-"""Radians from one number to the next."""
+"""Radians between adjacent numbers of the format."""
 _MANY = 1 / 8
 """Share of the angles."""
 
 
-def look(seen: Seen) -> Finding | None:
-    """Whole numbers are what was meant; others that large were rounded on their way here."""
+def look(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for large angles with a fraction, which were rounded before; whole numbers may be intended."""
     given = seen.inputs[0]
     if not seen.has_values or given.dtype is not seen.result.dtype:
         return None
@@ -38,6 +38,6 @@ def look(seen: Seen) -> Finding | None:
     )
 
 
-def _first_coarse(seen: Seen) -> float:
-    """The power of two from which on the steps of the format are coarse."""
+def _first_coarse(seen: NarrowOperation) -> float:
+    """Return the power of two from which on the spacing of the format is coarse."""
     return float(2.0 ** math.ceil(math.log2(_COARSE / seen.format.epsilon)))

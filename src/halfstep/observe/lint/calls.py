@@ -1,4 +1,4 @@
-"""Calls that no operation shows: losses that CUDA refuses, a loop inside the loss function, `x[mask] = -1e9`."""
+"""Find calls that no operation shows: losses that CUDA refuses, a loop inside the loss function, `x[mask] = -1e9`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from halfstep.finding import Finding
-from halfstep.observe.code_line import running_line
 from halfstep.observe.lint import masks
+from halfstep.user_code import running_line
 
 _BCE = (functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 Tell = Callable[[Finding, str, str | None], None]
-"""Told a finding, its module and its line."""
+"""Called with a finding, its module and its line."""
 
 
 class Calls(TorchFunctionMode):
-    """Round the loss function, inside autocast."""
+    """A function mode around the loss function, inside autocast."""
 
     def __init__(self, device_type: str, tell: Tell) -> None:
         super().__init__()
@@ -31,6 +31,7 @@ class Calls(TorchFunctionMode):
         self._hooks = ExitStack()
 
     def __enter__(self) -> Calls:
+        # An optimizer's step is no torch function, so the mode alone does not see it.
         handle: Any = register_optimizer_step_pre_hook(self._steps)
         self._hooks.callback(handle.remove)
         super().__enter__()
@@ -57,6 +58,7 @@ class Calls(TorchFunctionMode):
 
 
 def refused_loss(name: str) -> Finding:
+    """Return the finding for a loss that CUDA's autocast refuses."""
     return Finding(
         "loss-refused",
         "error",

@@ -1,4 +1,4 @@
-"""Small numbers that are added or clamped to so that nothing is divided by zero, and are zero themselves."""
+"""Find small constants that should prevent a division by zero, and are zero themselves in a narrow format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.seen import Seen, number
+from halfstep.observe.lint.seen import NarrowOperation, number
 
 _aten = torch.ops.aten
 _BOUNDS = (
@@ -20,15 +20,15 @@ _NORMS = (_aten.norm, _aten.linalg_vector_norm)
 
 
 class Eps:
-    """A rule that knows which numbers are norms: CUDA's autocast takes those in fp32, the CPU's does not."""
+    """A rule that knows which tensors are norms: CUDA's autocast computes those in fp32, the CPU's does not."""
 
     packets = (_aten.add, _aten.add_, _aten.sub, _aten.rsub, _aten.logit, *_BOUNDS, *_FILLS, *_NORMS)
 
     def __init__(self) -> None:
-        # Held weakly, so that no other memory can be taken for one of these.
+        # A weak reference keeps the storage's address from being reused, without keeping its memory alive.
         self._norms: dict[int, StorageWeakRef] = {}
 
-    def __call__(self, seen: Seen) -> Finding | None:
+    def __call__(self, seen: NarrowOperation) -> Finding | None:
         if seen.packet in _NORMS:
             reference = StorageWeakRef(seen.result.untyped_storage())
             self._norms[reference.cdata] = reference
@@ -41,14 +41,14 @@ class Eps:
                 return _is_one(seen, bound)
         return _one_minus_nothing(seen) if seen.packet is _aten.rsub else None
 
-    def _by_whose_rules(self, seen: Seen) -> str:
+    def _by_whose_rules(self, seen: NarrowOperation) -> str:
         of_a_norm = bool(seen.inputs) and seen.inputs[0].untyped_storage()._cdata in self._norms
         if not of_a_norm or seen.result.device.type != "cpu":
             return ""
         return "; by the CPU's rules: CUDA's autocast takes norms in fp32"
 
 
-def _vanished(seen: Seen, scalar: float, by: str) -> Finding | None:
+def _vanished(seen: NarrowOperation, scalar: float, by: str) -> Finding | None:
     facts = torch.finfo(seen.result.dtype)
     return Finding(
         "eps-vanishes",
@@ -59,7 +59,7 @@ def _vanished(seen: Seen, scalar: float, by: str) -> Finding | None:
     )
 
 
-def _is_one(seen: Seen, bound: float) -> Finding:
+def _is_one(seen: NarrowOperation, bound: float) -> Finding:
     one, sign = ("1", "-") if bound > 0 else ("-1", "+")
     return Finding(
         "eps-vanishes",
@@ -70,8 +70,8 @@ def _is_one(seen: Seen, bound: float) -> Finding:
     )
 
 
-def _one_minus_nothing(seen: Seen) -> Finding | None:
-    """A schedule in a narrow format: 1 - 1e-4 is 1. What is learnt may be as small as it likes."""
+def _one_minus_nothing(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for a schedule in a narrow format, where 1 - 1e-4 is 1; trained values may be that small."""
     given = seen.inputs[0]
     if not seen.has_values or given.requires_grad or not given.dim():
         return None
@@ -88,6 +88,6 @@ def _one_minus_nothing(seen: Seen) -> Finding | None:
     )
 
 
-def _name(seen: Seen) -> str:
+def _name(seen: NarrowOperation) -> str:
     name = str(seen.packet).removeprefix("aten.").rstrip("_")
-    return "where" if seen.packet is _aten.scalar_tensor else name  # which makes a tensor of its number first
+    return "where" if seen.packet is _aten.scalar_tensor else name  # torch.where makes a tensor of its number first

@@ -1,4 +1,4 @@
-"""Autograd functions of a person's own in which numbers of two formats meet, and nothing says which one is meant."""
+"""Find the user's autograd functions in which two formats meet without a declaration which one is meant."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow, name_of
-from halfstep.observe.code_line import is_own, shown
 from halfstep.observe.lint.calls import Tell
+from halfstep.user_code import is_own, shown
 
 ID = "function-mixes-formats"
 _MOST = 100_000
-"""Nodes of a graph that are looked at: a large model has some thousands."""
+"""Nodes of a graph that are visited: a large model has some thousands."""
 _DEEPEST = 20
-"""Decorators on one another."""
+"""Nested decorators."""
 _TORCHS_DECORATORS = autocast_mode.__file__
 
 
 class Met(NamedTuple):
-    """What a function takes or gives."""
+    """The dtype of an input or output of a function."""
 
     dtype: torch.dtype
     alone: bool
-    """Without dimensions, as a loss or a temperature: in torch such a number takes the format of what it meets."""
+    """Whether it has no dimensions, like a loss or a temperature: torch promotes it to the dtype of what it meets."""
 
 
 class OwnFunctions(TorchFunctionMode):
-    """Round forward and backward: looks at the graph behind a loss when backward is asked of it, before it runs.
+    """A function mode around forward and backward: it inspects the graph of a loss before backward runs.
 
-    Forward of such a function runs under autocast, and backward does not. A matrix product that autocast made narrow
-    then meets the wide weight that was saved for it: torch refuses, or computes in fp32 without a word.
+    The forward of such a function runs under autocast, and its backward does not. A matrix product that autocast made
+    narrow then meets the wide weight that was saved for it: torch raises, or silently computes in fp32.
     """
 
     def __init__(self, module_of: Callable[[Any], str], tell: Tell) -> None:
-        """`module_of` names the module whose forward made a node of the graph."""
+        """Report to `tell`; `module_of` returns the module whose forward made a node of the graph."""
         super().__init__()
         self._module_of, self._tell = module_of, tell
         self._told: set[type] = set()
@@ -67,7 +67,7 @@ class OwnFunctions(TorchFunctionMode):
 
 
 def _reached(loss: Tensor) -> dict[Any, set[int]]:
-    """The nodes behind a loss, each with the numbers of those of its outputs that the loss was computed from."""
+    """Return the nodes behind a loss, each with the indices of its outputs that the loss was computed from."""
     reached: dict[Any, set[int]] = {}
     ahead: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while ahead and len(reached) < _MOST:
@@ -82,7 +82,7 @@ def _reached(loss: Tensor) -> dict[Any, set[int]]:
 
 
 def _taken(node: Any) -> set[Met]:
-    """Of what a gradient goes to, and of weights that are not trained; the graph knows of no other input."""
+    """Return the inputs that a gradient goes to, and saved weights that are not trained; the graph knows no others."""
     edges = [(before, number) for before, number in node.next_functions if before is not None]
     trained = {met for before, number in edges for met in _given(before, (number,))}
     saved = {Met(weight.dtype, weight.ndim == 0) for weight in _weights_saved(node) if weight.is_floating_point()}
@@ -90,16 +90,16 @@ def _taken(node: Any) -> set[Met]:
 
 
 def _weights_saved(node: Any) -> list[nn.Parameter]:
-    """Looked at as they lie there: to unpack what is computed again in backward would compute it."""
+    """Return the saved parameters without unpacking them: unpacking would recompute what is checkpointed."""
     try:
         saved = [getattr(one, "data", None) for one in node._raw_saved_tensors]
-    except RuntimeError:  # a backward of the person's own has been here, and left nothing
+    except RuntimeError:  # the user has run backward, which freed them
         return []
     return [tensor for tensor in saved if isinstance(tensor, nn.Parameter)]
 
 
 def _given(node: Any, outputs: Iterable[int]) -> set[Met]:
-    # Of an output that nobody differentiates, such as an index, autograd knows nothing and says fp32.
+    # For an output without a gradient, such as an index, autograd has no dtype and reports fp32.
     every = node._input_metadata
     described = [every[number] for number in outputs]
     return {Met(one.dtype, _is_alone(one)) for one in described if one.dtype.is_floating_point}
@@ -114,9 +114,9 @@ def _mixed(met: set[Met]) -> bool:
 
 
 def _is_protected(node: Any, function: Any, given: set[Met]) -> bool:
-    """By torch's own decorators, which leave behind whether forward ran under autocast.
+    """Return whether torch's own decorators protect it; they record whether forward ran under autocast.
 
-    One that was written for another type of device does nothing here, and its function gives narrow numbers.
+    A decorator for another device type does nothing here, and its function returns narrow values.
     """
     under_autocast = getattr(node, "_fwd_used_autocast", None)
     if under_autocast is None:
@@ -131,12 +131,12 @@ def _is_of_torchs_decorators(code: CodeType) -> bool:
 
 
 def _code(method: Any) -> CodeType | None:
-    """As the person wrote it, below any decorators; None of what is not Python."""
+    """Return the user's code below any decorators; None if it is not Python."""
     return next(reversed(_codes(method)), None)
 
 
 def _codes(method: Any) -> list[CodeType]:
-    """Of a method and of what it decorates, outermost first."""
+    """Return the code of a method and of what it decorates, outermost first."""
     found: list[CodeType] = []
     for _ in range(_DEEPEST):
         found += [method.__code__] if hasattr(method, "__code__") else []
@@ -157,7 +157,7 @@ def _finding(function: Any, taken: set[Met], given: set[Met], device_type: str) 
 
 
 def _fix(function: Any, device: str) -> str:
-    # torch's decorators write on the first argument of a forward, which is no context where that is set up apart.
+    # torch's decorators store on the first argument of forward, which is no context if `setup_context` is separate.
     if function.setup_context is not torch.autograd.Function.setup_context:
         return "keep it in fp32: {island}"
     return (

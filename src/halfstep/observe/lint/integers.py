@@ -1,4 +1,4 @@
-"""Whole numbers beyond those that a format can count: timesteps and positions that become one another."""
+"""Find integers beyond those that a format represents exactly: timesteps and positions that become equal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from halfstep.finding import Finding
 from halfstep.formats import FP32, Format
-from halfstep.observe.lint.seen import Seen, number
+from halfstep.observe.lint.seen import NarrowOperation, number
 
 _aten = torch.ops.aten
 _ARITHMETIC = (_aten.mul, _aten.add, _aten.sub, _aten.div)
@@ -18,7 +18,8 @@ _FIX = (
 )
 
 
-def look(seen: Seen) -> Finding | None:
+def look(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for integers that the result's format rounds, or None."""
     if not seen.has_values:
         return None
     if seen.packet is _aten.arange:
@@ -33,7 +34,7 @@ def look(seen: Seen) -> Finding | None:
 
 
 def _is_a_list_of_places(given: Tensor) -> bool:
-    """One number a sample or a token: pictures of whole numbers lose no more than any others do."""
+    """Return whether there is one number per sample or token: integer images lose no more than other values."""
     sizes = [size for size in given.shape if size > 1]
     return (
         bool(given.dim()) and len(sizes) <= 2 and given.dtype is not torch.bool and not isinstance(given, nn.Parameter)
@@ -44,7 +45,7 @@ def _rounded(given: Tensor, format: Format) -> Finding | None:
     wide = given.detach().to(torch.float64)
     largest = wide.max().item()
     counts = format.largest_exact_integer
-    # Every large number of fp32 is whole, and a mask is negative.
+    # Every large number in fp32 is an integer, and masks are negative.
     if not counts < largest <= FP32.largest_exact_integer or wide.min() < 0 or not bool((wide == wide.round()).all()):
         return None
     after = wide.to(format.dtype).to(torch.float64)

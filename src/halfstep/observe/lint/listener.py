@@ -1,4 +1,4 @@
-"""The listener that asks every rule about every operation, and tells each finding once, with its place."""
+"""The listener that applies every rule to every operation, and reports each finding once, with its place."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 from torch._ops import OpOverloadPacket
 
 from halfstep.finding import Finding
-from halfstep.observe.code_line import running_line
 from halfstep.observe.lint import angles, eps, integers, masks, positions, softmax, stored, sums, variance
 from halfstep.observe.lint.seen import Rule, seen
 from halfstep.observe.recorder import OUTSIDE, Operation
+from halfstep.user_code import running_line
 
 _RULES: tuple[Any, ...] = (integers, positions, angles, sums, masks, softmax, variance)
 
 
 @dataclass(frozen=True)
 class Spotted:
-    """A finding and where it was made."""
+    """A finding and its place."""
 
     finding: Finding
     """Its evidence begins with the place."""
@@ -32,11 +32,12 @@ class Spotted:
     """All modules in which the same line did the same."""
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
         return {**self.finding.as_dict(), "module": self.module, "line": self.line, "modules": list(self.modules)}
 
 
 class Lint:
-    """A listener. `spotted()` tells what was found, errors first."""
+    """A listener that collects findings; `spotted()` returns them, errors first."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = {buffer.untyped_storage()._cdata: name for name, buffer in model.named_buffers()}
@@ -63,10 +64,11 @@ class Lint:
                 self.tell(finding, operation.module, running_line())
 
     def tell(self, finding: Finding, module: str, line: str | None) -> None:
-        """Keep a finding; of the same in many modules by one line of code, the first is told."""
+        """Store a finding; the same finding from one line in many modules is reported once."""
         self._found.setdefault((finding.id, line or module), []).append(Spotted(finding, module, line))
 
     def spotted(self) -> tuple[Spotted, ...]:
+        """Return the findings, errors first."""
         merged = [_merged(group) for group in self._found.values()]
         order = {"error": 0, "warning": 1, "note": 2}
         return tuple(sorted(merged, key=lambda one: order[one.finding.severity]))
@@ -77,7 +79,7 @@ class Lint:
 
 
 def placed(finding: Finding, module: str, line: str | None) -> Finding:
-    """A finding by itself: its evidence begins with the place, and its fix names the module."""
+    """Return a finding whose evidence begins with the place and whose fix names the module."""
     return _merged([Spotted(finding, module, line)]).finding
 
 

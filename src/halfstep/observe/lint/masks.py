@@ -1,4 +1,4 @@
-"""Large negative numbers in masks, such as -1e9, which a narrow format has no room for."""
+"""Find large negative numbers in masks, such as -1e9, that a narrow format cannot represent."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor, nn
 
 from halfstep.finding import Finding
 from halfstep.formats import Format, format_of, is_narrow
-from halfstep.observe.lint.seen import Seen, number
+from halfstep.observe.lint.seen import NarrowOperation, number
 
 _aten = torch.ops.aten
 _FILLS = (
     _aten.masked_fill, _aten.masked_fill_, _aten.fill_, _aten.fill, _aten.index_fill, _aten.index_fill_,
     _aten.full, _aten.full_like, _aten.new_full,
 )  # fmt: skip
-"""torch checks numbers that are filled in, and raises."""
+"""Operations for which torch checks the number, and raises."""
 PACKETS = (*_FILLS, _aten.where, _aten.scalar_tensor, _aten.index_put_, _aten.add, _aten.sub, _aten.mul, _aten._to_copy)
 _REFUSED = "torch refuses to fill it in"
 _NAN = "a row that is masked whole becomes NaN"
 
 
-def look(seen: Seen) -> Finding | None:
+def look(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for a mask value that overflows the result's format, or None."""
     if seen.packet is _aten._to_copy:
         return _cast(seen)
     if seen.packet is _aten.mul and not _times_a_mask(seen):
@@ -36,7 +37,7 @@ def look(seen: Seen) -> Finding | None:
 
 
 def written(function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Finding | None:
-    """A number that torch makes one of a narrow format, or refuses, before any operation shows it."""
+    """Return a finding for a number that torch converts or refuses before any operation shows it, or None."""
     dtype, values, so = named.get("dtype"), given[:1], _NAN
     if function is Tensor.__setitem__:  # x[mask] = -1e9
         dtype, values = given[0].dtype, given[2:]
@@ -51,14 +52,14 @@ def written(function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Fi
     return too_large(numbers[0], format, so)
 
 
-def _times_a_mask(seen: Seen) -> bool:
-    """Zeros and ones; of other numbers it is their product that fits or does not."""
+def _times_a_mask(seen: NarrowOperation) -> bool:
+    """Return whether the first input consists of zeros and ones; for other values the product decides."""
     given = seen.inputs[0]
     return seen.has_values and bool(seen.result.isinf().any()) and bool(((given == 0) | (given == 1)).all())
 
 
-def _cast(seen: Seen) -> Finding | None:
-    """A tensor of two numbers, the lower of which becomes -inf."""
+def _cast(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for the cast of a tensor of two values, the lower of which becomes -inf."""
     given = seen.inputs[0]
     if not seen.has_values or not given.is_floating_point() or given.requires_grad or isinstance(given, nn.Parameter):
         return None
@@ -70,6 +71,7 @@ def _cast(seen: Seen) -> Finding | None:
 
 
 def too_large(scalar: float, format: Format, so: str) -> Finding:
+    """Return the finding for a number that overflows a format, with its consequence `so`."""
     return Finding(
         "mask-overflows",
         "error" if so is _REFUSED else "warning",

@@ -1,4 +1,4 @@
-"""Buffers whose numbers are told apart by small differences, such as frequencies, and lose them in a narrow format."""
+"""Find buffers whose values differ by little, such as frequencies, and become equal in a narrow format."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from halfstep.finding import Finding
 from halfstep.formats import Format, format_of, is_narrow
-from halfstep.observe.lint.seen import Seen
+from halfstep.observe.lint.seen import NarrowOperation
 
 PACKETS = (torch.ops.aten._to_copy,)
 _FEWEST = 4
 _FIX = "keep the buffer in fp32 and cast what is computed from it: {island}"
 
 
-def look(seen: Seen) -> Finding | None:
-    """A buffer of numbers in order that is cast, some of which become equal."""
+def look(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for the cast of a sorted buffer, if some of its values become equal."""
     if seen.buffer is None or not seen.has_values or not seen.inputs[0].is_floating_point():
         return None
     line = _in_order(seen.inputs[0])
@@ -23,7 +23,7 @@ def look(seen: Seen) -> Finding | None:
 
 
 def stored(model: nn.Module) -> list[tuple[str, Finding]]:
-    """Buffers that were counted in fp32 and are stored in less, as after model.half(), by the module they are of."""
+    """Return findings, by module, for buffers of integers that were stored in a narrow format, as by model.half()."""
     found = []
     for name, buffer in model.named_buffers():
         format = format_of(buffer.dtype)
@@ -45,7 +45,7 @@ def stored(model: nn.Module) -> list[tuple[str, Finding]]:
 
 
 def _in_order(buffer: Tensor) -> Tensor | None:
-    """The numbers of a buffer that only grow or only fall; None of others."""
+    """Return the values of a strictly monotonic buffer, or None."""
     if buffer.numel() < _FEWEST or max(buffer.shape) != buffer.numel():
         return None
     line = buffer.detach().double().flatten()

@@ -1,4 +1,4 @@
-"""Trained weights that are stored in a narrow format: small updates of them vanish."""
+"""Find trained weights that are stored in a narrow format: small updates of them are lost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from halfstep.formats import format_of, is_narrow
 
 
 def look(model: nn.Module) -> Finding | None:
+    """Return a finding for trainable parameters in a narrow format, or None."""
     narrow = {name: p for name, p in model.named_parameters() if p.requires_grad and is_narrow(p.dtype)}
     if not narrow:
         return None

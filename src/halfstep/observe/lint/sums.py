@@ -1,18 +1,19 @@
-"""Sums, means and norms that end in a narrow format: too large for it, or counting further than it can."""
+"""Find sums, means and norms with a narrow result: too large for it, or counts that it cannot represent."""
 
 from __future__ import annotations
 
 import torch
 
 from halfstep.finding import Finding
-from halfstep.observe.finite import all_finite, largest_finite
-from halfstep.observe.lint.seen import Seen, number
+from halfstep.observe.lint.seen import NarrowOperation, number
+from halfstep.observe.nonfinite_origin import all_finite, largest_finite
 
 _aten = torch.ops.aten
 PACKETS = (_aten.sum, _aten.cumsum, _aten.mean, _aten.norm, _aten.linalg_vector_norm, _aten.logsumexp, _aten.prod)
 
 
-def look(seen: Seen) -> Finding | None:
+def look(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for a reduction that overflows or miscounts, or None."""
     if not seen.has_values or not seen.inputs or not all(map(all_finite, seen.inputs)):
         return None
     if not all_finite(seen.result):
@@ -20,7 +21,7 @@ def look(seen: Seen) -> Finding | None:
     return _miscounted(seen) if seen.packet is _aten.cumsum else None
 
 
-def _too_large(seen: Seen) -> Finding | None:
+def _too_large(seen: NarrowOperation) -> Finding | None:
     wide = seen.in_fp32()
     if wide is None or not largest_finite(wide) > seen.format.largest:
         return None
@@ -33,8 +34,8 @@ def _too_large(seen: Seen) -> Finding | None:
     )
 
 
-def _miscounted(seen: Seen) -> Finding | None:
-    """Places found by counting ones: neighbours become one another. A sum is rounded once, as everything is."""
+def _miscounted(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for positions found by counting ones: neighbors become equal. A sum is rounded only once."""
     given = seen.inputs[0]
     counts = seen.format.largest_exact_integer
     if not float(seen.result.abs().max()) > counts or not bool(((given == 0) | (given == 1)).all()):
@@ -52,9 +53,9 @@ def _miscounted(seen: Seen) -> Finding | None:
     )
 
 
-def _length(seen: Seen) -> int:
+def _length(seen: NarrowOperation) -> int:
     return seen.inputs[0].numel() // max(seen.result.numel() if seen.packet is not _aten.cumsum else 1, 1)
 
 
-def _name(seen: Seen) -> str:
+def _name(seen: NarrowOperation) -> str:
     return {"linalg_vector_norm": "norm"}.get(name := str(seen.packet).removeprefix("aten."), name)

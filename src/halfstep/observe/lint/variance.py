@@ -1,4 +1,4 @@
-"""Variances that are mostly rounding: of numbers far from zero, and as a difference of two that are nearly equal."""
+"""Find variances that are mostly rounding error: of values far from zero, or as a difference of nearly equal ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.seen import Seen, number
+from halfstep.observe.lint.seen import NarrowOperation, number
 
 _aten = torch.ops.aten
 _SPREADS = (_aten.var, _aten.var_mean, _aten.std, _aten.std_mean)
@@ -20,8 +20,8 @@ PACKETS = (*_SPREADS, *_NORMS)
 _FIX = "take the mean away in fp32 before it is rounded: {island}"
 
 
-def look(seen: Seen) -> Finding | None:
-    """Numbers of one group that differ by less than a format can tell apart at their size."""
+def look(seen: NarrowOperation) -> Finding | None:
+    """Return a finding for a group whose values differ by less than the format's spacing at their size, or None."""
     if not seen.has_values:
         return None
     groups = _groups(seen)
@@ -42,8 +42,8 @@ def look(seen: Seen) -> Finding | None:
     )
 
 
-def _groups(seen: Seen) -> Tensor | None:
-    """Groups × numbers, of each of which the variance is taken; None where they cannot be told."""
+def _groups(seen: NarrowOperation) -> Tensor | None:
+    """Return groups × values, for the variance of each group; None if they cannot be determined."""
     given: Tensor = seen.inputs[0]
     arguments: Any = seen.operation.arguments
     if not given.is_floating_point():
@@ -61,12 +61,12 @@ def _groups(seen: Seen) -> Tensor | None:
     return given.movedim(last, list(range(-len(last), 0))).reshape(-1, math.prod(given.shape[d] for d in last))
 
 
-def _step(size: float, seen: Seen) -> float:
+def _step(size: float, seen: NarrowOperation) -> float:
     return float(seen.format.epsilon * 2.0 ** math.floor(math.log2(size)))
 
 
 class Differences:
-    """Follows the difference of two nearly equal narrow numbers until a root or a logarithm is taken of it."""
+    """A rule that follows the difference of nearly equal narrow values until a root or logarithm of it is taken."""
 
     packets = (
         _aten.sub, _aten.add, _aten.clamp, _aten.clamp_min, _aten.relu, _aten.abs, _aten.mul, _aten.div,
@@ -75,10 +75,10 @@ class Differences:
     _ends = (_aten.sqrt, _aten.rsqrt, _aten.log, _aten.reciprocal, _aten.pow)
 
     def __init__(self) -> None:
-        # Held weakly, so that no other memory can be taken for one of these.
+        # A weak reference keeps the storage's address from being reused, without keeping its memory alive.
         self._known: dict[int, tuple[StorageWeakRef, Finding]] = {}
 
-    def __call__(self, seen: Seen) -> Finding | None:
+    def __call__(self, seen: NarrowOperation) -> Finding | None:
         if not seen.has_values or not seen.inputs:
             return None
         known = self._known.get(seen.inputs[0].untyped_storage()._cdata)
@@ -90,15 +90,15 @@ class Differences:
             self._keep(seen, known[1])
         return None
 
-    def _is_a_root(self, seen: Seen) -> bool:
+    def _is_a_root(self, seen: NarrowOperation) -> bool:
         return seen.packet is not _aten.pow or float(seen.operation.arguments[1]) in (0.5, -0.5, -1.0)
 
-    def _keep(self, seen: Seen, finding: Finding | None) -> None:
+    def _keep(self, seen: NarrowOperation, finding: Finding | None) -> None:
         if finding is not None:
             reference = StorageWeakRef(seen.result.untyped_storage())
             self._known[reference.cdata] = reference, finding
 
-    def _cancelled(self, seen: Seen) -> Finding | None:
+    def _cancelled(self, seen: NarrowOperation) -> Finding | None:
         first, second = seen.inputs
         if first.shape != second.shape or not first.is_floating_point():
             return None

@@ -1,1 +1,1 @@
-"""What slots are judged by, and how they are shown."""
+"""Metrics and drawings of the slots task."""

@@ -1,1 +1,1 @@
-"""Models that no kept library has."""
+"""Models of the tasks: halfstep's own, and adapters to timm, segmentation-models-pytorch and diffusers."""

@@ -1,4 +1,4 @@
-"""Names of models, of which libraries have too many to list."""
+"""Check model names against libraries that have too many to list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfstep.errors import UnknownName
 
 
 def unknown_among_many(field: str, given: str, known: Collection[str], whose: str) -> UnknownName:
-    """The error for a name that a library has not, with the few that are nearest to it."""
+    """Return the error for a name a library does not have, with the closest known names."""
     near = difflib.get_close_matches(given, sorted(known), n=3, cutoff=0.5)
     usual = [name for name in ("resnet34", "resnet50") if name in known] or sorted(known)[:3]
     return UnknownName(
@@ -20,9 +20,9 @@ def unknown_among_many(field: str, given: str, known: Collection[str], whose: st
 
 
 def check_timms_name(field: str, name: str, prefix: str = "") -> None:
-    """Refuse a model that timm has not, or weights, behind a point, that it has not for this model.
+    """Raise `UnknownName` for a model timm does not have, or for a weights tag it does not have for this model.
 
-    `prefix` is what the recipe writes before timm's name.
+    `prefix` is written before timm's name in the recipe.
     """
     import timm
 

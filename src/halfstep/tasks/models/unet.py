@@ -1,4 +1,6 @@
-"""The classic U-Net: two convolutions a level, down by pooling, up by transposed convolution, joined across."""
+"""The classic U-Net: two convolutions per level, max pooling down, transposed convolutions up, skip connections
+across.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from torch import Tensor, nn
 
 
 class UNet(nn.Module):
-    """Any image size: a level of odd size is rounded up on the way down and cut back on the way up.
+    """A U-Net for images of any size: odd sizes are rounded up on the way down and cropped on the way up.
 
-    `width` channels at the first level, twice as many at each of the `depth` levels below it.
+    It has `width` channels at the first level and twice as many at each of the `depth` levels below.
     """
 
     def __init__(self, in_channels: int, out_channels: int, width: int = 64, depth: int = 4) -> None:
@@ -22,15 +24,17 @@ class UNet(nn.Module):
         self.bottom = _double(widths[-2], widths[-1])
         self.up = nn.ModuleList(Up(2 * across, across) for across in reversed(widths[:-1]))
         self.apply(_initialise)
-        # Keeps torch's own beginning: classes that start out alike take long to part.
+        # Created after `apply`, to keep torch's default initialization: logits that start out equal take long to
+        # separate.
         self.head = nn.Conv2d(width, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits in the size of `x`."""
         kept = []
         for block in self.down:
             x = block(x)
             kept.append(x)
-            # Rounding up keeps an image of one pixel alive down to the last level.
+            # ceil_mode keeps even a 1 × 1 image non-empty down to the last level.
             x = F.max_pool2d(x, 2, ceil_mode=True)
         x = self.bottom(x)
         for block in self.up:
@@ -40,7 +44,7 @@ class UNet(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice the size, beside what the way down kept of that size, and two convolutions over both."""
+    """Upsample by two, concatenate the skip connection, and apply two convolutions."""
 
     def __init__(self, channels: int, across: int) -> None:
         super().__init__()
@@ -48,8 +52,9 @@ class Up(nn.Module):
         self.mix = _double(2 * across, across)
 
     def forward(self, x: Tensor, across: Tensor) -> Tensor:
-        # The way down rounded up, so this is at most one row and one column too large.
-        x = self.grow(x)[..., : across.shape[-2], : across.shape[-1]]
+        # Pooling rounded up, so this is at most one row and one column too large.
+        # narrow() has a known output size; with a slice, torch.export would need the input size.
+        x = self.grow(x).narrow(-2, 0, across.shape[-2]).narrow(-1, 0, across.shape[-1])
         out: Tensor = self.mix(torch.cat([across, x], dim=1))
         return out
 

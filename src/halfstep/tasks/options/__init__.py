@@ -1,1 +1,1 @@
-"""What recipes of our tasks may say. Imports no torch, so that a wrong recipe is refused at once."""
+"""Recipe schemas of the tasks. No file here imports torch, so an invalid recipe is rejected immediately."""

@@ -1,15 +1,16 @@
-"""What a recipe for classification may say. Imports no torch."""
+"""The recipe schema of classification. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.errors import BadRecipe
+from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 
 
-class Model(ModelOptions):
+class ClassificationModel(ModelOptions):
     name: str = "resnet50"
     """A model of timm, such as resnet50, convnext_tiny or vit_small_patch16_224."""
     drop_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -18,11 +19,11 @@ class Model(ModelOptions):
     """ResNets: a first layer for images of about 32 pixels, which does not shrink them. It begins random."""
 
 
-class Data(DataOptions):
+class ClassificationData(DataOptions):
     name: Literal["folder", "shards", "shapes"] = "folder"
     """`folder` (a folder for each class), `shards` (WebDataset), or `shapes` (drawn here, no download)."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a set that scripts/data got."""
+    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a set that `halfstep data get` got."""
     val: Fraction | str = "val"
     """For validation: a folder beside `train`, or anywhere; or a share of the samples in `path`."""
     classes: Annotated[int, Field(ge=2)] | None = None
@@ -43,9 +44,22 @@ class Data(DataOptions):
     """shapes: how many images there are, with those for validation."""
 
 
-class Loss(LossOptions):
+class ClassificationLoss(LossOptions):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """The share of certainty that is taken from the right class and spread over all."""
 
 
-SCHEMA = Recipe[Model, Data, Loss]
+SCHEMA = Recipe[ClassificationModel, ClassificationData, ClassificationLoss]
+NEEDS = ("torchvision", "timm", "PIL")
+
+
+def check(recipe: Any) -> None:
+    """Raise `BadRecipe` for settings that exclude each other."""
+    data = recipe.data
+    # RandAugment changes colors, which torchvision defines for gray and RGB images only.
+    if data.augment == "randaugment" and data.channels not in (1, 3):
+        raise BadRecipe(
+            f"data.augment=randaugment with data.channels={data.channels}",
+            allowed="grey or colour: 1 or 3 channels",
+            do="write data.augment=flip",
+        )

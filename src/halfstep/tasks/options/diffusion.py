@@ -1,4 +1,4 @@
-"""What a recipe for diffusion may say. Imports no torch."""
+"""The recipe schema of diffusion. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.tasks.models.latent.checks import check as check
 
 Widths = Annotated[list[PositiveInt], Field(min_length=1, max_length=6)]
 
 
-class Model(ModelOptions):
+class DiffusionModel(ModelOptions):
     stage: Literal["autoencoder", "denoiser", "both"] = "denoiser"
-    """What is trained: the `autoencoder`, the `denoiser` on the latents of a frozen one, or `both` at once."""
+    """The part that is trained: the `autoencoder`, the `denoiser` on the latents of a frozen one, or `both` at once."""
     autoencoder: str = "new"
     """`new`, `none` (the denoiser sees pixels), the folder of a run that trained one, or a local diffusers folder."""
     autoencoder_widths: Widths = Field(default=[64, 128])
@@ -33,7 +34,7 @@ class Model(ModelOptions):
     attention_levels: Annotated[int, Field(ge=0, le=6)] = 1
     """A new denoiser: how many of its lowest levels have attention."""
     condition: Literal["none", "class", "image", "embedding"] = "none"
-    """What a sample is asked for with: nothing, a class, an image, or an embedding that was computed before."""
+    """The condition of a sample: nothing, a class, an image, or an embedding that was computed before."""
     condition_width: PositiveInt = 32
     """image: channels that a condition becomes, beside the latents."""
     condition_drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
@@ -43,7 +44,7 @@ class Model(ModelOptions):
     noise: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "scaled_linear"
     """How the noise grows over the steps, as diffusers calls it."""
     prediction: Literal["epsilon", "v"] = "epsilon"
-    """What the denoiser says: the noise, or the velocity between image and noise."""
+    """The denoiser's output: the noise, or the velocity between image and noise."""
     sampler: Literal["ddim", "ddpm"] = "ddim"
     """How samples are drawn."""
     sample_steps: PositiveInt = 50
@@ -52,11 +53,11 @@ class Model(ModelOptions):
     """How much more a sample follows its condition than the data does: 1 is as the data, 0 is no condition."""
 
 
-class Data(DataOptions):
+class DiffusionData(DataOptions):
     name: Literal["folder", "shards", "shapes", "pairs", "maps"] = "folder"
     """`folder` (of classes, or of images), `shards`, `pairs` (conditions and images), `shapes` or `maps` (drawn)."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a set that scripts/data got."""
+    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a set that `halfstep data get` got."""
     val: Fraction | str = "val"
     """For validation: a folder beside `train`, or anywhere; or a share of the samples in `path`."""
     classes: Annotated[int, Field(ge=2)] | None = None
@@ -77,11 +78,12 @@ class Data(DataOptions):
     """shapes and maps: how many images there are, with those for validation."""
 
 
-class Loss(LossOptions):
+class DiffusionLoss(LossOptions):
     kl: NonNegativeFloat = 1e-6
     """autoencoder: the weight of what keeps latents near a normal distribution."""
     min_snr: PositiveFloat | None = None
     """denoiser: steps with more signal than this, against their noise, count less; 5 is usual."""
 
 
-SCHEMA = Recipe[Model, Data, Loss]
+SCHEMA = Recipe[DiffusionModel, DiffusionData, DiffusionLoss]
+NEEDS = ("torchvision", "diffusers", "PIL")

@@ -1,17 +1,18 @@
-"""What a recipe for segmentation may say. Imports no torch."""
+"""The recipe schema of segmentation. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.errors import BadRecipe
+from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 
 Colour = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]
 
 
-class Model(ModelOptions):
+class SegmentationModel(ModelOptions):
     name: str = "unet"
     """`unet` (the classic one), or an architecture of segmentation-models-pytorch: `smp-unet`, `fpn`, `manet`."""
     width: PositiveInt = 64
@@ -22,11 +23,11 @@ class Model(ModelOptions):
     """Other models: the encoder, by its name in segmentation-models-pytorch."""
 
 
-class Data(DataOptions):
+class SegmentationData(DataOptions):
     name: Literal["pairs", "shards", "shapes"] = "pairs"
     """`pairs` (a folder of images and one of masks), `shards` (WebDataset), or `shapes` (drawn here, no download)."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `images` and `masks`, or the shards; `cache:NAME` is a set that scripts/data got."""
+    """The folder that holds `images` and `masks`, or the shards; `cache:NAME` is a set that `halfstep data get` got."""
     masks: str | None = None
     """pairs: the folder of masks, where it is not beside the images; `path` is then the folder of images."""
     val: Fraction | str = 0.2
@@ -41,6 +42,8 @@ class Data(DataOptions):
     """The value of mask pixels that belong to no class, and that nothing is learnt from."""
     palette: list[Colour] | None = None
     """The colours that stand for the classes, where masks are in colour: red, green and blue for each class."""
+    max_side: PositiveInt | None = None
+    """Images whose longer side has more pixels are shrunk to it, with their masks; predictions have the full size."""
     crop: PositiveInt = 256
     """The size of the random crops that training sees; smaller images are padded."""
     tile: PositiveInt = 512
@@ -55,9 +58,37 @@ class Data(DataOptions):
     """shapes: how many images there are, with those for validation."""
 
 
-class Loss(LossOptions):
+class SegmentationLoss(LossOptions):
     dice: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """The share of the Dice loss; the rest is cross-entropy."""
 
 
-SCHEMA = Recipe[Model, Data, Loss]
+SCHEMA = Recipe[SegmentationModel, SegmentationData, SegmentationLoss]
+NEEDS = ("torchvision", "PIL")
+STRIDES = {"unet": 1, "smp": 32}
+"""The number that height and width of an image must be a multiple of: for the classic U-Net, and for smp's models."""
+
+
+def check(recipe: Any) -> None:
+    """Raise `BadRecipe` for settings that exclude each other."""
+    data, stride = recipe.data, STRIDES.get(recipe.model.name, STRIDES["smp"])
+    if data.overlap >= data.tile:
+        raise BadRecipe(
+            f"data.overlap={data.overlap} with data.tile={data.tile}",
+            allowed="tiles that share less than all of their pixels",
+            do=f"write data.overlap={data.tile // 8}",
+        )
+    if data.names and len(data.names) != data.classes:
+        raise BadRecipe(
+            f"{len(data.names)} data.names for data.classes={data.classes}",
+            allowed="a name for each class, or none at all",
+            do="write as many names as classes, the background first",
+        )
+    for field in ("crop", "tile"):
+        size = getattr(data, field)
+        if size % stride:
+            raise BadRecipe(
+                f"data.{field}={size} with model.name={recipe.model.name}",
+                allowed=f"multiples of {stride} for this model",
+                do=f"write data.{field}={-(-size // stride) * stride}",
+            )

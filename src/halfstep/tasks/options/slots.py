@@ -1,15 +1,16 @@
-"""What a recipe for slots may say. Imports no torch."""
+"""The recipe schema of slots. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from halfstep.train.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.errors import BadRecipe
+from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 
 
-class Model(ModelOptions):
+class SlotsModel(ModelOptions):
     slots: Annotated[int, Field(ge=1, le=255), Also("num_slots")] = 7
     """How many things a clip is divided into, with its background."""
     width: Annotated[PositiveInt, Also("slot_dim")] = 64
@@ -36,13 +37,13 @@ class Model(ModelOptions):
     """autoregressive: how many pixels, across, one token stands for."""
 
 
-class Data(DataOptions):
-    name: Literal["sprites", "shapes", "frames", "videos"] = "frames"
-    """`sprites` (moving dSprites), `shapes` (drawn here), `frames` (a folder for each clip), or `videos`."""
+class SlotsData(DataOptions):
+    name: Literal["sprites", "shapes", "frames", "videos", "movi"] = "frames"
+    """`sprites` (moving dSprites), `shapes` (drawn here), `frames` (a folder for each clip), `videos`, or `movi`."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder with clips, or the sprites; `cache:NAME` is a set that scripts/data got."""
+    """The folder with clips, or the sprites; `cache:NAME` is a set that `halfstep data get` got."""
     val: Fraction | str = 0.1
-    """For validation: a share of the clips, or a folder of the same layout, in `path` or anywhere."""
+    """For validation: a share of the clips, a folder of the same layout, or for movi the split's name."""
     channels: Literal[3] = 3
     """Red, green and blue."""
     size: Annotated[PositiveInt, Also("image_size", "img_size")] = 64
@@ -50,20 +51,44 @@ class Data(DataOptions):
     frames: Annotated[int, Field(ge=1, le=256), Also("episode_length", "clip_length")] = 6
     """Frames of a clip."""
     every: PositiveInt = 1
-    """videos and frames: take one frame of so many."""
+    """videos, frames and movi: take one frame of so many."""
     objects: Annotated[int, Field(ge=1, le=32)] = 4
     """sprites and shapes: the most that a clip has; at least half as many are drawn."""
     samples: Annotated[int, Field(ge=2)] = 512
     """sprites and shapes: how many clips there are, with those for validation."""
 
 
-class Loss(LossOptions):
+class SlotsLoss(LossOptions):
     contrast: NonNegativeFloat = 0.01
     """The weight of what keeps a slot on its thing from frame to frame; 0 is off, and too much hides the things."""
     temperature: PositiveFloat = 0.1
-    """Of that: the smaller, the more it looks at the slots that are most alike."""
+    """The temperature of the contrast: the smaller, the more it looks at the slots that are most alike."""
     tokens: NonNegativeFloat = 1.0
     """autoregressive: the weight of predicting tokens, beside the discrete autoencoder's own loss."""
 
 
-SCHEMA = Recipe[Model, Data, Loss]
+SCHEMA = Recipe[SlotsModel, SlotsData, SlotsLoss]
+NEEDS = ("PIL",)
+
+
+def check(recipe: Any) -> None:
+    """Raise `BadRecipe` for settings that exclude each other."""
+    model, data = recipe.model, recipe.data
+    if model.weights == "pretrained":
+        raise BadRecipe("model.weights=pretrained for slots", allowed="none, or a path", do="write model.weights=none")
+    strides = {"encoder_stride": model.encoder_stride}
+    if model.decoder == "autoregressive":
+        strides["token_stride"] = model.token_stride
+    for field, stride in strides.items():
+        if data.size % stride:
+            raise BadRecipe(
+                f"data.size={data.size} with model.{field}={stride}",
+                allowed=f"multiples of {stride}",
+                do=f"write data.size={-(-data.size // stride) * stride}",
+            )
+    if model.decoder == "autoregressive" and model.decoder_width % model.heads:
+        raise BadRecipe(
+            f"model.decoder_width={model.decoder_width} with model.heads={model.heads}",
+            allowed="a width that is a multiple of the heads",
+            do=f"write model.decoder_width={-(-model.decoder_width // model.heads) * model.heads}",
+        )

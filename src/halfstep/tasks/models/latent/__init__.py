@@ -1,1 +1,1 @@
-"""Diffusion in the latents of an autoencoder, from the parts of diffusers."""
+"""Latent diffusion built from diffusers' modules."""

@@ -1,4 +1,4 @@
-"""Settings of a diffusion recipe that cannot go together."""
+"""Reject diffusion recipes whose settings exclude each other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from halfstep.errors import BadRecipe
 
 FINE = 8
-"""Timesteps that DDIM passes over in one step, from which on it does not matter that it counts them in whole ones."""
+"""DDIM steps that span at least this many timesteps may be uneven: rounding to whole timesteps no longer matters."""
 
 
 def check(recipe: Any) -> None:
-    """Refuse what is known to be impossible before anything is read."""
+    """Raise `BadRecipe` for impossible settings before anything is read."""
     options, data = recipe.model, recipe.data
     _check_stage(options)
     if options.stage == "autoencoder":
@@ -31,7 +31,7 @@ def check(recipe: Any) -> None:
 
 
 def check_size(data: Any, halves: int) -> None:
-    """Refuse images that cannot be halved as often as the levels ask; `halves` is 2 to the power of that."""
+    """Raise `BadRecipe` where the image size is no multiple of `halves`, the model's total stride."""
     if data.size % halves:
         often = "once" if halves == 2 else f"{halves.bit_length() - 1} times"
         raise BadRecipe(
@@ -42,7 +42,7 @@ def check_size(data: Any, halves: int) -> None:
 
 
 def check_channels(given: int, wanted: int, whose: str) -> None:
-    """Refuse images that an autoencoder from elsewhere was not made for."""
+    """Raise `BadRecipe` where images do not have the channels a pretrained autoencoder was built for."""
     if given != wanted:
         raise BadRecipe(
             f"data.channels={given} with model.autoencoder={whose}",

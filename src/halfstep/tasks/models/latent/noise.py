@@ -1,28 +1,32 @@
-"""Noise that grows over the timesteps: noisy latents, what a denoiser should say of them, and how much it counts."""
+"""The noise schedule: noisy latents, the denoiser's target, loss weights, and the losses themselves."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor, nn
 
 from halfstep.precision.island import island
+from halfstep.tasks.latent_cache.encoding import bounded
+from halfstep.train.metrics import Metric
 
 SEED = 20_011
-"""Of the noise that evaluations see."""
+"""The seed of the noise in evaluations."""
 MADE_FOR, FIRST, LAST = 1000, 1e-4, 0.02
-"""The steps that the usual growth of noise is for, and how much of the variance the first and the last one replace."""
+"""The number of timesteps the usual schedule is for, and its first and last beta."""
 MOST = 0.999
-"""That one step may replace: something must be left to go back from."""
+"""The largest beta: a step that replaced all of the signal could not be reversed."""
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
-"""Our words for what a denoiser says, and diffusers'."""
+"""Recipe values of `model.prediction`, and diffusers' names for them."""
 
 
 def schedule_settings(options: Any) -> dict[str, Any]:
-    """What every scheduler of diffusers is told, in training and in sampling."""
-    # Fewer steps must each add more, or the last one would be far from the noise that samples are begun with.
+    """Return the scheduler settings of diffusers, the same for training and sampling."""
+    # With fewer timesteps each must add more noise; otherwise the last would be far from the pure noise sampling starts
+    # from.
     longer = MADE_FOR / options.timesteps
     return {
         "num_train_timesteps": options.timesteps,
@@ -34,43 +38,45 @@ def schedule_settings(options: Any) -> dict[str, Any]:
 
 
 class NoiseSchedule(nn.Module):
-    """How much of the signal is left at each timestep. Everything is computed in fp32, and nothing is read back."""
+    """The signal left at each timestep. Everything is computed in fp32 and without device synchronization."""
 
     signal: Tensor
-    """The share of the variance at a timestep that is the image's; the rest is noise's."""
+    """The image's share of the variance at each timestep (alphas_cumprod); the rest is noise."""
 
     def __init__(self, options: Any) -> None:
         super().__init__()
         self.prediction: str = options.prediction
-        # A buffer, so that it is where the model is; from the recipe, so that it is not saved with the weights.
+        # A buffer, to follow the model's device; not persistent, because the recipe determines it.
         self.register_buffer("signal", DDPMScheduler(**schedule_settings(options)).alphas_cumprod, persistent=False)
 
     def __len__(self) -> int:
         return len(self.signal)
 
     def noisy(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Latents as they are at their timesteps."""
+        """Return latents with the noise of their timesteps."""
         return _mixed(latents, noise, self.signal[timesteps])
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """What the denoiser should say: the noise, or the velocity."""
+        """Return the denoiser's target: the noise, or the velocity."""
         return noise if self.prediction == "epsilon" else _velocity(latents, noise, self.signal[timesteps])
 
     def weights(self, timesteps: Tensor, min_snr: float | None) -> Tensor:
-        """How much each sample counts: with `min_snr`, less where there is more signal than that against the noise."""
+        """Return the loss weight of each sample; with `min_snr`, samples with a higher signal-to-noise ratio count
+        less.
+        """
         signal = self.signal[timesteps]
         if min_snr is None:
             return torch.ones_like(signal)
         snr = signal / (1.0 - signal)
-        # Not min(snr, most) / snr, which is 0 / 0 where no signal is left.
+        # Not min(snr, min_snr) / snr: that is 0 / 0 where no signal is left.
         return (min_snr / snr).clamp(max=1.0) if self.prediction == "epsilon" else snr.clamp(max=min_snr) / (snr + 1.0)
 
 
 class Draws:
     """Random numbers: torch's own in training, and the same ones every time in evaluation.
 
-    So evaluations can be compared, with one another and with those of a twin in another precision. Theirs are drawn in
-    the main memory, which makes them the same on every device.
+    Evaluations are thus comparable, with one another and with a twin run in another precision. Their numbers are drawn
+    on the host, because generators of different devices give different numbers.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -78,22 +84,27 @@ class Draws:
 
     @classmethod
     def for_model(cls, model: nn.Module) -> Draws:
+        """Return random draws for a model in training mode, fixed ones otherwise."""
         return cls() if model.training else cls.same_each_time()
 
     @classmethod
     def same_each_time(cls) -> Draws:
+        """Return draws from a fixed seed."""
         return cls(torch.Generator().manual_seed(SEED))
 
     def normal(self, like: Tensor) -> Tensor:
+        """Return normally distributed numbers in the shape and on the device of `like`."""
         if self.generator is None:
             return torch.randn_like(like)
+        # Drawn on the host: the generators of different devices yield different numbers for one seed.
         return torch.randn(like.shape, generator=self.generator).to(like.device)
 
     def timesteps(self, like: Tensor, of: int) -> Tensor:
-        """A timestep for each sample: by chance, or spread evenly over the batch."""
+        """Return a timestep per sample: random in training, evenly spaced over the batch in evaluation."""
         count = len(like)
         if self.generator is None:
             return torch.randint(of, (count,), device=like.device)
+        # The middle of equal intervals: even a small batch covers all noise levels.
         return (2 * torch.arange(count, device=like.device) + 1) * of // (2 * count)
 
 
@@ -107,3 +118,67 @@ def _mixed(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
 def _velocity(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
     signal = signal.view(-1, 1, 1, 1)
     return signal.sqrt() * noise - (1.0 - signal).sqrt() * latents
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+# Losses of the autoencoder and the denoiser, in fp32.
+
+
+@island
+def reconstruction(said: Tensor, image: Tensor) -> Tensor:
+    """Return the mean squared error per pixel."""
+    return F.mse_loss(said, image)
+
+
+@island
+def divergence(moments: Tensor, image: Tensor) -> Tensor:
+    """Return the KL divergence of latents from a normal distribution, per number of the image, as a mean over the
+    batch.
+
+    Both parts of the autoencoder's loss are then per number of the image, so `loss.kl` means the same for every image
+    size.
+    """
+    mean, spread = bounded(moments)
+    return 0.5 * (mean.square() + spread.exp() - 1.0 - spread).sum() / image.numel()
+
+
+@island
+def squared_errors(said: Tensor, target: Tensor) -> Tensor:
+    """Return the mean squared error of each sample."""
+    return (said - target).square().flatten(1).mean(1)
+
+
+# -- quarters ---------------------------------------------------------------------------------------------------------
+# The denoising error by noise level.
+
+
+PARTS = 4
+
+
+class DenoisingByNoise(Metric):
+    """The mean squared error in each quarter of the timesteps; `denoising_0` has the least noise.
+
+    A quarter without samples is left out.
+    """
+
+    errors_in: Tensor
+    samples_in: Tensor
+
+    def __init__(self, timesteps: int) -> None:
+        zeros = torch.zeros(PARTS, dtype=torch.float64)
+        super().__init__(errors_in=zeros, samples_in=zeros.long())
+        self.timesteps = timesteps
+
+    def update(self, errors: Tensor, at: Tensor) -> None:
+        """Add the error of each sample and its timestep."""
+        quarter = (at * PARTS // self.timesteps).clamp(max=PARTS - 1)
+        # Summed by index, without asking the device which quarters occur.
+        self.errors_in = self.errors_in.index_add(0, quarter, errors.to(self.errors_in.dtype))
+        self.samples_in = self.samples_in.index_add(0, quarter, torch.ones_like(quarter))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the mean error of each quarter that has samples."""
+        errors, samples = self.total("errors_in"), self.total("samples_in")
+        means = errors / samples.clamp(min=1.0)
+        there = samples.nonzero().flatten().tolist()
+        return {f"denoising_{quarter}": means[quarter] for quarter in there}

@@ -1,4 +1,4 @@
-"""From noise to samples: DDIM or DDPM, with guidance towards the condition."""
+"""Draw samples from noise with DDIM or DDPM and classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -9,17 +9,53 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
+from halfstep.data.source import BadSample, Source, Transform, without_image
+from halfstep.errors import BadData
 from halfstep.precision.island import island
 from halfstep.precision.precision import widen
-from halfstep.tasks.models.latent.conditions import Condition
-from halfstep.tasks.models.latent.model import LatentDiffusion
+from halfstep.status_line import OnProgress
+from halfstep.tasks.models.latent.model import Condition, LatentDiffusion
 from halfstep.tasks.models.latent.noise import Draws, schedule_settings
-from halfstep.train.task import Told, unheard
+from halfstep.train.task import unheard
+
+# -- wanted -----------------------------------------------------------------------------------------------------------
+# The conditions to draw samples for: classes in turn, or those of the first samples of a source.
+
+
+def classes_in_turn(classes: int, count: int, device: torch.device) -> Condition:
+    """Return the classes 0, 1, 2, … repeated; a grid with one column per class then has one class in each column."""
+    return Condition.of(torch.arange(count, device=device) % classes)
+
+
+def first_conditions(source: Source, ready: Transform, part: str, count: int, device: torch.device) -> Condition:
+    """Return the conditions of the first readable samples, repeated where there are fewer than `count`.
+
+    Raise `BadData` where none can be read.
+    """
+    found: list[Tensor] = []
+    for index in range(len(source)):
+        if len(found) == count:
+            break
+        try:
+            found.append(ready(without_image(source, index))[part])
+        except BadSample:
+            continue
+    if not found:
+        raise BadData(
+            "no validation sample can be read, and samples are drawn for their conditions",
+            allowed="at least one",
+            do="check data.path and data.val in the run's recipe.yaml",
+        )
+    return Condition.of(torch.stack([found[n % len(found)] for n in range(count)]).to(device))
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
 
 AT_ONCE = 32
-"""Samples of one batch: memory is bounded by it, not by how many are asked for."""
+"""Samples per batch: memory is bounded by it, not by how many are drawn."""
 FARTHEST = 10.0
-"""That a latent is from zero, where all of them have a standard deviation of one."""
+"""The largest latent in absolute value, where all have a standard deviation of one."""
 SCHEDULERS: dict[str, Any] = {"ddim": DDIMScheduler, "ddpm": DDPMScheduler}
 
 
@@ -30,11 +66,11 @@ def sampled(
     shape: tuple[int, int, int, int],
     condition: Condition | None,
     draws: Draws,
-    told: Told = unheard,
+    told: OnProgress = unheard,
 ) -> Tensor:
-    """Images for a condition with a row for each; `shape` is that of their latents.
+    """Return one image per row of the condition; `shape` is the shape of all their latents.
 
-    `told` hears of each step of each batch.
+    `told` receives the progress after each step of each batch.
     """
     images, steps = [], options.sample_steps
     begins = range(0, shape[0], AT_ONCE)
@@ -53,16 +89,18 @@ def sampled(
 def _latents(
     model: LatentDiffusion, options: Any, size: tuple[int, ...], condition: Condition | None, draws: Draws, done: Any
 ) -> Tensor:
-    # Where hardly any signal is left, the noise is off by little and what is made of it by thousands: it is bounded.
+    # At the noisiest timesteps the signal is divided by almost zero: a small error in the noise becomes thousands. Clip
+    # it.
     scheduler = SCHEDULERS[options.sampler](
         **schedule_settings(options),
         clip_sample=True,
         clip_sample_range=1.0 if model.autoencoder is None else FARTHEST,
+        # Starts at the last timestep, where only noise is left; diffusers' default starts at a less noisy one.
         timestep_spacing="trailing",
     )
     scheduler.set_timesteps(options.sample_steps)
     latents = draws.normal(torch.empty(size, device=model.latent_scale.device))
-    # Rounding makes diffusers count one more than it was asked for, now and then: a timestep before the first.
+    # With trailing spacing, rounding sometimes gives diffusers one timestep more than requested, below the first.
     for number, timestep in enumerate(scheduler.timesteps.tolist()[: options.sample_steps], 1):
         said = _guided(model, latents, timestep, condition, options.guidance)
         latents = _stepped(scheduler, said, timestep, latents, draws.generator)
@@ -79,7 +117,8 @@ def _stepped(scheduler: Any, said: Tensor, timestep: int, latents: Tensor, gener
 def _guided(
     model: LatentDiffusion, latents: Tensor, timestep: int, condition: Condition | None, guidance: float
 ) -> Tensor:
-    """What the denoiser says with the condition, and away from what it says without: both in one batch."""
+    """Return the guided prediction: away from the unconditional one, both computed in one batch."""
+    # These two need only one of the two predictions, half the work.
     if condition is None or guidance in (0.0, 1.0):
         wanted = condition.absent() if condition is not None and guidance == 0.0 else condition
         return widen(model.denoise(latents, _all_at(timestep, latents), wanted))
@@ -89,5 +128,5 @@ def _guided(
 
 
 def _all_at(timestep: int, latents: Tensor) -> Tensor:
-    """The same timestep for each sample, as an integer."""
+    """Return the same integer timestep for each sample."""
     return torch.full((len(latents),), timestep, device=latents.device)

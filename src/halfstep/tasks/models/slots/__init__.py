@@ -1,1 +1,1 @@
-"""Video as a few slots: seen frame by frame, and judged by what can be told from them."""
+"""Slot models: encode video frame by frame into slots, and decode the frames from them."""

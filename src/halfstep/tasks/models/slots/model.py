@@ -1,4 +1,4 @@
-"""A clip as slots, frame after frame, and what can be told from them: the whole model, with either decoder."""
+"""The slot model: slot attention over the frames of a clip, with either decoder, and the temporal contrast loss."""
 
 from __future__ import annotations
 
@@ -11,39 +11,134 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.precision.island import island
-from halfstep.tasks.models.slots.broadcast_decoder import BroadcastDecoder
-from halfstep.tasks.models.slots.discrete_autoencoder import DiscreteAutoencoder
-from halfstep.tasks.models.slots.frame_encoder import FrameEncoder
-from halfstep.tasks.models.slots.slot_attention import FirstSlots, SlotAttention
-from halfstep.tasks.models.slots.token_decoder import TokenDecoder
-from halfstep.tasks.models.slots.transformer import Block
+from halfstep.tasks.models.slots.decoders import BroadcastDecoder, DiscreteAutoencoder, TokenDecoder
+from halfstep.tasks.models.slots.layers import FeedForward, FrameEncoder, TransformerBlock
+
+# -- slot attention ---------------------------------------------------------------------------------------------------
+# Slot attention: slots compete for the positions of a frame.
+
+
+FARTHEST = 1e30
+"""A finite stand-in for logits that overflowed in 16 bits: as certain as infinity, but differences remain defined."""
+
+
+class FirstSlots(nn.Module):
+    """The learned initial slots of every clip.
+
+    They are not drawn at random: evaluations stay comparable, and slots cannot be told apart across clips by their
+    initial noise, which temporal contrast would reward.
+    """
+
+    def __init__(self, slots: int, width: int) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(slots, width))
+
+    def forward(self, clips: int) -> Tensor:
+        """Return clips × slots × width."""
+        return self.slots.expand(clips, -1, -1)
+
+
+class SlotAttention(nn.Module):
+    """Iterative attention in which slots compete for positions and are updated from those they won."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.ask = nn.Linear(width, width, bias=False)
+        self.gate = Gate(width)
+        self.mix = FeedForward(width, 2 * width)
+
+    def forward(self, keys: Tensor, values: Tensor, slots: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+        """Return the slots after `rounds` and their shares of every position in the last one (clips × slots × places).
+
+        `keys` and `values` are clips × places × width.
+        """
+        slots, likeness = self._round(keys, values, slots)
+        for _ in range(rounds - 1):
+            slots, likeness = self._round(keys, values, slots)
+        return slots, shares_of_slots(likeness)
+
+    def _round(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        # Scale before the product: the product is what overflows in fp16.
+        question = self.ask(self.norm(slots)) * slots.shape[-1] ** -0.5
+        likeness = question @ keys.transpose(1, 2)
+        won = weights_of_places(likeness) @ values
+        return self.mix(self.gate(won, slots)), likeness
+
+
+class Gate(nn.Module):
+    """A GRU update of the slots.
+
+    Slots stay in fp32 over all rounds and frames; torch's GRUCell returns them in 16 bits on some devices.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.new = nn.Linear(width, 3 * width)
+        self.old = nn.Linear(width, 3 * width)
+
+    def forward(self, update: Tensor, slots: Tensor) -> Tensor:
+        """Return the slots, moved towards `update`."""
+        return _gated(self.new(update), self.old(slots), slots)
+
+
+@island
+def _gated(new: Tensor, old: Tensor, slots: Tensor) -> Tensor:
+    (new_reset, new_keep, new_self), (old_reset, old_keep, old_self) = new.chunk(3, -1), old.chunk(3, -1)
+    candidate = (new_self + (new_reset + old_reset).sigmoid() * old_self).tanh()
+    return candidate + (new_keep + old_keep).sigmoid() * (slots - candidate)
+
+
+@island
+def shares_of_slots(likeness: Tensor) -> Tensor:
+    """Return how much of each position belongs to each slot; the shares of a position sum to one."""
+    return _bounded(likeness).softmax(-2)
+
+
+@island
+def weights_of_places(likeness: Tensor) -> Tensor:
+    """Return the weight of each position for a slot: its share, normalized over all positions.
+
+    A softmax over positions of the log shares computes this without an epsilon: the weights of a slot that won nothing
+    still sum to one, where a plain normalization would divide by zero.
+    """
+    return _bounded(likeness).log_softmax(-2).softmax(-1)
+
+
+def _bounded(likeness: Tensor) -> Tensor:
+    """Clamp infinities to finite numbers; NaN stays NaN, so the step is skipped."""
+    return likeness.clamp(-FARTHEST, FARTHEST)
+
+
+# -- model ------------------------------------------------------------------------------------------------------------
+
 
 COLDEST = 0.1
 COOLING = COLDEST ** (1 / 30_000)
-"""What a training batch multiplies the temperature of drawn tokens by: from 1, it takes 30,000 to the coldest."""
+"""The factor of the temperature per training batch; from 1 it reaches the minimum after 30,000 batches."""
 
 
-class Seen(NamedTuple):
-    """What a model makes of a batch of clips."""
+class SlotOutput(NamedTuple):
+    """The output of a slot model for a batch of clips."""
 
     slots: Tensor
     """Clips × frames × slots × width, in fp32."""
     shares: Tensor
-    """The share that each slot has of each place: clips × frames × slots × height × width, in any resolution."""
+    """The share of each slot in each position: clips × frames × slots × height × width, in any resolution."""
     reconstruction: Tensor
-    """The mean squared error of the frames, told again."""
+    """The mean squared error of the reconstructed frames."""
     tokens: Tensor
-    """The cross-entropy of the frames' tokens, told from slots; zero for a decoder that has no tokens."""
+    """The cross-entropy of the frames' tokens; zero for a decoder without tokens."""
 
 
 def slot_model(options: Any, channels: int, size: int, frames: int) -> SlotModel:
-    """The model that a recipe's section names, for clips of `frames` frames of `size` pixels, across and down."""
+    """Return the model that a recipe names, for clips of `frames` frames of `size` × `size` pixels."""
     kinds = {"broadcast": PaintingModel, "autoregressive": TellingModel}
     return kinds[options.decoder](options, channels, size, frames)
 
 
 class SlotModel(nn.Module, ABC):
-    """Looks at all frames at once, and follows slots through them one by one."""
+    """Encodes all frames at once and follows slots through them one by one."""
 
     def __init__(self, options: Any, channels: int, size: int, frames: int) -> None:
         super().__init__()
@@ -53,22 +148,25 @@ class SlotModel(nn.Module, ABC):
         self.read = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width, bias=False))
         self.first = FirstSlots(options.slots, width)
         self.attention = SlotAttention(width)
-        # With clips of one frame it would never learn.
+        # With clips of one frame the predictor would have unused parameters.
         layers = options.predictor_layers if frames > 1 else 0
-        self.predictor = nn.Sequential(*(Block(width, math.gcd(width, options.heads)) for _ in range(layers)))
+        # The number of heads must divide the width; the recipe is checked for the decoder's width only.
+        self.predictor = nn.Sequential(
+            *(TransformerBlock(width, math.gcd(width, options.heads)) for _ in range(layers))
+        )
 
-    def forward(self, clips: Tensor) -> Seen:
-        """Of clips × frames × channels × height × width, in -1 to 1."""
+    def forward(self, clips: Tensor) -> SlotOutput:
+        """Return slots, shares and losses of clips × frames × channels × height × width, in -1..1."""
         frames = clips.flatten(0, 1)
         slots, shares = self._followed(self.read(self.encoder(frames)).unflatten(0, clips.shape[:2]))
         return self.judged(slots, shares, frames)
 
     @abstractmethod
-    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> Seen:
-        """What slots tell of the frames they were found in, which come without a dimension for clips."""
+    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
+        """Return the losses of decoding `slots`; `frames` come without a dimension for clips."""
 
     def _followed(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots and their shares of places in each frame; those of a frame begin where the last one's are expected."""
+        """Return the slots and shares of each frame; a frame's slots start from the prediction of the last frame's."""
         clips, frames = features.shape[:2]
         slots, found = self.first(clips), []
         for number in range(frames):
@@ -82,23 +180,22 @@ class SlotModel(nn.Module, ABC):
 
 
 class PaintingModel(SlotModel):
-    """Slots paint the pixels of their frame, and own those where their paint is on top."""
+    """A slot model whose slots paint their frame; a slot owns the pixels where its paint is on top."""
 
     def __init__(self, options: Any, channels: int, size: int, frames: int) -> None:
         super().__init__(options, channels, size, frames)
         self.decoder = BroadcastDecoder(options.width, channels, options.decoder_width, options.decoder_layers, size)
 
-    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> Seen:
+    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
         painted, on_top = self.decoder(slots.flatten(0, 1))
         reconstruction = squared_error(painted, frames)
-        return Seen(slots, on_top.unflatten(0, slots.shape[:2]), reconstruction, torch.zeros_like(reconstruction))
+        return SlotOutput(slots, on_top.unflatten(0, slots.shape[:2]), reconstruction, torch.zeros_like(reconstruction))
 
 
 class TellingModel(SlotModel):
-    """Slots tell the tokens of their frame, and own the places that they attended to.
+    """A slot model whose slots predict the tokens of their frame; a slot owns the positions it attended to.
 
-    The tokens are those of a discrete autoencoder that learns beside; the slots have no part in its loss, nor it in
-    theirs.
+    A discrete autoencoder learns the tokens beside it; neither loss has gradients in the other's parameters.
     """
 
     temperature: Tensor
@@ -118,26 +215,51 @@ class TellingModel(SlotModel):
         )
         self.register_buffer("temperature", torch.ones(()))
 
-    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> Seen:
+    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
         if self.training:
             self._cool()
-        # A copy: what is computed again in backward must see the temperature of now.
+        # A copy: activation checkpointing recomputes forward in backward, and must see the same temperature.
         tokens, again = self.autoencoder(frames, self.temperature.clone())
         tokens = tokens.flatten(1)
         told = self.decoder(slots.flatten(0, 1), tokens)
-        return Seen(slots, shares, squared_error(again, frames), surprise(told, tokens))
+        return SlotOutput(slots, shares, squared_error(again, frames), surprise(told, tokens))
 
     def _cool(self) -> None:
-        """Tokens become harder as training goes on; a step that is skipped takes this back with the other buffers."""
+        """Lower the temperature; the rollback of a skipped step restores it with the other buffers."""
         self.temperature.mul_(COOLING).clamp_(min=COLDEST)
 
 
 @island
 def squared_error(said: Tensor, frames: Tensor) -> Tensor:
+    """Return the mean squared error of frames."""
     return F.mse_loss(said, frames)
 
 
 @island
 def surprise(told: Tensor, tokens: Tensor) -> Tensor:
-    """Of N × places × vocabulary: in nats a token."""
+    """Return the cross-entropy per token, in nats, of N × places × vocabulary."""
     return F.cross_entropy(told.flatten(0, 1), tokens.flatten())
+
+
+# -- contrast ---------------------------------------------------------------------------------------------------------
+# Temporal contrast: a slot should resemble itself in the next frame more than any other slot.
+
+
+SHORTEST = 1e-3
+"""The least norm in the normalization: it bounds the gradient of a shorter slot by its inverse."""
+
+
+@island
+def temporal_contrast(slots: Tensor, temperature: float) -> Tensor:
+    """Return the cross-entropy of finding each slot among all slots of the next frames in all clips.
+
+    `slots` is clips × frames × slots × width.
+    """
+    clips, frames, each, _ = slots.shape
+    # A single frame has no next one to compare with.
+    if frames < 2:
+        return slots.new_zeros(())
+    directions = F.normalize(slots, dim=-1, eps=SHORTEST).transpose(0, 1).flatten(1, 2)
+    likeness = directions[:-1] @ directions[1:].transpose(1, 2) / temperature
+    same = torch.arange(clips * each, device=slots.device).expand(frames - 1, -1)
+    return F.cross_entropy(likeness.flatten(0, 1), same.flatten())

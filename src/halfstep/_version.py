@@ -1,0 +1,3 @@
+"""The version of halfstep."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,258 @@
+"""Commit a checkpoint atomically: after a crash at any point, either all of it exists or none of it.
+
+The files are written to a folder with a draft name, which readers ignore. Each rank writes its own two files; then rank
+0 writes the manifest with the digests of all files. Everything is fsynced, and the folder is renamed to its final name.
+The rename is the commit. Old generations are removed only after it, so an interrupted save never costs an earlier one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint.manifest import MANIFEST, Manifest, NewerFormat, read_manifest, state_of, tensors_of
+from halfstep.checkpoint.paths import CheckpointDir, Disk, following, generations, leftovers, named
+from halfstep.checkpoint.reading import MOST_TENSORS
+from halfstep.checkpoint.sealed import Sealed, write_sealed
+from halfstep.errors import HalfstepError
+from halfstep.files import LARGEST_JSON
+from halfstep.safetensors_header import content, header
+
+"""The prefix of the reason when a save is refused because a tensor is non-finite."""
+LENGTH = 8
+"""The bytes in front of a safetensors header that hold its length."""
+MADE_WITH_A_RUN = 3
+"""The parent folders that may be as new as the checkpoints: the run's, the one of all runs, and its parent."""
+
+
+class RankGather(Protocol):
+    """All ranks of a run; see `halfstep.distributed.RankGroup`."""
+
+    rank: int
+    size: int
+
+    def share(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order; every rank must call this."""
+        ...
+
+
+class NotCommitted(Exception):
+    """A save that was not committed on any rank; its text is the reason."""
+
+    def __init__(self, reason: str, *, for_its_numbers: bool = False) -> None:
+        super().__init__(reason)
+        self.for_its_numbers = for_its_numbers
+        """Whether the save was refused because of non-finite values, not because of the disk."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """The state that one rank saves."""
+
+    attempt: int
+    plain: Any
+    """The state as plain JSON, with names in place of tensors."""
+    tensors: Mapping[str, Tensor]
+    """The tensors that this rank writes, by name, in host memory."""
+    finite: Collection[str] = ()
+    """The names of tensors that must be finite."""
+    numbers: Collection[str] = ()
+    """The names of tensors that must contain no NaN; they may contain infinities, as an attention mask does."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
+    """Why this rank has nothing to save, or empty. It is shared with the other ranks, so that they do not wait."""
+
+
+def commit(folder: Path, snapshot: RankSnapshot, *, keep: int, disk: Disk, party: RankGather) -> CheckpointDir:
+    """Save the snapshots of all ranks as one checkpoint and return its generation.
+
+    Every rank must call this. Raises NotCommitted on all ranks if any rank fails; earlier checkpoints then stay as they
+    are. Older generations beyond the newest `keep` are removed after the commit.
+    """
+    first = party.rank == 0
+    generation = named(folder, snapshot.attempt, 0)
+    try:
+        # Each `by_all` below is a barrier: no rank enters a phase before every rank has finished the one before it.
+        told = by_all(party, lambda: _number(folder, snapshot, first))
+        generation = named(folder, snapshot.attempt, told[0][1])
+        _refuse_other_steps([attempt for attempt, _ in told])
+        by_all(party, lambda: _begin(generation, disk) if first else None)
+        # The draft folder must exist before any rank writes into it.
+        sealed = by_all(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
+        # Every file is on the disk now, on every rank: only then may a manifest with their digests exist.
+        files = tuple(Sealed(*entry) for own in sealed for entry in own)
+        manifest = Manifest(snapshot.attempt, party.size, files, snapshot.environment)
+        by_all(party, lambda: _finish(generation, manifest, disk) if first else None)
+    except NotCommitted:
+        if first:
+            with contextlib.suppress(OSError):
+                remove(generation.draft, disk)
+        raise
+    if first:
+        # The commit stands even if removing old generations fails: that only costs space, and the next save tries
+        # again.
+        with contextlib.suppress(OSError):
+            retain(folder, keep, disk)
+    return generation
+
+
+def by_all(party: RankGather, do: Callable[[], Any]) -> list[Any]:
+    """Run `do` on every rank and return the results in rank order; raise NotCommitted on all ranks if one fails."""
+    try:
+        own = {"done": do()}
+    except Exception as failure:
+        # Every exception is shared: a rank that raised here alone would leave the others waiting in the collective.
+        own = _as_plain(failure)
+    told = [json.loads(text) for text in party.share(json.dumps(own))]
+    for rank, one in enumerate(told):
+        if "failed" in one:
+            reason = one["failed"] if party.size == 1 else f"{one['failed']} (rank {rank})"
+            raise NotCommitted(reason, for_its_numbers=one["for_its_numbers"])
+    return [one["done"] for one in told]
+
+
+def _as_plain(failure: Exception) -> dict[str, Any]:
+    if isinstance(failure, NotCommitted):
+        return {"failed": str(failure), "for_its_numbers": failure.for_its_numbers}
+    strerror = getattr(failure, "strerror", None)
+    return {"failed": strerror or f"{type(failure).__name__}: {failure}", "for_its_numbers": False}
+
+
+def _number(folder: Path, snapshot: RankSnapshot, first: bool) -> tuple[int, int]:
+    """Return the step that is saved and the number of the save; only rank 0's number is used."""
+    if snapshot.failure:
+        raise NotCommitted(snapshot.failure)
+    _all_finite(snapshot)
+    return snapshot.attempt, following(folder, snapshot.attempt).number if first else 0
+
+
+def _refuse_other_steps(attempts: list[int]) -> None:
+    """Raise NotCommitted if the ranks are at different steps."""
+    # Every rank sees the same list and decides alike, so no further exchange is needed.
+    if len(set(attempts)) > 1:
+        raise NotCommitted(f"the processes are at different steps: {', '.join(map(str, attempts))}")
+
+
+def _begin(generation: CheckpointDir, disk: Disk) -> None:
+    folder = generation.path.parent
+    if not folder.is_dir():
+        disk.make_folder(folder)
+    # Later saves need no flush of the parents: their names have been on the disk since the first one.
+    if not generations(folder):
+        _flush_the_way_to(folder, disk)
+    disk.make_folder(generation.draft)
+
+
+def _flush_the_way_to(folder: Path, disk: Disk) -> None:
+    """Flush the names of the parent folders to the disk."""
+    # A file's fsync does not make the names above it durable. After a power loss the first checkpoint could be
+    # complete, in a run folder that no longer exists.
+    run, *above = folder.absolute().parents[:MADE_WITH_A_RUN]
+    disk.flush_folder(run)
+    for path in above:
+        # These may belong to another user and be unreadable; then they existed before this run.
+        with contextlib.suppress(OSError):
+            disk.flush_folder(path)
+
+
+def _all_finite(snapshot: RankSnapshot) -> None:
+    """Raise NotCommitted if a tensor of the model has gone non-finite."""
+    # Such a checkpoint could not be resumed from, and retention would remove a good one to make room for it.
+    for name, tensor in snapshot.tensors.items():
+        infinite = name in snapshot.finite and not bool(torch.isfinite(tensor).all())
+        if infinite or (name in snapshot.numbers and bool(tensor.isnan().any())):
+            raise NotCommitted(f"not finite: {name}", for_its_numbers=True)
+
+
+def _write_own(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> list[Sealed]:
+    table = header(snapshot.tensors, {"format": "pt"})
+    text = json.dumps(snapshot.plain, allow_nan=False, separators=(",", ":")).encode()
+    # The reader counts the header's `__metadata__` entry as one more.
+    _refuse_more_than(MOST_TENSORS - 1, len(snapshot.tensors), "tensors of one process")
+    _refuse_more_than(LARGEST_JSON, len(table) - LENGTH, "bytes for the table of tensors")
+    _refuse_more_than(LARGEST_JSON, len(text), "bytes of state beside the tensors")
+    tensors = write_sealed(disk, draft / tensors_of(rank), _stream(table, snapshot.tensors))
+    return [tensors, write_sealed(disk, draft / state_of(rank), [text])]
+
+
+def _refuse_more_than(most: int, count: int, what: str) -> None:
+    """Raise NotCommitted if a limit of the reader is exceeded.
+
+    A checkpoint that cannot be read must not replace one that can.
+    """
+    if count > most:
+        raise NotCommitted(f"{count:,} {what}: a checkpoint can be read with at most {most:,}")
+
+
+def _stream(table: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield table
+    yield from (content(tensor) for tensor in tensors.values())
+
+
+def _finish(generation: CheckpointDir, manifest: Manifest, disk: Disk) -> None:
+    text = manifest.text()
+    _refuse_more_than(LARGEST_JSON, len(text), "bytes of manifest")
+    # The manifest comes last: a folder without one, or with a torn one, is never accepted as a checkpoint.
+    write_sealed(disk, generation.draft / MANIFEST, [text])
+    # fsync of a file does not cover its name. All names must be on the disk before the rename; otherwise a power loss
+    # could keep the committed folder and lose files in it.
+    disk.flush_folder(generation.draft)
+    # The commit. A rename within one folder is atomic, and the new name was never used, so nothing is replaced.
+    disk.rename(generation.draft, generation.path)
+    # Without this a power loss could undo the rename after the save was reported as committed. Retention runs only
+    # after it, so the old checkpoints are still there until the new one is durable.
+    disk.flush_folder(generation.path.parent)
+
+
+def retain(folder: Path, keep: int, disk: Disk) -> None:
+    """Remove the generations that are older than the newest `keep`; damaged ones do not count towards `keep`.
+
+    Only to be called after a commit. A generation that cannot be removed is left in place without an error.
+    """
+    left = keep
+    for one in generations(folder):
+        if left > 0:
+            left -= _seems_whole(one)
+            continue
+        with contextlib.suppress(OSError):
+            # Rename first, and make that durable: a crash during the removal then leaves a draft, which readers ignore,
+            # and not a committed name with some of its files gone.
+            disk.rename(one.path, one.draft)
+            disk.flush_folder(folder)
+            remove(one.draft, disk)
+
+
+def _seems_whole(generation: CheckpointDir) -> bool:
+    """Return whether all files exist with the right size."""
+    # Sizes only: hashing the old checkpoints at every save would cost more than the save itself.
+    try:
+        manifest = read_manifest(generation)
+        return all((generation.path / sealed.name).lstat().st_size == sealed.size for sealed in manifest.files)
+    except NewerFormat:
+        # A later version wrote it; it is complete as far as this one can tell, and must not be removed as damaged.
+        return True
+    except (OSError, ValueError, HalfstepError):
+        return False
+
+
+def sweep(folder: Path, disk: Disk) -> None:
+    """Remove the drafts that interrupted saves left behind; only to be called by the holder of the run's lock."""
+    # Without the lock, a draft may belong to a save that is still running in another process.
+    for path in leftovers(folder):
+        with contextlib.suppress(OSError):
+            remove(path, disk)
+
+
+def remove(path: Path, disk: Disk) -> None:
+    """Remove a folder and the files directly in it; do nothing if it is a link or does not exist."""
+    if path.is_dir() and not path.is_symlink():
+        for file in sorted(path.iterdir()):
+            disk.remove(file)
+        disk.remove_folder(path)

@@ -1,0 +1,129 @@
+"""Name and list the folders of checkpoints: one folder per save, with a number that is never reused.
+
+`step-00000120.0007` is save number 7, taken after 120 attempted updates. After a rollback the same step is saved again
+in a new folder; the save with the higher number is the newer one. A name ending in `.tmp` is not committed, or is being
+removed. A name ending in `.bad` was found damaged, and is kept so that the user can inspect it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from halfstep.files import flush
+
+CHECKPOINTS = "checkpoints"
+"""The name of the folder with the checkpoints in a run's folder."""
+DRAFT, BAD = ".tmp", ".bad"
+# The save number is hexadecimal. The lengths are bounded, so that a made-up name cannot become a huge integer.
+_NAME = re.compile(r"step-([0-9]{8,15})\.([0-9a-f]{4,12})")
+
+
+class CheckpointDir(NamedTuple):
+    """A committed checkpoint; it may have been damaged since."""
+
+    path: Path
+    attempt: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def draft(self) -> Path:
+        """Return the path under which it is written, or removed."""
+        return self.path.with_name(self.path.name + DRAFT)
+
+
+def named(folder: Path, attempt: int, number: int) -> CheckpointDir:
+    """Return the generation of a step and a save number; nothing is created."""
+    return CheckpointDir(folder / f"step-{attempt:08d}.{number:04x}", attempt, number)
+
+
+def generations(folder: Path) -> list[CheckpointDir]:
+    """Return the committed generations, newest first; an empty list if the folder does not exist."""
+    # By save number, not by step: after a rollback a newer save has a lower step.
+    return sorted(_matching(folder, ""), key=lambda one: one.number, reverse=True)
+
+
+def following(folder: Path, attempt: int) -> CheckpointDir:
+    """Return the next generation; its number is above all existing ones, including drafts and damaged ones."""
+    # A reused name could mix files of two saves after a crash; with a new name per save that cannot happen.
+    taken = [one.number for suffix in ("", DRAFT, BAD) for one in _matching(folder, suffix)]
+    return named(folder, attempt, max(taken, default=0) + 1)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return the drafts: saves that were not committed, and generations that were only partly removed."""
+    return [one.path for one in _matching(folder, DRAFT)]
+
+
+def set_aside(folder: Path) -> list[Path]:
+    """Return the checkpoints that were set aside and are no longer used."""
+    return sorted(one.path for one in _matching(folder, BAD))
+
+
+def _matching(folder: Path, suffix: str) -> list[CheckpointDir]:
+    try:
+        entries = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = []
+    for path in entries:
+        match = _NAME.fullmatch(path.name.removesuffix(suffix)) if path.name.endswith(suffix) else None
+        if match:
+            found.append(CheckpointDir(path, int(match[1]), int(match[2], 16)))
+    return found
+
+
+# -- disk -------------------------------------------------------------------------------------------------------------
+# Every file system operation of a save is in one class, so that tests can simulate a crash after each of them.
+
+
+class Disk:
+    """The real file system; a crash can occur before, after or within each method."""
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder; its parent must exist."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Create a file and return its descriptor.
+
+        Raises FileExistsError if it exists, so nothing is ever overwritten.
+        """
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+
+    def write(self, file: int, content: bytes | memoryview) -> None:
+        """Write all of `content`."""
+        left = memoryview(content).cast("B")
+        # os.write may write less than it was given, on a nearly full disk for example.
+        while left:
+            left = left[os.write(file, left) :]
+
+    def flush(self, file: int) -> None:
+        """Force what was written to the disk."""
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        """Close a descriptor."""
+        os.close(file)
+
+    def flush_folder(self, path: Path) -> None:
+        """Force the names in a folder to the disk; fsync of a file does not include its name."""
+        flush(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename a file or folder atomically."""
+        os.rename(old, new)
+
+    def remove(self, file: Path) -> None:
+        """Remove a file, if it exists."""
+        file.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        path.rmdir()

@@ -1,0 +1,185 @@
+"""Read checkpoints; nothing is used before every byte has been compared with the digests in the manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from halfstep.checkpoint.manifest import Manifest, NewerFormat, read_manifest, state_of, tensors_of
+from halfstep.checkpoint.paths import CheckpointDir, generations
+from halfstep.checkpoint.pickle_detection import LOOKED_AT
+from halfstep.checkpoint.sealed import is_passing, problem_with, read_bounded, refuse_code, regular
+from halfstep.errors import BadData, HalfstepError, NoCheckpoint, StateMismatch, StorageFailed
+from halfstep.files import LARGEST_JSON, strict_json
+
+MOST_TENSORS, MOST_SIDES = 100_000, 64
+"""The maximum number of tensors in one file, and of dimensions of one tensor; 64 is torch's own limit."""
+MOST_STRANGERS = 1000
+"""The number of files in a checkpoint's folder that are inspected, whether they belong there or not."""
+Progress = Callable[[int], None]
+"""A callback that receives the number of bytes read since the last call."""
+
+
+@dataclass(frozen=True)
+class CheckpointVerdict:
+    """The result of verifying one checkpoint."""
+
+    generation: CheckpointDir
+    manifest: Manifest | None
+    problem: str | None
+    """The first problem that was found, or None."""
+    unread: bool = False
+    """Whether the checkpoint could not be read at present; it may be intact."""
+
+
+def verified(generation: CheckpointDir, progress: Progress = lambda count: None) -> CheckpointVerdict:
+    """Verify the size and SHA-256 of every file of a checkpoint.
+
+    Raises Unsafe if a file could run code, and StateMismatch for a checkpoint of a later version.
+    """
+    try:
+        # Before the manifest is trusted: a foreign file beside the listed ones would otherwise never be inspected.
+        refuse_strangers(generation.path)
+    except OSError as error:
+        return CheckpointVerdict(generation, None, _in_words(error), is_passing(error))
+    try:
+        manifest = read_manifest(generation)
+    except NewerFormat as error:
+        # Not a damaged checkpoint: setting it aside would lose the work of a later version.
+        raise StateMismatch(
+            f"{generation.path} was {error}",
+            allowed="checkpoints of this version, and older ones",
+            do="pip install --upgrade halfstep",
+        ) from None
+    except (OSError, ValueError) as error:
+        return CheckpointVerdict(generation, None, f"its manifest: {_in_words(error)}", is_passing(error))
+    for sealed in manifest.files:
+        try:
+            problem = problem_with(generation.path, sealed)
+        except OSError as error:
+            return CheckpointVerdict(generation, manifest, f"{sealed.name}: {_in_words(error)}", unread=True)
+        if problem is not None:
+            return CheckpointVerdict(generation, manifest, problem)
+        progress(sealed.size)
+    return CheckpointVerdict(generation, manifest, None)
+
+
+def refuse_strangers(folder: Path) -> None:
+    """Raise OSError if the folder is a link, and Unsafe if any file in it could run code."""
+    # A link may lead out of the run's folder, and what it leads to can be exchanged after the check.
+    if folder.is_symlink():
+        raise OSError("a link, where a folder was made")
+    for path in sorted(islice(folder.iterdir(), MOST_STRANGERS)):
+        with contextlib.suppress(OSError), regular(path) as file:
+            refuse_code(path, os.pread(file, LOOKED_AT, 0))
+
+
+def newest_whole(folder: Path) -> tuple[CheckpointVerdict | None, list[CheckpointVerdict]]:
+    """Return the newest intact checkpoint, and the damaged ones that are newer; None if there is none at all.
+
+    Raises NoCheckpoint if all are damaged, and StorageFailed if one cannot be read at present.
+    """
+    damaged: list[CheckpointVerdict] = []
+    try:
+        found = generations(folder)
+    except OSError as error:
+        raise _not_now(folder, _in_words(error)) from error
+    for generation in found:
+        verdict = verified(generation)
+        if verdict.problem is None:
+            return verdict, damaged
+        # An unreadable one may be intact. Falling back to an older one would discard its steps for a temporary failure.
+        if verdict.unread:
+            raise _not_now(generation.path, verdict.problem)
+        damaged.append(verdict)
+    # Never start over silently when there was a checkpoint once.
+    if damaged:
+        raise none_whole(folder, [f"{one.generation.name}: {one.problem}" for one in damaged])
+    return None, []
+
+
+def none_whole(folder: Path, lines: list[str]) -> NoCheckpoint:
+    """Return the error for a folder in which every checkpoint is damaged; `lines` has one reason for each."""
+    shown = lines[:10] + ([f"... and {len(lines) - 10} more"] if len(lines) > 10 else [])
+    return NoCheckpoint(
+        "\n    ".join([f"{folder} held checkpoints, and none of them is whole:", *shown]),
+        allowed="at least one checkpoint as it was written; a run is never begun anew in silence",
+        do="bring back the folder from a copy, or add --new to begin again in a folder of its own",
+    )
+
+
+def _not_now(path: Path, problem: str) -> StorageFailed:
+    return StorageFailed(
+        f"{path} cannot be read now: {problem}",
+        allowed="a disk that can be read; whether the checkpoint is whole is not known",
+        do=f"try again; where it stays so, rename {path.name} to go on from the checkpoint before it",
+    )
+
+
+def read_state(generation: CheckpointDir, rank: int) -> tuple[Any, dict[str, Tensor]]:
+    """Return what a rank saved: its JSON, and its tensors merged over rank 0's, which include the shared ones.
+
+    Raises BadData if a file cannot be parsed, and StorageFailed if it cannot be read at present.
+    """
+    plain = _json(generation.path / state_of(rank))
+    tensors = _tensors(generation.path / tensors_of(0))
+    return plain, tensors if rank == 0 else {**tensors, **_tensors(generation.path / tensors_of(rank))}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return strict_json(read_bounded(path, LARGEST_JSON))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_tensors(path)
+    except Exception as error:
+        # A made-up file can cause any exception in the reader: TypeError, OverflowError, RuntimeError and others.
+        raise _damaged(path, error) from error
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file; any exception may be raised for a made-up file."""
+    _check_header(path)
+    return load_file(path)
+
+
+def _check_header(path: Path) -> None:
+    """Raise ValueError for a header that safetensors accepts but no writer produces."""
+    # safetensors allows a header of 100 MB and any number of tensors: these limits bound time and memory.
+    with regular(path) as file:
+        length = int.from_bytes(os.pread(file, 8, 0), "little")
+        if length > LARGEST_JSON:
+            raise ValueError(f"a header of {length:,} bytes")
+        table = strict_json(os.pread(file, length, 8))
+    if not isinstance(table, dict) or len(table) > MOST_TENSORS:
+        raise ValueError("no table of tensors, or one of too many")
+    for name, entry in table.items():
+        shape = [] if name == "__metadata__" else entry["shape"]
+        if len(shape) > MOST_SIDES or any(not 0 <= side < 2**53 for side in shape):
+            raise ValueError(f"a tensor with the shape {str(shape)[:80]}")
+
+
+def _damaged(path: Path, error: Exception) -> HalfstepError:
+    if is_passing(error):
+        return _not_now(path.parent, f"{path.name}: {_in_words(error)}")
+    return BadData(
+        f"{path} cannot be read: {_in_words(error)}",
+        allowed="a checkpoint as halfstep wrote it",
+        do=f"halfstep verify {path.parent.parent.parent}",
+    )
+
+
+def _in_words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__

@@ -1,0 +1,138 @@
+"""Build the command line application from the files of this folder, and turn errors into three lines and an exit code.
+
+A command is a file with `GROUP` (a heading of `--help`) and `run` (its docstring is the help), and optionally `COMMAND`
+(arguments for typer). torch is imported inside `run`, so that `--help` stays fast. Files that begin with an underscore,
+and the folder `pages`, are not commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Iterable
+from functools import partial
+from textwrap import wrap
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
+
+from halfstep import cli
+from halfstep._version import __version__
+from halfstep.cli._options import Command, HelpWithoutValue, flag, help_of
+from halfstep.errors import CONFIGURATION, INTERRUPTED, USAGE, HalfstepError, missing_extra
+from halfstep.printable import in_line, printable
+from halfstep.status_line import clear
+from halfstep.terminal import say, screen
+
+_WrongWords: Any
+# click's UsageError, reached through typer: click itself is not among our dependencies.
+(_WrongWords,) = typer.BadParameter.__bases__
+_WrongWords.exit_code = USAGE
+"""typer exits with 2 for a command line it cannot parse; halfstep uses the codes of sysexits.h."""
+GROUPS = ("Run", "Choose", "Trouble", "Files")
+
+
+class Commands(HelpWithoutValue, TyperGroup):
+    """The group of all commands; a `HalfstepError` is printed without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; print errors that explain themselves, and exit with their code."""
+        try:
+            return super().invoke(ctx)
+        except _WrongWords as error:
+            # The message may contain a file name that a shell glob inserted, with control characters in it.
+            error.message = in_line(error.message)
+            clear()
+            raise
+        except KeyboardInterrupt:
+            # Long commands handle Ctrl-C themselves; mostly this one came while torch and others were imported.
+            clear()
+            sys.stderr.write("stopped\n")
+            raise typer.Exit(INTERRUPTED) from None
+        except (typer.Exit, typer.Abort):
+            raise  # both derive from RuntimeError, and `_explained` would load torch after every --help
+        except (HalfstepError, ImportError, MemoryError, RuntimeError) as error:
+            told = _explained(error)
+            if told is None or ctx.params["debug"]:
+                raise
+            _print(told)
+            raise typer.Exit(told.exit_code) from None
+
+
+def _explained(error: Exception) -> HalfstepError | None:
+    """Return the error as a `HalfstepError`; None for a bug, which gets a traceback."""
+    if isinstance(error, HalfstepError):
+        return error
+    if isinstance(error, ImportError):
+        return missing_extra(error)
+    from halfstep.out_of_memory import as_error
+
+    return as_error(error, "", "smaller images or batches, as data.tile=256 for predict; or close what else runs here")
+
+
+def _print(error: HalfstepError) -> None:
+    """Print an error. A configuration error is the same on every rank, so only rank 0 prints it; other errors are
+    per rank.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and error.exit_code == CONFIGURATION:
+        return
+    whose = "" if rank == "0" else f"rank {rank}: "
+    console = screen(stderr=True, soft_wrap=True)
+    width = console.width if console.is_terminal else None
+    told = [_folded(_indented(whose + error.given), width)]
+    if error.allowed:
+        told.append(_folded(_indented(f"  allowed: {error.allowed}"), width))
+    if error.do:
+        told.append(_indented(f"  do: {error.do}"))  # never folded: it may contain a command to copy
+    console.print(Text("\n".join(told), style="red"))
+
+
+def _folded(text: str, width: int | None) -> str:
+    """Wrap lines between words, where a terminal would break inside them."""
+    if width is None:
+        return text
+    fold = partial(wrap, width=width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(fold(line)) for line in text.split("\n"))
+
+
+def _indented(part: str) -> str:
+    """Indent all lines but the first, so that a line break in a file name cannot imitate a line of halfstep's."""
+    first, *others = printable(part).split("\n")
+    return "\n".join([first, *(f"    {line.strip()}" for line in others)])
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"halfstep {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[bool, flag("--version", "Print the version.", is_eager=True, callback=_print_version)] = False,
+    debug: Annotated[bool, flag("--debug", "Show tracebacks of errors.", envvar="HALFSTEP_DEBUG")] = False,
+) -> None:
+    """Mixed precision training for PyTorch that you can trust."""
+
+
+def application(names: Iterable[str]) -> typer.Typer:
+    """Return the application with one command per file name."""
+    # `Commands` prints errors itself, so typer's own tracebacks are off.
+    app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app.callback()(_options)
+    commands = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in names}
+    for name, command in sorted(commands.items(), key=lambda item: GROUPS.index(item[1].GROUP)):
+        options = {"cls": Command, **getattr(command, "COMMAND", {})}
+        app.command(name, help=help_of(command.run), rich_help_panel=command.GROUP, **options)(command.run)
+    return app
+
+
+def command_names() -> list[str]:
+    """Return the names of all commands."""
+    # Listed without importing them: a command imports only itself.
+    files = (info.name for info in pkgutil.iter_modules(cli.__path__) if not info.ispkg)
+    return [name for name in files if name != "main" and not name.startswith("_")]

@@ -1,0 +1,158 @@
+"""Options that commands share: flags, a recipe with settings or a case, a run to open, a file to write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from halfstep.errors import INTERRUPTED, StorageFailed, WrongUse
+from halfstep.precision.names import read_settings
+from halfstep.terminal import say, screen
+
+if TYPE_CHECKING:
+    from halfstep.measure.subject import Subject
+    from halfstep.runs.finished import Finished
+
+
+# -- flag -------------------------------------------------------------------------------------------------------------
+# Options without a value.
+
+
+def flag(name: str, help: str, **more: Any) -> Any:
+    """Return an option that takes no value and is shown without one."""
+    return typer.Option(name, help=help, metavar="", **more)
+
+
+# -- command ----------------------------------------------------------------------------------------------------------
+# Commands whose help is laid out in paragraphs.
+
+
+class HelpWithoutValue:
+    """A mixin that shows `--help` as an option without a value."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return click's help option without a placeholder for a value."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.metavar = ""
+        return option
+
+
+class Command(HelpWithoutValue, TyperCommand):
+    """A command of halfstep."""
+
+
+def help_of(run: Callable[..., Any]) -> str:
+    """Return the docstring of a command in paragraphs, rewrapped by the terminal."""
+    paragraphs = (inspect.getdoc(run) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+# Commands that take settings of a recipe: their help shows the most common ones and names the page with all.
+
+
+WORDS = "halfstep.words"
+"""The key of the typed words in typer's context: help is printed before arguments are parsed."""
+
+
+class TakesSettings(Command):
+    """A command that takes every unknown word as a setting: `train.batch_size=4`, `--batch_size 4`, `--bf16`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Save the typed words for the help page, then parse them."""
+        # --help is handled while arguments are parsed, before the recipe is known otherwise.
+        ctx.meta[WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help of the command, then the recipe's settings."""
+        super().format_help(ctx, formatter)
+        from halfstep.cli.pages.explained import settings_help
+
+        named = [word for word in ctx.meta.get(WORDS, ()) if not word.startswith("-")]
+        screen().print(settings_help(named[0] if named else None))
+
+
+# -- opened -----------------------------------------------------------------------------------------------------------
+# Options of commands that load a run.
+
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/segmentation_tiny.")]
+Weights = Annotated[str, typer.Option(help="best, last, or a .safetensors file.")]
+Precision = Annotated[str | None, typer.Option(help="Another precision than the run's.")]
+Bf16 = Annotated[bool, flag("--bf16", "The same as --precision bf16.")]
+Fp16 = Annotated[bool, flag("--fp16", "The same as --precision fp16.")]
+OwnTask = Annotated[Path | None, typer.Option(help="The file of the run's own task.", metavar="FILE")]
+
+
+def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: bool, task: Path | None) -> Finished:
+    """Load the run with these weights, in the precision the options agree on.
+
+    Raise `BadData` where the run or its weights are missing, and the errors of conflicting options.
+    """
+    asked = {"precision": precision, "bf16": bf16 or None, "fp16": fp16 or None}
+    named = read_settings({key: value for key, value in asked.items() if value is not None})
+    from halfstep.train.run_folder import recipe_in
+
+    recipe_in(folder)  # fails before torch is loaded, which takes seconds
+    from halfstep.runs.finished import open_finished
+    from halfstep.runs.registry import task_from_file
+
+    own = task_from_file(task)[0] if task else None
+    return open_finished(folder, weights=weights, precision=named.name if named else None, own=own)
+
+
+# -- subject ----------------------------------------------------------------------------------------------------------
+
+
+TAKES_SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""typer's settings for such a command: unknown words are settings of the recipe."""
+
+RecipeOrCase = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|CASE",
+        help="A recipe, then settings of it; or `module:callable`, which returns (model, loss_fn, batch).",
+    ),
+]
+
+
+def subject(text: str, settings: Sequence[str]) -> Subject:
+    """Return the recipe or case a command names. Raise `WrongUse` for wrong words before anything is measured."""
+    if text.startswith("-"):
+        raise WrongUse(f"{text} where RECIPE should be", allowed="RECIPE or CASE first", do=f"put {text} after it")
+    from halfstep.measure.subject import Subject
+
+    return Subject(text, tuple(settings))
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print a report as JSON."""
+    say(dumps(report, indent=1))
+
+
+def end(report: dict[str, Any]) -> None:
+    """Exit with the code of Ctrl-C where the report was interrupted."""
+    if report.get("interrupted"):
+        raise typer.Exit(INTERRUPTED)
+
+
+# -- storing ----------------------------------------------------------------------------------------------------------
+# Output files: an OSError is reported in terms of the option the user gave.
+
+
+@contextmanager
+def storing(given: str, *, allowed: str, do: str) -> Iterator[None]:
+    """Turn an OSError inside the block into `StorageFailed`; `given` says what failed, and the reason is added."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(f"{given}: {error.strerror or error}", allowed=allowed, do=do) from None

@@ -1,0 +1,339 @@
+"""Predict the images or clips of a folder with a run's model: pictures, animations and a table."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.cli._options import storing
+from halfstep.errors import BadData, BadRecipe, FolderTaken, WrongUse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from halfstep.runs.finished import Finished
+    from halfstep.train.task import Picture, Prediction
+
+
+# -- predicted place --------------------------------------------------------------------------------------------------
+# The output folder.
+
+
+def writing(place: Path) -> AbstractContextManager[None]:
+    """Return a context that reports an OSError as `StorageFailed` for `place`."""
+    return storing(
+        f"{place} cannot be written to",
+        allowed="a folder that this user can write to, with room for what is predicted",
+        do="give --out FOLDER, a place of your own",
+    )
+
+
+WRITTEN = ("predictions.csv", "samples.png", "masks", "overlays")
+"""Names that a prediction may write."""
+
+
+def check_place(place: Path, overwrite: bool) -> None:
+    """Raise `FolderTaken` or `StorageFailed` for an unusable output folder before minutes of computing; create
+    nothing.
+    """
+    there = [name for name in WRITTEN if (place / name).exists()]
+    if there and not overwrite:
+        raise FolderTaken(
+            f"{place} holds predictions already: {', '.join(there)}",
+            allowed="a folder without any; --overwrite replaces those of the same name, and leaves the others",
+            do="give --out FOLDER, or add --overwrite",
+        )
+    with writing(place):
+        # The folder itself is created later; what can be checked now is its nearest existing parent.
+        nearest = next(folder for folder in (place, *place.parents) if folder.exists())
+        if not nearest.is_dir():
+            raise OSError(errno.ENOTDIR, f"{nearest} is a file")
+        if not os.access(nearest, os.W_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+# -- predicted settings -----------------------------------------------------------------------------------------------
+# The words after RUN in `halfstep predict`: a folder, and settings of inference.
+
+
+HOW = (
+    *("model.sampler", "model.sample_steps", "model.guidance"),
+    *("data.tile", "data.overlap", "data.frames", "data.every"),
+)
+"""Settings that the weights do not depend on. All others define what was trained."""
+
+
+def folder_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the folder, where the first word is one, and the settings after it."""
+    first = words[0] if words else "-"
+    # A folder's name may contain an equals sign.
+    if first.startswith("-") or ("=" in first and not Path(first).exists()):
+        return None, list(words)
+    return Path(first), list(words[1:])
+
+
+def changed(finished: Finished, settings: Sequence[str]) -> Finished:
+    """Return the run with settings changed in its recipe; its weights stay the same.
+
+    Raise `BadRecipe` for a setting the weights depend on.
+    """
+    if not settings:
+        return finished
+    from halfstep.recipe.aliases import PRECISION_WORDS
+    from halfstep.recipe.fields import settings_of
+    from halfstep.recipe.overrides import read_flags
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.finished import remembering
+    from halfstep.runs.resolve import resolved_recipe
+    from halfstep.train.run_folder import recipe_in
+
+    schema = type(finished.task).schema
+    for key in (one.key for one in read_flags(list(settings), schema)):
+        if key in PRECISION_WORDS:
+            raise BadRecipe(f"{key} as a setting", allowed="--precision P, --bf16 or --fp16", do="write --precision P")
+        if key not in HOW:
+            allowed = [one for one in HOW if one in settings_of(schema)]
+            raise BadRecipe(
+                f"{key} is part of what {finished.folder} was trained with",
+                allowed=", ".join(allowed) or f"no setting: {finished.recipe.task} has none that can change afterwards",
+                do=f"leave it out, or train anew with {key} changed",
+            )
+    recipe = resolved_recipe(read_recipe(str(recipe_in(finished.folder))), settings, schema=schema).recipe
+    task = remembering(type(finished.task)(recipe), finished.folder)
+    return replace(finished, recipe=recipe, task=task)
+
+
+# -- predicted samples ------------------------------------------------------------------------------------------------
+# Samples that a model draws without input, in one grid.
+
+
+PICTURE = "samples.png"
+LEAST = 64
+"""The height in pixels small pictures are enlarged to."""
+COLUMNS = 10
+WIDEST = 2400
+"""Wider grids get fewer columns, unless the user gave them."""
+
+
+def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> dict[str, Any]:
+    """Draw samples with a seed, write them as one picture, and return the report.
+
+    Raise `BadData` where there is nothing to draw from, `WrongUse` for a task that draws nothing.
+    """
+    from halfstep.draw.images import enlarged, grid, write_png
+
+    made = [enlarged(picture, LEAST) for picture in _made(finished, samples, seed)]
+    if not made:
+        raise BadData(
+            f"{finished.folder}: there is nothing to draw from, or none of it can be read",
+            allowed="the validation data that the run was trained with",
+            do=f"check data.path in its recipe, or give images: halfstep predict {finished.folder} FOLDER",
+        )
+    columns = columns or _columns(made, len(finished.task.facts().get("classes") or ()))
+    with writing(out):
+        write_png(out / PICTURE, grid([made[i : i + columns] for i in range(0, len(made), columns)]))
+    return {
+        "out": str(out),
+        "picture": str(out / PICTURE),
+        "samples": len(made),
+        "columns": columns,
+        "seed": seed,
+        "precision": finished.choice.precision.name,
+        "device": finished.choice.device.name,
+    }
+
+
+def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
+    from halfstep.terminal import progress
+    from halfstep.train.process_group import generators_kept
+    from halfstep.train.rng import seed_all
+    from halfstep.train.task import LeftOut
+
+    inference = finished.choice.precision.inference(finished.device)
+    try:
+        with progress("sampling", "steps") as told, generators_kept(), inference:
+            # Seeded inside `generators_kept`, which restores the caller's generators afterwards.
+            seed_all(seed)
+            return finished.task.sample(finished.model, samples, told)
+    except LeftOut:
+        raise WrongUse(
+            f"the model of {finished.folder} makes nothing by itself",
+            allowed="a folder of images to predict for",
+            do=f"halfstep predict {finished.folder} FOLDER",
+        ) from None
+
+
+def _columns(pictures: list[Picture], classes: int) -> int:
+    """Return ten columns where they fit; for classes in turn, a multiple of the classes, so that a column has one
+    class.
+    """
+    widest: int = max(picture.shape[1] for picture in pictures)
+    most = min(COLUMNS, max(1, WIDEST // widest))
+    return most - most % classes if 0 < classes <= most else most
+
+
+# -- predicted folder -------------------------------------------------------------------------------------------------
+
+
+TABLE = "predictions.csv"
+MILLISECONDS = 150
+"""The duration of a frame in an animation."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs in a folder by name, not yet read."""
+
+    unit: str
+    names: list[str]
+    read: Callable[[int], Tensor]
+    kinds: str
+    """The readable kinds, in words."""
+
+
+def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
+    """Predict each image or clip, write the results, and return the report.
+
+    Unreadable inputs are reported; raise `BadData` where none can be read.
+    """
+    from halfstep.data.source import BadSample
+    from halfstep.terminal import progress
+
+    inputs = _inputs(finished, where)
+    rows, bad = [], []
+    with progress("predicting", inputs.unit) as told:
+        for number, name in enumerate(inputs.names):
+            try:
+                said = _predicted(finished, inputs.read(number))
+            except BadSample as error:
+                bad.append({"file": name, "reason": error.reason})
+            else:
+                with writing(out):
+                    rows.append({"file": name, **_write(said, out, Path(name))})
+            told(number + 1, len(inputs.names))
+    if not rows:
+        raise BadData(
+            f"none of the {inputs.unit} below {where} could be read ({len(bad)} tried)",
+            allowed=inputs.kinds,
+            do=f"look at {bad[0]['file']}: {bad[0]['reason']}" if bad else f"give a folder with {inputs.unit}",
+        )
+    with writing(out):
+        _write_table(rows, out / TABLE)
+    kinds = [kind for kind in ("mask", "overlay", "animation") if any(kind in row for row in rows)]
+    return {
+        "out": str(out),
+        inputs.unit: len(rows),
+        "unreadable": bad,
+        "precision": finished.choice.precision.name,
+        "device": finished.choice.device.name,
+        "pictures": kinds,
+        "table": str(out / TABLE),
+    }
+
+
+def _inputs(finished: Finished, where: Path) -> Inputs:
+    """Return clips for a task whose data has frames, images otherwise; a single image file is always an image."""
+    from halfstep.data.image_files import image_files
+    from halfstep.data.image_io import SUFFIXES, read_image
+
+    if not where.is_dir() and not where.is_file():
+        raise BadData(
+            f"{where} is {'no folder and no file' if where.exists() else 'not there'}",
+            allowed="a folder, or one file",
+            do=f"give one that is there: halfstep predict {finished.folder} FOLDER",
+        )
+    data = finished.recipe.data
+    if {"frames", "every"} <= set(type(data).model_fields) and where.suffix.lower() not in SUFFIXES:
+        return _clips(data, where)
+    root, names = (where.parent, [where.name]) if where.is_file() else (where, image_files(where))
+    channels = getattr(finished.task, "channels_read", getattr(data, "channels", 3))
+    kinds = "JPEG, PNG, TIFF, WEBP or BMP images"
+    return Inputs("images", names, lambda number: read_image(root / names[number], channels), kinds)
+
+
+def _clips(data: Any, place: Path) -> Inputs:
+    """Return consecutive clips of data.frames frames."""
+    from halfstep.tasks.shared.sources import CLIPS, clips_in
+
+    found = clips_in(place, data)
+    keys = [found.key(number).rpartition("#") for number in range(len(found))]
+    # A folder that is itself a clip has an empty relative name.
+    own = place.resolve().name
+    parts = [(own if whole in ("", ".") else whole, int(first)) for whole, _, first in keys]
+    return Inputs("clips", _clip_names(parts), lambda number: found.read(number)["image"], CLIPS)
+
+
+def _clip_names(parts: list[tuple[str, int]]) -> list[str]:
+    """Return names with the number of the first frame; without it where a recording has one clip and the name is
+    free.
+    """
+    times = Counter(whole for whole, _ in parts)
+    numbered = [f"{whole}-{first:05d}" for whole, first in parts]
+    taken = {name for name, (whole, _) in zip(numbered, parts, strict=True) if times[whole] > 1}
+    return [
+        whole if times[whole] == 1 and whole not in taken else name
+        for name, (whole, _) in zip(numbered, parts, strict=True)
+    ]
+
+
+def _predicted(finished: Finished, image: Tensor) -> Prediction:
+    from halfstep.train.task import LeftOut
+
+    try:
+        with finished.choice.precision.inference(finished.device):
+            return finished.task.predict(finished.model, image.to(finished.device))
+    except LeftOut:
+        raise WrongUse(
+            f"the model of {finished.folder} says nothing about images",
+            allowed="no folder",
+            do=f"halfstep predict {finished.folder}, or write a predict for {type(finished.task).__name__}",
+        ) from None
+
+
+def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
+    """Write pictures into a folder per kind, named after the image, and return the row of the table."""
+    from halfstep.draw.images import write_png
+
+    row = dict(prediction.values)
+    for kind, picture in (("mask", prediction.mask), ("overlay", _labelled(prediction, name))):
+        if picture is not None:
+            # Append to the full name, since a.jpg and a.tif may be in one folder.
+            file = out / f"{kind}s" / (name if name.suffix == ".png" else name.with_name(f"{name.name}.png"))
+            write_png(file, picture)
+            row[kind] = str(file.relative_to(out))
+    if prediction.frames:
+        from halfstep.draw.images import write_gif
+
+        file = out / "overlays" / name.with_name(f"{name.name}.gif")
+        write_gif(file, prediction.frames, MILLISECONDS)
+        row["animation"] = str(file.relative_to(out))
+    return row
+
+
+def _labelled(prediction: Prediction, name: Path) -> Picture | None:
+    """Return the overlay with a legend of its colors; unchanged where there is none."""
+    from halfstep.draw.sheet import PicturedSample, alone
+
+    if prediction.overlay is None or not prediction.legend:
+        return prediction.overlay
+    return alone(PicturedSample({"": prediction.overlay}, str(name)), prediction.legend)
+
+
+def _write_table(rows: list[dict[str, object]], path: Path) -> None:
+    import csv
+    import io
+
+    from halfstep.files import write_text
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())

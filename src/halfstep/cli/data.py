@@ -1,0 +1,102 @@
+"""`halfstep data`: check a user's data before a run, and download public data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from halfstep.cli._options import flag
+from halfstep.terminal import say
+
+GROUP = "Run"
+ACTIONS = ("list", "check", "get")
+
+
+def run(
+    action: Annotated[str, typer.Argument(help="list, check or get.", metavar="[ACTION]")] = "list",
+    what: Annotated[str | None, typer.Argument(help="check: a folder. get: the name of a data set.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="check: segmentation or classification, where the folder does not tell.")
+    ] = None,
+    masks: Annotated[
+        Path | None, typer.Option(help="check: the folder of masks, where it is not beside the images.")
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(help="check: how many classes masks have, where their values do not tell.", min=2)
+    ] = None,
+    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+) -> None:
+    """Check a folder of your own before training on it, or get a real data set.
+
+    check FOLDER reads every file and reports on one page what is wrong, how masks are read and how the classes are
+    balanced; exit code 65 where a run would fail or its figures would be false. get NAME downloads a set; list shows
+    the sets.
+    """
+    from halfstep.errors import WrongUse, unknown_name
+
+    if action not in ACTIONS:
+        raise unknown_name("action", action, ACTIONS)
+    if action == "list":
+        report: Any = _list(quiet=json)
+    elif what is None:
+        kind, example = ("FOLDER", "photos") if action == "check" else ("NAME", "aerial_buildings")
+        raise WrongUse(
+            f"{action} what?", allowed=f"halfstep data {action} {kind}", do=f"halfstep data {action} {example}"
+        )
+    elif action == "check":
+        report = _check(what, task, masks, classes, quiet=json)
+    else:
+        report = _get(what, quiet=json)
+    if json:
+        from json import dumps
+
+        say(dumps(report, indent=1))
+    if action == "check" and not report["ok"]:
+        from halfstep.errors import DATA
+
+        raise typer.Exit(DATA)
+
+
+def _check(folder: str, task: str | None, masks: Path | None, classes: int | None, *, quiet: bool) -> dict[str, Any]:
+    from halfstep.data.check.report import check
+    from halfstep.data.layout import data_place, find_layout
+    from halfstep.terminal import progress
+
+    layout = find_layout(data_place(folder), task, masks)
+    with progress("reading", "files") as told:
+        report = check(layout, told, classes)
+    report["next"] = _next(folder, report, masks)
+    if not quiet:
+        from halfstep.cli.pages.data import show
+
+        show(report)
+    return report
+
+
+def _next(folder: str, report: dict[str, Any], masks: Path | None) -> str:
+    import shlex
+
+    words = ["halfstep", "train", report["recipe"], "--data_dir", folder]
+    return shlex.join([*words, "--masks", str(masks)] if masks else words)
+
+
+def _list(*, quiet: bool) -> dict[str, Any]:
+    from halfstep.data.sets.getting import is_here, known_sets
+
+    report = {"sets": [{"name": name, "about": one.ABOUT, "here": is_here(name)} for name, one in known_sets().items()]}
+    if not quiet:
+        from halfstep.cli.pages.data import show_sets
+
+        show_sets(report["sets"])
+    return report
+
+
+def _get(name: str, *, quiet: bool) -> dict[str, Any]:
+    from halfstep.data.sets.getting import get
+
+    folder, counts = get(name)
+    if not quiet:
+        say(f"{name} ok: {', '.join(f'{n} {split}' for split, n in counts.items())} in {folder}")
+    return {"name": name, "folder": str(folder), "samples": counts}

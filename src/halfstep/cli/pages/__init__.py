@@ -1,0 +1,1 @@
+"""The pages that commands print, one file each."""

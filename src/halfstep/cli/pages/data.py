@@ -1,0 +1,119 @@
+"""Print the result of a data check on one page for terminals of 80 columns or more."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.printable import in_line
+from halfstep.terminal import screen
+
+_STYLE = {"error": "bold red", "warning": "yellow", "note": "dim"}
+MOST_NAMES = 3
+"""The most files named per fault; --json has them all."""
+MOST_CLASSES = 12
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the data set, its faults, and the verdict last."""
+    console = screen()
+    console.print(Text(f"{in_line(report['folder'])}: {_what(report)}", style="bold"))
+    console.print(_facts(report))
+    if report["classes"]:
+        console.print(_classes(report["classes"]))
+    for finding in report["findings"]:
+        if finding["severity"] != "note":
+            _print_finding(console, finding, report["folder"])
+    notes = [f"{one['evidence']} ({one['count']:,})" for one in report["findings"] if one["severity"] == "note"]
+    if notes:
+        console.print(Text(f"\nnothing to do: {'; '.join(notes)}", style="dim"))
+    console.print()
+    console.print(_verdict(report))
+    if report["ok"]:
+        console.print(Text(f"next: {in_line(report['next'])}"), soft_wrap=True)
+
+
+def show_sets(sets: Sequence[dict[str, Any]]) -> None:
+    """Print the data sets that can be downloaded."""
+    table = _grid()
+    for one in sets:
+        table.add_row(Text(one["name"], style="bold"), "here" if one["here"] else "", Text(one["about"]))
+    console = screen()
+    console.print(table)
+    console.print("\nhalfstep data get NAME gets one; halfstep data check FOLDER looks over your own.")
+
+
+def _what(report: dict[str, Any]) -> str:
+    return {"segmentation": "photographs with masks", "classification": "a folder for each class"}[report["task"]]
+
+
+def _facts(report: dict[str, Any]) -> Padding:
+    table = _grid()
+    splits = ", ".join(f"{count:,} {name}" for name, count in report["samples"].items())
+    total = sum(report["samples"].values())
+    lost = f"; {total - report['readable']:,} cannot be read" if total > report["readable"] else ""
+    table.add_row(Text("samples", style="dim"), Text(f"{total:,}: {splits}{lost}"))
+    if report["images"]:
+        images = report["images"]
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in images["kinds"].items())
+        sizes = {name: " × ".join(map(str, images[name])) for name in ("smallest", "median", "largest")}
+        table.add_row(Text("sizes", style="dim"), Text(", ".join(f"{name} {size}" for name, size in sizes.items())))
+        table.add_row(Text("kinds", style="dim"), Text(kinds))
+    if report["masks"]:
+        table.add_row(Text("masks", style="dim"), Text(f"are read so: {report['masks']['read_as']}"))
+    return Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def _classes(classes: Sequence[dict[str, Any]]) -> Padding:
+    table = _grid()
+    most = max((one.get("pixels", one["images"]) for one in classes), default=0) or 1
+    for one in classes[:MOST_CLASSES]:
+        amount = one.get("pixels", one["images"])
+        told = f"{one['pixels']:.1%} of the pixels, in {one['images']:,} images" if "pixels" in one else f"{amount:,}"
+        # A class that is present gets at least one block, however rare it is.
+        bar = Text("█" * max(1, round(20 * amount / most)) if amount else "", style="cyan")
+        table.add_row(Text(f"class {in_line(one['name'])}", style="dim"), bar, Text(told))
+    if len(classes) > MOST_CLASSES:
+        table.add_row(Text(f"and {len(classes) - MOST_CLASSES} more", style="dim"))
+    return Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def _print_finding(console: Console, finding: dict[str, Any], folder: str) -> None:
+    head = Text(f"\n{finding['severity']} {finding['id']}", style=_STYLE[finding["severity"]])
+    number = f" ({finding['count']:,})" if finding["count"] else ""
+    console.print(head.append(f"{number}: {finding['evidence']}", style="not bold default"))
+    names = [in_line(name) for name in finding["files"][:MOST_NAMES]]
+    more = finding["count"] - len(names)
+    lines = [*names, *([f"and {more:,} more"] if more > 0 else []), f"do: {_typed(finding, folder)}"]
+    console.print(Padding(Text("\n".join(lines)), (0, 0, 0, 2), expand=False))
+
+
+def _typed(finding: dict[str, Any], folder: str) -> str:
+    """Return the fix, with the file's name in it where there is only one."""
+    if finding["count"] != 1:
+        return str(finding["fix"])
+    path = in_line(shlex.quote(os.path.join(folder, finding["files"][0])))
+    # Quoted, so that the command can be copied whatever the file is called.
+    return str(finding["fix"]).replace("FILE", path)
+
+
+def _verdict(report: dict[str, Any]) -> Text:
+    errors = sum(finding["severity"] == "error" for finding in report["findings"])
+    rest = sum(finding["severity"] == "warning" for finding in report["findings"])
+    if errors:
+        remarks = f" and {rest} remark{'s' * (rest != 1)}" if rest else ""
+        told = f"{errors} kind{'s' * (errors != 1)} of mistakes{remarks}; mend the mistakes, then check again"
+        return Text(told, style="bold red")
+    remarks = f", {rest} remark{'s' * (rest != 1)}" if rest else ""
+    return Text(f"fit to train on{remarks}", style="green")
+
+
+def _grid() -> Table:
+    return Table.grid(padding=(0, 2))

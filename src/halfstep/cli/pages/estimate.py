@@ -1,0 +1,289 @@
+"""Print a memory estimate: whether it fits, where the memory goes, and the largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.cli.pages.layout import heading, pairs
+from halfstep.measure.memory.report import place_in_words
+from halfstep.measure.setting import size_in_words
+from halfstep.measure.survival_report import THE_MODEL_ITSELF
+from halfstep.printable import printable
+from halfstep.terminal import screen
+
+_MODULES = 5
+Column = Mapping[str, Any]
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the whole report, the answer first."""
+    console = screen()
+    for line in report["verdict"]["lines"]:
+        console.print(Text(printable(line), style="bold green" if line.startswith("fits") else "bold yellow"))
+    if report["interrupted"]:
+        console.print(Text("interrupted: this is what was known by then", style="yellow"))
+    for number, page in enumerate(report["devices"]):
+        if number == 0:
+            _print_columns(console, page["columns"])
+            _print_savings(console, report["verdict"]["savings"])
+        _print_device(console, page)
+    _print_notes(console, report)
+    console.print()
+    console.print(Text("next: ", style="dim").append(printable(report["next"]), style="bold not dim"), soft_wrap=True)
+
+
+def _print_columns(console: Console, columns: Sequence[Column]) -> None:
+    """Print a table per batch size, for the first mode (kept or recomputed activations) that was estimated."""
+    kept = [column for column in columns if column["setting"]["recompute"] == columns[0]["setting"]["recompute"]]
+    how = ", recomputing" if kept and kept[0]["setting"]["recompute"] else ""
+    for samples in dict.fromkeys(column["samples"] for column in kept):
+        beside = [column for column in kept if column["samples"] == samples]
+        heading(console, f"At the peak, batch {samples}{how}", _moments(beside))
+        console.print(_parts(beside, console))
+        if any(column["by_format"] for column in beside):
+            heading(console, "Kept for backward", "at the end of forward, by format and by module")
+            console.print(_activations(beside, console))
+
+
+def _moments(columns: Sequence[Column]) -> str:
+    moments = dict.fromkeys(column["moment"] for column in columns)
+    return printable("; ".join(moments)) if len(moments) == 1 else ""
+
+
+def _parts(columns: Sequence[Column], console: Console) -> Padding:
+    table = _table(console, "", [column["setting"]["precision"] for column in columns])
+    for part in columns[0]["at_peak"]:
+        if any(column["at_peak"][part] for column in columns):
+            table.add_row(part, *(size_in_words(column["at_peak"][part]) for column in columns))
+    table.add_section()
+    table.add_row(
+        Text("peak", style="bold"), *(Text(size_in_words(column["peak"]), style="bold") for column in columns)
+    )
+    if len({column["moment"] for column in columns}) > 1:
+        table.add_row("when", *(printable(column["moment"]) for column in columns))
+    return _indented(table)
+
+
+def _activations(columns: Sequence[Column], console: Console) -> Padding:
+    table = _table(console, "", [column["setting"]["precision"] for column in columns])
+    for key, most in (("by_format", None), ("by_module", _MODULES)):
+        table.add_section()
+        for name in _largest(columns, key)[:most]:
+            table.add_row(printable(name or THE_MODEL_ITSELF), *(_size(column[key].get(name, 0)) for column in columns))
+    return _indented(table)
+
+
+def _largest(columns: Sequence[Column], key: str) -> list[str]:
+    """Return the names that are non-zero in any column, largest first."""
+    most: dict[str, int] = {}
+    for column in columns:
+        for name, size in column[key].items():
+            most[name] = max(size, most.get(name, 0))
+    return sorted((name for name, size in most.items() if size), key=lambda name: -most[name])
+
+
+def _size(size: int) -> str:
+    return size_in_words(size) if size else "-"
+
+
+def _print_savings(console: Console, savings: Sequence[Mapping[str, Any]]) -> None:
+    shown = [row for row in savings if row["recompute"] == savings[0]["recompute"]]
+    for row in shown:
+        change = f"{abs(row['saved']):.0%} {'less' if row['saved'] >= 0 else 'more'} than fp32 at batch {row['batch']}"
+        why = f"; {printable(row['why'])}" if row["why"] else ""
+        console.print()
+        console.print(Padding(Text(f"{row['precision']}: {change}{why}"), (0, 0, 0, 2), expand=False))
+
+
+def _print_device(console: Console, page: Mapping[str, Any]) -> None:
+    device = page["device"]
+    usable = f"{size_in_words(device['usable'])} of {size_in_words(device['memory'])} for tensors"
+    heading(console, f"How far on {place_in_words(device)}", usable)
+    table = _table(console, "precision", ["activations", "peak", "largest batch", "multiple of 8"])
+    for row in page["largest"]:
+        words = "recomputed" if row["recompute"] else "kept"
+        table.add_row(row["precision"], words, _peak(page, row), _reach(row), str(row["preferred"] or "-"))
+    if table.row_count:
+        console.print(_indented(table))
+    for why in dict.fromkeys(row["why"] for row in page["not_searched"]):
+        console.print(Padding(Text(printable(why), style="yellow"), (0, 0, 0, 2), expand=False))
+    _print_abilities(console, page)
+    for row in page["refused"]:
+        console.print(Padding(Text(printable(f"{row['given']}\ndo: {row['do']}"), style="red"), (0, 0, 0, 2)))
+
+
+def _peak(page: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """Return the peak of the first batch that was asked for."""
+    for column in page["columns"]:
+        setting = column["setting"]
+        if (setting["precision"], setting["recompute"]) == (row["precision"], row["recompute"]):
+            return size_in_words(column["peak"])
+    return "-"
+
+
+def _reach(row: Mapping[str, Any]) -> str:
+    if not row["batch"]:
+        return f"none: {size_in_words(row['missing'])} over"
+    if row["at_least"]:
+        return f"no limit up to {row['batch']}"
+    return f"about {row['batch']}" if row["about"] else f"{row['batch']}"
+
+
+def _print_abilities(console: Console, page: Mapping[str, Any]) -> None:
+    for name, can in page["abilities"].items():
+        if can["native"] is False:
+            instead = f"; {page['auto']} is the one for it" if page["auto"] != name else ""
+            text = f"{name}: not native on {page['device']['name']}: {can['reason']}{instead}"
+            console.print(Padding(Text(text, style="yellow"), (0, 0, 0, 2), expand=False))
+
+
+def _print_notes(console: Console, report: Mapping[str, Any]) -> None:
+    # Notes that were printed above are not repeated.
+    said = {row["why"] for row in report["verdict"]["savings"]}
+    columns = [column for page in report["devices"] for column in page["columns"] if not column["setting"]["recompute"]]
+    notes = dict.fromkeys(note for column in columns for note in column["notes"] if note not in said)
+    assumed = dict.fromkeys(
+        f"assumed: {size_in_words(page['device']['reserved'])} are taken by the process itself, and "
+        f"{page['device']['margin']:.0%} of the rest is left for gaps between tensors"
+        for page in report["devices"]
+    )
+    if notes or assumed:
+        heading(console, "Notes")
+    for note in (*notes, *assumed):
+        console.print(Padding(Text(printable(note), style="dim"), (0, 0, 0, 2), expand=False))
+
+
+def _table(console: Console, first: str, titles: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table.add_column(first, overflow="fold")
+    for title in titles:
+        table.add_column(title, justify="right")
+    return table
+
+
+def _indented(table: Table) -> Padding:
+    return Padding(table, (0, 0, 0, 1), expand=False)
+
+
+# -- survival page ----------------------------------------------------------------------------------------------------
+# Print whether a model survives a format: verdicts, evidence, then what to type.
+
+
+_MOST_MODULES = 10
+_WORTH_A_LINE = 0.01
+
+
+def show_survival(found: list[dict[str, Any]], subject: str = "CASE") -> None:
+    """Print all results; the advice at the end is that of the first format that needs any."""
+    console = screen()
+    console.print()
+    for survival in found:
+        console.print(_verdict(survival))
+    for survival in found:
+        _print_evidence(console, survival)
+    if not found:
+        console.print("No format was tried to its end.")
+    console.print()
+    for note in dict.fromkeys(note for survival in found for note in survival["notes"]):
+        console.print(Text(printable(note), style="dim"))
+    _print_advice(console, found, subject)
+
+
+def _verdict(survival: dict[str, Any]) -> Text:
+    name, _, words = survival["verdict"].partition(": ")
+    colour = "green" if survival["survives"] else "red"
+    # It survives with a scale per tensor, as fp8 is used in practice.
+    if colour == "red" and (survival["scaled"] or {}).get("survives", False):
+        colour = "yellow"
+    return Text(name, style=f"bold {colour}").append(f": {printable(words)}", style="not bold")
+
+
+def _print_evidence(console: Console, survival: dict[str, Any]) -> None:
+    heading(console, survival["format"], _which_modules(survival["modules"]))
+    console.print(_modules(survival["modules"][:_MOST_MODULES], console))
+    console.print()
+    console.print(pairs(_step_facts(survival)))
+
+
+def _which_modules(modules: list[dict[str, Any]]) -> str:
+    if len(modules) > _MOST_MODULES:
+        return f"the {_MOST_MODULES} modules nearest to its end, of {len(modules)}"
+    return "modules, those nearest to its end first"
+
+
+def _modules(rows: list[dict[str, Any]], console: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table.add_column("module", overflow="fold")
+    for title in ("largest", "headroom", "overflows", "vanish", "gradients\nvanish"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        overflows = Text(f"{row['overflows']}", style="red") if row["overflows"] else Text("-")
+        table.add_row(
+            Text(printable(row["module"])),
+            f"{row['largest']:.3g}",
+            "-" if row["headroom_bits"] is None else f"{row['headroom_bits'] + 0.0:.1f} bits",
+            overflows,
+            _share(row["underflow_forward"]),
+            _share(row["underflow_backward"]),
+        )
+    return table
+
+
+def _step_facts(survival: dict[str, Any]) -> dict[str, str]:
+    facts = {"loss": f"{_number(survival['loss'])}, in fp32 {_number(survival['loss_fp32'])}"}
+    if survival["format"] == "fp16":
+        facts["loss scale"] = _scale(survival)
+        facts["gradients vanish"] = (
+            f"{_share(survival['gradient_underflow'])}, without a loss scale "
+            f"{_share(survival['gradient_underflow_unscaled'])}"
+        )
+    else:
+        facts["gradients vanish"] = _share(survival["gradient_underflow"])
+    facts["gradient error"] = _error(survival)
+    if survival["scaled"] is not None:
+        facts["with a scale for each tensor"] = f"gradient error {_error(survival['scaled'])}"
+    # A few zeros come from units that rounding switched off; these are not worth a line.
+    for lost in [lost for lost in survival["lost"] if lost["share"] >= _WORTH_A_LINE][:3]:
+        facts[printable(f"lost in {lost['parameter']}")] = (
+            f"{_share(lost['share'])} of its gradients, up to {lost['largest']:.2g}"
+        )
+    return facts
+
+
+def _scale(survival: dict[str, Any]) -> str:
+    if survival["loss_scale"] is not None:
+        return f"{survival['loss_scale']:.0f}"
+    return "none helps: the loss itself is not finite" if survival["loss"] is None else "gradients overflow at any"
+
+
+def _error(survival: dict[str, Any]) -> str:
+    error = survival["gradient_error"]
+    return "not finite" if error is None else f"{error:.2%} of their norm in fp32"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.5g}"
+
+
+def _share(share: float) -> str:
+    if not share:
+        return "-"
+    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
+
+
+def _print_advice(console: Console, found: list[dict[str, Any]], subject: str) -> None:
+    advice = [line for survival in found if not survival["survives"] for line in survival["do"]]
+    if not advice and found and all(survival["survives"] for survival in found):
+        advice = [f"halfstep plan {subject}    measures which of them is the fastest here"]
+    if not advice:
+        return
+    heading(console, "Do")
+    for line in dict.fromkeys(advice):
+        console.print(Padding(Text(printable(line), style="bold"), (0, 0, 0, 2), expand=False))

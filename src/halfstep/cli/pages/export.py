@@ -1,0 +1,73 @@
+"""Print an export: the Python code that uses the file, and the file's facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+
+from halfstep.printable import in_line
+from halfstep.terminal import screen
+
+NAMES = 8
+"""The most classes that are printed; the file has them all."""
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the code first, because it is long; the facts come last, where a terminal ends."""
+    console = screen()
+    console.print(report["python"], soft_wrap=True)
+    size = f"{report['tensors']} tensors, {report['bytes'] / 1e6:,.1f} MB, {report['format']}"
+    console.print(Text.assemble("\n", (in_line(report["file"]), "bold"), f": {size}"), soft_wrap=True)
+    lines = [
+        f"  {report['model']} from {_origin(report)}",
+        *_meaning(report),
+        *_comparison(report["checked"]),
+        *_precision(report),
+        f"  sha256 {report['sha256']}",
+    ]
+    for line in lines:
+        console.print(in_line(line), soft_wrap=True)
+
+
+def _origin(report: dict[str, Any]) -> str:
+    metric, value = report["metric"]["name"], report["metric"]["value"]
+    moment = [f"step {report['step']:,}"] if report["step"] is not None else []
+    moment += [f"epoch {report['epoch']}"] if report["epoch"] is not None else []
+    moment += [f"{metric} {value:.4f}"] if value is not None else []
+    average = ", averaged" if report["averaged"] else ""
+    return f"{report['source']}{average}" + (f" ({', '.join(moment)})" if moment else "")
+
+
+def _meaning(report: dict[str, Any]) -> list[str]:
+    """Return lines about input and output, which the file's metadata contains too."""
+    taken, classes = report["preprocessing"], report["classes"]
+    if taken is None:
+        return ["  its task does not say what the model takes: the file has the weights alone"]
+    size = f"shorter side to {taken['resize']}, middle {taken['crop']} × {taken['crop']}, " if taken["resize"] else ""
+    mean, std = ([round(value, 4) for value in taken[name]] for name in ("mean", "std"))
+    more = f" and {len(classes) - NAMES} more" if len(classes) > NAMES else ""
+    return [
+        f"  in: {taken['order']}, {size}0 to 1, minus {mean}, divided by {std}; {taken['layout']}",
+        f"  out: {report['output']}",
+        f"  classes: {', '.join(classes[:NAMES])}{more}",
+    ]
+
+
+def _comparison(checked: dict[str, Any] | None) -> list[str]:
+    if checked is None:
+        return []
+    difference, agreement = f"{checked['max_difference']:.2g}", f"{checked['agreement']:.2%}"
+    return [
+        f"  checked on {checked['images']} {checked['source']}: the same class in {agreement}, "
+        f"numbers at most {difference} apart",
+        f"  takes {checked['takes']}",
+    ]
+
+
+def _precision(report: dict[str, Any]) -> list[str]:
+    """Return a note where the run computes in 16 bits: the exported model computes in its stored fp32."""
+    if report["trained_in"] == "fp32":
+        return []
+    asked = report["trained_in"]
+    return [f"  computes in fp32; the run's recipe says {asked}: `halfstep predict --precision fp32` is the same"]

@@ -1,0 +1,94 @@
+"""Print the doctor's device report at 80 columns, plain without a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.terminal import screen
+
+_OPERATIONS = ("GEMM", "conv2d", "conv3d")
+_STYLE = {"note": "cyan", "warning": "yellow", "error": "red"}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the whole report."""
+    console = screen()
+    heading(console, "Device")
+    console.print(pairs({"name": report["device"]["name"], **report["device"]["facts"]}))
+    heading(console, "Build", "what torch was built for")
+    console.print(pairs({key: words for key, words in report["build"].items() if key != "torch"}))
+    heading(console, "Formats", _how_measured(report))
+    console.print(_formats(report["formats"], console))
+    heading(console, "torch's fp32 switches", "a run sets its own and puts these back")
+    console.print(pairs(report["flags"]))
+    heading(console, "Choice")
+    _print_choice(console, report["choice"])
+    for finding in report["findings"]:
+        print_finding(console, finding)
+
+
+def heading(console: Console, title: str, aside: str = "") -> None:
+    """Print a heading with an optional remark."""
+    console.print()
+    console.print(Text(title, style="bold").append(f"  {aside}" if aside else "", style="not bold dim"))
+
+
+def _how_measured(report: dict[str, Any]) -> str:
+    if not any(row["speedups"] for row in report["formats"]):
+        return "nothing to measure"
+    found = report["measured"]
+    source = "kept, see --fresh" if found["cached"] else f"measured in {found['seconds']:.1f} s"
+    how = f", {found['how']}" if found["how"] else ""
+    return f"times strict fp32, with backward{how}; {source}"
+
+
+def pairs(rows: dict[str, str]) -> Padding:
+    """Return an indented table of keys and values."""
+    table = Table.grid(padding=(0, 2))
+    for key, value in rows.items():
+        table.add_row(Text(key, style="dim"), Text(value))
+    return Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def _formats(rows: list[dict[str, Any]], console: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table.add_column("format", no_wrap=True)
+    table.add_column("native", no_wrap=True)
+    for title in (*_OPERATIONS, "combined"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for row in rows:
+        cells = [_times(row["speedups"].get(name)) for name in _OPERATIONS]
+        native = Text("yes", style="green") if row["native"] else Text("no", style="yellow")
+        table.add_row(row["name"], native, *cells, _times(row["combined"]), row["reason"])
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    return f"{ratio:.2f}x" if ratio else "-"
+
+
+def _print_choice(console: Console, choice: dict[str, Any]) -> None:
+    asked = f"asked for {choice['asked']}" + (f" ({choice['took']})" if choice["took"] else "")
+    verdict = Text(f"{choice['precision']}", style="bold green").append(
+        f"  {asked}: {choice['summary']}", style="not bold"
+    )
+    console.print(Padding(verdict, (0, 0, 0, 2), expand=False))
+    ladder = Table.grid(padding=(0, 2))
+    for rung in choice["rungs"]:
+        ladder.add_row(rung["name"], "taken" if rung["accepted"] else "passed over", rung["reason"])
+    console.print(Padding(ladder, (1, 0, 0, 2), expand=False))
+
+
+def print_finding(console: Console, finding: dict[str, str]) -> None:
+    """Print a finding with its evidence and its fix."""
+    words = Text(f"{finding['severity']} {finding['id']}", style=_STYLE[finding["severity"]])
+    console.print()
+    console.print(words)
+    console.print(Padding(Text(f"{finding['evidence']}\ndo: {finding['fix']}"), (0, 0, 0, 2), expand=False))

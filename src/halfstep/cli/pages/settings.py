@@ -1,0 +1,83 @@
+"""Print the check of settings at 80 columns, plain without a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.cli.pages.layout import heading, pairs, print_finding
+from halfstep.doctor.settings import shown
+from halfstep.printable import in_line
+from halfstep.terminal import screen
+
+_KEY_WIDTH = 32
+"""The width of the longest variable, which should not be wrapped."""
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the whole report, the verdict last."""
+    console = screen()
+    heading(console, "Sources")
+    console.print(pairs({source["kind"]: source["place"] for source in report["sources"]}))
+    heading(console, "Settings", "" if report["settings"] else "none of them speaks of precision")
+    if report["settings"]:
+        console.print(_settings(report["settings"], console))
+    for finding in report["findings"]:
+        print_finding(console, finding)
+    if "changed" in report:
+        _print_changes(console, report["changed"])
+    console.print()
+    _print_status(console, report["status"])
+
+
+def _settings(rows: list[dict[str, Any]], console: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    widest = max(len(row["key"]) for row in rows)
+    table.add_column("source", no_wrap=True)
+    table.add_column("key", overflow="fold", no_wrap=widest <= _KEY_WIDTH)
+    table.add_column("value", overflow="fold")
+    table.add_column("means", overflow="fold")
+    for row in rows:
+        source = f"{row['source']}:{row['line']}" if row["line"] else row["source"]
+        table.add_row(source, Text(row["key"]), Text(shown(row["value"])), Text(row["means"]))
+    return table
+
+
+def _print_changes(console: Console, changes: list[dict[str, Any]]) -> None:
+    heading(console, "Changes applied", "" if changes else "none: nothing contradicts")
+    for change in changes:
+        lines = f"{shown(change['file'])}, line {change['line']}\n- {change['before']}\n+ {change['after']}"
+        console.print(Padding(Text(in_line(lines)), (0, 0, 0, 2), expand=False))
+    files = dict.fromkeys(change["file"] for change in changes)
+    if files:
+        console.print(Padding(Text(in_line(f"Files modified: {', '.join(files)}")), (0, 0, 0, 2), expand=False))
+
+
+def _print_status(console: Console, status: dict[str, Any]) -> None:
+    console.print(Text("=== Configuration Status Check ===", style="bold"))
+    console.print(Text(_verdict(status, console), style="green" if status["aligned"] else "red"))
+    lines = {
+        "AMP": status["amp"],
+        "FP16": status["fp16"],
+        "Learning Rate": status["learning_rate"],
+        "Gradient Clipping": status["clipping"],
+        "NaN Handling": status["nan_handling"],
+        "Final Status": status["final"],
+    }
+    for name, words in lines.items():
+        console.print(Padding(Text(f"{name}: {words}"), (0, 0, 0, 3), expand=False))
+
+
+def _verdict(status: dict[str, Any], console: Console) -> str:
+    # A terminal without Unicode cannot print the symbols.
+    plain = console.options.ascii_only
+    if not status["aligned"]:
+        return f"{'NO:' if plain else '❌'} Configuration is not aligned: precision mismatch"
+    known = {None: "nothing speaks of precision", "auto": "the device decides"}
+    what = known.get(status["precision"], f"everything asks for {status['precision']}")
+    return f"{'OK:' if plain else '✅'} Configuration is properly aligned: {what}"

@@ -1,0 +1,1 @@
+"""Read samples: their sources, their order, and the handling of bad ones."""

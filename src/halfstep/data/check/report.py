@@ -1,0 +1,222 @@
+"""Report the check of a data set as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from halfstep.data.check import facts
+from halfstep.data.check import rules as f
+from halfstep.data.check.facts import SetLooked, look_at
+from halfstep.data.check.rules import pixels_of_classes
+from halfstep.data.image_files import FORMATS, MOST_PIXELS
+from halfstep.data.layout import RECIPES, Layout
+from halfstep.finding import Finding, Severity
+from halfstep.status_line import OnProgress
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+# List what can be wrong with a set, with advice for each fault.
+
+
+_PAIRS = "masks/NAME.png or masks/NAME_mask.png belongs to images/NAME.jpg"
+_AGAIN = "copy them again from where they came, or delete them"
+_UNTURN = "exiftool -Orientation=1 -n FILE"
+
+
+@dataclass(frozen=True)
+class Fault(Finding):
+    """A finding, with the files or classes that show it."""
+
+    files: tuple[str, ...] = ()
+
+
+class Rule(NamedTuple):
+    """A fault, and how it is found. FILE in `do` stands for the file that has it."""
+
+    id: str
+    severity: Severity
+    evidence: str | Callable[[SetLooked], str]
+    do: str | Callable[[SetLooked], str]
+    find: f.Find
+
+
+def faults_in(found: SetLooked) -> list[Fault]:
+    """Return everything that is wrong with a set, errors first."""
+    faults = [_fault(rule, found, tuple(rule.find(found))) for rule in RULES]
+    there = [fault for fault in faults if fault.files]
+    if len(found.good) < 2:
+        told = f"{len(found.good)} samples can be read"
+        there.append(Fault("too-few", "error", told, "add some: a run needs two at least, and learns from dozens"))
+    return sorted(there, key=lambda fault: ("error", "warning", "note").index(fault.severity))
+
+
+def _fault(rule: Rule, found: SetLooked, files: tuple[str, ...]) -> Fault:
+    evidence, do = (
+        part if isinstance(part, str) else part(found) if files else "" for part in (rule.evidence, rule.do)
+    )
+    return Fault(rule.id, rule.severity, evidence, do, files)
+
+
+def _values(found: SetLooked) -> str:
+    values = f.strange_values(found)
+    more = f" and {len(values) - 5} more" if len(values) > 5 else ""
+    return f"masks hold values that stand for no class: {', '.join(map(str, values[:5]))}{more}"
+
+
+def _more_classes(found: SetLooked) -> str:
+    most = max(f.strange_values(found), default=0)
+    if most < 255:
+        return f"correct them, or say how many classes there are: --classes {most + 1}"
+    return "correct them, or leave these pixels out with --ignore_index 255"
+
+
+def _kinds(found: SetLooked) -> str:
+    kinds = f.channel_kinds(found)
+    return f"images are {', '.join(f'{len(paths)} {kind}' for kind, paths in kinds.items())}; all become colour"
+
+
+RULES = (
+    # Names
+    Rule("link-outside", "error", "links lead out of the folder, where nothing is read",
+         'cp --remove-destination "$(readlink -f FILE)" FILE', f.named("outside")),
+    Rule("link-broken", "error", "links lead nowhere", "delete them", f.named("broken")),
+    Rule("folder-closed", "error", "folders cannot be looked into", "chmod -R u+rX FILE", f.named("closed")),
+    Rule("too-deep", "error", "folders lie too deep, or lead into themselves", "look for a link that leads back up",
+         f.named("deep")),
+    Rule("no-file", "error", "pipes, sockets or devices lie there", "delete them", f.named("special")),
+    Rule("hidden", "note", "hidden files are passed over",
+         "nothing, if they are your system's; rename those that are yours", f.named("hidden")),
+    Rule("kind-not-read", "warning", f"pictures of kinds that are not read here (only {', '.join(FORMATS)})",
+         "magick mogrify -format png FILE, or take them away", f.strange_pictures),
+    Rule("not-images", "note", "files that are no images are passed over", "nothing", f.other_files),
+    # Partners
+    Rule("no-mask", "error", "photographs have no mask", f"draw or rename them: {_PAIRS}",
+         f.of_splits(lambda split: split.without_mask)),
+    Rule("no-photograph", "error", "masks have no photograph", f"rename or take away: {_PAIRS}",
+         f.of_splits(lambda split: split.without_image)),
+    Rule("same-name", "error", "two files have one name but for their ending", "rename one of each",
+         f.of_splits(lambda split: split.same_name, below=True)),
+    Rule("class-empty", "error", "class folders hold no image", "fill or delete them",
+         f.of_splits(lambda split: split.empty_classes, below=True)),
+    Rule("no-class", "error", "images lie in no class folder", "move each into the folder of its class",
+         f.of_splits(lambda split: split.loose, below=True)),
+    # Files
+    Rule("empty-file", "error", "files are empty, 0 bytes", _AGAIN, f.unreadable(facts.EMPTY)),
+    Rule("no-permission", "error", "files cannot be opened by this user", "chmod u+r FILE",
+         f.unreadable(facts.CLOSED)),
+    Rule("no-image", "error", "files are no images, whatever their names say", "open one, and save or delete it",
+         f.unreadable(facts.NO_IMAGE)),
+    Rule("damaged", "error", "files are cut off or damaged", _AGAIN, f.unreadable(facts.DAMAGED)),
+    Rule("huge", "error", f"images have more than {MOST_PIXELS:,} pixels", "shrink photograph and mask alike",
+         f.unreadable(facts.HUGE)),
+    Rule("animated", "warning", "files have several pictures, of which the first is read", "magick FILE[0] FILE",
+         f.files_where(lambda look: look.frames > 1)),
+    Rule("misnamed", "note", "files are of another kind than their endings say; they are read as what they are",
+         "nothing, or rename them", f.files_where(lambda look: look.is_misnamed)),
+    Rule("mixed-depth", "warning", "some images have 16 bits or more, and others 8", "magick FILE -depth 8 FILE",
+         f.deeper_than_most),
+    Rule("tiny", "warning", f"images are smaller than {f.TINY} pixels", "take them away, or enlarge them",
+         f.files_where(lambda look: min(look.size) < f.TINY, images_alone=True)),
+    Rule("mixed-channels", "note", _kinds, "nothing, if they are so: grey is repeated, transparency dropped",
+         f.of_unusual_channels),
+    # Pairs
+    Rule("exif-rotation", "error", "photographs are turned by their EXIF, and their masks are not",
+         f"{_UNTURN}, so that the photograph lies as its mask does", f.pairs_where(f.is_turned_alone)),
+    Rule("size-mismatch", "error", "masks are not as large as their photographs",
+         "draw the mask on the photograph itself; or magick MASK -filter point -resize WIDTHxHEIGHT! MASK",
+         f.pairs_where(f.is_of_another_size)),
+    Rule("exif-turned", "warning", "photographs are turned by their EXIF; whether their masks are, sizes do not tell",
+         f"look at one with its mask; where it does not fit: {_UNTURN}", f.pairs_where(f.may_be_turned_alone)),
+    Rule("mask-turned", "error", "masks have an EXIF that turns them, and masks are read as they lie",
+         "magick FILE -auto-orient FILE",
+         f.pairs_where(lambda image, mask: mask.orientation in range(2, 9), masks=True)),
+    # Masks
+    Rule("mask-blurred", "error", "masks hold shades between the classes: saved as JPEG, resized or smoothed",
+         "draw them again as PNG without smoothing; two classes: magick FILE -threshold 50% NAME.png",
+         f.masks_with("blurred")),
+    Rule("mask-in-colour", "error", "masks are in colour, and the others are not",
+         "save them like the others; or all of them in colour", f.masks_with("coloured")),
+    Rule("mask-values", "error", _values, _more_classes, f.masks_with("strange")),
+    Rule("empty-mask", "warning", "masks are all background",
+         "nothing, if there is nothing on these photographs; else draw them", f.empty_masks),
+    Rule("class-absent", "warning", "classes have no pixel", "check the numbers of your classes", f.absent_classes),
+    Rule("class-faint", "warning", "classes have hardly a pixel", "add photographs that show them", f.faint_classes),
+    # Classes
+    Rule("one-class", "error", "there is one class only, and nothing to tell apart",
+         "look whether these are the right masks or folders, and whether their values are what you meant",
+         f.only_class),
+    Rule("one-image", "warning", "class folders hold one image: it is learnt or judged, never both",
+         "add images, or delete the folder", f.single_images),
+    Rule("class-unknown", "error", "classes are in the validation folder and not in train",
+         "add them to train, or delete them", f.unknown_classes),
+    Rule("class-unjudged", "warning", "classes have no image for validation",
+         "add images of them; their names decide the side", f.unjudged_classes),
+    Rule("lopsided", "warning", "classes have far fewer images than the largest",
+         "add images of them, or take some of the others away", f.lopsided_classes),
+    # Copies
+    Rule("same-on-both-sides", "error", "pictures are in training and in validation: figures would be too good",
+         "keep one of each", f.copies(lambda sample: sample.split)),
+    Rule("two-classes", "error", "pictures are in two classes", "keep each in its class alone",
+         f.copies(lambda sample: sample.label)),
+    Rule("copies", "warning", "pictures are there more than once", "keep one of each", f.copies(None)),
+)  # fmt: skip
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+MOST_FILES = 1000
+"""Files listed per fault; the rest is counted."""
+
+
+def check(layout: Layout, told: OnProgress = lambda done, of: None, classes: int | None = None) -> dict[str, Any]:
+    """Check a set, and return its facts and findings as plain data."""
+    found = look_at(layout, told, classes)
+    faults = faults_in(found)
+    listed = [
+        {**fault.as_dict(), "files": list(fault.files[:MOST_FILES]), "count": len(fault.files)} for fault in faults
+    ]
+    return {
+        "folder": str(layout.root),
+        "task": layout.task,
+        "recipe": RECIPES[layout.task],
+        "ok": all(fault.severity != "error" for fault in faults),
+        "samples": dict(sorted(Counter(sample.split for sample in found.samples).items())),
+        "readable": len(found.good),
+        "images": _images(found),
+        "masks": _masks(found),
+        "classes": _classes(found),
+        "findings": listed,
+    }
+
+
+def _images(found: SetLooked) -> dict[str, Any]:
+    sizes = sorted((sample.image.upright for sample in found.good), key=lambda size: size[0] * size[1])
+    if not sizes:
+        return {}
+    return {
+        "median": list(sizes[len(sizes) // 2]),
+        "smallest": list(sizes[0]),
+        "largest": list(sizes[-1]),
+        "kinds": dict(Counter(sample.image.format for sample in found.good)),
+    }
+
+
+def _masks(found: SetLooked) -> dict[str, Any] | None:
+    if found.reading is None:
+        return None
+    return {"read_as": found.reading.words, **found.reading.settings()}
+
+
+def _classes(found: SetLooked) -> list[dict[str, Any]]:
+    if found.reading is None:
+        every = Counter(sample.label for sample in found.samples)
+        return [{"name": name, "images": count} for name, count in sorted(every.items())]
+    pixels, images = pixels_of_classes(found)
+    total = max(sum(pixels.values()), 1)
+    return [
+        {"name": str(number), "images": images[number], "pixels": round(pixels[number] / total, 6)}
+        for number in range(found.reading.classes)
+    ]

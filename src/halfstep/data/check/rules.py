@@ -1,0 +1,283 @@
+"""Find the files of a set that show a fault: a short function for each rule of `report`, over the same facts."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from halfstep.data.check.facts import FileFacts, SampleFacts, SetLooked, Split
+from halfstep.data.layout import CLASSIFICATION
+from halfstep.data.mask_classes import MaskCounts, MaskReading
+
+Find = Callable[[SetLooked], Iterable[str]]
+TINY = 32
+"""Pixels; a smaller image is halved to nothing before a network's last level."""
+LOPSIDED = 20
+"""The ratio of the largest class to a class that counts as too small."""
+FAINT = 0.001
+"""The share of all pixels below which a class is hardly learned."""
+PHOTOGRAPHS = (".heic", ".heif", ".gif", ".avif", ".jp2", ".raw", ".dng", ".cr2", ".nef", ".arw", ".jxl", ".svg")
+"""Suffixes of pictures that are not supported."""
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def named(kind: str) -> Find:
+    """Return a rule that finds the paths of this kind, in the folders of images and of masks."""
+
+    def find(found: SetLooked) -> Iterator[str]:
+        for split in found.splits:
+            for folder, names in ((split.part.folder, split.names), (split.part.masks, split.mask_names)):
+                yield from (found.shown(f"{folder}/{path}") for path in getattr(names, kind, ()))
+
+    return find
+
+
+def strange_pictures(found: SetLooked) -> list[str]:
+    """Return pictures of unsupported formats."""
+    return [path for path in named("other")(found) if path.lower().endswith(PHOTOGRAPHS)]
+
+
+def other_files(found: SetLooked) -> list[str]:
+    """Return files that are no pictures."""
+    return [path for path in named("other")(found) if not path.lower().endswith(PHOTOGRAPHS)]
+
+
+def of_splits(names: Callable[[Split], Sequence[str]], *, below: bool = False) -> Find:
+    """Return a rule that finds what `names` lists for each split; with `below`, as paths below its folder."""
+
+    def find(found: SetLooked) -> Iterator[str]:
+        for split in found.splits:
+            yield from (found.shown(f"{split.part.folder}/{name}" if below else name) for name in names(split))
+
+    return find
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def looks(found: SetLooked) -> Iterator[FileFacts]:
+    """Yield every file that was examined."""
+    for sample in found.samples:
+        yield sample.image
+        if sample.mask is not None:
+            yield sample.mask
+
+
+def files_where(true: Callable[[FileFacts], bool], *, images_alone: bool = False) -> Find:
+    """Return a rule that finds files with this property; unreadable files have none but their fault."""
+
+    def find(found: SetLooked) -> list[str]:
+        chosen = (sample.image for sample in found.good) if images_alone else looks(found)
+        return [found.shown(one.path) for one in chosen if true(one)]
+
+    return find
+
+
+def unreadable(fault: str) -> Find:
+    """Return a rule that finds files with this fault."""
+    return files_where(lambda look: look.fault == fault)
+
+
+def deeper_than_most(found: SetLooked) -> list[str]:
+    """Return images of more than 8 bits, where others have 8."""
+    wide = [sample.image for sample in found.good if sample.image.bits > 8]
+    return [found.shown(one.path) for one in wide] if len(wide) < len(found.good) else []
+
+
+def channel_kinds(found: SetLooked) -> dict[str, list[str]]:
+    """Return the images by kind of channels."""
+    kinds: defaultdict[str, list[str]] = defaultdict(list)
+    for sample in found.good:
+        kinds[_channels(sample.image)].append(found.shown(sample.image.path))
+    return dict(kinds)
+
+
+def of_unusual_channels(found: SetLooked) -> list[str]:
+    """Return images whose channels are not of the most frequent kind."""
+    kinds = channel_kinds(found)
+    usual = max(kinds, key=lambda kind: len(kinds[kind]), default="")
+    return [path for kind, paths in kinds.items() if kind != usual for path in paths]
+
+
+def _channels(look: FileFacts) -> str:
+    if look.mode in ("RGBA", "LA", "PA"):
+        return "with transparency"
+    return "grey" if look.mode in ("1", "L", "I", "F") or look.mode.startswith("I;16") else "in colour"
+
+
+# -- pairs ---------------------------------------------------------------------------------------------------------
+
+
+def pairs_where(true: Callable[[FileFacts, FileFacts], bool], *, masks: bool = False) -> Find:
+    """Return a rule that finds readable pairs with this property, by image or by mask."""
+
+    def find(found: SetLooked) -> Iterator[str]:
+        for sample in found.good:
+            if sample.mask is not None and true(sample.image, sample.mask):
+                yield found.shown((sample.mask if masks else sample.image).path)
+
+    return find
+
+
+def is_turned_alone(image: FileFacts, mask: FileFacts) -> bool:
+    """Return whether EXIF rotates the image and not its mask."""
+    return image.upright != mask.size and image.size == mask.size
+
+
+def is_of_another_size(image: FileFacts, mask: FileFacts) -> bool:
+    """Return whether the mask fits the image neither as stored nor upright."""
+    return mask.size not in (image.upright, image.size)
+
+
+def may_be_turned_alone(image: FileFacts, mask: FileFacts) -> bool:
+    """Return whether EXIF may rotate the image alone: a square or a flip does not show in the sizes."""
+    return image.orientation in range(2, 9) and image.upright == mask.size == image.size
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------
+
+
+def mask_trouble(look: FileFacts, reading: MaskReading) -> str:
+    """Return what is wrong with the values of a mask; empty where each has a class."""
+    mask = look.mask
+    if mask is None or not reading.strange(mask):
+        return ""
+    if look.format == "JPEG" or mask.form == "shades" or _has_soft_edges(mask):
+        return "blurred"
+    return "coloured" if mask.in_colour and reading.palette is None else "strange"
+
+
+def _has_soft_edges(mask: MaskCounts) -> bool:
+    """Return whether there are several grays beside black and white: smoothing leaves them at edges."""
+    return not mask.in_colour and {0, 255} <= set(mask.pixels) and len(mask.pixels) > 4
+
+
+def masks_with(trouble: str) -> Find:
+    """Return a rule that finds masks with this fault."""
+
+    def find(found: SetLooked) -> list[str]:
+        reading = found.reading
+        masks = [sample.mask for sample in found.samples if sample.mask is not None]
+        return [found.shown(one.path) for one in masks if reading and mask_trouble(one, reading) == trouble]
+
+    return find
+
+
+def strange_values(found: SetLooked) -> list[int]:
+    """Return the values of masks without a class."""
+    reading, values = found.reading, set[int]()
+    for sample in found.samples:
+        if reading and sample.mask and sample.mask.mask and mask_trouble(sample.mask, reading) == "strange":
+            values.update(reading.strange(sample.mask.mask))
+    return sorted(values)
+
+
+def pixels_of_classes(found: SetLooked) -> tuple[Counter[int], Counter[int]]:
+    """Return the pixels of each class, and the number of images that show it."""
+    pixels: Counter[int] = Counter()
+    images: Counter[int] = Counter()
+    for _, mask in _masks(found):
+        assert found.reading is not None
+        numbers = {value: found.reading.class_of(value, mask) for value in mask.pixels}
+        for value, number in numbers.items():
+            if number is not None:
+                pixels[number] += mask.pixels[value]
+        images.update({number for number in numbers.values() if number is not None})
+    return pixels, images
+
+
+def empty_masks(found: SetLooked) -> list[str]:
+    """Return masks that are all background, unless all are."""
+    if len(pixels_of_classes(found)[0]) < 2:
+        return []
+    return [found.shown(look.path) for look, mask in _masks(found) if _is_empty(mask, found.reading)]
+
+
+def _is_empty(mask: MaskCounts, reading: MaskReading | None) -> bool:
+    return reading is not None and not reading.strange(mask) and not any(reading.class_of(v, mask) for v in mask.pixels)
+
+
+def absent_classes(found: SetLooked) -> list[str]:
+    """Return classes without a pixel."""
+    pixels, _ = pixels_of_classes(found)
+    classes = found.reading.classes if found.reading and len(pixels) > 1 else 0
+    return [f"class {number}" for number in range(classes) if not pixels[number]]
+
+
+def faint_classes(found: SetLooked) -> list[str]:
+    """Return classes with hardly any pixel."""
+    pixels, _ = pixels_of_classes(found)
+    total = sum(pixels.values())
+    return [f"class {n}: {count / total:.3%}" for n, count in sorted(pixels.items()) if 0 < count < FAINT * total]
+
+
+def _masks(found: SetLooked) -> Iterator[tuple[FileFacts, MaskCounts]]:
+    for sample in found.good:
+        if found.reading is not None and sample.mask is not None and sample.mask.mask is not None:
+            yield sample.mask, sample.mask.mask
+
+
+# -- classes -------------------------------------------------------------------------------------------------------
+
+
+def _labels(found: SetLooked, split: str | None = None) -> Counter[str]:
+    if found.layout.task != CLASSIFICATION:
+        return Counter()
+    return Counter(sample.label for sample in found.samples if split in (None, sample.split))
+
+
+def only_class(found: SetLooked) -> list[str]:
+    """Return the only class, where there is just one."""
+    if found.reading is not None:
+        pixels, _ = pixels_of_classes(found)
+        return [f"class {number}" for number in pixels] if len(pixels) == 1 else []
+    labels = _labels(found)
+    return list(labels) if len(labels) == 1 else []
+
+
+def single_images(found: SetLooked) -> list[str]:
+    """Return classes with a single image."""
+    return sorted(label for label, count in _labels(found).items() if count == 1)
+
+
+def unknown_classes(found: SetLooked) -> list[str]:
+    """Return classes of the validation folder that the training folder lacks."""
+    if found.layout.val is None:
+        return []
+    return sorted(set(_labels(found, found.layout.val)) - set(_labels(found, "train")))
+
+
+def unjudged_classes(found: SetLooked) -> list[str]:
+    """Return classes without a validation image."""
+    every, judged = _labels(found), _labels(found, found.layout.val or "val")
+    # A class with a single image is reported by `single_images`.
+    return sorted(label for label in _labels(found, "train") if label not in judged and every[label] > 1)
+
+
+def lopsided_classes(found: SetLooked) -> list[str]:
+    """Return classes with far fewer images than the largest."""
+    train = _labels(found, "train")
+    most = max(train.values(), default=0)
+    return [f"{label}: {count:,} of {most:,}" for label, count in train.items() if most > LOPSIDED * count]
+
+
+# -- copies --------------------------------------------------------------------------------------------------------
+
+
+def copies(across: Callable[[SampleFacts], str] | None) -> Find:
+    """Return a rule that finds copies that differ in `across`; without it, copies in one split and class."""
+
+    def find(found: SetLooked) -> Iterator[str]:
+        groups: defaultdict[str, list[SampleFacts]] = defaultdict(list)
+        for sample in found.samples:
+            if not sample.image.fault:
+                groups[sample.image.digest].append(sample)
+        for group in groups.values():
+            is_plain = len({(sample.split, sample.label) for sample in group}) == 1
+            differs = is_plain if across is None else len({across(sample) for sample in group}) > 1
+            if len(group) > 1 and differs:
+                yield " = ".join(found.shown(sample.image.path) for sample in group)
+
+    return find

@@ -1,0 +1,129 @@
+"""Read precomputed embeddings from a file, beside the images that they belong to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint.reading import MOST_TENSORS, load_tensors
+from halfstep.data.folders import first_of
+from halfstep.data.source import BadSample, Files, Sample, Source, files_of, key_of, without_image
+from halfstep.errors import BadData, in_one_line
+
+ALLOWED = f"a .safetensors file with a tensor for each image by its name, at most {MOST_TENSORS:,} of them"
+SHAPES = "tokens × width or width, floating numbers, the same for all images"
+
+
+class Embedded:
+    """A source that adds `embedding` in fp32: the tensor with the sample's name, after the prefix `under`.
+
+    Missing names, duplicate names and different shapes raise BadData at once. The values are read on demand: a
+    non-finite embedding is a bad sample.
+    """
+
+    def __init__(self, source: Source, file: str | Path, under: str = "") -> None:
+        self.source, self.file, self.under = source, Path(file), under
+        self._tensors: dict[str, Tensor] | None = None
+        names = [self._named(index) for index in range(len(source))]
+        # At once: a name that is missing would otherwise end the run hours later.
+        _all_apart(names)
+        _all_there(names, self._opened(), self.file)
+        _all_alike(names, self._opened(), self.file)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker opens the file by itself, instead of being sent its whole content.
+        return {**self.__dict__, "_tensors": None}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> Sample:
+        """Return the sample with its embedding; raise BadSample where one cannot be read."""
+        return {**self.source.read(index), "embedding": self._embedding(index)}
+
+    def without_image(self, index: int) -> Sample:
+        """Return the sample without its image."""
+        return {**without_image(self.source, index), "embedding": self._embedding(index)}
+
+    def name(self, index: int) -> str:
+        """Return the name of the sample in the underlying source."""
+        return self.source.name(index)
+
+    def key(self, index: int) -> str:
+        """Return the name that does not depend on where the set is."""
+        return key_of(self.source, index)
+
+    def files_of(self, index: int) -> Files:
+        """Return the files of the sample, and the file of embeddings."""
+        return [*files_of(self.source, index), (f"embeddings/{self.file.name}", self.file)]
+
+    def _embedding(self, index: int) -> Tensor:
+        # A copy: the tensor is a view of the file, and must not be changed for the next epoch.
+        embedding = self._opened()[self._named(index)].to(torch.float32, copy=True)
+        if not torch.isfinite(embedding).all():
+            raise BadSample(self.name(index), f"its embedding in {self.file} is not finite")
+        return embedding
+
+    def _named(self, index: int) -> str:
+        return self.under + self.key(index)
+
+    def _opened(self) -> dict[str, Tensor]:
+        """Return the tensors as views of the file: their values are loaded when they are read."""
+        if self._tensors is None:
+            self._tensors = _read(self.file)
+        return self._tensors
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_tensors(file.resolve())  # the user's own link is followed
+    except Exception as error:
+        # A forged file may raise anything: KeyError, TypeError, OverflowError, ...
+        raise BadData(
+            f"the embeddings {file} cannot be read: {in_one_line(error)[:200]}",
+            allowed=ALLOWED,
+            do="check data.embeddings, or write the file again",
+        ) from error
+
+
+def _all_apart(names: list[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise BadData(
+            f"{len(twice)} names are those of several samples: {first_of(twice)}",
+            allowed="a name for each sample: one embedding cannot belong to two",
+            do="rename shards that have the same name in different folders",
+        )
+
+
+def _all_there(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> None:
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        has = next(iter(tensors), None)
+        raise BadData(
+            f"{file} has no embedding for {len(missing)} of {len(names)} images: {first_of(missing)}",
+            allowed=ALLOWED + ("; it holds nothing" if has is None else f"; it holds {has[:200]!r}, for example"),
+            do="name each tensor as the image is named below data.path, or take these images away",
+        )
+
+
+def _all_alike(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> None:
+    for name in names:
+        tensor, first = tensors[name], tensors[names[0]]
+        sound = tensor.is_floating_point() and 1 <= tensor.ndim <= 2 and tensor.numel() > 0
+        if not sound or tensor.shape != first.shape:
+            raise BadData(
+                f"{file} has {_words(tensor)} for {name}"
+                + (f", and {_words(first)} for {names[0]}" if tensor.shape != first.shape else ""),
+                allowed=SHAPES,
+                do="write the file again, with one encoder for all images",
+            )
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{' × '.join(map(str, tensor.shape)) or 'one number'} of type {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,400 @@
+"""Fingerprint the data of a run, small enough for a checkpoint: a resume on other data is another run.
+
+Names, sizes and contents count; times and the location of the set do not. Of a large set, contents are sampled.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import Any, Literal, NamedTuple
+
+from halfstep.data.source import Source, files_of, key_of
+from halfstep.errors import StateMismatch
+
+MOST_WHOLE_BYTES = 2**30
+"""Bytes above which the contents of a source are sampled: every name and size, and parts of some files."""
+SAMPLED_FILES = 256
+BLOCK, BLOCKS = 2**20, 4
+"""Bytes per read, and blocks per sampled file: at most 1 GiB is read in all."""
+MOST_ROWS, MOST_ROW_TEXT = 20_000, 2 * 2**20
+"""Files or characters above which only groups are stored: a checkpoint's JSON must stay small."""
+GROUPS = 256
+MOST_KEYS = 1_000_000
+UNREADABLE, NOT_READ = "unreadable", "-"
+_VERSION = 1
+_CONTENT = re.compile(rf"[0-9a-f]{{16}}|{UNREADABLE}|{NOT_READ}")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+class FilePrint(NamedTuple):
+    """A file: its name below the root, its size and 16 hex digits of its content; or a sample without a file."""
+
+    key: str
+    size: int
+    content: str
+
+
+@dataclass(frozen=True)
+class SourcePrint:
+    """The fingerprint of one source."""
+
+    samples: int
+    order: str
+    """A digest of the samples' names by number: the training order is an order of numbers."""
+    of: Literal["file", "sample"]
+    """The kind of the rows; samples, where the source names no files."""
+    count: int
+    size: int
+    whole: bool
+    """Whether every file was read whole."""
+    digest: str
+    """A digest of all groups, and so of all rows."""
+    rows: tuple[FilePrint, ...] | None
+    groups: tuple[str, ...] | None
+    """A digest for each group of rows, by the hash of their names; only where there are too many rows to store."""
+
+    def by_group(self) -> tuple[str, ...]:
+        """Return a digest for each group."""
+        return _grouped(self.rows) if self.rows is not None else self.groups or ()
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The fingerprints of the sources of a run."""
+
+    parts: tuple[SourcePrint, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Return whether every file was read whole."""
+        return all(part.whole for part in self.parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for a checkpoint."""
+        return {"version": _VERSION, "parts": [_plain(part) for part in self.parts]}
+
+    @classmethod
+    def from_dict(cls, saved: Any) -> Fingerprint:
+        """Return the fingerprint that `as_dict` gave; raise StateMismatch for anything else."""
+        try:
+            version, parts = _exactly(saved, "version", "parts")
+            _must(version == _VERSION and _is(version, int), f"version {version!r}")
+            _must(_is(parts, list), "parts")
+            return cls(tuple(_part_from(part) for part in parts))
+        except _Wrong as error:
+            raise StateMismatch(
+                f"a fingerprint of data that cannot be read: {error}",
+                allowed=f"what this version of halfstep saves (version {_VERSION})",
+                do="use another checkpoint, or resume with the version that saved it",
+            ) from error
+
+
+def fingerprint(*sources: Source) -> Fingerprint:
+    """Return the fingerprint of these sources. Reads up to 1 GiB of each; a shared file is read once."""
+    contents: dict[tuple[str, bool], str] = {}
+    return Fingerprint(tuple(_part_of(source, contents) for source in sources))
+
+
+def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
+    keys = _below([key_of(source, number) for number in range(min(len(source), MOST_KEYS))])
+    order = _digest(f"{len(key)}:{key}" for key in keys)
+    # A shard is the file of all its samples, and counts once.
+    found = dict.fromkeys((key, os.fspath(path)) for i in range(len(source)) for key, path in files_of(source, i))
+    rows = [FilePrint(key, 0, NOT_READ) for key in keys]
+    whole = True
+    if found:
+        rows, whole = _rows(list(found), contents)
+    rows.sort()
+    groups = _grouped(rows)
+    few = len(rows) <= MOST_ROWS and sum(len(json.dumps(_text(row))) for row in rows) <= MOST_ROW_TEXT
+    return SourcePrint(
+        samples=len(source),
+        order=order,
+        of="file" if found else "sample",
+        count=len(rows),
+        size=sum(row.size for row in rows),
+        whole=whole,
+        digest=_digest(groups),
+        rows=tuple(rows) if few else None,
+        groups=None if few else groups,
+    )
+
+
+def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -> tuple[list[FilePrint], bool]:
+    sizes = [_size(path) for _, path in found]
+    whole = sum(size or 0 for size in sizes) <= MOST_WHOLE_BYTES
+    read = {key for key, _ in found} if whole else _chosen(key for key, _ in found)
+    rows = []
+    for (key, path), size in zip(found, sizes, strict=True):
+        if size is None:
+            rows.append(FilePrint(key, 0, UNREADABLE))
+        elif key not in read:
+            rows.append(FilePrint(key, size, NOT_READ))
+        else:
+            if (path, whole) not in contents:
+                contents[path, whole] = _content(path, _starts(size, whole))
+            rows.append(FilePrint(key, size, contents[path, whole]))
+    return rows, whole
+
+
+def _chosen(keys: Iterable[str]) -> set[str]:
+    """Return files chosen by the hash of their names: evenly spaced ones would all change with one added file."""
+    return set(heapq.nsmallest(SAMPLED_FILES, set(keys), key=lambda key: (_digest([key]), key)))
+
+
+def _size(path: str) -> int | None:
+    """Return the size; None for anything but a regular file: reading a pipe would block forever."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _starts(size: int, whole: bool) -> Iterable[int]:
+    """Return the offsets of the blocks to read: all, or a few from the first byte to the last."""
+    if whole or size <= BLOCK * BLOCKS:
+        return range(0, size, BLOCK)
+    return [(size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)]
+
+
+def _content(path: str, starts: Iterable[int]) -> str:
+    digest = sha256()
+    try:
+        with open(path, "rb") as file:
+            for start in starts:
+                file.seek(start)
+                digest.update(file.read(BLOCK))
+    except OSError:  # training replaces an unreadable sample
+        return UNREADABLE
+    return digest.hexdigest()[:16]
+
+
+def _below(keys: list[str]) -> list[str]:
+    """Return absolute paths relative to their common folder, so that a source without keys may be moved too."""
+    if not keys or not all(map(os.path.isabs, keys)):
+        return keys
+    try:
+        root = os.path.commonpath({os.path.dirname(key) for key in keys})
+    except ValueError:  # several drives on Windows
+        return keys
+    return [os.path.relpath(key, root).replace(os.sep, "/") for key in keys]
+
+
+def _grouped(rows: Iterable[FilePrint]) -> tuple[str, ...]:
+    """Return a digest for each group of sorted rows; the name of a row decides its group."""
+    groups = [sha256() for _ in range(GROUPS)]
+    for row in rows:
+        # The length goes first: a name may contain anything, and two rows must not run together.
+        content = f"{len(row.key)}:{row.key}{row.size} {row.content}\n"
+        groups[int(_digest([row.key]), 16) % GROUPS].update(content.encode("utf-8", "surrogatepass"))
+    return tuple(group.hexdigest()[:16] for group in groups)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8", "surrogatepass"))
+    # 16 hex digits are 64 bits: enough to detect accidental changes.
+    return digest.hexdigest()[:16]
+
+
+def _text(row: FilePrint) -> str:
+    return f"{row.content} {row.size} {row.key}"
+
+
+def _plain(part: SourcePrint) -> dict[str, Any]:
+    rows = None if part.rows is None else [_text(row) for row in part.rows]
+    return asdict(replace(part, rows=None)) | {"rows": rows, "groups": part.groups and list(part.groups)}
+
+
+class _Wrong(Exception):
+    """The fault of a saved fingerprint."""
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:
+        raise _Wrong(f"{what[:80]} is not what was expected")
+
+
+def _is(value: object, kind: type) -> bool:
+    return type(value) is kind
+
+
+def _exactly(saved: Any, *names: str) -> list[Any]:
+    _must(isinstance(saved, Mapping) and set(saved) == set(names), f"{saved!r}")
+    return [saved[name] for name in names]
+
+
+def _part_from(saved: Any) -> SourcePrint:
+    numbers = ("samples", "count", "size")
+    names = (*numbers, "order", "of", "whole", "digest", "rows", "groups")
+    given = dict(zip(names, _exactly(saved, *names), strict=True))
+    for name in numbers:
+        _must(_is(given[name], int) and given[name] >= 0, name)
+    for name in ("order", "digest"):
+        _must(_is_digest(given[name]), name)
+    _must(given["of"] in ("file", "sample") and _is(given["whole"], bool), "of or whole")
+    rows, groups = given["rows"], given["groups"]
+    _must((rows is None) != (groups is None), "both or none of rows and groups")
+    given["rows"] = None if rows is None else _rows_from(rows, given)
+    given["groups"] = None if groups is None else _groups_from(groups)
+    part = SourcePrint(**given)
+    _must(_digest(part.by_group()) == part.digest, "the digest")
+    return part
+
+
+def _rows_from(saved: Any, given: Mapping[str, Any]) -> tuple[FilePrint, ...]:
+    _must(_is(saved, list), "rows")
+    rows = tuple(map(_row_from, saved))
+    _must(len(rows) == given["count"] and sum(row.size for row in rows) == given["size"], "the count or the size")
+    return rows
+
+
+def _row_from(saved: Any) -> FilePrint:
+    parts = saved.split(" ", 2) if _is(saved, str) else []
+    _must(len(parts) == 3 and bool(_CONTENT.fullmatch(parts[0])), f"the row {saved!r}")
+    # Below 19 digits: a longer number is no file size.
+    _must(parts[1].isdecimal() and parts[1].isascii() and len(parts[1]) < 19, f"the row {saved!r}")
+    return FilePrint(parts[2], int(parts[1]), parts[0])
+
+
+def _groups_from(saved: Any) -> tuple[str, ...]:
+    _must(_is(saved, list) and len(saved) == GROUPS and all(map(_is_digest, saved)), "groups")
+    return tuple(saved)
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+# -- changes ----------------------------------------------------------------------------------------------------------
+# Describe how data differs from its fingerprint.
+
+
+MOST_LINES = 20
+LONGEST_NAME = 120
+_NAMES = ("train", "val")
+
+
+def different(saved: Fingerprint, now: Fingerprint, names: Sequence[str] = _NAMES) -> list[str]:
+    """Return a few lines on what changed; empty where the data is the same. `names` label several sources."""
+    if len(saved.parts) != len(now.parts):
+        return [f"{_counted(len(now.parts), 'source')} of samples, saved {len(saved.parts):,}"]
+    lines = []
+    for number, (before, after) in enumerate(zip(saved.parts, now.parts, strict=True)):
+        name = names[number] if number < len(names) else f"source {number + 1}"
+        start = f"{name}: " if len(now.parts) > 1 else ""
+        lines += [start + line for line in _changes(before, after)]
+    return lines[:MOST_LINES]
+
+
+def _changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
+    if _identity(saved) == _identity(now):
+        return []
+    lines: list[str] = []
+    if saved.of != now.of:
+        lines.append(f"{now.of}s are compared, where {saved.of}s were")
+    elif saved.rows is not None and now.rows is not None:
+        lines += _row_changes(saved, now)
+    else:
+        lines += _group_changes(saved, now)
+    if not lines and saved.samples != now.samples:
+        lines.append(f"{_counted(now.samples, 'sample')}, saved {saved.samples:,}")
+    elif not lines and saved.order != now.order:
+        lines.append(f"the same {now.of}s, with other samples or in another order")
+    return lines or [f"other data: {now.digest}, saved {saved.digest}"]
+
+
+def _identity(part: SourcePrint) -> tuple[object, ...]:
+    return part.samples, part.order, part.of, part.count, part.size, part.whole, part.digest
+
+
+def _row_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
+    # A Counter, not a set: a user's source may give a name twice.
+    gone = Counter(saved.rows) - Counter(now.rows)
+    came = Counter(now.rows) - Counter(saved.rows)
+    before, after = _by_key(gone), _by_key(came)
+    both = [(before.pop(key), after.pop(key)) for key in sorted(before.keys() & after.keys())]
+    changed = [pair for pair in both if _told_apart(*pair, saved.whole == now.whole)]
+    renamed = _renamed(before, after)
+    return [
+        *_line(now.of, "renamed", [f"{_shown(old)} -> {_shown(new)}" for old, new in renamed]),
+        *_line(now.of, "added", map(_shown, after)),
+        *_line(now.of, "removed", map(_shown, before)),
+        *_line(now.of, "changed", [f"{_shown(old.key)} ({_how(old, new)})" for old, new in changed]),
+    ]
+
+
+def _by_key(rows: Iterable[FilePrint]) -> dict[str, FilePrint]:
+    return {row.key: row for row in sorted(rows)}
+
+
+def _told_apart(old: FilePrint, new: FilePrint, same_reading: bool) -> bool:
+    """Return whether two rows differ; contents count only where both were read in the same way."""
+    if old.size != new.size or UNREADABLE in (old.content, new.content):
+        return True
+    return same_reading and NOT_READ not in (old.content, new.content)
+
+
+def _renamed(before: dict[str, FilePrint], after: dict[str, FilePrint]) -> list[tuple[str, str]]:
+    """Return files that appeared with the content of one that disappeared, and remove them from both."""
+    gone: dict[tuple[int, str], list[str]] = {}
+    for key, row in reversed(before.items()):
+        if row.content not in (UNREADABLE, NOT_READ):
+            gone.setdefault((row.size, row.content), []).append(key)
+    pairs = []
+    for key, row in list(after.items()):
+        if old := gone.get((row.size, row.content)):
+            pairs.append((old.pop(), key))
+            del before[pairs[-1][0]], after[key]
+    return pairs
+
+
+def _how(old: FilePrint, new: FilePrint) -> str:
+    if UNREADABLE in (old.content, new.content):
+        return "cannot be read now" if new.content == UNREADABLE else "could not be read before"
+    if old.size != new.size:
+        return f"{_counted(old.size, 'byte')} -> {_counted(new.size, 'byte')}"
+    return "same size, other content"
+
+
+def _group_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
+    """Return how many more or fewer files there are, and how many groups differ: there are too many files to name."""
+    lines = []
+    if saved.count != now.count:
+        lines.append(f"{_counted(now.count, now.of)}, saved {saved.count:,}")
+    if saved.size != now.size:
+        lines.append(f"{_counted(now.size, 'byte')} in all, saved {saved.size:,}")
+    groups = list(zip(saved.by_group(), now.by_group(), strict=True))
+    others = sum(old != new for old, new in groups)
+    if others and saved.whole == now.whole:
+        each = f"of about {_counted(round(now.count / len(groups)), now.of)} each"
+        lines.append(f"names, sizes or contents differ in {others} of {len(groups)} groups, {each}")
+    return lines
+
+
+def _line(thing: str, what: str, examples: Iterable[str]) -> list[str]:
+    listed = list(examples)
+    if not listed:
+        return []
+    between = ":" if len(listed) == 1 else ", the first"
+    return [f"{_counted(len(listed), thing)} {what}{between} {listed[0]}"]
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _shown(key: str) -> str:
+    """Return a name that is safe to print and not too long."""
+    safe = key if key.isprintable() else repr(key)
+    return safe if len(safe) <= LONGEST_NAME else f"...{safe[3 - LONGEST_NAME :]}"

@@ -1,0 +1,255 @@
+"""Read folders of images: all images below a folder, or one folder per class as in ImageNet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from halfstep.data.image_files import existing, folders, image_files
+from halfstep.data.image_io import Meaning, Palette, mask_of, read_image
+from halfstep.data.source import Files, Sample
+from halfstep.errors import BadData
+
+_LAYOUT = "ROOT/CLASS/IMAGE, with at least one image in each class"
+
+
+class _Listed:
+    """Image files below a folder, by number."""
+
+    root: Path
+    channels: int
+    _files: list[str]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int) -> Sample:
+        """Read a sample; raise BadSample where it cannot be read."""
+        return {"image": read_image(self.root / self._files[index], self.channels), **self.without_image(index)}
+
+    def without_image(self, index: int) -> Sample:
+        """Return the sample without its image."""
+        return {}
+
+    def name(self, index: int) -> str:
+        """Return the path of the image."""
+        return str(self.root / self._files[index])
+
+    def key(self, index: int) -> str:
+        """Return the path below the root."""
+        return Path(self._files[index]).as_posix()
+
+    def files_of(self, index: int) -> Files:
+        """Return the file that the sample is read from."""
+        return [(self.key(index), os.path.join(self.root, self._files[index]))]
+
+
+class Images(_Listed):
+    """A source of every image below a folder, at any depth: `image`."""
+
+    def __init__(self, root: str | Path, channels: int = 3) -> None:
+        self.root, self.channels = existing(root, "the image folder"), channels
+        self._files = image_files(self.root)
+        if not self._files:
+            raise BadData(f"{self.root} holds no image", allowed="at least one image below it", do="check data.path")
+
+
+class ImageFolder(_Listed):
+    """A source with a folder per class: `image`, and `label`, the position of the folder's name in sorted order.
+
+    For a validation folder, pass `classes` of the training set, so that both number them alike.
+    """
+
+    def __init__(self, root: str | Path, channels: int = 3, classes: list[str] | None = None) -> None:
+        self.root, self.channels = existing(root, "the image folder"), channels
+        present = folders(self.root)
+        if not present:
+            raise BadData(f"{self.root} holds no folder per class", allowed=_LAYOUT, do="check data.path")
+        self.classes = list(present if classes is None else classes)
+        unknown = sorted(set(present) - set(self.classes))
+        if unknown:
+            raise BadData(
+                f"{self.root} holds the class {unknown[0]!r}, which the training set has not",
+                allowed=", ".join(self.classes[:20]),
+                do="remove the folder, or add it to the training set",
+            )
+        self._files, self._labels = self._find(present)
+
+    def _find(self, present: list[str]) -> tuple[list[str], list[int]]:
+        files: list[str] = []
+        labels: list[int] = []
+        for name in present:
+            found = image_files(self.root, name)
+            if not found:
+                raise BadData(f"{self.root / name} holds no image", allowed=_LAYOUT, do="fill or remove this folder")
+            files += found
+            labels += [self.classes.index(name)] * len(found)
+        return files, labels
+
+    def without_image(self, index: int) -> Sample:
+        """Return the label."""
+        return {"label": torch.tensor(self._labels[index])}
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------------
+# Pair images and masks in two folders by their names.
+
+
+MASKS_RULE = "the mask of images/a.jpg is masks/a.png or masks/a_mask.png"
+
+
+class Paired:
+    """A base of sources with two folders: each image, and its `partner`, such as a mask, by name.
+
+    `rule` describes the naming; a partner's name may have the suffix `ending`. Raises BadData where a file has none.
+    """
+
+    def __init__(self, images: str | Path, partners: str | Path, partner: str, rule: str, ending: str = "") -> None:
+        self.images = existing(images, "the image folder")
+        self.partners = existing(partners, f"the {partner} folder")
+        self._partner = partner
+        self._pairs = paired(self.images, self.partners, rule, ending)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def name(self, index: int) -> str:
+        """Return the path of the image."""
+        return str(self.images / self._pairs[index][0])
+
+    def key(self, index: int) -> str:
+        """Return the image's path below its folder."""
+        return Path(self._pairs[index][0]).as_posix()
+
+    def files_of(self, index: int) -> Files:
+        """Return the files of the image and its partner."""
+        image, partner = self._pairs[index]
+        return [
+            (f"images/{Path(image).as_posix()}", os.path.join(self.images, image)),
+            (f"{self._partner}s/{Path(partner).as_posix()}", os.path.join(self.partners, partner)),
+        ]
+
+    def places(self, index: int) -> tuple[Path, Path]:
+        """Return the paths of the image and its partner."""
+        image, partner = self._pairs[index]
+        return self.images / image, self.partners / partner
+
+
+class ImageMaskPairs(Paired):
+    """A source of `image` and `mask`, a class number for each pixel."""
+
+    def __init__(
+        self,
+        images: str | Path,
+        masks: str | Path,
+        classes: int = 2,
+        ignore_index: int | None = None,
+        palette: Palette | None = None,
+        channels: int = 3,
+    ) -> None:
+        super().__init__(images, masks, "mask", MASKS_RULE, "_mask")
+        self.channels, self.meaning = channels, Meaning(classes, ignore_index, palette)
+
+    def read(self, index: int) -> Sample:
+        """Read a pair; raise BadSample where it cannot be read, BadData where the mask does not fit."""
+        image_path, mask_path = self.places(index)
+        image = read_image(image_path, self.channels)
+        mask = mask_of(mask_path, self.meaning, str(mask_path))
+        same_size(image.shape[-2:], mask.shape, self.name(index))
+        return {"image": image, "mask": mask}
+
+
+def folders_under(root: str | Path, partner: str = "mask") -> tuple[Path, Path]:
+    """Return the folders `images` and `masks`, or another `partner`'s, below `root`."""
+    folder = existing(root, "the data folder")
+    return existing(folder / "images", "the image folder"), existing(folder / f"{partner}s", f"the {partner} folder")
+
+
+def same_size(image: tuple[int, ...], mask: tuple[int, ...], name: str) -> None:
+    """Raise BadData where an image and its mask differ in size."""
+    if tuple(image) != tuple(mask):
+        raise BadData(
+            f"{name} is {image[1]} × {image[0]} pixels, and its mask {mask[1]} × {mask[0]}",
+            allowed="a mask of the size of its image, after the image is turned upright as its EXIF says",
+            do="correct the mask, or take the pair away",
+        )
+
+
+def paired(images: Path, partners: Path, rule: str, ending: str) -> list[tuple[str, str]]:
+    """Return the paths of images and partners below their folders; raise BadData where one has no partner.
+
+    A partner's name may have the suffix `ending`.
+    """
+    pictures, others = _by_stem(images, "", rule), _by_stem(partners, ending, rule)
+    if not pictures:
+        raise BadData(f"{images} holds no image", allowed=rule, do="check data.path")
+    lonely = [str(images / path) for stem, path in pictures.items() if stem not in others]
+    lonely += [str(partners / path) for stem, path in others.items() if stem not in pictures]
+    if lonely:
+        raise BadData(
+            f"{len(lonely)} files without a partner: {first_of(lonely)}",
+            allowed=rule,
+            do="rename or take away these files",
+        )
+    return [(path, others[stem]) for stem, path in pictures.items()]
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """Return the first few of many names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _by_stem(folder: Path, ending: str, rule: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path in image_files(folder):
+        stem = os.path.splitext(path)[0].removesuffix(ending)
+        if stem in found:
+            raise BadData(
+                f"{folder / found[stem]} and {folder / path} have the same name", allowed=rule, do="rename one of them"
+            )
+        found[stem] = path
+    return found
+
+
+# -- image pairs ------------------------------------------------------------------------------------------------------
+# Pair images and conditions in two folders by their names.
+
+
+CONDITIONS_RULE = "the condition of images/a.png is conditions/a.png, or a.jpg, a.tif, ..."
+
+
+class ImagePairs(Paired):
+    """A source of `image` and `condition`; sizes may differ, aspect ratios may not, since positions must match."""
+
+    def __init__(
+        self, images: str | Path, conditions: str | Path, channels: int = 3, condition_channels: int = 1
+    ) -> None:
+        super().__init__(images, conditions, "condition", CONDITIONS_RULE)
+        self.channels, self.condition_channels = channels, condition_channels
+
+    def read(self, index: int) -> Sample:
+        """Read a pair; raise BadSample where it cannot be read, BadData where the aspect ratios differ."""
+        image = read_image(self.places(index)[0], self.channels)
+        rest = self.without_image(index)
+        _same_form(image.shape[-2:], rest["condition"].shape[-2:], self.name(index))
+        return {"image": image, **rest}
+
+    def without_image(self, index: int) -> Sample:
+        """Return the condition."""
+        return {"condition": read_image(self.places(index)[1], self.condition_channels)}
+
+
+def _same_form(image: tuple[int, ...], condition: tuple[int, ...], name: str) -> None:
+    """Raise BadData where aspect ratios differ by more than the rounding of one pixel."""
+    (high, wide), (other_high, other_wide) = image, condition
+    # Cross-multiplied: exact in integers, and one pixel of rounding changes it by at most a side.
+    if abs(high * other_wide - wide * other_high) > max(*image, *condition):
+        raise BadData(
+            f"{name} is {wide} × {high} pixels, and its condition {other_wide} × {other_high}",
+            allowed="a condition of the size of its image, or of any other with the same height for its width",
+            do="cut or turn one of them, or take the pair away",
+        )

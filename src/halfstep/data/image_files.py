@@ -1,0 +1,207 @@
+"""Open image files safely: few formats, bounded memory, and a plain reason where one cannot be read.
+
+Imports no torch, so that a folder can be checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from halfstep.errors import BadData, MissingExtra, Unsafe
+
+# -- listing ----------------------------------------------------------------------------------------------------------
+# List the image files of a folder: sorted, and none outside of it.
+
+
+DEEPEST = 8
+"""Levels of nested folders; more is a loop, or not a data set."""
+
+
+def existing(root: str | Path, what: str) -> Path:
+    """Return the folder; raise BadData where it does not exist."""
+    folder = Path(root)
+    if not folder.is_dir():
+        raise BadData(
+            f"{what} {folder} is {'a file' if folder.exists() else 'not there'}",
+            allowed="a folder with your images",
+            do="look for it with ls, and give its path as --data_dir FOLDER",
+        )
+    return folder
+
+
+def image_files(root: Path, under: str = "") -> list[str]:
+    """Return the paths below `root` of the images in its folder `under`."""
+    return files(root, SUFFIXES, under)
+
+
+def files(root: Path, suffixes: tuple[str, ...], under: str = "") -> list[str]:
+    """Return the sorted paths below `root` of files with these suffixes in its folder `under`, without hidden ones."""
+    return sorted(path for path in _walk(root, under, os.path.realpath(root), 0) if path.lower().endswith(suffixes))
+
+
+def folders(root: Path) -> list[str]:
+    """Return the sorted names of the folders in `root`, without hidden ones."""
+    boundary = os.path.realpath(root)
+    with _scanned(root) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and _inside(e, boundary) and e.is_dir())
+
+
+def _walk(root: Path, under: str, boundary: str, depth: int) -> list[str]:
+    if depth > DEEPEST:
+        raise BadData(f"{root / under} lies {depth} folders deep", allowed=f"at most {DEEPEST}", do="check for loops")
+    found = []
+    with _scanned(root / under) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or not _inside(entry, boundary):
+                continue
+            path = os.path.join(under, entry.name)
+            if entry.is_dir():
+                found += _walk(root, path, boundary, depth + 1)
+            else:
+                found.append(path)
+    return found
+
+
+@contextmanager
+def _scanned(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield entries
+    except OSError as error:
+        raise BadData(
+            f"{folder} cannot be looked into: {error.strerror or error}",
+            allowed="folders that this user can read",
+            do=f"chmod -R u+rX {folder}, or take it away",
+        ) from None
+
+
+def _inside(entry: os.DirEntry[str], boundary: str) -> bool:
+    """Return True, or raise Unsafe for a link that leads out of the folder. Only links need a system call."""
+    if entry.is_symlink():
+        target = os.path.realpath(entry.path)
+        # With the separator, so that /data2 is not inside of /data.
+        if not (target + os.sep).startswith(boundary + os.sep):
+            raise Unsafe(
+                f"{entry.path} is a link to {target}",
+                allowed=f"files in {boundary}",
+                do="copy the file there, or move the data and its links under one folder",
+            )
+    return True
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+try:
+    from PIL import Image, UnidentifiedImageError
+except ImportError as error:
+    raise MissingExtra(
+        "reading images without the package pillow", allowed="pillow 12.2 or newer", do="pip install halfstep[vision]"
+    ) from error
+
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp")
+MOST_PIXELS = 64 * 2**20
+"""Pixels over the pages of all channels; a photograph of 64 megapixels takes 200 MB."""
+MOST_BYTES = 256 * 2**20
+"""Bytes of a file on disk."""
+
+
+class BadSample(Exception):
+    """A sample that cannot be read: it is skipped, replaced and counted."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+@contextmanager
+def opened(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
+    """Open an image and read its header, not its pixels; every failure inside is a BadSample."""
+    name = name or (f"{len(file)} bytes" if isinstance(file, bytes) else str(file))
+    try:
+        with stream_of(file) as stream, warnings.catch_warnings():
+            # Damaged metadata may be ignored; an image that could exhaust memory may not.
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            # Only these formats: every further decoder of Pillow is attack surface.
+            with Image.open(stream, formats=FORMATS) as image:
+                yield image
+    except Unreadable as error:
+        raise BadSample(name, str(error)) from None
+    except UnidentifiedImageError:
+        raise BadSample(name, f"not an image of a kind that is read here ({', '.join(FORMATS)})") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadSample(name, f"more than {MOST_PIXELS:,} pixels") from None
+    except BadSample:
+        raise
+    except Exception as error:
+        # Decoders raise anything on damaged input: struct.error, IndexError, SyntaxError, ...
+        raise BadSample(name, f"cannot be decoded: {_short(error)}") from error
+
+
+class Unreadable(Exception):
+    """A file that cannot be read, with the reason."""
+
+
+def _short(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return words[:200] or type(error).__name__
+
+
+@contextmanager
+def stream_of(file: str | Path | bytes) -> Iterator[IO[bytes]]:
+    """Open a regular file that is neither empty nor too large; raise Unreadable for any other."""
+    if isinstance(file, bytes):
+        _sized(len(file))
+        yield io.BytesIO(file)
+        return
+    try:
+        # Opening a FIFO would otherwise wait for a writer.
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise Unreadable(error.strerror or type(error).__name__) from None
+    with os.fdopen(handle, "rb", closefd=True) if _regular(handle) else _refused(handle) as stream:
+        yield stream
+
+
+def _regular(handle: int) -> bool:
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    try:
+        _sized(status.st_size)
+    except Unreadable:
+        os.close(handle)
+        raise
+    return True
+
+
+def _refused(handle: int) -> IO[bytes]:
+    os.close(handle)
+    raise Unreadable("not a file but a folder, pipe or device")
+
+
+def _sized(size: int) -> None:
+    if size == 0:
+        raise Unreadable("empty, 0 bytes")
+    if size > MOST_BYTES:
+        raise Unreadable(f"{size:,} bytes, more than {MOST_BYTES:,}")
+
+
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 where EXIF is damaged, which is common."""
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception:
+        return 1

@@ -1,0 +1,235 @@
+"""Read image files to tensors: few formats, bounded memory, and a plain reason where one cannot be read.
+
+The range is kept: 8 bits per channel become uint8, 16-bit gray (PNG, TIFF) uint16, 32-bit TIFF float32. 16-bit *color*
+PNG and TIFF become 8 bits, because Pillow has no mode for them; 16 bits in several channels are read from a TIFF with
+one gray page per channel, and so is any number of channels above four.
+"""
+
+from __future__ import annotations
+
+import warnings
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.image_files import MOST_PIXELS, SUFFIXES, BadSample, Unreadable, opened, orientation
+from halfstep.data.mask_classes import Meaning, Palette, class_numbers
+from halfstep.errors import BadData
+
+__all__ = ["SUFFIXES", "read_image", "scaled"]
+
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_GREY = ("1", "L", "I;16", "I;16B", "I;16L", "I", "F")
+_WIDE = _GREY[2:]
+
+
+def read_image(file: str | Path | bytes, channels: int = 3, name: str = "") -> Tensor:
+    """Return channels × height × width, upright according to EXIF; raise BadSample where it cannot be read.
+
+    Gray becomes color by repetition, color becomes gray by luminance; CMYK and palettes become RGB; alpha is dropped
+    for one or three channels and added opaque for two or four.
+    """
+    with opened(file, name) as image:
+        return _read(image, channels)
+
+
+def is_pillow(image: object) -> bool:
+    """Return whether `image` is a Pillow image."""
+    return isinstance(image, Image.Image)
+
+
+def from_pillow(image: Image.Image, channels: int = 3) -> Tensor:
+    """Return what `read_image` returns for the image's file; raise BadSample where it cannot be used."""
+    try:
+        return _read(image, channels)
+    except Unreadable as error:
+        raise BadSample("a Pillow image", str(error)) from None
+
+
+def _read(image: Image.Image, channels: int) -> Tensor:
+    _bounded(image, channels)
+    return _upright(_tensor(image, channels), image)
+
+
+def scaled(image: Tensor) -> Tensor:
+    """Return floating-point values: integers divided by the maximum of their dtype, others unchanged."""
+    if image.is_floating_point():
+        return image
+    return image.to(torch.float32) / float(torch.iinfo(image.dtype).max)
+
+
+def _bounded(image: Image.Image, channels: int) -> None:
+    pages = channels if channels > 4 else 1
+    if image.width * image.height * pages > MOST_PIXELS:
+        raise Unreadable(f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}")
+
+
+def _tensor(image: Image.Image, channels: int) -> Tensor:
+    # A multi-page gray TIFF has one page per channel; for one channel, the first page is read.
+    if channels > 1 and image.mode in _GREY and _has_page(image, 1):
+        return _pages(image, channels)
+    if channels not in _MODES:
+        raise Unreadable(f"one page of kind {image.mode}, where {channels} channels need a TIFF of as many pages")
+    return _one_page(image, channels)
+
+
+def _one_page(image: Image.Image, channels: int) -> Tensor:
+    if image.mode in _WIDE:
+        grey = _plane(image)
+        opaque = _most(grey.dtype)
+        colours = [grey] * (1 if channels <= 2 else 3)
+        return torch.stack(colours + [torch.full_like(grey, opaque)] * (channels % 2 == 0))
+    if image.mode == "P" or "transparency" in image.info:
+        # Through RGBA, so that two and four channels keep the transparency of a palette.
+        image = image.convert("RGBA")
+    if image.mode not in ("L", "LA", "RGB", "RGBA", "1"):
+        image = image.convert("RGB")
+    array = np.array(image.convert(_MODES[channels]))
+    return torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1).contiguous()
+
+
+def _most(dtype: torch.dtype) -> float:
+    return 1.0 if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _pages(image: Image.Image, channels: int) -> Tensor:
+    planes = []
+    size = image.size
+    for page in range(channels):
+        if not _has_page(image, page):
+            raise Unreadable(f"{page} pages, where {channels} channels need as many")
+        image.seek(page)
+        if image.size != size or image.mode not in _GREY:
+            raise Unreadable(f"page {page + 1} is not grey, or of another size than the first")
+        planes.append(_plane(image))
+    if _has_page(image, channels):
+        raise Unreadable(f"more than {channels} pages, where {channels} channels need as many")
+    if len({plane.dtype for plane in planes}) > 1:
+        raise Unreadable("pages of different depth")
+    return torch.stack(planes)
+
+
+def _has_page(image: Image.Image, page: int) -> bool:
+    """Return whether a page exists. Counting all pages would follow a chain of a length that the file decides."""
+    if image.format != "TIFF":
+        return page == 0
+    here = image.tell()
+    try:
+        image.seek(page)
+    except EOFError:
+        return False
+    finally:
+        image.seek(here)
+    return True
+
+
+def _plane(image: Image.Image) -> Tensor:
+    """Return one gray page in its own depth."""
+    if image.mode == "1":
+        image = image.convert("L")
+    array: np.ndarray[Any, Any] = np.array(image)
+    if image.mode.startswith("I;16"):
+        return torch.from_numpy(array.astype(np.uint16))
+    return torch.from_numpy(array if image.mode == "L" else array.astype(np.float32))
+
+
+def _upright(tensor: Tensor, image: Image.Image) -> Tensor:
+    """Apply the EXIF orientation, 1 to 8, as flips of the pixels."""
+    turned = orientation(image)
+    if turned not in range(2, 9):
+        return tensor
+    array = tensor.numpy()
+    if turned >= 5:
+        array = array.transpose(0, 2, 1)
+    if turned in (2, 3, 6, 7):
+        array = array[:, :, ::-1]
+    if turned in (3, 4, 7, 8):
+        array = array[:, ::-1]
+    # NumPy's flips have negative strides, which torch does not accept.
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+# Read masks to tensors of class numbers.
+
+
+__all__ = ["Meaning", "Palette", "mask_of"]
+
+
+def mask_of(file: str | Path | bytes, meaning: Meaning, name: str) -> Tensor:
+    """Return height × width, a class number or `ignore_index` per pixel, as uint8, or int32 where that is too small.
+
+    Raises BadSample where it cannot be read, and BadData for a value without a class.
+    """
+    largest = max(meaning.classes - 1, meaning.ignore_index or 0)
+    return torch.from_numpy(class_numbers(file, meaning, name)).to(torch.uint8 if largest <= 255 else torch.int32)
+
+
+# -- given ------------------------------------------------------------------------------------------------------------
+# Convert an image that a user passes in Python as if it were read from a file.
+
+
+ALLOWED = "a path, a Pillow image, an array of height × width × channels, or a tensor of channels × height × width"
+FAR_ABOVE_1 = 4.0
+"""A filter that overshoots gives values a little above 1, never this far."""
+
+
+def as_read(image: Any, channels: int) -> Tensor:
+    """Return channels × height × width: integers in their own range, floating-point values from 0 to 1.
+
+    Raises BadSample for an unreadable path, and BadData for anything else that does not fit.
+    """
+    if isinstance(image, str | PathLike):
+        return read_image(str(image), channels)
+    if is_pillow(image):
+        return from_pillow(image, channels)
+    if isinstance(image, np.ndarray):
+        return _checked(_from_array(image), channels, image)
+    if isinstance(image, Tensor):
+        return _checked(image[None] if image.ndim == 2 else image, channels, image)
+    raise BadData(f"a {type(image).__name__} for an image", allowed=ALLOWED, do="give the path of a file")
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor with channels first; Pillow, OpenCV and imageio have rows and columns first."""
+    if array.dtype.kind == "f":
+        array = array.astype(np.float32)
+    if array.ndim == 2:
+        array = array[..., None]
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(array, -1, 0))) if array.ndim == 3 else torch.empty(0)
+
+
+def _checked(pixels: Tensor, channels: int, given: Any) -> Tensor:
+    shape = " × ".join(map(str, given.shape))
+    wanted = f"channels × height × width with {channels} channels"
+    wanted = wanted if isinstance(given, Tensor) else f"height × width × channels with {channels} channels"
+    if pixels.ndim != 3 or not pixels.numel():
+        raise BadData(f"an image of shape {shape}", allowed=wanted, do="give one image at a time")
+    if len(pixels) != channels:
+        swapped = given.shape[-1 if isinstance(given, Tensor) else 0] == channels
+        hint = "move its channels to the front" if isinstance(given, Tensor) else "move its channels to the end"
+        raise BadData(
+            f"an image of shape {shape}, so {len(pixels)} channels",
+            allowed=wanted,
+            do=hint if swapped else f"convert it to {channels} channels, as the model was trained with",
+        )
+    if not pixels.is_floating_point() and pixels.dtype not in (torch.uint8, torch.uint16):
+        raise BadData(
+            f"an image of {pixels.dtype}",
+            allowed="uint8, uint16, or floating numbers, from 0 to 1 for photographs",
+            do="convert it to uint8",
+        )
+    _doubt(pixels)
+    return pixels
+
+
+def _doubt(pixels: Tensor) -> None:
+    """Warn of values far above 1: no error, since float files may hold anything, but usually a missing division."""
+    if pixels.is_floating_point() and float(pixels.max()) > FAR_ABOVE_1:
+        text = f"floating numbers up to {float(pixels.max()):g} are taken as they are; a photograph has 0 to 1 here"
+        warnings.warn(f"{text}: divide it by 255, or give uint8", UserWarning, stacklevel=5)

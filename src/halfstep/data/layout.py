@@ -1,0 +1,170 @@
+"""Recognize the layout of a user's folder: images with masks or a folder per class, in splits or in one place.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from halfstep.data.image_files import SUFFIXES, existing
+from halfstep.errors import BadData, unknown_name
+from halfstep.files import cache_folder
+
+# -- place ------------------------------------------------------------------------------------------------------------
+# Find the data of a recipe.
+
+
+PREFIX = "cache:"
+
+
+def data_place(path: str) -> Path:
+    """Return the path; `cache:NAME` is what `halfstep data get NAME` makes. Raises BadData where it is missing."""
+    if not path.startswith(PREFIX):
+        return Path(path).expanduser()
+    name, _, below = path.removeprefix(PREFIX).partition("/")
+    parts = [name, *Path(below).parts]
+    # The path comes from a recipe, which must not lead out of the cache.
+    if not name or ".." in parts or name.startswith(("/", "\\", ".")) or Path(below).is_absolute():
+        raise BadData(f"the path {path!r}", allowed="cache:NAME or cache:NAME/FOLDER", do="write cache:cifar10")
+    folder = cache_folder() / "data" / name
+    if not folder.is_dir():
+        raise BadData(
+            f"the data set {name!r} is not in {folder.parent}",
+            allowed="a data set that was made before",
+            do=f"halfstep data get {name}",
+        )
+    return folder.joinpath(below)
+
+
+# -- held out ---------------------------------------------------------------------------------------------------------
+# Choose the validation samples by their names alone. Imports no torch.
+
+
+FOLDERS = ("val", "valid", "validation")
+"""Names of a folder beside `train` with the validation samples."""
+USUAL_SHARE, SMALLEST_SHARE, ENOUGH = 0.2, 0.05, 500
+"""A fifth of a small set; of a large one enough samples to judge a model, but at least a twentieth."""
+
+
+def place_of(key: str) -> float:
+    """Return a sample's position between 0 and 1, a hash of its name; those below the share are for validation."""
+    # `person` separates this hash from any other use of the same names.
+    digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, person=b"halfstep val").digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def usual_share(samples: int) -> float:
+    """Return the validation share of a set of this size where none is given."""
+    return round(min(USUAL_SHARE, max(SMALLEST_SHARE, ENOUGH / max(samples, 1))), 3)
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+
+
+SEGMENTATION, CLASSIFICATION = "segmentation", "classification"
+RECIPES = {SEGMENTATION: "segment", CLASSIFICATION: "classify"}
+ALL, TRAIN = "all", "train"
+_IMAGES = ("images", "image", "img", "imgs", "photos", "photographs", "pictures", "jpegimages", "rgb", "x")
+_MASKS = ("masks", "mask", "labels", "label", "annotations", "segmentation", "segmentationclass", "gt", "y")
+_SPLITS = (TRAIN, *FOLDERS, "test")
+
+
+@dataclass(frozen=True)
+class SplitFolder:
+    """The samples of one split: a folder of images with a folder of masks, or a folder of class folders."""
+
+    folder: Path
+    masks: Path | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a set on disk."""
+
+    task: str
+    root: Path
+    parts: dict[str, SplitFolder]
+    """The parts by name of the split; `all` where there is only one."""
+
+    @property
+    def train(self) -> SplitFolder:
+        """The part to train on."""
+        return self.parts.get(TRAIN) or next(iter(self.parts.values()))
+
+    @property
+    def val(self) -> str | None:
+        """The name of the validation folder, or None."""
+        return next((name for name in FOLDERS if name in self.parts), None)
+
+
+def find_layout(root: str | Path, task: str | None = None, masks: str | Path | None = None) -> Layout:
+    """Return the layout of a folder, recognized by the names in it; raise BadData with advice where there is none."""
+    folder = existing(root, "the data folder")
+    if task is not None and task not in RECIPES:
+        raise unknown_name("task", task, RECIPES)
+    if masks is not None:
+        return Layout(SEGMENTATION, folder, {ALL: SplitFolder(folder, existing(masks, "the mask folder"))})
+    splits = {name: folder / name for name in _SPLITS if (folder / name).is_dir()}
+    # A folder named val or test alone may be a class.
+    if TRAIN not in splits:
+        splits = {}
+    places = splits or {ALL: folder}
+    if task != CLASSIFICATION and all(_has_pairs(place) for place in places.values()):
+        return Layout(
+            SEGMENTATION, folder, {name: SplitFolder(p / "images", p / "masks") for name, p in places.items()}
+        )
+    if task != SEGMENTATION and not _looks_like_pairs(folder):
+        found = {name: SplitFolder(place) for name, place in places.items() if _has_classes(place)}
+        if TRAIN in found or ALL in found:
+            return Layout(CLASSIFICATION, folder, found)
+    raise _unrecognised(folder, task)
+
+
+def _has_pairs(folder: Path) -> bool:
+    return (folder / "images").is_dir() and (folder / "masks").is_dir()
+
+
+def _looks_like_pairs(folder: Path) -> bool:
+    return _named(folder, _IMAGES) is not None and _named(folder, _MASKS) is not None
+
+
+def _has_classes(folder: Path) -> bool:
+    return any(_holds_images(folder / name) for name in _folders(folder))
+
+
+def _unrecognised(folder: Path, task: str | None) -> BadData:
+    wanted = "images/ and masks/ with one mask for each image" if task != CLASSIFICATION else ""
+    classes = "a folder for each class, with images in it" if task != SEGMENTATION else ""
+    allowed = f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"
+    images, masks = _named(folder, _IMAGES), _named(folder, _MASKS)
+    if task != CLASSIFICATION and images and masks:
+        given = f"{folder} holds {images} and {masks}, not images and masks"
+        return BadData(given, allowed=allowed, do=f"give --data_dir {folder / images} --masks {folder / masks}")
+    if _holds_images(folder):
+        where = "images/, and their masks into masks/" if task != CLASSIFICATION else "a folder for each class"
+        return BadData(f"{folder} holds images, and no folders for them", allowed=allowed, do=f"move them into {where}")
+    found = ", ".join(_folders(folder)[:8]) or "no folder at all"
+    return BadData(f"{folder} holds {found}", allowed=allowed, do="give the folder above or below it, or rename these")
+
+
+def _named(folder: Path, names: Iterable[str]) -> str | None:
+    found = {name.lower(): name for name in _folders(folder)}
+    return next((found[name] for name in names if name in found), None)
+
+
+def _folders(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+
+def _holds_images(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") for entry in entries)
+    except OSError:
+        return False

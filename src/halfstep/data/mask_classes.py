@@ -1,0 +1,297 @@
+"""Infer the classes of a set's masks from the values in them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfstep.data.image_files import MOST_PIXELS, BadSample, opened
+from halfstep.errors import BadData, WrongUse
+
+# -- mask values ------------------------------------------------------------------------------------------------------
+# Read the values of masks, and map them to classes: 0/255, class numbers, palettes, colors. Imports no torch.
+
+
+Numbers = np.ndarray[Any, Any]
+Palette = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """The meaning of the values of a mask."""
+
+    classes: int = 2
+    ignore_index: int | None = None
+    """Pixels of this value belong to no class. With 255, a mask of 0 and 255 has no foreground."""
+    palette: Palette | None = None
+    """The color of each class as red, green, blue, for masks in color."""
+
+    def __post_init__(self) -> None:
+        if self.palette is not None and len(self.palette) != self.classes:
+            raise WrongUse(
+                f"a palette of {len(self.palette)} colours for {self.classes} classes",
+                allowed="one colour for each class",
+                do="write data.palette: [[0, 0, 0], [255, 0, 0], ...]",
+            )
+
+
+def class_numbers(file: str | Path | bytes, meaning: Meaning, name: str) -> Numbers:
+    """Return height × width, a class number or `ignore_index` for each pixel.
+
+    Raises BadSample where the file cannot be read, and BadData for a value without a class: the mask then contradicts
+    the recipe, which no replacement sample can fix.
+    """
+    values = mask_values(file, meaning.palette is not None, name)
+    if meaning.palette is not None:
+        return _classes_from_colours(values, meaning.palette, name)
+    return _from_values(grey_of(values, name), meaning, name)
+
+
+def mask_values(file: str | Path | bytes, colours: bool, name: str) -> Numbers:
+    """Return height × width, or height × width × 3 where the mask is in color or `colours` are requested."""
+    with opened(file, name) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise BadSample(name, f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}")
+        return values_in(image, colours)
+
+
+def values_in(image: Any, colours: bool = False) -> Numbers:
+    """Return the values of an open image, or its colors. Of a palette, the numbers count and not the colors."""
+    if colours or image.mode in ("RGBA", "CMYK", "YCbCr"):
+        return np.array(image.convert("RGB"))
+    return np.array(image.convert("L") if image.mode in ("1", "LA") else image)
+
+
+def grey_of(values: Numbers, name: str) -> Numbers:
+    """Return one value per pixel; raise BadData for a mask in color."""
+    if values.ndim == 2:
+        return values
+    first = values[..., :1]
+    if not (values == first).all():
+        colour = values[(values != first).any(-1)][0].tolist()
+        raise BadData(
+            f"the mask {name} is in colour, such as {colour}",
+            allowed="a value for each pixel; or colours, with a palette that names them",
+            do="write data.palette: [[0, 0, 0], [255, 0, 0], ...], a colour for each class",
+        )
+    return values[..., 0]
+
+
+def _classes_from_colours(values: Numbers, palette: Palette, name: str) -> Numbers:
+    # One integer per color: comparing integers is cheaper than comparing triples for every class.
+    codes = (values.astype(np.int32) << np.array([16, 8, 0])).sum(-1)
+    numbers = np.full(codes.shape, -1, np.int64)
+    for number, (red, green, blue) in enumerate(palette):
+        numbers[codes == (red << 16) + (green << 8) + blue] = number
+    if (numbers < 0).any():
+        colour = values[numbers < 0][0].tolist()
+        raise BadData(
+            f"the mask {name} has the colour {colour}, which data.palette does not name",
+            allowed=", ".join(str(list(c)) for c in palette[:20]),
+            do="add the colour to data.palette, or correct the mask",
+        )
+    return numbers
+
+
+def _from_values(values: Numbers, meaning: Meaning, name: str) -> Numbers:
+    present = np.unique(values)
+    if meaning.classes <= 2 and meaning.ignore_index != 255 and set(present.tolist()) <= {0, 255}:
+        return np.equal(values, 255).astype(np.int64)
+    wrong = [v for v in present.tolist() if not 0 <= v < meaning.classes and v != meaning.ignore_index]
+    if wrong:
+        raise _outside(wrong, meaning, name)
+    return values.astype(np.int64)
+
+
+def _outside(wrong: list[Any], meaning: Meaning, name: str) -> BadData:
+    allowed = f"0 to {meaning.classes - 1}"
+    allowed += ", or a mask of 0 and 255 alone" if meaning.classes <= 2 and meaning.ignore_index != 255 else ""
+    allowed += "" if meaning.ignore_index is None else f", and {meaning.ignore_index} for pixels of no class"
+    many = f" and {len(wrong) - 1} other such values" if len(wrong) > 1 else ""
+    lossy = "; masks must be PNG or TIFF, as JPEG changes values" if len(wrong) > 8 else ""
+    return BadData(
+        f"the mask {name} has the value {wrong[0]}{many}, which is none of the {meaning.classes} classes",
+        allowed=allowed,
+        do=f"set data.classes or data.ignore_index, or correct the mask{lossy}",
+    )
+
+
+# -- mask reading -----------------------------------------------------------------------------------------------------
+
+
+NO_CLASS = 255
+"""The value of pixels without a class, in sets with class numbers."""
+MOST_VALUES = 32
+"""More values or colors than this are not classes but shades between them."""
+KEPT_VALUES = 256
+"""Different values of one mask that are counted; a photograph instead of a mask has millions."""
+RARE = 0.02
+"""A value in a smaller share of the masks may be a mistake."""
+_MOST_CLASSES = 255
+
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class MaskCounts:
+    """The pixels of one mask by value; a color is red · 65536 + green · 256 + blue."""
+
+    pixels: Mapping[int, int]
+    in_colour: bool = False
+    is_indexed: bool = False
+    """Whether the values are palette indices, which are class numbers."""
+
+    @property
+    def form(self) -> str:
+        """The form that the mask alone suggests; empty where it is all background."""
+        if not set(self.pixels) - {0}:
+            return ""
+        if self.in_colour:
+            return "colours" if len(self.pixels) <= MOST_VALUES else "shades"
+        # Many different values are class numbers where they are dense, and shades where they are spread out.
+        many = len(self.pixels) > MOST_VALUES and max(self.pixels) >= min(200, 2 * len(self.pixels))
+        if many or max(self.pixels) > 255:
+            return "shades"
+        return "black and white" if set(self.pixels) <= {0, 255} else "numbers"
+
+
+def counts_in(image: Any) -> MaskCounts:
+    """Count the values of an open mask; gray in three channels is gray."""
+    values = values_in(image)
+    if values.ndim == 3 and (values[..., 0] == values[..., 1]).all() and (values[..., 0] == values[..., 2]).all():
+        values = values[..., 0]
+    if values.ndim == 2:
+        return MaskCounts(_counted(values), is_indexed=image.mode == "P")
+    wide = values.astype(np.int32)
+    return MaskCounts(_counted((wide[..., 0] << 16) + (wide[..., 1] << 8) + wide[..., 2]), in_colour=True)
+
+
+def _counted(values: Numbers) -> dict[int, int]:
+    # For uint8, counting is faster than the sort in np.unique.
+    if values.dtype == np.uint8:
+        pixels: Any = np.bincount(values.ravel(), minlength=256)
+        return {int(value): int(pixels[value]) for value in np.flatnonzero(pixels)}
+    found, pixels = np.unique(values, return_counts=True)
+    return {int(value): int(n) for value, n in zip(found[:KEPT_VALUES], pixels[:KEPT_VALUES], strict=True)}
+
+
+@dataclass(frozen=True)
+class MaskReading:
+    """How masks are read, in words and as recipe settings."""
+
+    classes: int
+    words: str
+    ignore_index: int | None = None
+    palette: tuple[Colour, ...] | None = None
+    is_clear: bool = True
+    """False where the values cannot be classes."""
+
+    @property
+    def meaning(self) -> Meaning:
+        """The meaning for reading the masks."""
+        return Meaning(self.classes, self.ignore_index, self.palette)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of a recipe's `data` section."""
+        palette = None if self.palette is None else [list(colour) for colour in self.palette]
+        return {"classes": self.classes, "ignore_index": self.ignore_index, "palette": palette}
+
+    def class_of(self, value: int, mask: MaskCounts) -> int | None:
+        """Return the class of a value of this mask; None where it has none."""
+        if self.palette is not None:
+            colour = colour_of(value) if mask.in_colour else (value, value, value)
+            return self.palette.index(colour) if colour in self.palette else None
+        if mask.in_colour or value == self.ignore_index:
+            return None
+        if self.classes == 2 and self.ignore_index != NO_CLASS and set(mask.pixels) <= {0, 255}:
+            return int(value == 255)
+        return value if 0 <= value < self.classes else None
+
+    def strange(self, mask: MaskCounts) -> list[int]:
+        """Return the values of a mask that have no class and are not ignored."""
+        ignored = None if mask.in_colour or self.palette else self.ignore_index
+        return [value for value in mask.pixels if value != ignored and self.class_of(value, mask) is None]
+
+
+def read_masks_as(masks: Sequence[MaskCounts], classes: int | None = None) -> MaskReading:
+    """Return how a set of such masks is read; the most frequent form decides. `classes` is the user's number."""
+    forms = Counter(mask.form for mask in masks if mask.form)
+    usual = forms.most_common(1)[0][0] if forms else "black and white"
+    alike = [mask for mask in masks if mask.form == usual]
+    if usual == "black and white":
+        return _black_and_white(masks) if (classes or 2) == 2 else _numbered(classes)
+    if usual == "numbers":
+        return _from_numbers(alike, classes)
+    if usual == "colours":
+        return _from_colours(masks)
+    return MaskReading(classes or 2, "shades between classes, which stand for none", is_clear=False)
+
+
+def _black_and_white(masks: Sequence[MaskCounts]) -> MaskReading:
+    ones = sum(not mask.in_colour and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
+    white = f"255 (in {ones} masks 1)" if ones else "255"
+    return MaskReading(2, f"0 is the background, {white} the foreground")
+
+
+def _from_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReading:
+    present, common = _present(masks)
+    ignored = NO_CLASS if NO_CLASS in common and (classes or 0) <= NO_CLASS else None
+    if classes is not None:
+        return _numbered(classes, ignored)
+    numbers = sorted(value for value in common if value != ignored)
+    count = max(numbers, default=0) + 1
+    # A rare class counts where no number below it is missing; a single distant value is a mistake in its mask.
+    count += len(list(takewhile(lambda value: value in present, range(count, NO_CLASS))))
+    # Sparse values such as 0, 85, 170 are grays for display, not class numbers; palette indices are always numbers.
+    if count <= max(2 * len(numbers) + 2, 4) or any(mask.is_indexed for mask in masks):
+        return _numbered(max(count, 2), ignored)
+    palette = tuple((value, value, value) for value in sorted(common))
+    if len(palette) < 2:
+        return MaskReading(2, f"nothing but {palette[0][0]}", is_clear=False)
+    return MaskReading(len(palette), _listed("greys", [c[0] for c in palette]), palette=palette)
+
+
+def _present(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
+    """Return the values in these masks, and those that are not rare."""
+    found = Counter(value for mask in masks for value in mask.pixels)
+    total = max(found.values(), default=0)
+    # With fewer than ten masks, no value can be called rare.
+    few = max(1, int(RARE * total)) if total >= 10 else 0
+    return set(found), {value for value, times in found.items() if times > few}
+
+
+def _numbered(count: int | None, ignored: int | None = None) -> MaskReading:
+    classes = count or 2
+    words = f"class numbers, 0 to {classes - 1}"
+    words += f"; {ignored} belongs to no class" if ignored is not None else ""
+    return MaskReading(classes, words, ignore_index=ignored)
+
+
+def _from_colours(masks: Sequence[MaskCounts]) -> MaskReading:
+    counts: Counter[Colour] = Counter()
+    for mask in masks:
+        if mask.form in ("colours", ""):
+            for value, pixels in mask.pixels.items():
+                counts[colour_of(value) if mask.in_colour else (value, value, value)] += pixels
+    if not 2 <= len(counts) <= min(MOST_VALUES, _MOST_CLASSES):
+        return MaskReading(2, f"{len(counts)} different colours, which are no classes", is_clear=False)
+    # Class 0 is the background by convention: black, or else the most frequent color.
+    background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
+    palette = (background, *sorted(colour for colour in counts if colour != background))
+    return MaskReading(len(palette), _listed("colours", [list(c) for c in palette]), palette=palette)
+
+
+def _listed(kind: str, values: Sequence[Any]) -> str:
+    first = ", ".join(f"{value} is class {number}" for number, value in enumerate(values[:4]))
+    return f"{kind}: {first}{f' and {len(values) - 4} more' if len(values) > 4 else ''}"
+
+
+def colour_of(code: int) -> Colour:
+    """Return red, green and blue of a color code."""
+    return code >> 16, code >> 8 & 255, code & 255

@@ -1,0 +1,1 @@
+"""Draw data from a seed instead of downloading it."""

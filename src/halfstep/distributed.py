@@ -1,0 +1,211 @@
+"""Answer how many ranks train together, and exchange small values between them; one process is a group of one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.errors import HalfstepError
+
+T = TypeVar("T")
+LARGEST_AGREEMENT = 16
+"""Numbers in one agreement: 16 doubles are 128 bytes, for a model of any size."""
+
+_group: ContextVar[Any] = ContextVar("process group", default=None)
+
+
+@contextmanager
+def within(group: Any) -> Iterator[None]:
+    """Make the functions of this module use `group` inside the context; None means all ranks."""
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size(_group.get()) if _together() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process."""
+    return dist.get_rank(_group.get()) if _together() else 0
+
+
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def agree(numbers: Tensor) -> Tensor:
+    """Return the sum over all ranks in float64, which is exact for counts; raise ValueError for over 16 numbers.
+
+    A non-finite number on one rank is non-finite on all of them.
+    """
+    if not _together():
+        return numbers
+    if numbers.numel() > LARGEST_AGREEMENT:
+        raise ValueError(f"{numbers.numel()} numbers to agree on; at most {LARGEST_AGREEMENT}")
+    # A copy: all_reduce works in place, and the caller may still need its own numbers.
+    total = numbers.to(torch.float64, copy=True)
+    dist.all_reduce(total, group=_group.get())
+    return total
+
+
+def summed(numbers: Tensor) -> Tensor:
+    """Return the sum over all ranks, of any size and in the tensor's own dtype: once per epoch, not per step."""
+    if not _together():
+        return numbers
+    total = numbers.to(_talks_on(_group.get()), copy=True)
+    dist.all_reduce(total, group=_group.get())
+    return total
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, which holds only a part of its values on this rank."""
+    # Not imported here: that takes most of a second, and without the import no DTensor can exist.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def holders(tensor: Tensor) -> float:
+    """Return how many ranks hold each element of a tensor, over its own mesh and any outer replication."""
+    return size() / math.prod(pieces(tensor))
+
+
+def pieces(tensor: Tensor) -> list[int]:
+    """Return into how many parts each sharding mesh dimension cuts a tensor; empty if it is not sharded."""
+    if not is_shard(tensor):
+        return []
+    placed: Any = tensor
+    cut = zip(placed.placements, placed.device_mesh.shape, strict=True)
+    # Not `is_shard()`, which is False for the strided shards of FSDP2 over tensor parallel.
+    return [parts for placement, parts in cut if not (placement.is_replicate() or placement.is_partial())]
+
+
+def from_rank_zero(text: str) -> str:
+    """Return rank 0's text on every rank. It is sent as bytes, not as a pickle. Not for the hot path."""
+    if not _together():
+        return text
+    group = _group.get()
+    encoded = text.encode() if rank() == 0 else b""
+    # The other ranks must allocate before they receive, so the length is sent first.
+    length = torch.tensor([len(encoded)], device=_talks_on(group))
+    dist.broadcast(length, group=group, group_src=0)
+    content = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if rank() == 0:
+        content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    content = content.to(length.device)
+    dist.broadcast(content, group=group, group_src=0)
+    return bytes(content.tolist()).decode()
+
+
+def from_all(text: str, group: Any = None) -> list[str]:
+    """Return the texts of all ranks, in rank order. Costs two collectives: not for the hot path."""
+    if not _together():
+        return [text]
+    group = _group.get() if group is None else group
+    mine, ranks = dist.get_rank(group), dist.get_world_size(group)
+    # torch.frombuffer refuses an empty buffer; the blank is stripped again below.
+    encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(_talks_on(group))
+    lengths = torch.zeros(ranks, dtype=torch.int64, device=encoded.device)
+    lengths[mine] = len(encoded)
+    # Summing rows that are zero on all other ranks is an all-gather, once the common length is known.
+    dist.all_reduce(lengths, group=group)
+    padded = torch.zeros(ranks, int(lengths.max()), dtype=torch.uint8, device=encoded.device)
+    padded[mine, : len(encoded)] = encoded
+    dist.all_reduce(padded, group=group)
+    return [bytes(row[:length].tolist()).decode().strip() for row, length in zip(padded, lengths.tolist(), strict=True)]
+
+
+def rank_zero_or_raise(work: Callable[[], Any]) -> Any:
+    """Return rank 0's result, as plain JSON data, on every rank; a HalfstepError there is raised on every rank."""
+    result, failure = _tried(work) if rank() == 0 else (None, None)
+    [decided] = _exchanged(result, failure, lambda text: [from_rank_zero(text)])
+    return decided
+
+
+def all_gather_or_raise(work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank and return all results, as plain JSON data, in rank order.
+
+    A HalfstepError of one rank is raised on all of them.
+    """
+    result, failure = _tried(work)
+    return _exchanged(result, failure, from_all)
+
+
+def fail_together(work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return this rank's own result; a HalfstepError of one rank is raised on all."""
+    result, failure = _tried(work)
+    _exchanged(None, failure, from_all)
+    return result  # type: ignore[return-value]  # None only where a failure was raised above
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, HalfstepError | None]:
+    try:
+        return work(), None
+    except HalfstepError as error:
+        return None, error
+
+
+def _exchanged(result: Any, failure: HalfstepError | None, share: Callable[[str], list[str]]) -> list[Any]:
+    # A failure is sent like a result: a rank that raised before the collective would leave the others waiting in it.
+    own: dict[str, Any] = {"result": result}
+    if failure is not None:
+        own = {"failed": [failure.given, failure.allowed, failure.do], "code": failure.exit_code}
+    messages = [json.loads(text) for text in share(json.dumps(own))]
+    if failure is not None:
+        raise failure
+    for number, message in enumerate(messages):
+        if "failed" in message:
+            given, allowed, do = message["failed"]
+            theirs = HalfstepError(f"rank {number}: {given}", allowed=allowed, do=do)
+            theirs.exit_code = message["code"]
+            raise theirs
+    return [message["result"] for message in messages]
+
+
+def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
+    """Overwrite every rank's tensors with rank 0's, in place."""
+    if _together():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), group=_group.get(), group_src=0)
+
+
+class RankGroup:
+    """All ranks on a gloo group of their own, for exchanges in threads beside the training.
+
+    Collectives of one group must be called in the same order on all ranks, so threads cannot share the training's
+    group. Every rank has to create its RankGroup at the same point of the program.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = rank(), size()
+        self._group = dist.new_group(backend="gloo") if _together() else None
+
+    def share(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order."""
+        return from_all(text, self._group)
+
+
+def _talks_on(group: Any = None) -> torch.device:
+    """Return the device that tensors must be on for collectives: the CPU, unless the group has no CPU backend."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _together() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(_group.get()) > 1

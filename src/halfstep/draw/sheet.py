@@ -1,0 +1,195 @@
+"""Arrange samples on one sheet: a heading, a legend, and pictures side by side with captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from halfstep.draw.images import INK, PALE, PAPER, Array, Colour, line_height, words
+
+WIDTH = 1200
+"""The largest width in pixels, so that a sheet fits on any screen."""
+MARGIN, GAP = 16, 8
+HIGHEST, LARGEST = 320, 900
+"""The largest height in pixels of a picture among others, and of a single one."""
+LOWEST, LENGTH, FRAME = 128, 1400, 5
+"""With many rows pictures become lower, down to LOWEST, to keep a sheet near LENGTH pixels."""
+LEAST = 240
+"""The least width of text in pixels, however narrow a picture is."""
+CARDS = 4
+"""Single-picture samples per row."""
+WIDE = 2.0
+"""A picture with this ratio of width to height gets a row of its own."""
+TITLE, TEXT = 20, 14
+
+
+@dataclass(frozen=True)
+class PicturedSample:
+    """A sample: pictures of one size by their headings, and a caption."""
+
+    panels: Mapping[str, Array]
+    caption: str = ""
+    frame: Colour | None = None
+    """The frame color of a single picture."""
+
+
+def sheet(
+    entries: Sequence[PicturedSample],
+    heading: str = "",
+    note: str = "",
+    legend: Sequence[tuple[str, Colour]] = (),
+    figures: Sequence[Array] = (),
+) -> Array:
+    """Draw all entries as one picture, at most WIDTH wide; `figures` are placed above them unchanged."""
+    inner = WIDTH - 2 * MARGIN
+    body = _cards(entries, inner) if _are_cards(entries) else _rows(entries, inner)
+    body = [*figures, paper(GAP, 1), *body] if figures else body
+    top = [words(heading, TITLE, inner)] if heading else []
+    top += [words(note, TEXT, inner, PALE)] if note else []
+    top += [_legend(legend, inner)] if legend else []
+    return _framed(stacked([*top, *body]))
+
+
+def alone(entry: PicturedSample, legend: Sequence[tuple[str, Colour]]) -> Array:
+    """Draw a single picture as large as a screen allows, with its caption above and the legend below."""
+    inner = WIDTH - 2 * MARGIN
+    given = next(iter(entry.panels.values()))
+    picture = fitted(given, inner, max(LARGEST // 2, min(LARGEST, given.shape[0])))
+    wide = max(picture.shape[1], LEAST)
+    return _framed(stacked([words(entry.caption, TEXT, wide), picture, _legend(legend, wide)]))
+
+
+def _are_cards(entries: Sequence[PicturedSample]) -> bool:
+    first = [next(iter(entry.panels.values())) for entry in entries if len(entry.panels) == 1]
+    return len(first) == len(entries) and all(p.shape[1] < WIDE * p.shape[0] for p in first)
+
+
+def _rows(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
+    """Draw one row per sample; the headings are above the first."""
+    columns = max((len(entry.panels) for entry in entries), default=1)
+    each = (inner - GAP * (columns - 1)) // columns
+    # A single wide picture may itself be a row of pictures: enlarge it less than one of several panels.
+    tallest = max((picture.shape[0] for entry in entries for picture in entry.panels.values()), default=0)
+    most = HIGHEST if columns > 1 else max(HIGHEST // 2, min(HIGHEST, tallest))
+    highest = max(LOWEST, min(most, LENGTH // max(1, len(entries))))
+    fitting = [[fitted(picture, each, highest) for picture in entry.panels.values()] for entry in entries]
+    wide = [max(row[n].shape[1] for row in fitting if n < len(row)) for n in range(columns if entries else 0)]
+    parts: list[Array] = []
+    if entries and any(entries[0].panels):
+        parts.append(_aligned([words(name, TEXT, each, PALE) for name in entries[0].panels], wide))
+    for entry, pictures in zip(entries, fitting, strict=True):
+        parts += [words(entry.caption, TEXT, inner)] if entry.caption else []
+        parts.append(_aligned(pictures, wide))
+    return parts
+
+
+def _aligned(parts: Sequence[Array], wide: Sequence[int]) -> Array:
+    """Place each part in its column."""
+    return beside([_placed(part, across) for part, across in zip(parts, wide, strict=False)])
+
+
+def _cards(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
+    """Draw samples side by side, each with its caption below."""
+    each = (inner - GAP * (CARDS - 1)) // CARDS
+    cards = [_card(entry, each) for entry in entries]
+    return [beside(cards[first : first + CARDS]) for first in range(0, len(cards), CARDS)]
+
+
+def _card(entry: PicturedSample, each: int) -> Array:
+    edge = FRAME if entry.frame else 0
+    picture = fitted(next(iter(entry.panels.values())), each - 2 * edge, HIGHEST)
+    picture = _bordered(picture, entry.frame) if entry.frame else picture
+    lines = [words(line, TEXT, each - GAP, INK if not n else PALE) for n, line in enumerate(entry.caption.split("\n"))]
+    return _placed(stacked([picture, *lines], gap=2), each)
+
+
+def fitted(picture: Array, wide: int, high: int) -> Array:
+    """Return the picture as large as fits: small ones enlarged by whole factors, large ones reduced."""
+    image = Image.fromarray(np.ascontiguousarray(picture)).convert("RGB")
+    factor = min(wide / image.width, high / image.height)
+    if factor >= 1:
+        # Whole factors, so that all pixels keep one size.
+        times = int(factor)
+        return np.asarray(image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST))
+    size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
+    # BOX averages all pixels it covers; NEAREST would drop thin lines.
+    return np.asarray(image.resize(size, Image.Resampling.BOX))
+
+
+def _legend(legend: Sequence[tuple[str, Colour]], inner: int) -> Array:
+    """Draw color patches with their names in as many lines as they need."""
+    items = [beside([_patch(colour), words(name, TEXT, inner // 3)], gap=5) for name, colour in legend]
+    lines: list[list[Array]] = [[]]
+    for item in items:
+        taken = sum(one.shape[1] + 2 * GAP for one in lines[-1])
+        if lines[-1] and taken + item.shape[1] > inner:
+            lines.append([])
+        lines[-1].append(item)
+    return stacked([beside(line, gap=2 * GAP) for line in lines], gap=2)
+
+
+def _patch(colour: Colour) -> Array:
+    high = line_height(TEXT)
+    patch: Any = np.full((high, TEXT, 3), PAPER, dtype=np.uint8)
+    top = (high - TEXT) // 2
+    patch[top : top + TEXT] = PALE  # an edge makes white and yellow visible
+    patch[top + 1 : top + TEXT - 1, 1:-1] = colour
+    return np.asarray(patch)
+
+
+# -- arrays beside and below one another -----------------------------------------------------------------------------
+
+
+def beside(parts: Sequence[Array], gap: int = GAP) -> Array:
+    """Join parts in a row."""
+    high = max(part.shape[0] for part in parts)
+    wide = sum(part.shape[1] for part in parts) + gap * (len(parts) - 1)
+    out, left = paper(high, wide), 0
+    for part in parts:
+        out[: part.shape[0], left : left + part.shape[1]] = part
+        left += part.shape[1] + gap
+    return out
+
+
+def beside_or_below(parts: Sequence[Array], gap: int = 4 * GAP) -> Array:
+    """Join parts in a row where a sheet is wide enough, otherwise in a column."""
+    wide = sum(part.shape[1] for part in parts) + gap * (len(parts) - 1)
+    return beside(parts, gap) if wide <= WIDTH - 2 * MARGIN else stacked(parts, gap)
+
+
+def stacked(parts: Sequence[Array], gap: int = GAP) -> Array:
+    """Join parts in a column."""
+    high = sum(part.shape[0] for part in parts) + gap * (len(parts) - 1)
+    out, top = paper(high, max(part.shape[1] for part in parts)), 0
+    for part in parts:
+        out[top : top + part.shape[0], : part.shape[1]] = part
+        top += part.shape[0] + gap
+    return out
+
+
+def _placed(part: Array, wide: int) -> Array:
+    """Pad or crop a part on the right to the given width."""
+    return beside([part, paper(1, wide - part.shape[1])], gap=0) if part.shape[1] < wide else part[:, :wide]
+
+
+def _bordered(picture: Array, colour: Colour) -> Array:
+    out = paper(picture.shape[0] + 2 * FRAME, picture.shape[1] + 2 * FRAME)
+    out[:] = colour
+    out[FRAME:-FRAME, FRAME:-FRAME] = picture
+    return out
+
+
+def _framed(part: Array) -> Array:
+    out = paper(part.shape[0] + 2 * MARGIN, part.shape[1] + 2 * MARGIN)
+    out[MARGIN:-MARGIN, MARGIN:-MARGIN] = part
+    return out
+
+
+def paper(high: int, wide: int) -> Array:
+    """Return a blank picture."""
+    out: Array = np.full((high, wide, 3), PAPER, dtype=np.uint8)
+    return out

@@ -1,0 +1,394 @@
+"""Diagnose a failed step: run it again in several ways, each of which rules something out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from halfstep import distributed
+from halfstep.formats import FP32
+from halfstep.guard.diagnosis import bad_batch, explain
+from halfstep.guard.diagnosis.bad_weights import (
+    Past,
+    bad_rows,
+    impossible,
+    is_state,
+    is_table,
+    named_tensor,
+    optimizer_evidence,
+)
+from halfstep.guard.diagnosis.explain import grown, rate_evidence, strayed, too_large, weight_evidence
+from halfstep.guard.diagnosis.rerun import HeldTensors, ReplayConfig, holdings
+from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, cures_for
+from halfstep.guard.events import History
+from halfstep.guard.verdict import CODE, COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE, WARM_UP, Cure, Verdict
+from halfstep.observe.nonfinite_origin import BATCH, LITERAL, OTHERS
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.step.report import GRADIENT_OVERFLOW, GUARD, LOSS_NOT_FINITE
+from halfstep.step.step_inputs import StepInputs
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+# Agree on one verdict for all ranks.
+
+
+def agreed(verdict: Verdict) -> Verdict:
+    """Return the verdict of the first rank that has an origin, forward before backward; every rank must call this."""
+    verdicts = [Verdict.from_dict(json.loads(text)) for text in distributed.from_all(json.dumps(verdict.as_dict()))]
+    return min(verdicts, key=_rank)
+
+
+def _rank(verdict: Verdict) -> tuple[bool, bool, bool]:
+    culprit = verdict.culprit
+    return culprit is None, culprit is not None and culprit.backward, verdict.cause == HARDWARE
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+# Bound the cost of a diagnosis, and emit it in advance for a large model.
+
+
+LARGE = 1_000_000_000
+"""The number of parameters above which a diagnosis is bounded."""
+MOST_RERUNS = 4
+"""The maximum number of reruns of a large model: as it was, without a loss scale, in fp32, and the first remedy."""
+USUAL_RERUNS = 10
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The memory and time that a diagnosis takes."""
+
+    parameters: int
+    gradient_bytes: int
+    """The size of one set of gradients, which every rerun makes, as a step does."""
+    buffer_bytes: int
+    """The size of the buffers, which are copied; weights are copied only if forward writes them."""
+    seconds: float | None
+    """The time of the failed step."""
+
+    @property
+    def is_large(self) -> bool:
+        return self.parameters > LARGE
+
+    @property
+    def reruns(self) -> int | None:
+        """Return the maximum number of reruns, or None for no limit."""
+        return MOST_RERUNS if self.is_large else None
+
+    def __str__(self) -> str:
+        time = "" if self.seconds is None else f", at least {MOST_RERUNS * self.seconds:.3g} s by the last step's time"
+        return (
+            f"a diagnosis begins: {self.parameters:,} parameters, so the step is run again {MOST_RERUNS} times at most"
+            f"{time}; it needs {_size(self.gradient_bytes)} for gradients and {_size(self.buffer_bytes)} for copies of "
+            "buffers, the activations of an fp32 step, and no copy of the weights"
+        )
+
+
+def cost_of(model: nn.Module, seconds: float | None = None) -> Cost:
+    """Return the cost of a diagnosis, from shapes alone."""
+    parameters = list(model.parameters())
+    return Cost(
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() * parameter.itemsize for parameter in parameters if parameter.requires_grad),
+        sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
+        seconds,
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**27 else f"{count / 2**20:.3g} MiB"
+
+
+# -- diagnose ---------------------------------------------------------------------------------------------------------
+
+
+BUFFER_NOT_FINITE = "buffer_not_finite"
+"""The reason of a skip whose loss and gradients are finite, but whose running statistics are not."""
+_FORWARD = (LOSS_NOT_FINITE, BUFFER_NOT_FINITE)
+"""The reasons that do not depend on the loss scale."""
+_NO_HISTORY = History()
+_NO_PAST = Past()
+_WRITTEN = "written"
+_OTHER_LOSS = Cure("fix_code", explain.OTHER_LOSS, None)
+_NORMALISE = Cure("fix_code", "normalise this batch as the others are", None)
+_SLOWER = Cure("lower_rate", "lower the learning rate", None)
+
+
+def diagnose(
+    model: nn.Module,
+    attempt: StepInputs,
+    *,
+    precision: Precision,
+    reason: str,
+    history: History = _NO_HISTORY,
+    compiled: bool = False,
+    past: Past = _NO_PAST,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    seconds: float | None = None,
+    tell: Callable[[Cost], None] = lambda cost: None,
+) -> Verdict:
+    """Return the cause of a skipped step. The model is not changed.
+
+    Every rank must call this, and all get the same verdict. `compiled`: whether compiled code ran in the step.
+    `seconds`: the time the step took. `tell` receives the cost in advance, if the model is large.
+    """
+    # All ranks make the same reruns, so they must decide from the same facts, and one alone may have noticed the write.
+    # With a sharded model, each rank sees other weights and may find another origin.
+    written = _WRITTEN in distributed.from_all(_WRITTEN if attempt.batch_changed else "")
+    cost = cost_of(model, seconds)
+    if cost.is_large:
+        tell(cost)
+    trials = Trials(model, attempt, written=written, most=cost.reruns)
+    verdict = agreed(_Case(trials, precision, reason, history, compiled, past, tuple(optimizers)).verdict())
+    if not written or explain.BATCH_WRITTEN in verdict.sentence:
+        return verdict
+    # The batch was changed during the step, so the reruns are not quite the step that failed.
+    return replace(verdict, evidence=(explain.BATCH_WRITTEN, *verdict.evidence))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One failed step, and everything that was known about it before the reruns."""
+
+    trials: Trials
+    precision: Precision
+    reason: str
+    history: History
+    compiled: bool
+    past: Past
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+    @property
+    def attempt(self) -> StepInputs:
+        return self.trials.attempt
+
+    @property
+    def scale(self) -> float:
+        return max(factor.scale for factor in self.attempt.factors.values())
+
+    @property
+    def _own_scale(self) -> float | None:
+        # Forward has no loss scale. With one, gradients that overflow could hide what forward itself overflows by.
+        return 1.0 if self.reason in _FORWARD else None
+
+    @property
+    def _applied(self) -> int:
+        """Return the number of steps applied before this one, as far as it is known."""
+        return self.past.applied or len(self.history.losses)
+
+    @cached_property
+    def _held(self) -> HeldTensors:
+        return holdings(self.trials.model, self.attempt.loss_fn, self.attempt.microbatches)
+
+    def verdict(self) -> Verdict:
+        """Return the verdict; each test assumes that those before it failed."""
+        as_it_was = self._run(self._own_scale)
+        if as_it_was.error:
+            return Verdict(DATA, explain.not_run(as_it_was), None, (), (_OTHER_LOSS, _skip()))
+        if as_it_was.finite:
+            return self._not_again()
+        # Forward does not depend on the scale; if the step is finite without it, the scale alone is too high.
+        if self.reason not in _FORWARD and self.scale > 1.0:
+            unscaled = self._run(1.0)
+            if unscaled.finite:
+                return self._scale_too_high(as_it_was)
+            as_it_was = unscaled
+        return self._real(as_it_was)
+
+    def _run(self, scale: float | None, *, compiled: bool = False) -> TrialOutcome:
+        return self.trials.run(ReplayConfig(self.precision, scale=scale, compiled=compiled))
+
+    # -- the scale ----------------------------------------------------------------------------------------------
+
+    def _scale_too_high(self, at_scale: TrialOutcome) -> Verdict:
+        sentence = explain.scale_too_high(self.scale, at_scale)
+        if self.reason == GRADIENT_OVERFLOW:
+            fits = Cure("skip", "the loss scale falls by itself", True)
+            return Verdict(WARM_UP, f"warm_up: {sentence}", at_scale.culprit, (), (fits,))
+        sentence += ", and the scale cannot fall below its floor"
+        cures = cures_for(self.trials, self.precision, at_scale.culprit, self._in_fp32(), scale=None)
+        return Verdict(PRECISION, f"precision: {sentence}", at_scale.culprit, (), cures)
+
+    # -- what does not happen again -----------------------------------------------------------------------------
+
+    def _not_again(self) -> Verdict:
+        if self.reason.startswith(GUARD):
+            evidence = (weight_evidence(self.trials.model), *rate_evidence(self.history))
+            return Verdict(DIVERGENCE, explain.refused(self.reason), None, evidence, (_SLOWER,))
+        if self.trials.written:
+            fix = Cure("fix_code", explain.CLONE_FIRST, None)
+            return Verdict(
+                DATA, f"data: {explain.BATCH_WRITTEN}; run again as it is now it is finite", None, (), (fix,)
+            )
+        # The scale may be just at the limit, so that rounding decides. Twice the scale shows whether it is.
+        if self.reason == GRADIENT_OVERFLOW and not (above := self._run(2 * self.scale)).finite:
+            return self._scale_too_high(above)
+        if self.compiled:
+            as_compiled = self._run(self._own_scale, compiled=True)
+            if not as_compiled.finite:
+                return self._only_compiled(as_compiled)
+        # A third result: finite now and failing then is a nondeterministic operation, not a single event.
+        once_more = self._run(self._own_scale)
+        return self._now_and_then() if not (once_more.finite or once_more.error) else self._hardware(explain.NOT_NOW)
+
+    def _now_and_then(self) -> Verdict:
+        return self._hardware(explain.NOW_AND_THEN)
+
+    def _hardware(self, evidence: str) -> Verdict:
+        known = {id(generator) for generator, _ in self.attempt.own_generators}
+        unknown = any(id(generator) not in known for generator in self._held.generators)
+        told = (evidence, *((explain.OWN_GENERATOR,) if unknown else ()))
+        return Verdict(HARDWARE, explain.NOT_AGAIN, None, told, (_skip(),))
+
+    def _only_compiled(self, as_compiled: TrialOutcome) -> Verdict:
+        if self.reason == GRADIENT_OVERFLOW and self._run(1.0, compiled=True).finite:
+            return self._scale_too_high(as_compiled)
+        bad = as_compiled.bad_parameters
+        evidence = (f"compiled, the gradient of {bad[0]} is not finite",) if bad else ()
+        eager = Cure("eager", "run it without torch.compile", True)
+        return Verdict(COMPILER, explain.ONLY_COMPILED, None, evidence, (eager,))
+
+    # -- what happens again -------------------------------------------------------------------------------------
+
+    def _real(self, as_it_was: TrialOutcome) -> Verdict:
+        # The order matters: bad values that came into the step, impossible state and a bad batch are ruled out first.
+        # A bad batch, for example, is often finite in fp32, and would be taken for a lack of precision.
+        culprit = as_it_was.culprit
+        outside = "" if culprit is None else culprit.outside or ""
+        if outside.startswith(BATCH):
+            spots = bad_batch.not_finite(self.attempt.microbatches, outside)
+            if spots:
+                others = tuple(map(explain.spot, spots[1:]))
+                return Verdict(DATA, f"data: {explain.spot(spots[0])}", culprit, others, (_skip(),))
+        elif outside and outside != OTHERS:
+            return self._came_from_outside(as_it_was, outside)
+        if broken := impossible(self.trials.model, self._held, as_it_was):
+            return self._in_state(as_it_was, broken, f"{broken} has negative numbers")
+        return self._in_the_batch(as_it_was) or self._precision_or_not(as_it_was)
+
+    def _came_from_outside(self, as_it_was: TrialOutcome, name: str) -> Verdict:
+        """Return the verdict on values that came neither from an operation of the step nor from the batch."""
+        culprit, tensor = as_it_was.culprit, named_tensor(name, self.trials.model, self._held)
+        assert culprit is not None, "it has a name"
+        if name == LITERAL:
+            return self._in_the_code(as_it_was, as_it_was)
+        rows = bad_rows(tensor)
+        if is_state(name):
+            kinds = " and ".join(culprit.kinds)
+            where = f" in {rows}" if rows else ""
+            what = f"{name} holds {kinds}{where} before anything is computed"
+            return self._in_state(as_it_was, name, what, bool(rows) and is_table(name, self.trials.model))
+        return Verdict(DATA, explain.held(culprit, rows), culprit, (), (_skip(),))
+
+    def _in_state(self, as_it_was: TrialOutcome, name: str, what: str, looked_up: bool = False) -> Verdict:
+        # Losses that had grown before explain a bad weight: an update made it, nothing overwrote it.
+        if why := grown(self.history):
+            evidence = (why, *rate_evidence(self.history))
+            return Verdict(DIVERGENCE, f"divergence: {what}, and {why}", as_it_was.culprit, evidence, (_SLOWER,))
+        tensor = named_tensor(name, self.trials.model, self._held)
+        evidence = optimizer_evidence(tensor, self.optimizers)
+        culprit = as_it_was.culprit
+        if culprit is not None and culprit.outside is None:
+            culprit, evidence = replace(culprit, outside=name), (explain.what_happened(as_it_was), *evidence)
+        sentence = explain.state(what, self.past.since(looked_up))
+        return Verdict(STATE, sentence, culprit, evidence, (self.past.cure(name),))
+
+    def _in_the_batch(self, as_it_was: TrialOutcome) -> Verdict | None:
+        """Return the verdict on one sample that is far from the others, or a batch far from anything.
+
+        Returns None if neither explains the failure.
+        """
+        culprit, microbatches = as_it_was.culprit, self.attempt.microbatches
+        far = bad_batch.outlier(microbatches)
+        # Only if the step is finite without it: an unusual sample alone proves nothing.
+        if far is not None and self._finite_in(bad_batch.without(self.attempt, far)):
+            return Verdict(DATA, explain.far(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_skip(),))
+        for found in bad_batch.far_from_one(microbatches, bad_batch.UNUSUAL if self._applied else bad_batch.ABSURD):
+            if self._finite_in(bad_batch.normalised(self.attempt, found)):
+                sentence = explain.not_normalised(found, as_it_was)
+                return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALISED,), (_NORMALISE, _skip()))
+        return None
+
+    def _finite_in(self, attempt: StepInputs) -> bool:
+        outcome = self.trials.run(ReplayConfig(self.precision, scale=1.0), attempt)
+        return outcome.finite and not strayed(outcome, self.history)
+
+    def _in_fp32(self) -> TrialOutcome:
+        return self.trials.run(ReplayConfig(precision_named("fp32"), scale=1.0))
+
+    def _precision_or_not(self, as_it_was: TrialOutcome) -> Verdict:
+        if self.precision.computes is FP32:
+            return self._fails_in_fp32(as_it_was, as_it_was) if self._happens_again() else self._now_and_then()
+        fp32 = self._in_fp32()
+        if fp32.error:
+            return self._without_fp32(as_it_was, fp32)
+        if not fp32.finite:
+            return self._fails_in_fp32(as_it_was, fp32)
+        # An operation whose result fits fp32 but not its own format fails every time. For others that must be tried.
+        if not _overflows(as_it_was) and not self._happens_again():
+            return self._now_and_then()
+        if why := strayed(fp32, self.history):
+            return self._left_its_path(as_it_was, why)
+        return self._precision(as_it_was, fp32)
+
+    def _happens_again(self) -> bool:
+        # A large model has few reruns; one that only confirms is left out.
+        if self.trials.few_left:
+            return True
+        once_more = self._run(1.0)
+        return bool(once_more.error) or not once_more.finite
+
+    def _precision(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
+        cures = cures_for(self.trials, self.precision, as_it_was.culprit, fp32)
+        sentence = explain.precision(self.precision, as_it_was, cures)
+        return Verdict(PRECISION, sentence, as_it_was.culprit, explain.not_helping(cures), cures)
+
+    def _without_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
+        """Return the verdict from the one operation that was repeated in fp32 alone, if the step cannot run in fp32."""
+        culprit = as_it_was.culprit
+        fits = culprit is not None and culprit.in_fp32 is not None and math.isfinite(culprit.in_fp32)
+        verdict = self._precision(as_it_was, fp32) if fits else self._fails_in_fp32(as_it_was, as_it_was)
+        told = f"the whole step could not be run in fp32: {fp32.error}"
+        return Verdict(verdict.cause, verdict.sentence, culprit, (told, *verdict.evidence), verdict.cures)
+
+    def _fails_in_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
+        """Return the verdict on a step that also fails in fp32."""
+        # The origin in fp32 is what must change, even if another operation failed before it in 16 bits.
+        why = grown(self.history)
+        if not fp32.senseless and not why:
+            culprit = fp32.culprit
+            largest = fp32.grad_norm if culprit is None else culprit.largest_input
+            why = too_large(self.trials.model, largest, self._applied)
+        if not why:
+            return self._in_the_code(as_it_was, fp32)
+        evidence = (*self._first_elsewhere(as_it_was, fp32), weight_evidence(self.trials.model))
+        evidence += rate_evidence(self.history)
+        return Verdict(DIVERGENCE, explain.diverged(fp32, why), fp32.culprit, evidence, (_SLOWER,))
+
+    def _in_the_code(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
+        evidence = (*self._first_elsewhere(as_it_was, fp32), explain.NO_SIGN, weight_evidence(self.trials.model))
+        fix = Cure("fix_code", explain.fix(fp32), None)
+        return Verdict(CODE, explain.in_the_code(fp32), fp32.culprit, evidence, (fix,))
+
+    def _first_elsewhere(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> tuple[str, ...]:
+        if as_it_was.culprit == fp32.culprit or explain.place(as_it_was) == explain.place(fp32):
+            return ()
+        return (f"in {self.precision} it is {explain.place(as_it_was)} first, which {as_it_was.deed}",)
+
+    def _left_its_path(self, as_it_was: TrialOutcome, why: str) -> Verdict:
+        evidence = (explain.what_happened(as_it_was), weight_evidence(self.trials.model), *rate_evidence(self.history))
+        return Verdict(DIVERGENCE, f"divergence: {why}", as_it_was.culprit, evidence, (_SLOWER,))
+
+
+def _overflows(outcome: TrialOutcome) -> bool:
+    culprit = outcome.culprit
+    return culprit is not None and culprit.in_fp32 is not None and culprit.in_fp32 > culprit.limit
+
+
+def _skip() -> Cure:
+    return Cure("skip", "leave this batch out", None)

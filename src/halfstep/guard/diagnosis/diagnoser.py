@@ -1,0 +1,268 @@
+"""Examine a skipped step: run it again if possible, otherwise report what can be observed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import WrongUse, in_one_line
+from halfstep.guard.diagnosis import diagnose as replay
+from halfstep.guard.diagnosis.bad_weights import Past
+from halfstep.guard.diagnosis.diagnose import Cost
+from halfstep.guard.diagnosis.rerun import uses_compiled
+from halfstep.guard.events import FailedStep, History, Kind, Level
+from halfstep.guard.streak import Streak
+from halfstep.guard.verdict import PRECISION, WARM_UP, Cure, Verdict
+from halfstep.observe.reachable import closure_of, generators_in
+from halfstep.precision.island import islands
+from halfstep.step.report import StepReport
+from halfstep.step.step_inputs import StepInputs
+from halfstep.step.stepper import Stepper
+from halfstep.step.sync import LossFunction
+
+# -- own generators ---------------------------------------------------------------------------------------------------
+# Find random numbers that a model, a loss function or a batch draws from its own torch.Generator.
+
+
+_PLAIN = (Tensor, int, float, str, bytes, type(None))
+
+
+class OwnGenerators:
+    """A finder of generators: the model and the loss function are searched once, the batch in every step."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._looked_at: Any = None
+        self._found: list[torch.Generator] = []
+
+    def states(self, loss_fn: Any, batch: Any) -> Generators:
+        """Return each generator with its current state."""
+        key = self._key(loss_fn)
+        if key != self._looked_at:
+            self._looked_at, self._found = key, generators_in(loss_fn, self._stepper.model)
+        found = self._found if _is_plain(batch) else {*self._found, *generators_in(batch)}
+        return [(generator, generator.get_state()) for generator in found]
+
+    def _key(self, loss_fn: Any) -> Any:
+        """Return a key that is the same for a lambda written inside a loop, which is a new object in every step."""
+        held = tuple(map(id, closure_of(loss_fn).values()))
+        return id(getattr(loss_fn, "__code__", loss_fn)), held, self._stepper.followed
+
+
+def _is_plain(batch: Any, deep: int = 3) -> bool:
+    """Return whether a batch consists of tensors, numbers and containers of these, as nearly all do."""
+    # The general search visits every attribute; this test keeps it out of the usual step.
+    if isinstance(batch, _PLAIN):
+        return True
+    items = batch.values() if isinstance(batch, dict) else batch
+    return deep > 0 and isinstance(batch, (dict, tuple, list)) and all(_is_plain(item, deep - 1) for item in items)
+
+
+# -- examiner ---------------------------------------------------------------------------------------------------------
+
+
+REMEMBERED = 50
+"""The number of applied steps in the history."""
+NO_MORE = "steps made of forward() and backward() cannot be run again to see more; guardian.step() can"
+LOWER = "a lower loss scale: StaticScale(...), or DynamicScale(), which finds one by itself"
+Step = tuple[list[str], float, float, float | None]
+"""The names of the optimizers, the loss, the gradient norm and the learning rate of a step."""
+
+
+class Diagnoser:
+    """The diagnoses of a run; `most` limits their number, since each costs several steps."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        most: int,
+        record: Callable[[FailedStep], None] | None,
+        say: Callable[[Kind, Level, str, dict[str, Any]], None],
+    ) -> None:
+        self._stepper, self._most, self._record, self._say = stepper, most, record, say
+        self._made = 0
+        self._steps: deque[Step] = deque(maxlen=REMEMBERED)
+        self._own = OwnGenerators(stepper)
+        self._generators: Generators = ()
+        self._begun: float | None = None
+        self._checkpoint, self._resumed_at = "", 0
+
+    def before(self, loss_fn: LossFunction, batch: Any) -> None:
+        """Record what a rerun needs and a step does not: the states of the user's generators, and the time."""
+        self._generators, self._begun = self._own.states(loss_fn, batch), time.perf_counter()
+
+    def taken_up_from(self, checkpoint: str) -> None:
+        """Record that the weights are those of this checkpoint."""
+        self._checkpoint, self._resumed_at = checkpoint, self._stepper.counts.applied
+
+    def remember(self, report: StepReport, rate: float | None) -> None:
+        """Record an applied step."""
+        self._steps.append((list(report.parts), report.loss, report.grad_norm, rate))
+
+    def history(self, report: StepReport | None = None) -> History:
+        """Return the last applied steps; with a report, only those of the same optimizers."""
+        # The losses of other optimizers are on another scale.
+        names = None if report is None else list(report.parts)
+        steps = [step for step in self._steps if names in (None, step[0])]
+        _, losses, norms, rates = zip(*steps, strict=True) if steps else ((), (), (), ())
+        return History(losses, norms, tuple(rate for rate in rates if rate is not None))
+
+    def examine(
+        self, report: StepReport, streak: Streak, again: LossFunction | None, *, falling: bool, last: bool
+    ) -> None:
+        """Record in the streak the cause of a skip, unless it is known. The `last` step of a run is always examined.
+
+        `falling` says whether the loss scale is lower now than it was in the step.
+        """
+        attempt = self._stepper.attempt
+        if attempt is None or not streak.calls_for_diagnosis(report.reason or ""):
+            return
+        if attempt.loss_fn is None:
+            self._glimpse(report, streak)
+        elif self._made < self._most or (last and self._most > 0):
+            self._made += 1
+            replayed = attempt if again is None else attempt._replace(loss_fn=again)
+            verdict = self._diagnosed(report, replayed)
+            self._note(verdict if falling or verdict.cause != WARM_UP else _stays(verdict), report, streak, replayed)
+            if self._made == self._most:
+                self._say("alarm", "warning", self._no_more(), {"attempt": report.attempt, "diagnoses": self._made})
+
+    def _diagnosed(self, report: StepReport, replayed: StepInputs) -> Verdict:
+        took = None if self._begun is None else time.perf_counter() - self._begun
+        return diagnose(
+            self._stepper,
+            report,
+            again=replayed.loss_fn,
+            history=self.history(report),
+            past=Past(report.step, self._checkpoint, self._resumed_at),
+            generators=self._generators,
+            seconds=took,
+            tell=lambda cost: self._say("alarm", "warning", str(cost), {"attempt": report.attempt, **asdict(cost)}),
+        )
+
+    def _note(self, verdict: Verdict, report: StepReport, streak: Streak, attempt: StepInputs) -> None:
+        known = streak.verdict is not None and streak.verdict.sentence == verdict.sentence
+        streak.verdict, streak.diagnosed = verdict, report.reason or ""
+        if verdict.cause != WARM_UP and self._record is not None:
+            self._keep(self._record, verdict, report, attempt)
+        if not known:
+            level: Level = "info" if verdict.cause == WARM_UP else "warning"
+            self._say("verdict", level, verdict.sentence, {"attempt": report.attempt, **verdict.as_dict()})
+
+    def _keep(
+        self, record: Callable[[FailedStep], None], verdict: Verdict, report: StepReport, attempt: StepInputs
+    ) -> None:
+        placed = tuple(islands(self._stepper.model))
+        trouble = FailedStep(attempt, report, self._stepper.precision.name, placed, self.history(report), verdict)
+        try:
+            record(trouble)
+        except Exception as error:
+            # Recording writes to disk; a failure there must not end a run that the guard may still repair.
+            text = f"attempt {report.attempt} could not be recorded: {in_one_line(error)}"
+            self._say("alarm", "warning", text, {"attempt": report.attempt})
+
+    def _no_more(self) -> str:
+        return (
+            f"{self._made} diagnoses were made, as many as a run may have: further skips are counted, not looked into"
+        )
+
+    def _glimpse(self, report: StepReport, streak: Streak) -> None:
+        if streak.seen:
+            return
+        spoilt = self._stepper.bad_parameter
+        names = (name for name, parameter in self._stepper.model.named_parameters() if parameter is spoilt)
+        what = f"the loss is {report.loss}" if spoilt is None else f"the gradient of {next(names, '?')} is not finite"
+        streak.seen = f"{what} ({NO_MORE})"
+        self._say("verdict", "warning", streak.seen, {"attempt": report.attempt, "cause": None})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data."""
+        return {"made": self._made, "steps": [[list(names), *numbers] for names, *numbers in self._steps]}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise an error for a state that `load_state_dict` could not use; nothing is changed."""
+        int(state["made"])
+        _steps(state["steps"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict()`."""
+        self._made, self._steps = int(state["made"]), deque(_steps(state["steps"]), maxlen=REMEMBERED)
+
+
+def _stays(verdict: Verdict) -> Verdict:
+    """Return the verdict for a scale that does not fall: otherwise it would be normal, but this one will fail again."""
+    sentence = f"precision: {verdict.sentence.partition(': ')[2]}; this loss scale does not fall by itself"
+    return Verdict(PRECISION, sentence, verdict.culprit, verdict.evidence, (Cure("fix_code", LOWER, None),))
+
+
+def _steps(plain: Any) -> list[Step]:
+    return [
+        ([str(name) for name in names], float(loss), float(norm), None if rate is None else float(rate))
+        for names, loss, norm, rate in plain
+    ]
+
+
+# -- last step --------------------------------------------------------------------------------------------------------
+# Diagnose a Stepper's last step on request.
+
+
+Generators = Sequence[tuple[torch.Generator, Tensor]]
+_NO_HISTORY = History()
+
+
+def _warn(cost: Cost) -> None:
+    warnings.warn(str(cost), stacklevel=4)
+
+
+def diagnose(
+    stepper: Stepper,
+    report: StepReport,
+    *,
+    again: LossFunction | None = None,
+    history: History = _NO_HISTORY,
+    past: Past | None = None,
+    generators: Generators = (),
+    seconds: float | None = None,
+    tell: Callable[[Cost], None] = _warn,
+) -> Verdict:
+    """Run the step of `report` again in several ways, and return what made it fail. The model is not changed.
+
+    `again` is the loss function for the reruns, if the step's own has side effects. `past` names the checkpoint that
+    the run resumed from, `generators` are torch.Generators of the model or the data with their states before the step,
+    and `tell` receives the cost if the model is large. Every rank must call this, and all get the same verdict. Raises
+    WrongUse if the step was not skipped, is not the last one, or cannot be run again.
+    """
+    attempt = stepper.attempt
+    if report.reason is None or attempt is None or report.attempt != stepper.counts.attempted:
+        raise WrongUse(
+            f"diagnose(stepper, report) with {report}",
+            allowed="the report of this Stepper's last step, which was skipped",
+            do="ask before the next step: its batch is gone afterwards",
+        )
+    if attempt.loss_fn is None:
+        raise WrongUse(
+            "diagnose() after a step made of forward() and backward(), which cannot be run again",
+            allowed="a step from a loss function and a batch",
+            do="stepper.step(loss_fn, batch)",
+        )
+    known = {id(generator): (generator, state) for generator, state in (*attempt.own_generators, *generators)}
+    replayed = attempt._replace(own_generators=tuple(known.values()), loss_fn=again or attempt.loss_fn)
+    return replay.diagnose(
+        stepper.model,
+        replayed,
+        precision=stepper.precision,
+        reason=report.reason,
+        history=history,
+        compiled=uses_compiled(stepper.model, attempt.loss_fn),
+        past=past or Past(applied=report.step),
+        optimizers=tuple(stepper.optimizers.values()),
+        seconds=seconds,
+        tell=tell,
+    )

@@ -1,0 +1,239 @@
+"""Word the sentences of a verdict: the cause first, then what helps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from torch import nn
+
+from halfstep.guard.diagnosis.bad_batch import Spot
+from halfstep.guard.diagnosis.describe_op import number
+from halfstep.guard.diagnosis.trials import TrialOutcome
+from halfstep.guard.events import History
+from halfstep.guard.verdict import Culprit, Cure
+from halfstep.observe.nonfinite_origin import CONSTANT, all_finite, largest_finite
+from halfstep.observe.recorder import OUTSIDE, as_written
+from halfstep.precision.precision import Precision
+
+BATCH_WRITTEN = "the batch was written to in place during the step"
+CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"
+ONLY_COMPILED = "compiler: the step is finite when it is not compiled, and not finite when it is"
+NOT_AGAIN = (
+    "hardware: it does not happen again: an operation that is not deterministic, random numbers that are not torch's, "
+    "or the device"
+)
+NOT_NOW = "run again, with the same batch and the same random numbers, it is finite"
+NOW_AND_THEN = "run again twice, once it was finite and once not"
+OWN_GENERATOR = (
+    "the model or the loss function has a torch.Generator of its own, whose state before the step is not known: "
+    "Guardian.step() keeps it"
+)
+OTHER_LOSS = "give a loss function that can be called twice with the same batch: again=..., and no iterator as a batch"
+FINITE_NORMALISED = "divided by its own spread, the step is finite"
+NO_SIGN = "no sign of divergence: neither the losses nor the weights have grown"
+FINITE_WITHOUT = "with another sample in its place the step is finite"
+
+
+def not_run(outcome: TrialOutcome) -> str:
+    """Return the sentence for a step that could not be run again."""
+    return f"data: the step could not be run again: {outcome.error}; so its cause is not known"
+
+
+def refused(reason: str) -> str:
+    """Return the sentence for a finite step that a guard refused."""
+    return f"divergence: all numbers are finite, and {reason.partition(':')[2]} refused the step"
+
+
+def place(outcome: TrialOutcome) -> str:
+    """Return the place of the origin: up3.conv2 (aten.convolution, models/unet.py:41)."""
+    culprit = outcome.culprit
+    if culprit is None and (outcome.loss_too_large or outcome.norm_too_large):
+        return "the sum of the losses" if outcome.loss_too_large else "the norm of the gradients"
+    if culprit is None:
+        return f"the gradient of {outcome.bad_parameters[0]}" if outcome.bad_parameters else "the step"
+    if culprit.outside is not None:
+        return culprit.outside
+    where = {"": "the model's own forward", OUTSIDE: "the loss"}.get(culprit.module, culprit.module)
+    details = [
+        culprit.operation,
+        *(["in backward"] if culprit.backward else []),
+        *([culprit.line] if culprit.line else []),
+    ]
+    return f"{where} ({', '.join(details)})"
+
+
+def what_happened(outcome: TrialOutcome) -> str:
+    """Return the place of the origin and what it did."""
+    # If the loss or a gradient is non-finite too, the origin was found through that, and the buffer adds nothing.
+    alone = bool(outcome.bad_buffers) and math.isfinite(outcome.loss) and not outcome.bad_parameters
+    spoilt = f", so that buffer {outcome.bad_buffers[0]} is no longer finite" if alone else ""
+    return f"{place(outcome)} {outcome.deed or 'is not finite'}{spoilt}"
+
+
+def scale_too_high(scale: float, at_scale: TrialOutcome) -> str:
+    """Return the sentence for a loss scale that is too high, with one that may fit."""
+    sentence = f"gradients overflow at a loss scale of {scale:g} and fit without one"
+    culprit = at_scale.culprit
+    if culprit is None or culprit.in_fp32 is None or not math.isfinite(culprit.in_fp32):
+        return sentence
+    # A scale falls by powers of two: this many halvings bring the result below the limit.
+    halvings = max(1, math.ceil(math.log2(max(culprit.in_fp32 / culprit.limit, 1.0))))
+    return f"{sentence}; {what_happened(at_scale)}, so {scale / 2**halvings:g} may fit"
+
+
+def precision(precision: Precision, outcome: TrialOutcome, cures: Sequence[Cure]) -> str:
+    """Return the sentence for a number that does not fit the precision, with the remedies that work."""
+    works = [_named(cure) for cure in cures if cure.works]
+    too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
+    happened = what_happened(outcome)
+    if precision.name not in happened:
+        happened += f" in {precision}"
+    return f"precision: {'; '.join([happened, *([', '.join(too)] if too else []), *_wrap(outcome.culprit)])}"
+
+
+def not_helping(cures: Sequence[Cure]) -> tuple[str, ...]:
+    """Return a line for each remedy that was tried and did not help."""
+    return tuple(f"{_named(cure)} is not finite either" for cure in cures if cure.works is False)
+
+
+def _wrap(culprit: Culprit | None) -> list[str]:
+    """Return advice to wrap a function, if no module contains the operation alone."""
+    if culprit is None or culprit.outside is not None or culprit.module not in ("", OUTSIDE):
+        return []
+    return ["wrap it: halfstep.island(fn)"]
+
+
+def _named(cure: Cure) -> str:
+    return f"an island round {cure.target}" if cure.kind == "island" else cure.target
+
+
+def diverged(fp32: TrialOutcome, why: str) -> str:
+    """Return the sentence for a divergence that fails in fp32 too."""
+    return f"divergence: {what_happened(fp32)}; fp32 fails too, and {why}"
+
+
+def in_the_code(fp32: TrialOutcome) -> str:
+    """Return the sentence for code without a finite result."""
+    return f"code: {what_happened(fp32)}; fp32 fails too"
+
+
+def state(what: str, since: str) -> str:
+    """Return the sentence for a bad weight or buffer."""
+    return f"state: {what}{f'; {since}' if since else ''}"
+
+
+def not_normalised(found: Spot, outcome: TrialOutcome) -> str:
+    """Return the sentence for a batch that was not normalized."""
+    return f"data: {found} reaches {found.value}; {what_happened(outcome)}"
+
+
+def held(culprit: Culprit, rows: str) -> str:
+    """Return the sentence for bad values in a tensor of neither the batch nor the model, such as a data set."""
+    name = f"a tensor that came from outside, at {culprit.line}," if culprit.outside == CONSTANT else culprit.outside
+    return f"data: {name} holds {' and '.join(culprit.kinds)}{f' in {rows}' if rows else ''}, and the step uses it"
+
+
+def fix(fp32: TrialOutcome) -> str:
+    """Return which line to change, and why."""
+    where = fp32.culprit.line if fp32.culprit is not None and fp32.culprit.line else place(fp32)
+    return f"change {where}, which {fp32.deed or 'is not finite'}"
+
+
+def spot(found: Spot) -> str:
+    """Return where a batch holds non-finite values."""
+    many = f", one of {found.many:,} such numbers" if found.many > 1 else ""
+    return f"{found} holds {found.value}{many}"
+
+
+def far(found: Spot, outcome: TrialOutcome) -> str:
+    """Return the sentence for a sample that is far from the others."""
+    return f"data: {found} reaches {found.value}; {what_happened(outcome)}"
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+# Find evidence of a divergence in the weights and in the steps before.
+
+
+FAR = 1e3
+"""The ratio to the median above which a loss or a norm is far from those before."""
+HUGE_WEIGHT = 1e6
+"""The limit above which no weight of a healthy model lies."""
+HUGE = 1e10
+"""The limit above which no intermediate result of a healthy model lies, unless the batch has such values."""
+LEARNT = 1e-4
+"""The loss below which a task is as good as learnt, so that a jump by any factor means nothing."""
+
+
+def strayed(fp32: TrialOutcome, history: History) -> str:
+    """Return how far even fp32 is from the steps before; empty if it is not far."""
+    # One earlier loss is enough to compare with. Gradient norms of the first steps may be small for good reasons, so
+    # more are needed.
+    for what, now, before, enough, learnt in (
+        ("loss", fp32.loss, history.losses, 1, LEARNT),
+        ("gradient norm", fp32.grad_norm, history.grad_norms, 5, math.sqrt(LEARNT)),
+    ):
+        usual = _median(before, enough)
+        if usual is not None and abs(now) > FAR * max(usual, _first(before), learnt):
+            return f"fp32 is finite, but its {what} is {number(now)}, where the median before is {number(usual)}"
+    return ""
+
+
+def grown(history: History) -> str:
+    """Return how far the newest applied steps are from those before; empty if they are not far."""
+    for what, before, enough, learnt in (
+        ("loss", history.losses, 2, LEARNT),
+        ("gradient norm", history.grad_norms, 5, math.sqrt(LEARNT)),
+    ):
+        usable = [abs(value) for value in before if math.isfinite(value)]
+        if len(usable) >= enough and max(usable[-3:]) > FAR * max(usable[0], learnt):
+            return f"the {what} went from {number(usable[0])} to {number(max(usable[-3:]))} in {len(usable)} steps"
+    return ""
+
+
+def too_large(model: nn.Module, largest_input: float, applied: int) -> str:
+    """Return which weights or values are larger than in any healthy run; empty if none are."""
+    largest, name = _largest_weight(model)
+    if largest > HUGE_WEIGHT:
+        return f"the largest weight is {number(largest)}, in {name}"
+    if applied and largest_input > HUGE:
+        return f"numbers have grown to {number(largest_input)}, where the steps before were finite"
+    return ""
+
+
+def _largest_weight(model: nn.Module) -> tuple[float, str]:
+    sizes = ((largest_finite(weight), as_written(path)) for path, weight in model.named_parameters())
+    return max(sizes, default=(0.0, ""), key=lambda pair: pair[0])
+
+
+def weight_evidence(model: nn.Module) -> str:
+    """Return the first non-finite weight, or the largest absolute value of all weights."""
+    largest, name = 0.0, ""
+    for path, weight in model.named_parameters():
+        if not all_finite(weight):
+            return f"weight {as_written(path)} is not finite"
+        if (size := largest_finite(weight)) > largest:
+            largest, name = size, as_written(path)
+    return f"the largest weight is {number(largest)}, in {name}" if name else "all weights are 0"
+
+
+def rate_evidence(history: History) -> tuple[str, ...]:
+    """Return the learning rate and the course of the loss, as evidence."""
+    found = []
+    if history.rates:
+        found.append(f"the learning rate is {history.rates[-1]:.3g}")
+    if len(history.losses) > 1:
+        first, last = number(history.losses[0]), number(history.losses[-1])
+        found.append(f"the loss went from {first} to {last} in {len(history.losses)} steps")
+    return tuple(found)
+
+
+def _median(values: Sequence[float], enough: int) -> float | None:
+    usable = [abs(value) for value in values if math.isfinite(value)]
+    usual = statistics.median(usable) if len(usable) >= enough else 0.0
+    return usual or None
+
+
+def _first(values: Sequence[float]) -> float:
+    return next((abs(value) for value in values if math.isfinite(value)), 0.0)

@@ -1,0 +1,460 @@
+"""Run a failed step again, in its own or another precision, with or without an island, without side effects.
+
+The weights are as they were, because a skip changes nothing. The model itself runs, not a copy, so that code which
+holds a reference to it sees the same object; whatever the rerun writes is restored afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from halfstep import distributed
+from halfstep.formats import FP32
+from halfstep.observe import recorder
+from halfstep.observe.nonfinite_origin import (
+    Made,
+    NonfiniteOrigins,
+    all_finite,
+    local,
+    norm_of,
+    storage_of,
+    total_norm,
+    written_by,
+)
+from halfstep.observe.reachable import leaves, outermost, reachable
+from halfstep.observe.recorder import OUTSIDE, Operation, Recorder, as_written
+from halfstep.precision.island import trial_island
+from halfstep.precision.precision import Precision, widen
+from halfstep.step.buffers import Buffers
+from halfstep.step.loss import Counted, loss_and_aux
+from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
+
+# -- holdings ---------------------------------------------------------------------------------------------------------
+# Collect the tensors and modules that take part in a step beside its model and its batch, by name.
+
+
+HELD = "the loss function's "
+"""The prefix of tensors that are reached only through the loss function."""
+ATTRIBUTE = "tensor "
+"""The prefix of tensors that are attributes of a module and not registered."""
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """The modules, tensors and generators that a step uses beside its model and its batch."""
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    """The modules that the loss function holds outside the model; only the outermost ones."""
+    tensors: dict[str, Tensor]
+    """The weights and buffers of these modules, and plain tensors of the model and the loss function."""
+    generators: tuple[torch.Generator, ...]
+
+
+def holdings(model: nn.Module, loss_fn: Any, batch: Any = None) -> HeldTensors:
+    """Return what the model, the loss function and the batch hold."""
+    found = list(reachable(loss_fn))
+    on_model = list(reachable(model))
+    named = {id(thing): name or type(thing).__name__ for name, thing in found if isinstance(thing, nn.Module)}
+    held = outermost((thing for _, thing in found if isinstance(thing, nn.Module)), model)
+    modules = tuple((named[id(module)], module) for module in held)
+    tensors = {f"{HELD}{name or 'tensor'}": thing for name, thing in found if _is_plain(thing)}
+    tensors |= {f"{ATTRIBUTE}{as_written(name)}": thing for name, thing in on_model if _is_plain(thing)}
+    for holder, module in modules:
+        tensors |= {f"buffer {_of(name, holder)}": buffer for name, buffer in module.named_buffers()}
+        tensors |= {f"weight {_of(name, holder)}": weight for name, weight in module.named_parameters()}
+    everything = [thing for _, thing in (*found, *on_model, *reachable(batch))]
+    generators = {id(thing): thing for thing in everything if isinstance(thing, torch.Generator)}
+    return HeldTensors(modules, tensors, tuple(generators.values()))
+
+
+def _is_plain(thing: Any) -> bool:
+    return isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter)
+
+
+def _of(name: str, holder: str) -> str:
+    return f"{holder}.{as_written(name)}"
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+# Detect whether compiled code ran in a step: it may behave differently from the same code run eagerly.
+
+
+def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
+    """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
+    return recorder.uses_compiled(model) or any(_is_compiled(thing) for _, thing in reachable(loss_fn, model))
+
+
+def _is_compiled(thing: Any) -> bool:
+    return callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", {})
+
+
+# -- kept -------------------------------------------------------------------------------------------------------------
+# Restore whatever a rerun writes: weights that forward writes, buffers, gradients, random numbers. A weight is copied
+# only when an operation is about to write to it, so that a model that fills the memory can be run again.
+
+
+Copies = dict[int, Tensor]
+
+
+class Weights:
+    """The parameters of some modules as they are now; `run` is how a recorder runs operations meanwhile."""
+
+    def __init__(self, modules: Sequence[nn.Module], others: Iterable[Tensor]) -> None:
+        slots = [(module._parameters, dict(module._parameters)) for top in modules for module in top.modules()]
+        registered = [parameter for _, names in slots for parameter in names.values() if parameter is not None]
+        self.parameters = list({id(parameter): parameter for parameter in (*registered, *others)}.values())
+        # A sharded wrapper exchanges its parameters itself during forward; its slots must not be touched.
+        self._sharded = any(map(distributed.is_shard, self.parameters))
+        self._slots = [] if self._sharded else slots
+        self._data = [] if self._sharded else [(parameter, parameter.data) for parameter in self.parameters]
+        # By storage, not by identity: an operation may write to a weight through a view.
+        self._by_storage: dict[int, list[Tensor]] = {}
+        for parameter in self.parameters:
+            if parameter.layout is torch.strided and not parameter.is_meta:
+                self._by_storage.setdefault(storage_of(parameter), []).append(parameter)
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def written(self) -> int:
+        """Return the number of parameters that were copied."""
+        return len(self._copies)
+
+    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """Copy the weights that the operation is about to write to, then run it."""
+        schema = getattr(function, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            operation = Operation(function, arguments, keywords, None, OUTSIDE, False, False)
+            for tensor in written_by(operation):
+                self.copy(self._by_storage.get(storage_of(tensor), ()))
+        return function(*arguments, **keywords)
+
+    @torch.no_grad()
+    def copy(self, parameters: Iterable[Tensor]) -> None:
+        """Copy parameters in advance, for code whose operations cannot be observed."""
+        for parameter in parameters:
+            if id(parameter) not in self._copies:
+                self._copies[id(parameter)] = parameter, parameter.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the parameters that were written to, replaced, or given other data."""
+        for slots, names in self._slots:
+            if any(slots.get(name) is not parameter for name, parameter in names.items()) or len(slots) != len(names):
+                slots.clear()
+                slots.update(names)
+        for parameter, data in self._data:
+            if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+                parameter.data = data
+        for parameter, copy in self._copies.values():
+            parameter.copy_(copy)
+        self._copies.clear()
+
+
+@contextmanager
+def undisturbed(
+    model: nn.Module, attempt: StepInputs, holdings: HeldTensors, device: torch.device
+) -> Iterator[Weights]:
+    """Restore weights, buffers, gradients and random numbers after the block.
+
+    That includes modules that the loss function holds.
+    """
+    modules = [model, *(module for _, module in holdings.modules)]
+    trained = [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
+    weights, buffers = Weights(modules, trained), [Buffers(module) for module in modules]
+    own = {id(each): (each, each.get_state()) for each in holdings.generators}
+    own |= {id(each): (each, each.get_state()) for each, _ in attempt.own_generators}
+    generators = generator_states(device)
+    gradients = [(parameter, parameter.grad) for parameter in weights.parameters]
+    for kept in buffers:
+        kept.remember()
+    # Backward adds to existing gradients, so a rerun must begin without any, as the step did.
+    for parameter in weights.parameters:
+        parameter.grad = None
+    try:
+        yield weights
+    finally:
+        weights.restore()
+        for kept in buffers:
+            kept.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        set_generator_states(generators, device)
+        for generator, state in own.values():
+            generator.set_state(state)
+
+
+# -- share ------------------------------------------------------------------------------------------------------------
+# Weigh one loss in a rerun as in the step, micro-batch by micro-batch.
+
+
+class ReplayLoss:
+    """The sum of the micro-batches of one loss."""
+
+    def __init__(self, factor: Factor, microbatches: int, scale: float | None) -> None:
+        self._microbatches, self._base = microbatches, factor.base
+        self.scale = factor.scale if scale is None else scale
+        self.totals: list[Tensor] = []
+        self.count: float | None = None
+        """The number of elements, for a loss that is a Counted sum."""
+
+    def weighed(self, given: Any) -> Tensor:
+        """Return the value that backward runs on."""
+        loss, count = given if isinstance(given, Counted) else (given, None)
+        value = widen(loss)
+        self.totals.append(value.detach())
+        divide: float = self._microbatches
+        if count is not None:
+            self.count = (self.count or 0.0) + float(count)
+            divide = self._divisor(float(count))
+        ready = value if divide == 1 else value / divide
+        return ready if self.scale == 1.0 else ready * self.scale
+
+    def _divisor(self, count: float) -> float:
+        """Return the divisor of the step; in the first step of a run, an estimate that all micro-batches share."""
+        if self._base is None:
+            # The step exchanged the counts between ranks. Here one rank may fail, and must not leave the others
+            # waiting.
+            everywhere = count * self._microbatches * distributed.size()
+            if not 0.0 < everywhere < math.inf:
+                return 1.0
+            self._base = everywhere
+        return self._base
+
+    @property
+    def counts_nothing(self) -> bool:
+        return self.count is not None and not self.count > 0.0
+
+    @property
+    def mean(self) -> float:
+        """Return the loss as in a report; NaN for no element."""
+        if self.counts_nothing:
+            return math.nan
+        total = sum(float(total.item()) for total in self.totals)
+        return total / (len(self.totals) if self.count is None else self.count)
+
+    @property
+    def unscale(self) -> float:
+        """Return the factor that turns the gradients of backward into those of the mean."""
+        if self.count is None or self.counts_nothing:
+            return 1.0 / self.scale
+        return (self._base or 1.0) / self.count / self.scale
+
+
+# -- rerun ------------------------------------------------------------------------------------------------------------
+
+
+MOST_COPIED = 1_000_000_000
+"""The number of parameters up to which all are copied before compiled code runs; above, only untrained ones."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """The way in which a step is run again."""
+
+    precision: Precision
+    islands: tuple[str, ...] = ()
+    scale: float | None = None
+    """The loss scale in place of the step's own, or None."""
+    compiled: bool = False
+    """Whether compiled code runs as it did; then operations cannot be observed."""
+
+
+@dataclass(frozen=True)
+class RerunResult:
+    """The result of a rerun."""
+
+    way: ReplayConfig
+    loss: float
+    """The loss of all micro-batches, unscaled."""
+    finite: bool
+    """Whether the step would be applied: loss, gradient norm in fp32 and buffers are finite."""
+    origin: Made | None = None
+    """The origin of non-finite values; None if there are none, or if compiled code hides it."""
+    bad_parameters: tuple[str, ...] = ()
+    """The parameters with a non-finite gradient, in the model's order."""
+    grad_norm: float = math.nan
+    """The unscaled norm over all parameters that this rank has and the step trains."""
+    weight: float = 1.0
+    """The number of elements that the loss is the mean of, to weigh it against other ranks; 1 if unknown."""
+    bad_buffers: tuple[str, ...] = ()
+    """The buffers that became non-finite."""
+    norm_too_large: bool = False
+    """Whether every gradient is finite, but their norm overflows fp32."""
+    loss_too_large: bool = False
+    """Whether the loss of every micro-batch is finite, but their sum overflows fp32."""
+
+
+def rerun(model: nn.Module, attempt: StepInputs, way: ReplayConfig) -> RerunResult:
+    """Run forward and backward of all micro-batches; gradients are not exchanged between ranks."""
+    device = next(model.parameters()).device
+    held = holdings(model, attempt.loss_fn, attempt.microbatches)
+    origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)
+    bad_before = set(_not_finite(model, held))
+    with undisturbed(model, attempt, held, device) as weights, trial_island(model, *way.islands):
+        with ExitStack() as active:
+            active.enter_context(way.precision.scope(device))
+            _watch(active, model, way, origins, weights)
+            # Last before the run, so that nothing else draws from them in between.
+            set_generator_states(attempt.generators, device)
+            for generator, state in attempt.own_generators:
+                generator.set_state(state)
+            shares = _run(model, attempt, way, device)
+        buffers = {name: buffer for name, buffer in _not_finite(model, held).items() if name not in bad_before}
+        return _judged(model, attempt, shares, buffers, origins, way)
+
+
+def _watch(active: ExitStack, model: nn.Module, way: ReplayConfig, origins: NonfiniteOrigins, weights: Weights) -> None:
+    if not way.compiled:
+        active.enter_context(_eagerly())
+        active.enter_context(Recorder(model, origins, weights.run))
+        return
+    # Compiled code does not show what it is about to write, so weights are copied in advance; of a large model only the
+    # untrained ones, since a copy of all may not fit.
+    total = sum(parameter.numel() for parameter in weights.parameters)
+    untrained = [parameter for parameter in weights.parameters if not parameter.requires_grad]
+    weights.copy(weights.parameters if total <= MOST_COPIED else untrained)
+
+
+def _not_finite(model: nn.Module, held: HeldTensors) -> dict[str, Tensor]:
+    """Return the non-finite buffers, by name."""
+    named = [(as_written(name), buffer) for name, buffer in model.named_buffers()]
+    for holder, module in held.modules:
+        named += [(f"{holder}.{as_written(name)}", buffer) for name, buffer in module.named_buffers()]
+    return {name: buffer for name, buffer in named if _has_numbers(buffer) and not all_finite(buffer)}
+
+
+def _has_numbers(buffer: Tensor) -> bool:
+    strided = buffer.layout is torch.strided and not buffer.is_meta
+    return strided and (buffer.is_floating_point() or buffer.is_complex())
+
+
+def _run(model: nn.Module, attempt: StepInputs, way: ReplayConfig, device: torch.device) -> dict[str, ReplayLoss]:
+    assert attempt.loss_fn is not None, "the context form cannot be run again"
+    microbatches = len(attempt.microbatches)
+    shares = {name: ReplayLoss(factor, microbatches, way.scale) for name, factor in attempt.factors.items()}
+    autocast = way.precision.autocast(device)
+    for microbatch in attempt.microbatches:
+        with autocast:
+            given, _ = loss_and_aux(attempt.loss_fn(model, microbatch))
+        by_name = given if isinstance(given, dict) else dict.fromkeys(list(shares)[:1], given)
+        ready = {name: share.weighed(by_name[name]) for name, share in shares.items()}
+        last = list(ready)[-1]
+        for name, loss in ready.items():
+            reach = None if attempt.reaches is None else attempt.reaches[name]
+            inputs = None if reach is None or reach.alone else list(reach.parameters)
+            loss.backward(inputs=inputs, retain_graph=name != last)
+    return shares
+
+
+def _judged(
+    model: nn.Module,
+    attempt: StepInputs,
+    shares: Mapping[str, ReplayLoss],
+    buffers: Mapping[str, Tensor],
+    origins: NonfiniteOrigins,
+    way: ReplayConfig,
+) -> RerunResult:
+    """Judge a rerun by what the step judges, in the same way, and by nothing else that backward may have reached."""
+    losses = [total for share in shares.values() for total in share.totals]
+    gradients = _gradients(model, attempt)
+    bad = tuple(name for name, (_, gradient) in gradients.items() if not all_finite(gradient))
+    # If this rank counts no element, others may still do.
+    counted = distributed.size() > 1 or not any(share.counts_nothing for share in shares.values())
+    plain = {name: local(gradient) for name, (_, gradient) in gradients.items()}
+    # The loss first: if it is non-finite, its gradients say nothing more.
+    origin = (
+        (origins.reaching(losses) or _of_gradients(model, plain, origins) or origins.reaching(buffers.values()))
+        if not way.compiled
+        else None
+    )
+    fits, summed = _norm_fits(gradients, shares), all(map(_sums_up, shares.values()))
+    norm = math.hypot(*(norm_of(gradient) * shares[lane].unscale for lane, gradient in gradients.values()))
+    first = next(iter(shares.values()))
+    return RerunResult(
+        way,
+        sum(share.mean for share in shares.values()),
+        fits and summed and counted and not bad and not buffers,
+        origin,
+        bad,
+        norm,
+        1.0 if first.count is None else first.count,
+        tuple(buffers),
+        not fits and not bad,
+        not summed and all(map(all_finite, losses)),
+    )
+
+
+def _norm_fits(gradients: Mapping[str, tuple[str, Tensor]], shares: Mapping[str, ReplayLoss]) -> bool:
+    """Return whether the unscaled norm of each optimizer's gradients fits fp32, as the step defines it."""
+    by_lane: dict[str, list[Tensor]] = {}
+    for lane, gradient in gradients.values():
+        by_lane.setdefault(lane, []).append(gradient)
+    return all(total_norm(its) * shares[lane].unscale <= FP32.largest for lane, its in by_lane.items())
+
+
+def _sums_up(share: ReplayLoss) -> bool:
+    """Return whether the losses add up to a finite number, in the format in which the step adds them."""
+    total = share.totals[0]
+    for more in share.totals[1:]:
+        total = total + more
+    return all_finite(total)
+
+
+def _gradients(model: nn.Module, attempt: StepInputs) -> dict[str, tuple[str, Tensor]]:
+    """Return the optimizer and the gradient of each parameter, in the model's order."""
+    names = {id(parameter): as_written(name) for name, parameter in model.named_parameters()}
+    first = next(iter(attempt.factors))
+    owners = {id(p): name for name, reach in (attempt.reaches or {}).items() for p in reach.parameters}
+    trained = [*model.parameters(), *(p for p in _trained(attempt) if id(p) not in names)]
+    return {
+        names.get(id(p), f"parameter {number} of the optimizer, which is not the model's"): (owner, p.grad)
+        for number, p in enumerate(trained)
+        if p.grad is not None and (owner := first if attempt.reaches is None else owners.get(id(p))) is not None
+    }
+
+
+def _trained(attempt: StepInputs) -> list[Tensor]:
+    return [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
+
+
+def _of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: NonfiniteOrigins) -> Made | None:
+    found = origins.reaching(gradients.values())
+    if found is None or not any(map(distributed.is_shard, model.parameters())):
+        return found
+    # A sharded gradient is reduced over all ranks, so no chain of local operations leads to it: any bad operation of
+    # backward counts.
+    return origins.reaching_backward() or found
+
+
+@contextmanager
+def batch_kept(microbatches: Sequence[Any]) -> Iterator[None]:
+    """Restore tensors of the batch that the block writes to, so that the next rerun begins with the same batch."""
+    found = [leaf for _, leaf in leaves(microbatches) if leaf.layout is torch.strided and not leaf.is_inference()]
+    kept = [(leaf.detach(), leaf.detach().clone(), leaf._version) for leaf in found]
+    try:
+        yield
+    finally:
+        for leaf, copy, version in kept:
+            # _version counts in-place writes, so an untouched tensor is not written again.
+            if leaf._version != version:
+                leaf.copy_(copy)
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Run compiled code eagerly: it shows none of its operations otherwise."""
+    # Nothing can be compiled before Dynamo is loaded, and importing it is slow.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

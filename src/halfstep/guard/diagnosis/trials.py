@@ -1,0 +1,231 @@
+"""Run a step again on all ranks together, and share the outcome, so that all ranks decide alike."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep import distributed
+from halfstep.formats import BF16, FP16, FP32
+from halfstep.guard.diagnosis.describe_op import deed_of, limit_of, needs_other_code, number
+from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, batch_kept, rerun
+from halfstep.guard.verdict import Culprit, Cure
+from halfstep.observe.nonfinite_origin import CONSTANT, OTHERS, Made
+from halfstep.observe.recorder import OUTSIDE
+from halfstep.precision.capability import ability
+from halfstep.precision.hardware import describe
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.step.step_inputs import StepInputs
+
+COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """The outcome of one rerun, over all ranks."""
+
+    finite: bool
+    loss: float
+    grad_norm: float
+    culprit: Culprit | None = None
+    deed: str = ""
+    """The effect of the origin, in words."""
+    senseless: bool = False
+    """Whether the operation is undefined in any format, as a division by zero is."""
+    bad_parameters: tuple[str, ...] = ()
+    error: str = ""
+    """Why the rerun failed, for example for lack of memory."""
+    rank: int = 0
+    """The rank that the origin is from."""
+    weight: float = 1.0
+    """The weight of the loss beside those of other ranks."""
+    bad_buffers: tuple[str, ...] = ()
+    norm_too_large: bool = False
+    loss_too_large: bool = False
+
+
+class Trials:
+    """The reruns of one step. `written`: the step writes to its batch, which is restored after each rerun.
+
+    `most` is the maximum number of reruns, or None.
+    """
+
+    def __init__(
+        self, model: nn.Module, attempt: StepInputs, *, written: bool = False, most: int | None = None
+    ) -> None:
+        self.model, self.attempt, self.written, self.most = model, attempt, written, most
+        self.made = 0
+
+    @property
+    def few_left(self) -> bool:
+        """Return whether reruns are limited, so that those which only confirm are left out."""
+        return self.most is not None
+
+    def run(self, way: ReplayConfig, attempt: StepInputs | None = None) -> TrialOutcome:
+        # Every rank counts alike, so none of them waits in the exchange below for one that has stopped.
+        """Run the step again in this way, on all ranks, and return the common outcome."""
+        if self.most is not None and self.made >= self.most:
+            return _failed(f"a model of this size is run again {self.most} times at most")
+        self.made += 1
+        mine = self._tried(way, attempt or self.attempt)
+        return _together([_read(json.loads(text)) for text in distributed.from_all(json.dumps(asdict(mine)))])
+
+    def _tried(self, way: ReplayConfig, attempt: StepInputs) -> TrialOutcome:
+        try:
+            with batch_kept(attempt.microbatches if self.written else ()):
+                ran = self._watched_if_possible(way, attempt)
+        except Exception as error:
+            # fp32 may need more memory than there is, and a loss function may not support a second call. The outcome is
+            # shared either way: the other ranks wait for it.
+            said = str(error).partition("\n")[0]
+            return _failed(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+        return _plain(ran)
+
+    def _watched_if_possible(self, way: ReplayConfig, attempt: StepInputs) -> RerunResult:
+        try:
+            return rerun(self.model, attempt, way)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AttributeError):
+            # An operator such as torch.cond may not support being observed, or running without Dynamo. Whether the step
+            # is finite can still be determined.
+            return rerun(self.model, attempt, replace(way, compiled=True))
+
+
+def culprit_of(made: Made) -> Culprit:
+    """Return the origin of non-finite values as plain data."""
+    return Culprit(
+        made.name,
+        made.module,
+        made.backward,
+        made.line,
+        made.format,
+        tuple(sorted(made.kinds)),
+        max((given.largest for given in made.given), default=0.0),
+        made.in_fp32,
+        limit_of(made.format),
+        made.outside,
+    )
+
+
+def _plain(ran: RerunResult) -> TrialOutcome:
+    found = TrialOutcome(
+        ran.finite,
+        ran.loss,
+        ran.grad_norm,
+        deed=_deed_without_origin(ran),
+        bad_parameters=ran.bad_parameters,
+        rank=distributed.rank(),
+        weight=ran.weight,
+        bad_buffers=ran.bad_buffers,
+        norm_too_large=ran.norm_too_large,
+        loss_too_large=ran.loss_too_large,
+    )
+    if ran.origin is None:
+        return found
+    return replace(
+        found, culprit=culprit_of(ran.origin), deed=deed_of(ran.origin), senseless=needs_other_code(ran.origin)
+    )
+
+
+def _deed_without_origin(ran: RerunResult) -> str:
+    """Return what happened if no operation made a non-finite value: their sum overflows."""
+    limit = f"more than fp32's largest number, {number(FP32.largest)}"
+    if ran.loss_too_large:
+        return f"is {limit}"
+    return f"is {number(ran.grad_norm)}, whose square is {limit}" if ran.norm_too_large else ""
+
+
+def _failed(why: str) -> TrialOutcome:
+    return TrialOutcome(False, math.nan, math.nan, error=why, rank=distributed.rank())
+
+
+def _read(plain: Mapping[str, Any]) -> TrialOutcome:
+    culprit = plain["culprit"]
+    return TrialOutcome(
+        **{
+            **plain,
+            "culprit": None if culprit is None else Culprit(**{**culprit, "kinds": tuple(culprit["kinds"])}),
+            "bad_parameters": tuple(plain["bad_parameters"]),
+            "bad_buffers": tuple(plain["bad_buffers"]),
+        }
+    )
+
+
+def _together(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
+    """Combine the outcomes of all ranks; the first rank with an origin decides, forward before backward."""
+    bad = [outcome for outcome in outcomes if not outcome.finite] or outcomes
+    weight = sum(outcome.weight for outcome in outcomes)
+    found = replace(
+        min(bad, key=_least_told),
+        loss=sum(outcome.loss * outcome.weight for outcome in outcomes if outcome.weight) / (weight or math.nan),
+        grad_norm=max(outcome.grad_norm for outcome in outcomes),
+        error=next((outcome.error for outcome in outcomes if outcome.error), ""),
+        weight=weight,
+    )
+    if weight or found.culprit is not None:
+        return found
+    return replace(found, finite=False, deed=COUNTS_NOTHING, senseless=True)
+
+
+def _least_told(outcome: TrialOutcome) -> tuple[bool, bool, bool]:
+    """Return the sort key of an outcome; ranks that received bad values from another know less than that one."""
+    culprit = outcome.culprit
+    received = culprit is not None and culprit.outside in (CONSTANT, OTHERS)
+    return culprit is None, received, culprit is not None and culprit.backward
+
+
+# -- cures ------------------------------------------------------------------------------------------------------------
+# Try what would have made the same step finite, the smallest change first.
+
+
+_MODULES = 3
+"""The number of enclosing modules that are tried, with the origin's own."""
+
+
+def cures_for(
+    trials: Trials, precision: Precision, culprit: Culprit | None, fp32: TrialOutcome, scale: float | None = 1.0
+) -> tuple[Cure, ...]:
+    """Return the remedies for a step that fails in `precision` and not in fp32; `scale` None means the step's own."""
+    tried = _islands(trials, precision, culprit, scale)
+    if precision.computes is FP16:
+        tried += _bf16(trials)
+    tried.append(Cure("precision", "fp32", None if fp32.error else True))
+    # Stable: the smallest change stays first among those that work.
+    return tuple(sorted(tried, key=lambda cure: not cure.works))
+
+
+def candidates(model: nn.Module, module: str) -> list[str]:
+    """Return the module and those that enclose it, without the model itself: that would be another precision."""
+    found: list[str] = []
+    while module and module != OUTSIDE and len(found) < _MODULES:
+        found.append(module)
+        module = module.rpartition(".")[0]
+    # A list of modules has no forward of its own, so an island around it would have no effect.
+    return [path for path in found if not isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))]
+
+
+def _islands(trials: Trials, precision: Precision, culprit: Culprit | None, scale: float | None) -> list[Cure]:
+    """Try islands up to the first that works; enclosing ones would work too, but are larger."""
+    tried: list[Cure] = []
+    for path in candidates(trials.model, culprit.module) if culprit is not None else ():
+        outcome = trials.run(ReplayConfig(precision, islands=(path,), scale=scale))
+        tried.append(Cure("island", path, None if outcome.error else outcome.finite))
+        if outcome.finite:
+            break
+    return tried
+
+
+def _bf16(trials: Trials) -> list[Cure]:
+    device = next(trials.model.parameters()).device
+    # If bf16 is only emulated on this device, a run that asks for it gets another precision.
+    if not ability(describe(device), BF16.name).native:
+        return []
+    outcome = trials.run(ReplayConfig(precision_named("bf16"), scale=1.0))
+    return [Cure("precision", "bf16", None if outcome.error else outcome.finite)]

@@ -1,1 +1,0 @@
-"""What can be done about it, smallest first, and undone again."""

@@ -1,0 +1,1 @@
+"""Remedies for failed steps, the smallest first, each of which can be undone."""

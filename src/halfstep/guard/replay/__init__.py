@@ -1,1 +1,0 @@
-"""The failed step again, in several ways, until its cause is known."""

@@ -1,0 +1,387 @@
+"""The live console: progress bars and numbers at the bottom of a terminal, everything else above them."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.file_proxy import FileProxy
+from rich.live import Live
+from rich.padding import Padding
+from rich.text import Text
+
+from halfstep.journal import events, numbers, text
+from halfstep.journal import text as words
+from halfstep.journal.events import Event
+from halfstep.journal.jsonl import LOG
+from halfstep.journal.latest import Latest
+from halfstep.journal.text import TO_TYPE, ending, resumed
+
+# -- moment -----------------------------------------------------------------------------------------------------------
+# Format the current numbers of a run, in the order in which users look for them.
+
+
+def line_of(latest: Latest) -> list[text.LineItem]:
+    """Return the current numbers, the most important first; nothing before the first step."""
+    step, speed = latest.step, latest.speed
+    if not step:
+        return []
+    items = _validation(latest) or [_loss("loss", step["loss"]), *_metric(latest)]
+    items.append(text.LineItem(f"lr {numbers.rate(step['lr'])}"))
+    if step.get("loss_scale") not in (None, 1.0):
+        items.append(text.LineItem(f"scale {numbers.scale(step['loss_scale'])}"))
+    if latest.skipped:
+        # A copy: the console draws this in its own thread while steps continue to be counted.
+        items.append(text.LineItem(text.skips(dict(latest.skipped)), True))
+    if latest.checkpoint is not None:
+        items.append(text.LineItem(f"saved at step {numbers.count(latest.checkpoint.attempt)}"))
+    return items + (_machine(speed) if speed else [])
+
+
+def _loss(name: str, number: Any) -> text.LineItem:
+    return text.LineItem(f"{name} {numbers.value(number)}", not math.isfinite(numbers.real(number)))
+
+
+def _validation(latest: Latest) -> list[text.LineItem]:
+    """Return the metrics of the evaluation in progress; nothing while steps are taken."""
+    found = latest.evaluating.get("metrics") or {}
+    if "loss" not in found:
+        return []
+    others = [name for name in (latest.metric,) if name != "loss" and name in found]
+    told = [text.LineItem(f"val {text.named(name)} {numbers.value(found[name])}") for name in others]
+    return [_loss("val loss", found["loss"]), *told]
+
+
+def _metric(latest: Latest) -> list[text.LineItem]:
+    """Return the metric of this epoch so far, or that of the last evaluation."""
+    so_far = (latest.speed.get("train_metrics") or {}).get(latest.metric)
+    last = (latest.epoch.get("val") or {}).get(latest.metric)
+    if latest.metric == "loss" or (so_far is None and last is None):
+        return []
+    number, whose = (last, "val ") if so_far is None else (so_far, "")
+    return [text.LineItem(f"{whose}{text.named(latest.metric)} {numbers.value(number)}")]
+
+
+def _machine(speed: Event) -> list[text.LineItem]:
+    """Return throughput, data wait, memory, and the GPU's meters if there is a GPU."""
+    wait = numbers.real(speed.get("wait_share"))
+    items = [
+        text.LineItem(f"{numbers.speed(speed['samples_per_second'])} img/s"),
+        text.LineItem(f"wait {numbers.share(wait)}", wait > 0.2),
+    ]
+    memory = speed.get("memory") or {}
+    if memory.get("device_bytes") is not None:
+        peak = memory.get("device_peak_bytes") or memory["device_bytes"]
+        items.append(text.LineItem(f"memory {numbers.size(memory['device_bytes'])}, peak {numbers.size(peak)}"))
+    elif memory.get("host_bytes") is not None:
+        items.append(text.LineItem(f"memory {numbers.size(memory['host_bytes'])}"))
+    return items + _gpu(speed.get("gpu") or {})
+
+
+def _gpu(gpu: Mapping[str, Any]) -> list[text.LineItem]:
+    parts = []
+    if gpu.get("utilisation") is not None:
+        parts.append(numbers.share(gpu["utilisation"]))
+    if gpu.get("power_watts") is not None:
+        parts.append(f"{gpu['power_watts']:.0f} W")
+    if gpu.get("temperature") is not None:
+        parts.append(f"{gpu['temperature']:.0f} °C")
+    return [text.LineItem(f"GPU {' '.join(parts)}")] if parts else []
+
+
+# -- area -------------------------------------------------------------------------------------------------------------
+# Render the live area as text at any width: a bar for the epoch, one for the run, and the current numbers.
+
+
+_WIDEST_BAR, _WIDE, _MARGIN = 60, 110, 1
+_FULL, _EMPTY, _BETWEEN = "━", "─", " · "
+_ASCII_FULL, _ASCII_EMPTY, _ASCII_BETWEEN = "=", "-", " | "
+
+
+class Clocks(NamedTuple):
+    """Times in seconds at the moment when the area is drawn."""
+
+    run: float
+    epoch: float
+    left: float
+    """The time left for the whole run; NaN while it is not known."""
+    in_epoch: float = math.nan
+    """The time left for the epoch's steps, or for its evaluation."""
+    is_rough: bool = False
+    """Whether the time left includes an evaluation, and none has been timed yet."""
+    stage: float = 0.0
+    """The time since the current stage before the first step began."""
+
+
+def area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text]:
+    """Return the lines of the live area; none is longer than `width`."""
+    start, step = latest.start, latest.step
+    if not start or not step or latest.stage:
+        doing = words.clean(latest.stage.get("doing", "preparing the first step"))
+        line = Text(f" {doing}  {numbers.clock(clocks.stage)}", style="dim", no_wrap=True, overflow="ellipsis")
+        line.truncate(width, overflow="ellipsis")
+        return [line]
+    # If the terminal cannot encode the bar's character, all bars and separators are drawn in ASCII.
+    plain = words.fitted(_FULL, encoding) != _FULL
+    mark = words.fitted(words.mark(start, latest.observed_share if width >= _WIDE else None), encoding)
+    rows = [_epoch_row(latest, clocks), _run_row(latest, clocks)]
+    label = max(cell_len(row[0]) for row in rows)
+    right = max(cell_len(row[3]) for row in rows)
+    room = width - 2 * _MARGIN - label - right - cell_len(mark) - 6
+    bars = [
+        Text(" " * _MARGIN + name.ljust(label) + "  ", style="bold", no_wrap=True, overflow="crop")
+        .append(_bar(part, whole, min(max(room, 0), _WIDEST_BAR), plain))
+        .append(f"  {counts.ljust(right)}", style="not bold")
+        for name, part, whole, counts in rows
+    ]
+    bars[0].append(f"  {mark}", style="not bold green" if words.is_mixed(start["precision"]["chosen"]) else "not bold")
+    for bar in bars:
+        bar.truncate(width)
+    return bars + _flowed(line_of(latest), width, encoding, _ASCII_BETWEEN if plain else _BETWEEN)
+
+
+def _epoch_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
+    start, step, evaluating, name = latest.start, latest.step, latest.evaluating, words.place(latest)
+    if evaluating:
+        return _row(f"{name} [Val]", evaluating["done"], evaluating["of"], clocks.epoch, clocks.in_epoch)
+    return _row(f"{name} [Train]", step["in_epoch"], start["steps_per_epoch"], clocks.epoch, clocks.in_epoch)
+
+
+def _run_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
+    about = "~" if clocks.is_rough else ""
+    return _row("Run", latest.step["attempt"], latest.start["steps"], clocks.run, clocks.left, about)
+
+
+def _row(name: str, done: int, total: int, spent: float, left: float, about: str = "") -> tuple[str, int, int, str]:
+    return name, done, total, f"{_place(done, total)}  {numbers.clock(spent)}<{about}{numbers.clock(left)}"
+
+
+def _place(done: int, total: int) -> str:
+    return f"{numbers.count(done).rjust(len(numbers.count(total)))}/{numbers.count(total)}"
+
+
+def _bar(done: int, total: int, width: int, plain: bool) -> Text:
+    full = int(width * min(done / total, 1.0)) if total else 0
+    line = Text((_ASCII_FULL if plain else _FULL) * full, style="not bold cyan")
+    return line.append((_ASCII_EMPTY if plain else _EMPTY) * (width - full), style="not bold bright_black")
+
+
+def _flowed(items: list[words.LineItem], width: int, encoding: str, between: str) -> list[Text]:
+    """Return as few lines as hold the items; an item is only cut at the edge of the terminal."""
+    lines = [_blank()]
+    for item in items:
+        text = words.fitted(item.text, encoding)
+        empty = lines[-1].cell_len <= _MARGIN
+        # cell_len, not len: a wide character takes two columns.
+        if not empty and lines[-1].cell_len + cell_len(text) + len(between) + _MARGIN > width:
+            lines.append(_blank())
+            empty = True
+        if not empty:
+            lines[-1].append(between, style="bright_black")
+        lines[-1].append(text, style="yellow" if item.alarm else "")
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def _blank() -> Text:
+    return Text(" " * _MARGIN, no_wrap=True, overflow="crop")
+
+
+# -- first screen -----------------------------------------------------------------------------------------------------
+# Show a run before its first step: the most important first, and no more than one screen.
+
+
+BELOW = 5
+"""The rows that the bars and numbers take, with a blank one above them."""
+LEAST = 24
+"""The rows of the smallest terminal in common use; in a smaller one, lines scroll away."""
+
+
+class Line(NamedTuple):
+    """One line of the first screen."""
+
+    text: str
+    style: str = ""
+    indent: int = 0
+    spare: bool = False
+    """Whether the line is left to the log if there is no room."""
+
+
+def first_screen(start: Event, width: int, height: int) -> list[Line]:
+    """Return the title, the precision and its reasons, the header and remarks; the rest is only in train.log."""
+    lines = _lines(start)
+    room = max(height, LEAST) - BELOW - 1 - sum(_rows(line, width) for line in lines if not line.spare)
+    shown, left_out = [], 0
+    for line in lines:
+        rows = _rows(line, width) if line.spare else 0
+        if rows <= room:
+            room -= rows
+            shown.append(line)
+        else:
+            # After the first line that does not fit no later spare one is shown, so that the list has no gaps.
+            room, left_out = 0, left_out + 1
+    if left_out:
+        log = os.path.join(start["dir"], LOG)
+        shown.append(Line(words.clean(f"{words.several(left_out, 'line')} more in {log}"), "dim"))
+    return shown
+
+
+def _lines(start: Event) -> list[Line]:
+    mixed = words.is_mixed(start["precision"]["chosen"])
+    header = words.header(start)
+    label = max(len(word) for word, _ in header)
+    return [
+        Line(f"halfstep train {words.clean(start['label'])}", "bold"),
+        *(Line(text, "yellow" if alarm else "cyan") for text, alarm in resumed(start)),
+        Line(words.precision(start), "bold green" if mixed else "bold"),
+        *(Line(text, "dim", 2, spare=True) for text in words.why(start)),
+        *(Line(f"{word.ljust(label)}  {text}", "", 2) for word, text in header),
+        *(Line(text, "yellow" if alarm else "dim", 0, spare=not alarm) for text, alarm in words.remarks(start)),
+    ]
+
+
+def _rows(line: Line, width: int) -> int:
+    return max(1, math.ceil(cell_len(line.text) / max(width - line.indent, 1)))
+
+
+# -- console ----------------------------------------------------------------------------------------------------------
+
+
+REFRESHES_A_SECOND = 4
+_LEVELS = {"info": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+class LiveConsole:
+    """A listener that records events cheaply and draws in its own thread, a few times per second."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._latest = Latest()
+        self._time = 0.0
+        self._heard = self._measured = self._epoch_began = self._stage_began = time.monotonic()
+        self._live = Live(
+            console=console, get_renderable=self._area, refresh_per_second=REFRESHES_A_SECOND, transient=True
+        )
+
+    def hear(self, event: Event) -> None:
+        """Record an event, and print it above the live area if it deserves a line."""
+        self._latest.hear(event)
+        self._heard, self._time = time.monotonic(), event["time"]
+        kind = event["event"]
+        if kind == events.STEP:
+            if event["in_epoch"] <= 1:
+                self._epoch_began = self._heard
+            if not event["applied"]:
+                self._tell_skip(event)
+        elif kind in (events.SPEED, events.EVALUATING):
+            self._measured = self._heard
+        elif kind == events.STAGE:
+            self._stage_began = self._heard
+        else:
+            self._tell(kind, event)
+
+    def recall(self, event: Event) -> None:
+        """Record an event of an earlier launch without printing it."""
+        self._latest.hear(event)
+
+    def close(self) -> None:
+        """Stop drawing and restore the cursor, also after an interruption."""
+        self._live.stop()
+        atexit.unregister(self.close)
+
+    def _tell(self, kind: str, event: Event) -> None:
+        if kind == events.START:
+            # An epoch that is resumed in its middle has no first step that could start its clock.
+            self._epoch_began = self._heard
+            self._begin(event)
+        elif kind == events.EPOCH:
+            self._print_summary(event)
+        elif kind == events.END:
+            self.close()
+            self._print_ending(event)
+        elif kind == events.OBSERVED:
+            self._print(words.observed(event), "green")
+        elif kind == events.REPLACED:
+            self._print(words.replaced(event), "yellow")
+        elif kind == events.GUARD:
+            self._print_guard(event)
+        elif kind == events.NOTE:
+            self._print(words.clean(event["text"]), "yellow" if event.get("level") == "warning" else "dim")
+
+    def _begin(self, start: Event) -> None:
+        for line in first_screen(start, self._console.width, self._console.height):
+            self._print(line.text, line.style, line.indent)
+        self._console.print()
+        # Without this, a crash would leave the terminal without a cursor.
+        atexit.register(self.close)
+        self._live.start()
+
+    def _tell_skip(self, event: Event) -> None:
+        nth = self._latest.skipped[event["reason"]]
+        if event["reason"] != words.ORDINARY and words.is_told(nth):
+            self._print(words.skip(event, nth), "yellow")
+
+    def _print_guard(self, event: Event) -> None:
+        first, *others = words.guard(event)
+        self._print(first, _LEVELS.get(event.get("level", ""), "yellow"))
+        for line in others:
+            self._print(line.strip(), "dim", indent=2)
+
+    def _print_summary(self, event: Event) -> None:
+        title, *rows, closing = words.summary(event, self._latest.metric)
+        text = Text(title, style="bold").append("".join(f"\n{row}" for row in rows), style="not bold")
+        text.append(f"\n{self._fitted(closing)}", style="not bold green" if event.get("is_best") else "not bold dim")
+        self._console.print(text, highlight=False)
+
+    def _print_ending(self, event: Event) -> None:
+        first, *others = ending(event, self._latest)
+        self._console.print()
+        self._print(first, "bold green" if event["reason"] in ("finished", "early_stopping") else "bold yellow")
+        for line in others:
+            if line.strip().startswith(TO_TYPE):
+                # Not wrapped at any width, because the user copies it.
+                self._console.print(Text(self._fitted(line), style="bold"), soft_wrap=True)
+            else:
+                self._print(line.strip(), indent=2)
+
+    def _print(self, text: str, style: str = "", indent: int = 0) -> None:
+        self._console.print(Padding(Text(self._fitted(text), style=style), (0, 0, 0, indent), expand=False))
+
+    def _fitted(self, text: str) -> str:
+        return words.fitted(text, self._console.encoding)
+
+    def _area(self) -> Group:
+        now = time.monotonic()
+        # Time left is emitted only now and then; in between it is counted down here, so that the clock moves.
+        since = now - self._measured
+        told = self._latest.time_left
+        left, in_epoch = (
+            max(numbers.real(told[name]) - since, 0.0) if told.get(name) is not None else math.nan
+            for name in ("seconds_left", "seconds_left_in_epoch")
+        )
+        run = self._time + now - self._heard
+        rough, stage = bool(told.get("is_rough")), now - self._stage_began
+        clocks = Clocks(run, now - self._epoch_began, left, in_epoch, rough, stage)
+        return Group(*area(self._latest, clocks, self._console.width, self._console.encoding))
+
+
+def _give_back_streams() -> None:
+    """Restore the real streams in a forked worker of a data loader."""
+    # The live area belongs to the parent. A worker that printed through rich's proxy could wait forever for a lock that
+    # some thread of the parent held at the fork.
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, FileProxy):
+            setattr(sys, name, stream.rich_proxied_file)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_back_streams)

@@ -1,0 +1,123 @@
+"""Emit the events of a run, as plain data, to its listeners."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from halfstep.errors import FolderTaken
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+# Report a file of a run's folder that cannot be written, with one error for all callers.
+
+
+@contextmanager
+def to_write(path: Path) -> Iterator[None]:
+    """Guard code that opens or changes `path`; create its folder, and raise FolderTaken for an OSError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as failure:
+        raise FolderTaken(
+            f"cannot write {path}: {failure.strerror or failure}",
+            allowed="a run folder that can be written to",
+            do="choose another one with run.dir=FOLDER",
+        ) from failure
+
+
+# -- journal ----------------------------------------------------------------------------------------------------------
+
+
+Event = dict[str, Any]
+"""Plain data: `event` (one of the names below), `time` (seconds that the run has taken), and further fields."""
+
+START, STAGE, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, GUARD, NOTE, END = (
+    "start",
+    "stage",
+    "observed",
+    "step",
+    "speed",
+    "replaced",
+    "evaluating",
+    "epoch",
+    "saved",
+    "guard",
+    "note",
+    "end",
+)
+
+
+class Listener(Protocol):
+    """A receiver of every event of a run, in order."""
+
+    def hear(self, event: Event) -> None:
+        """Receive an event."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; no event follows."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A listener that needs the events of earlier launches; `recall` must not emit them again."""
+
+    def recall(self, event: Event) -> None:
+        """Receive an event of an earlier launch."""
+        ...
+
+
+class Journal:
+    """The emitter of events; only rank 0 has listeners. A listener that fails is removed, and the others get a note.
+
+    `began_with` is the time that a resumed run has already taken.
+    """
+
+    def __init__(self, listeners: Iterable[Listener] = (), began_with: float = 0.0) -> None:
+        self.listeners = list(listeners)
+        self._began = time.monotonic() - began_with
+
+    def begin(self, listeners: Iterable[Listener], began_with: float) -> None:
+        """Replace the listeners and set the clock to `began_with`, for a run that learns its past only now."""
+        self.listeners = list(listeners)
+        self._began = time.monotonic() - began_with
+
+    @property
+    def seconds(self) -> float:
+        """Return the time that the run has taken."""
+        return time.monotonic() - self._began
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Emit an event with these fields to all listeners."""
+        told = {"event": event, "time": round(self.seconds, 3), **fields}
+        # A copy: a listener that fails is removed while the loop runs.
+        for listener in tuple(self.listeners):
+            try:
+                listener.hear(told)
+            except Exception as failure:
+                # A full disk or an unreachable tracker is no reason to lose the training.
+                self._leave_out(listener, failure)
+
+    def note(self, text: str, level: str) -> None:
+        """Emit a note: a line of text with a level, `info` or `warning`."""
+        self.tell(NOTE, text=text, level=level)
+
+    def close(self) -> None:
+        """Close and remove all listeners."""
+        for listener in tuple(self.listeners):
+            try:
+                listener.close()
+            except Exception as failure:
+                self._leave_out(listener, failure)
+        self.listeners.clear()
+
+    def _leave_out(self, listener: Listener, failure: Exception) -> None:
+        self.listeners.remove(listener)
+        with contextlib.suppress(Exception):
+            listener.close()
+        self.tell(NOTE, text=f"{type(listener).__name__} stopped: {failure or type(failure).__name__}", level="warning")

@@ -1,0 +1,274 @@
+"""Write the journal to disk: one strict JSON object per line, each written before the next step begins."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from halfstep.errors import BadData, StateMismatch
+from halfstep.files import LARGEST_JSON
+from halfstep.journal.events import NOTE, Event, to_write
+
+# -- cutting ----------------------------------------------------------------------------------------------------------
+# Cut the journal and the log of a run back to the sizes that a checkpoint recorded.
+
+
+JOURNAL, LOG = "journal.jsonl", "train.log"
+
+_BLOCK = 2**16
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Return the current sizes of both files; 0 for a missing one."""
+    paths = {name: folder / name for name in (JOURNAL, LOG)}
+    return {name: path.stat().st_size if path.is_file() else 0 for name, path in paths.items()}
+
+
+def cut_back(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Truncate both files to these sizes, at the end of a line; a file without a size is emptied.
+
+    A file that is already shorter, as after a power loss, only loses an incomplete last line. Raises StateMismatch for
+    sizes that halfstep did not write.
+    """
+    _refuse_others(sizes)
+    for name in (JOURNAL, LOG):
+        cut_to_lines(folder / name, sizes.get(name, 0))
+
+
+def cut_to_lines(path: Path, at_most: int | None = None) -> None:
+    """Truncate a file after its last complete line, within its first `at_most` bytes if given."""
+    if not path.is_file():
+        return
+    with to_write(path), path.open("r+b") as file:
+        end = file.seek(0, 2)
+        kept = last_line_end(file, end if at_most is None else min(at_most, end))
+        if kept < end:
+            file.truncate(kept)
+
+
+def last_line_end(file: BinaryIO, before: int) -> int:
+    """Return the offset at which the last line of a file's first `before` bytes ends; 0 if none does."""
+    # Read backwards in blocks: a journal can be long, and so can a line.
+    while before > 0:
+        begin = max(0, before - _BLOCK)
+        file.seek(begin)
+        found = file.read(before - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        before = begin
+    return 0
+
+
+def _refuse_others(sizes: Mapping[str, int]) -> None:
+    """Raise StateMismatch for sizes that halfstep did not write."""
+    # Sizes come from a checkpoint's file: any other name could make a resume truncate any file.
+    for name, size in sizes.items():
+        # bool is a subclass of int.
+        if name not in (JOURNAL, LOG) or not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise StateMismatch(
+                f"a saved size of {name!r}: {size!r}",
+                allowed=f"whole numbers from 0 for {JOURNAL} and {LOG}",
+                do="take another checkpoint: this one was not written by halfstep, or was changed",
+            )
+
+
+# -- jsonl ------------------------------------------------------------------------------------------------------------
+
+
+MOST_WAITING = 10_000
+"""The maximum number of lines that wait for a full disk."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or text for a value that JSON cannot represent, such as a path or a NumPy number."""
+    try:
+        return _spoken(float(value))
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+_STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_plain)
+
+
+class JsonLines:
+    """A listener that appends each event to a file.
+
+    A killed run leaves at most one partial line, which the next start removes.
+
+    Lines that a full disk does not accept wait in memory, and are written as soon as there is room.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with to_write(path):
+            cut_to_lines(path)
+            # Unbuffered: each line is one write, which survives even if the process is killed right after it.
+            self._file = path.open("ab", buffering=0)
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+        """The number of lines that were dropped, and are not yet reported in the file."""
+        self._is_told = False
+
+    def hear(self, event: Event) -> None:
+        """Write an event; never raises for a full disk."""
+        self._waiting.append(as_line(event).encode("utf-8", "replace"))
+        try:
+            self._write_waiting()
+        except OSError as failure:
+            # Not raised: a listener that fails is removed for good, and the disk may have room at the next step.
+            self._tell_once(failure)
+            self._keep_few(event)
+
+    def close(self) -> None:
+        """Write what is waiting, if possible, and close the file."""
+        with contextlib.suppress(OSError):
+            self._write_waiting()
+        if self._waiting:
+            _say(f"{self._file.name} ends without its last {len(self._waiting):,} lines, which had no room")
+            self._waiting.clear()
+        self._file.close()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._append(self._waiting[0])
+            self._waiting.popleft()
+            # If lines were dropped, the next waiting line is the note about them.
+            self._lost = 0
+
+    def _append(self, line: bytes) -> None:
+        """Write all of a line; on failure remove the part that was written, or else keep the rest waiting."""
+        done = 0
+        try:
+            while done < len(line):
+                # A disk that becomes full accepts a part of the line, and fails at the next write.
+                taken = self._file.write(line[done:])
+                if not taken:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                done += taken
+        except OSError:
+            # A partial line in the middle would make the journal unreadable. If it cannot be removed, the rest of the
+            # line must be the next thing that is written.
+            try:
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - done)
+            except OSError:
+                self._waiting[0] = line[done:]
+            raise
+
+    def _keep_few(self, event: Event) -> None:
+        """Limit the waiting lines: drop the oldest, except the first, and put a note in their place."""
+        # The first may be half written already, so it must be completed.
+        while len(self._waiting) > MOST_WAITING:
+            if not self._lost:
+                self._waiting.insert(1, b"")
+            del self._waiting[2]
+            self._lost += 1
+            text = f"the disk had no room for {self._lost:,} lines of the journal, which are missing here"
+            note = {"event": NOTE, "time": event.get("time", 0.0), "text": text, "level": "warning"}
+            self._waiting[1] = as_line(note).encode()
+
+    def _tell_once(self, failure: OSError) -> None:
+        if not self._is_told:
+            self._is_told = True
+            why = failure.strerror or failure
+            _say(f"{self._file.name} cannot be written: {why}; its lines are kept, and written when that is possible")
+
+
+def _say(text: str) -> None:
+    """Warn the user on stderr: the journal, where this belongs, is what cannot be written."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def as_line(event: Event) -> str:
+    """Return an event as one line of strict JSON; non-finite numbers become the words NaN, Infinity and -Infinity."""
+    # Nearly all events are finite, and need no second pass over their values.
+    try:
+        return _STRICT.encode(event) + "\n"
+    except ValueError:
+        return _STRICT.encode(_spoken(event)) + "\n"
+
+
+def _spoken(value: Any) -> Any:
+    """Return the value with words in place of non-finite numbers."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _spoken(inner) for key, inner in value.items()}
+    return [_spoken(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def read_events(path: Path) -> list[Event]:
+    """Return all events of a journal, except an incomplete last line; raise BadData if it cannot be read."""
+    try:
+        return [_event(line, path, number) for number, line in enumerate(_lines(path), start=1)]
+    except OSError as failure:
+        raise BadData(
+            f"cannot read {path}: {failure.strerror or failure}",
+            allowed="the journal.jsonl of a run",
+            do="give the folder of a run",
+        ) from failure
+
+
+def kept_events(path: Path, after: int = 0) -> Iterator[Event]:
+    """Yield the readable events that begin after `after` bytes, for a resumed run.
+
+    A damaged line or a missing journal must not stop a run, so both are passed over.
+    """
+    with contextlib.suppress(OSError):
+        for line in _lines(path, after):
+            event = _read(line)
+            if event is not None:
+                yield event
+
+
+def last_time(path: Path) -> float:
+    """Return the `time` of a journal's last complete line, from which a resumed run continues; 0.0 without one."""
+    try:
+        with path.open("rb") as file:
+            end = last_line_end(file, file.seek(0, 2))
+            begin = last_line_end(file, end - 1)
+            file.seek(begin)
+            event = _read(file.read(min(end - begin, LARGEST_JSON))) or {}
+        told = float(event.get("time", 0.0))
+    except (OSError, TypeError, ValueError):
+        return 0.0
+    return told if 0.0 <= told < math.inf else 0.0
+
+
+def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
+    """Yield the complete lines of a file; a line longer than any of ours comes in parts."""
+    with path.open("rb") as file:
+        file.seek(after)
+        # Bounded: a file without line breaks must not be read into memory as a whole.
+        while line := file.readline(LARGEST_JSON):
+            if not line.endswith(b"\n") and len(line) < LARGEST_JSON:
+                return
+            yield line
+
+
+def _event(line: bytes, path: Path, number: int) -> Event:
+    event = _read(line)
+    if event is None:
+        raise BadData(
+            f"line {number} of {path} is not an event",
+            allowed="one JSON object a line, each with `event`",
+            do="delete the line, or take the journal of another run",
+        )
+    return event
+
+
+def _read(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

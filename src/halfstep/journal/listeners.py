@@ -1,0 +1,74 @@
+"""Choose the listeners of a run: its folder always, a console if there is one, a tracker on request."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from rich.console import Console
+
+from halfstep.errors import unknown_name
+from halfstep.journal.console import LiveConsole
+from halfstep.journal.events import Listener, Remembering
+from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, kept_events
+from halfstep.journal.plain import LogFile, Plain
+from halfstep.journal.trackers import TRACKERS
+
+
+def listeners(dir: Path, *, tracker: str, console: Console | None, resumed_at: int | None = None) -> list[Listener]:
+    """Return the listeners of a run in a folder; the curves come last, so that the console does not wait for them.
+
+    A run that resumes after `resumed_at` attempts has a journal, which is cut back already; listeners recall it
+    silently.
+    """
+    # Imported here because it loads matplotlib, and a mistake in a recipe should be reported before that.
+    from halfstep.journal.curves import Curves
+
+    kept: list[Listener] = [JsonLines(dir / JOURNAL), LogFile(dir / LOG)]
+    seen = [] if console is None else [console_listener(console)]
+    everyone = [*kept, *seen, *tracker_listeners(tracker, dir, resumed_at), Curves(dir)]
+    if resumed_at is not None:
+        _remind(everyone, dir / JOURNAL)
+    return everyone
+
+
+def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) -> list[Listener]:
+    """Return the listener of a tracker, or none for `none`; a resumed run continues after `resumed_at` attempts.
+
+    Raises UnknownName for an unknown name, MissingExtra if the tracker is not installed, and WrongUse if MLflow has no
+    server.
+    """
+    if name not in TRACKERS:
+        raise unknown_name("tracker", name, TRACKERS)
+    if name == "tensorboard":
+        from halfstep.journal.tensorboard import TensorBoard
+
+        return [TensorBoard(folder / "tensorboard", resumed_at)]
+    if name == "wandb":
+        from halfstep.journal.wandb import WeightsAndBiases
+
+        return [WeightsAndBiases(folder)]
+    if name == "mlflow":
+        from halfstep.journal.mlflow import MLflow
+
+        return [MLflow(folder)]
+    return []
+
+
+def _remind(everyone: list[Listener], path: Path) -> None:
+    remembering = [listener for listener in everyone if isinstance(listener, Remembering)]
+    for event in kept_events(path):
+        for listener in remembering:
+            # An event from a damaged line may lack fields; that is no reason not to train.
+            with contextlib.suppress(Exception):
+                listener.recall(event)
+
+
+def console_listener(console: Console) -> Listener:
+    """Return the live console if the cursor can move.
+
+    Returns plain lines for files, pipes, notebooks and dumb terminals.
+    """
+    if console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal:
+        return LiveConsole(console)
+    return Plain(console.file)

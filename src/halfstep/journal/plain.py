@@ -1,0 +1,105 @@
+"""Write plain lines, for train.log, notebooks and output without a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from halfstep.journal import events, numbers
+from halfstep.journal import text as words
+from halfstep.journal.console import line_of
+from halfstep.journal.events import Event, to_write
+from halfstep.journal.latest import CHECKPOINT, Latest
+from halfstep.journal.text import ending, goes_on, resumed
+
+
+class Plain:
+    """A listener that writes a line for every few steps, and for every event that a user should know of."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._latest = Latest()
+        self._lines: dict[str, Callable[[Event], list[str]]] = {
+            events.START: self._start,
+            events.STAGE: lambda event: [f"{words.clean(event['doing'])} ..."],
+            events.OBSERVED: lambda event: [words.observed(event)],
+            events.STEP: self._step,
+            events.SPEED: self._speed,
+            events.REPLACED: lambda event: [words.replaced(event)],
+            events.EPOCH: self._epoch,
+            events.SAVED: self._saved,
+            events.GUARD: words.guard,
+            events.NOTE: self._note,
+            events.END: lambda event: ending(event, self._latest),
+        }
+
+    def hear(self, event: Event) -> None:
+        """Record an event, and write its lines."""
+        self._latest.hear(event)
+        kind = event["event"]
+        # A line per applied step would drown the log; the speed event has one for every few steps.
+        if kind == events.STEP and event["applied"]:
+            return
+        lines = self._lines[kind](event) if kind in self._lines else []
+        if lines:
+            text = "".join(f"{line}\n" for line in lines)
+            self._stream.write(words.fitted(text, getattr(self._stream, "encoding", None)))
+            self._stream.flush()
+
+    def recall(self, event: Event) -> None:
+        """Record an event of an earlier launch without writing it."""
+        self._latest.hear(event)
+
+    def close(self) -> None:
+        """Do nothing: the stream belongs to the caller."""
+
+    def _start(self, event: Event) -> list[str]:
+        title = f"halfstep train {words.clean(event['label'])}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+        header = words.header(event)
+        width = max(len(word) for word, _ in header)
+        again = [f"warning: {text}" if alarm else text for text, alarm in resumed(event)]
+        lines = [title, *again, words.precision(event), *(f"  {line}" for line in words.why(event))]
+        lines += [f"  {word.ljust(width)}  {line}" for word, line in header]
+        if not goes_on(event):
+            lines += ["  recipe", *(f"    {line}" for line in words.recipe(event))]
+        return [*lines, *(text for text, _ in words.remarks(event)), ""]
+
+    def _step(self, event: Event) -> list[str]:
+        nth = self._latest.skipped[event["reason"]]
+        return [words.skip(event, nth)] if words.is_told(nth) else []
+
+    def _speed(self, event: Event) -> list[str]:
+        step = self._latest.step
+        if not step:
+            return []
+        where = f"{words.place(self._latest)} {step['in_epoch']}/{self._latest.start.get('steps_per_epoch', '?')}"
+        left = f"{'about ' if event.get('is_rough') else ''}{numbers.clock(event['seconds_left'])} left"
+        items = [item.text for item in line_of(self._latest)]
+        return [" · ".join([numbers.clock(event["time"]), where, left, *items])]
+
+    def _epoch(self, event: Event) -> list[str]:
+        # With a colon, because users search for it: grep "lr:" train.log
+        return [line.replace(" · lr ", " · lr: ", 1) for line in words.summary(event, self._latest.metric)]
+
+    def _saved(self, event: Event) -> list[str]:
+        """Return no line for a checkpoint: there may be one per minute, and the line of numbers has the latest."""
+        return [] if event["what"] == CHECKPOINT else [words.saved(event)]
+
+    def _note(self, event: Event) -> list[str]:
+        level = "warning: " if event.get("level") == "warning" else ""
+        return [level + words.clean(event["text"])]
+
+
+class LogFile(Plain):
+    """The listener that writes train.log in a run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        with to_write(path):
+            self._file = path.open("a", encoding="utf-8", errors="replace")
+        super().__init__(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,443 @@
+"""Word the messages of a run for users: the same on a terminal, in plain lines and in train.log."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from halfstep.formats import FORMATS, is_narrow
+from halfstep.journal import numbers
+from halfstep.journal.events import Event
+from halfstep.journal.latest import Checkpoint, Latest
+from halfstep.journal.trackers import LOOK, UPLOAD, to_look_at
+from halfstep.printable import in_line
+
+_NAMES = {
+    "iou": "IoU",
+    "miou": "mIoU",
+    "dice": "Dice",
+    "psnr": "PSNR",
+    "fg": "FG",
+    "ari": "ARI",
+    "mbo": "mBO",
+    "ssim": "SSIM",
+    "top1": "Top-1",
+    "top5": "Top-5",
+}
+_ASCII = str.maketrans({"×": "x", "→": "->", "·": "|", "✓": "*", "🚀": "on", "📊": "off", "…": "...", "°": " "})
+ORDINARY = "gradient_overflow"
+"""The reason of a skip while a loss scale adjusts; it is normal and no fault of a sample."""
+_MOST = 0.9
+"""The share of the work from which on a precision counts as active."""
+MOST_ROWS = 10
+"""The maximum number of rows of an epoch's summary; a task with a thousand classes has a metric for each."""
+FIRST_SKIPS, THEN_EVERY = 10, 100
+"""The number of skips of one reason that get a line each, and the interval of lines after that."""
+
+
+class LineItem(NamedTuple):
+    """One number of a line; `alarm` marks one that needs attention."""
+
+    text: str
+    alarm: bool = False
+
+
+def clean(text: Any) -> str:
+    """Return free text on one line, without characters that would control a terminal."""
+    return in_line(text)
+
+
+def several(number: int, word: str) -> str:
+    """Return a number with its noun: `1 epoch`, `2 epochs`."""
+    return f"{numbers.count(number)} {word}" if number == 1 else f"{numbers.count(number)} {word}s"
+
+
+def fitted(text: str, encoding: str | None) -> str:
+    """Return the text as an output can encode it; characters that it lacks become ASCII."""
+    try:
+        text.encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+    return text
+
+
+def named(metric: str) -> str:
+    """Return the usual spelling of a metric."""
+    words = " ".join(_NAMES.get(word.lower(), word) for word in clean(metric).split("_"))
+    return words if words.startswith(tuple(_NAMES.values())) else words[:1].upper() + words[1:]
+
+
+def is_mixed(precision: str) -> bool:
+    """Return whether a precision computes in fewer than 32 bits."""
+    known = FORMATS.get(precision)
+    return known is not None and known.dtype is not None and is_narrow(known.dtype)
+
+
+def precision(start: Event) -> str:
+    """Return the sentence on precision: what was asked for, and what was chosen."""
+    asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
+    ending = f", asked for {clean(asked)}" if str(asked) != chosen else ", as asked for"
+    if not is_mixed(chosen):
+        return f"Mixed precision training is off: {chosen}{ending}"
+    return f"Mixed precision training: {chosen} ({str(FORMATS[chosen].dtype).removeprefix('torch.')}){ending}"
+
+
+def mark(start: Event, observed: float | None) -> str:
+    """Return the mark beside a progress bar: the precision, and the share of the work that ran in it."""
+    chosen = start["precision"]["chosen"]
+    seen = f", {numbers.share(observed)} observed" if observed is not None else ""
+    return f"mp: {'🚀' if is_mixed(chosen) else '📊'} {chosen}{seen}"
+
+
+def batch(start: Event) -> str:
+    """Return the batch size as a product: `4 × 2 devices × 2 micro-batches = 16 a step`."""
+    sizes = start["batch"]
+    parts = [numbers.count(sizes["per_device"])]
+    if sizes["devices"] > 1:
+        parts.append(f"{sizes['devices']} devices")
+    if sizes["microbatches"] > 1:
+        parts.append(f"{sizes['microbatches']} micro-batches")
+    total = f"{numbers.count(sizes['total'])} a step"
+    return f"{' × '.join(parts)} = {total}" if len(parts) > 1 else total
+
+
+def header(start: Event) -> list[tuple[str, str]]:
+    """Return the description of a run, as pairs of a label and a line."""
+    parameters, versions, device = start["parameters"], start["versions"], start["device"]
+    trained = (
+        "" if parameters["trainable"] == parameters["total"] else f", {numbers.many(parameters['trainable'])} trained"
+    )
+    place = f" ({device['place']})" if device["place"] else ""
+    rows = [
+        ("device", f"{device['name']}{place}"),
+        ("batch", batch(start)),
+        ("samples", _samples(start)),
+        ("length", _length(start)),
+        ("parameters", f"{numbers.many(parameters['total'])}{trained}"),
+        ("run folder", f"{start['dir']} (every setting is in its recipe.yaml)"),
+        ("versions", " · ".join(f"{name} {number}" for name, number in versions.items())),
+    ]
+    return [(word, clean(line)) for word, line in rows]
+
+
+def recipe(start: Event) -> list[str]:
+    """Return the resolved recipe, one line per section."""
+    return [clean(f"{section}: {_in_line(content)}") for section, content in start["recipe"].items() if content != {}]
+
+
+def why(start: Event) -> list[str]:
+    """Return the reasons for the precision: what was translated, the choice, and why."""
+    said = start["precision"]
+    lines = [said.get("took"), said.get("summary"), *said.get("reasons", ())]
+    return list(dict.fromkeys(clean(line) for line in lines if line))
+
+
+def remarks(start: Event) -> list[LineItem]:
+    """Return the notes and findings at the start of a run."""
+    notes = [LineItem(clean(note)) for note in start.get("notes", ())]
+    findings = [
+        LineItem(clean(f"{f['severity']} {f['id']}: {f['evidence']} ({f['fix']})"), f["severity"] != "note")
+        for f in start.get("findings", ())
+    ]
+    return notes + findings
+
+
+def place(latest: Latest) -> str:
+    """Return the place in the run: `Epoch 3/100`."""
+    epochs = latest.start.get("epochs")
+    epoch = latest.step.get("epoch", 1)
+    return f"Epoch {epoch}/{epochs}" if epochs else f"Epoch {epoch}"
+
+
+def skips(skipped: Mapping[str, int]) -> str:
+    """Return the skips by reason: `3 skipped (2 gradient_overflow, 1 loss_not_finite)`."""
+    total = sum(skipped.values())
+    reasons = ", ".join(
+        f"{numbers.count(n)} {clean(reason)}" if len(skipped) > 1 else clean(reason) for reason, n in skipped.items()
+    )
+    return f"{numbers.count(total)} skipped ({reasons})" if total else "none skipped"
+
+
+def is_told(nth: int) -> bool:
+    """Return whether the nth skip of a reason gets a line."""
+    return nth <= FIRST_SKIPS or nth % THEN_EVERY == 0
+
+
+def skip(step: Event, nth: int) -> str:
+    """Return the line on one skipped step."""
+    text = (
+        f"skipped attempt {numbers.count(step['attempt'])}: {clean(step['reason'])}, loss {numbers.value(step['loss'])}"
+    )
+    if step.get("loss_scale") not in (None, 1.0):
+        text += f", scale {numbers.scale(step['loss_scale'])}"
+    if step.get("quarantined"):
+        text += f"; quarantined samples {numbers.few(step['quarantined'])}"
+    elif step.get("ids") and step["reason"] != ORDINARY:
+        text += f"; samples {numbers.few(step['ids'])}"
+    return text + (f" (from here every {THEN_EVERY}th; all are in the journal)" if nth == FIRST_SKIPS else "")
+
+
+def guard(event: Event) -> list[str]:
+    """Return the lines of a guard event; those after the first are its evidence."""
+    first, *others = [clean(line) for line in str(event["text"]).splitlines() if line.strip()] or [""]
+    return [f"guard: {first}", *(f"  {line.strip()}" for line in others)]
+
+
+def replaced(event: Event) -> str:
+    """Return the line on a sample that was replaced or left out."""
+    instead = f"sample {event['by']} stands in for it" if event["by"] >= 0 else "it is left out of the evaluation"
+    return clean(f"cannot use {event['name']}: {event['reason']}; {instead}")
+
+
+def observed(event: Event) -> str:
+    """Return the line on the precision that was observed in the first step."""
+    share = "" if event["share"] is None else f"{numbers.share(event['share'])} "
+    text = clean(event["text"]) or f"{share}in {clean(event['expected'])}"
+    return f"✓ observed: {text}" if numbers.real(event["share"]) >= _MOST else f"observed: {text}"
+
+
+def saved(event: Event) -> str:
+    """Return the line on a file that was written."""
+    return clean(f"saved {event['what']}: {event['file']}")
+
+
+def summary(event: Event, metric: str) -> list[str]:
+    """Return the summary of an epoch, as a table."""
+    train, val = event["train"], event.get("val") or {}
+    keys = [key for key in dict.fromkeys(["loss", metric, *train, *val]) if key in train or key in val]
+    # If there is a mean, the numbers of the single classes are left to the journal.
+    rows = [(named(key), train.get(key), val.get(key)) for key in keys if not _is_part(key, keys)]
+    shown, width = rows[:MOST_ROWS], max((len(name) for name, _, _ in rows[:MOST_ROWS]), default=0)
+    lines = [f"Epoch {event['epoch']} Summary:"]
+    lines += ["  " + " | ".join(_cells(row, width, bool(train), bool(val))).rstrip() for row in shown]
+    if len(rows) > len(shown):
+        lines.append(f"  and {len(rows) - len(shown)} more in the journal")
+    return [*lines, f"  {_closing(event)}"]
+
+
+def _in_line(content: Any) -> str:
+    if isinstance(content, Mapping):
+        return ", ".join(f"{key} {_in_line(value)}" for key, value in content.items())
+    if isinstance(content, list):
+        return f"[{', '.join(_in_line(value) for value in content)}]"
+    if isinstance(content, float):
+        return f"{content:g}"
+    if isinstance(content, bool):
+        return str(content).lower()
+    return "null" if content is None else str(content)
+
+
+def _is_part(key: str, keys: Collection[str]) -> bool:
+    whole, _, part = key.partition("_")
+    return bool(part) and whole in keys
+
+
+def _samples(start: Event) -> str:
+    samples = start["samples"]
+    again = f" ({numbers.count(start['repeats'])} again, to fill the last step)" if start.get("repeats") else ""
+    val = f"{numbers.count(samples['val'])} val" if samples.get("val") else "no val"
+    return f"{numbers.count(samples['train'])} train{again} · {val}"
+
+
+def _length(start: Event) -> str:
+    each = f"{several(start['steps_per_epoch'], 'step')} an epoch"
+    steps = several(start["steps"], "step")
+    return f"{several(start['epochs'], 'epoch')}, {each}, {steps}" if start["epochs"] else f"{steps}, {each}"
+
+
+def _cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool) -> list[str]:
+    name, train, val = row
+    label = f"{name}:".ljust(width + 1)
+    columns = [("Train", train, has_train), ("Val", val, has_val)]
+    return [
+        f"{which} {label} {numbers.value(number)}" if number is not None else f"{which} {label} -     "
+        for which, number, present in columns
+        if present
+    ]
+
+
+def _closing(event: Event) -> str:
+    best = event.get("best") or {}
+    parts = []
+    if event.get("is_best"):
+        parts.append("best so far")
+    elif best.get("value") is not None:
+        parts.append(f"best {numbers.value(best['value'])} in epoch {best['epoch']}")
+    parts += [numbers.duration(event["seconds"]), f"{numbers.speed(event['samples_per_second'])} img/s"]
+    parts.append(f"lr {numbers.rate(event['lr'])}")
+    if any((event.get("skipped") or {}).values()):
+        parts.append(skips(event["skipped"]))
+    return " · ".join(parts)
+
+
+# -- endings ----------------------------------------------------------------------------------------------------------
+# Word the end of a run, and how to continue it.
+
+
+STOPPED, GAVE_UP = "stopped", "gave_up"
+_ENDINGS = {
+    "finished": "Finished",
+    "early_stopping": "Stopped early",
+    "interrupted": "Interrupted",
+    "failed": "Failed",
+    STOPPED: "Stopped",
+    GAVE_UP: "Gave up",
+    "out_of_memory": "Out of memory",
+}
+_UNFINISHED = ("interrupted", "failed", STOPPED)
+_DONE = ("finished", "early_stopping")
+NEXT = "next:"
+TO_TYPE = ("do:", LOOK, UPLOAD)
+"""The prefixes of lines that the user is meant to copy."""
+_KEPT = ("best", "last", "curves")
+
+
+def ending(event: Event, latest: Latest) -> list[str]:
+    """Return the last lines of a run; the first one is the summary."""
+    reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
+    told = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
+    lines = [f"{told}, {skips(event.get('skipped') or {})}"]
+    if event.get("why"):
+        lines += _in_lines(event["why"])
+    lines += [clean(f"  cured by the guard: {cure}") for cure in event.get("cures") or ()]
+    if event["reason"] in _UNFINISHED:
+        lines.append(f"  {_to_go_on(event, latest)}")
+    elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
+        lines.append(f"  last checkpoint: {_named(latest.checkpoint)}")
+    best = event.get("best") or {}
+    if best.get("value") is not None:
+        lines.append(f"  best {named(best['metric'])}: {numbers.value(best['value'])}, in epoch {best['epoch']}")
+    folder = latest.start.get("dir", "")
+    kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
+    lines += [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
+    lines += [clean(f"  {line}") for line in to_look_at(latest.start)]
+    if folder and event["reason"] in _DONE:
+        lines += [clean(f"  {NEXT} halfstep {command}") for command in _next(shlex.quote(folder))]
+    return lines + _in_lines(event.get("kept")) + _in_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
+
+
+def _next(folder: str) -> list[str]:
+    return [f"evaluate {folder}", f"predict {folder} FOLDER", f"export {folder}"]
+
+
+def _in_lines(text: str | None) -> list[str]:
+    """Return printable lines, indented."""
+    return [f"  {clean(line)}" for line in (text or "").splitlines() if line.strip()]
+
+
+def _to_go_on(event: Event, latest: Latest) -> str:
+    signal = event.get("signal")
+    if event.get("checkpoint"):
+        by = f"stopped by {signal} {_place(latest)}: " if signal else ""
+        return clean(f"{by}saved as {event['checkpoint']}; {_again(latest)}")
+    by = f"stopped by {signal} {_place(latest)} without saving: " if signal else ""
+    if latest.checkpoint is None:
+        return clean(f"{by}no checkpoint was written yet: the same command starts again from step 0")
+    return f"{clean(f'{by}{_again(latest)}')} from checkpoint {_named(latest.checkpoint)}"
+
+
+def _again(latest: Latest) -> str:
+    """Return how to continue the run; the same command with --new would start another one."""
+    if "--new" in str(latest.start.get("command", "")).split():
+        folder = shlex.quote(f"run.dir={latest.start.get('dir', '')}")
+        return f"start it again without --new, with {folder}, to go on"
+    return "start it again with the same command to go on"
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    return f"{clean(checkpoint.name)} (step {numbers.count(checkpoint.attempt)})"
+
+
+def _place(latest: Latest) -> str:
+    steps = latest.start.get("steps")
+    of = f" of {numbers.count(steps)}" if steps else ""
+    return f"at step {numbers.count(latest.attempt)}{of}"
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+# Word the start of a resumed run: where it continues, and what has changed.
+
+
+MOST_LINES = 20
+"""The maximum number of lines of one kind; changed data may have a line for each file."""
+LITTLE = 0.01
+"""The share of the highest learning rate below which an extended run hardly learns."""
+_PRECISION = "trained in "
+"""The prefix of the line on a precision that a new recipe led to."""
+
+
+def resumed(start: Event) -> list[LineItem]:
+    """Return the lines after the title; none for a run that is started for the first time."""
+    said = start.get("resumed")
+    if not said:
+        return []
+    lines = [_where(said, start), *_extended(said.get("extended"))]
+    if not said.get("exact", True):
+        reasons = (
+            said.get("because")
+            or _accepted(said.get("changed") or (), start.get("recipe") or {})
+            or ["it is not known to be exact"]
+        )
+        lines += _few("APPROXIMATE because ", reasons, alarm=True)
+    lines += _few("accepted change: ", said.get("changed") or (), alarm=False)
+    return lines + _few("passed over checkpoint ", said.get("passed_over") or (), alarm=True)
+
+
+def goes_on(start: Event) -> bool:
+    """Return whether the run continues from a checkpoint, so that its log already describes it."""
+    return bool((start.get("resumed") or {}).get("checkpoint"))
+
+
+def _where(said: dict[str, Any], start: Event) -> LineItem:
+    if not said.get("checkpoint"):
+        return LineItem("started again from step 0: the run was ended before its first checkpoint")
+    at, end = numbers.count(said["attempt"]), numbers.count(start["steps"])
+    rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated'))}"
+    if said["attempt"] > start["steps"]:
+        return LineItem(clean(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}"))
+    return LineItem(clean(f"resumed at step {at} of {end} {rest}"))
+
+
+def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
+    """Return the new length of an extended run, and what happens to its learning rate."""
+    if not said:
+        return []
+    epochs = f" ({said['epochs']} epochs)" if said.get("epochs") else ""
+    lines = [LineItem(f"extended from step {numbers.count(said['from'])} to step {numbers.count(said['to'])}{epochs}")]
+    lr, highest = numbers.real(said["lr"]), numbers.real(said["highest_lr"])
+    if said.get("rewarm"):
+        return [*lines, LineItem(f"learning rate: a new warm-up to {numbers.rate(highest)} and a new decay from there")]
+    lines.append(LineItem(f"learning rate: on at its last, {numbers.rate(lr)}"))
+    if lr < LITTLE * highest:
+        share = f"{lr / highest:.2g} of its highest, at which little is learnt"
+        lines.append(LineItem(f"that is {share}: for a new warm-up and decay, stop and add --rewarm", alarm=True))
+    return lines
+
+
+def _accepted(changed: Iterable[Any], recipe: Mapping[str, Any]) -> list[str]:
+    """Return which of the two acceptable changes were made: the recipe, the data, or both."""
+    of_recipe = {_is_setting(str(line), recipe) for line in changed}
+    reasons = {True: "the recipe was changed", False: "the data was changed"}
+    return [reason for is_recipe, reason in reasons.items() if is_recipe in of_recipe]
+
+
+def _is_setting(line: str, recipe: Mapping[str, Any]) -> bool:
+    """Return whether a line is about a setting: `train.steps: 9 -> 8` is, `train: 2 files renamed` is not."""
+    # A section alone has no value, so a line with only its name is about the data of that name.
+    section, dot, _ = line.partition(":")[0].partition(".")
+    known = section in recipe and (bool(dot) or not isinstance(recipe[section], Mapping))
+    return known or line.startswith(_PRECISION)
+
+
+def _repeated(repeated: int | None) -> str:
+    if not repeated:
+        return ""
+    return f" ({numbers.count(repeated)} steps are done again)" if repeated > 1 else " (1 step is done again)"
+
+
+def _few(word: str, lines: Iterable[Any], alarm: bool) -> list[LineItem]:
+    every = [LineItem(clean(f"{word}{line}"), alarm) for line in lines]
+    more = len(every) - MOST_LINES
+    return [*every[:MOST_LINES], LineItem(f"{word}{more} more, which are in the journal", alarm)] if more > 0 else every

@@ -1,0 +1,123 @@
+"""Prepare the data of all trackers: scalars by name, pictures, and the attempt that they belong to."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halfstep.files import read_json
+from halfstep.journal import events
+from halfstep.journal.events import Event
+from halfstep.journal.latest import Latest
+from halfstep.journal.numbers import real
+
+# -- tracked ----------------------------------------------------------------------------------------------------------
+# Tell the user at the end of a run how to open what its tracker recorded.
+
+
+KEPT = "mlflow.json"
+"""The file in the run's folder with the MLflow server and the id of the run, for a resume and for the user."""
+LOOK, UPLOAD = "to look at it:", "to upload it:"
+"""The prefixes of the lines."""
+WANDB, OFFLINE = "wandb", "offline-run-"
+"""The folder that W&B creates in the run's folder, and the prefix of runs that wait for `wandb sync`."""
+
+
+def to_look_at(start: Event) -> list[str]:
+    """Return the lines for the tracker in the recipe, if it recorded anything."""
+    tracker, folder = ((start.get("recipe") or {}).get("run") or {}).get("tracker"), Path(start.get("dir", ""))
+    if tracker == "tensorboard" and (folder / "tensorboard").is_dir():
+        return [f"{LOOK} tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"]
+    if tracker == "wandb" and _waits(folder / WANDB):
+        # With a wildcard: a resumed run has several.
+        return [f"{UPLOAD} wandb sync {shlex.quote(str(folder / WANDB))}/{OFFLINE}*"]
+    kept = read_json(folder / KEPT) if tracker == "mlflow" else None
+    return [f"{LOOK} {kept['page']}"] if isinstance(kept, dict) and "page" in kept else []
+
+
+def _waits(folder: Path) -> bool:
+    try:
+        return any(name.startswith(OFFLINE) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+# -- trackers ---------------------------------------------------------------------------------------------------------
+
+
+TRACKERS = ("none", "tensorboard", "wandb", "mlflow")
+PICTURE = "picture"
+"""The `what` of a `saved` event for a picture."""
+
+
+class Scalars(NamedTuple):
+    """Numbers by name, and the attempt that they belong to."""
+
+    attempt: int
+    values: dict[str, float]
+
+
+class Picture(NamedTuple):
+    """A PNG in the run's folder."""
+
+    attempt: int
+    file: str
+    """The path below the run's folder, such as `pictures/epoch-0003.png`."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that all pictures of a kind share: trackers show them with a slider."""
+        return self.file.rpartition("/")[0] or PICTURE
+
+
+class Scales:
+    """A converter from events to scalars.
+
+    Steps are sampled at the rate of the log, since trackers are slower than steps.
+    """
+
+    def __init__(self) -> None:
+        self._latest = Latest()
+        self._told = 0
+
+    def hear(self, event: Event) -> Scalars | None:
+        """Record an event, and return its scalars or None."""
+        self._latest.hear(event)
+        kind = event["event"]
+        if kind == events.SPEED:
+            values = self._step() | _speed(event)
+        elif kind == events.EPOCH:
+            values = self._step() | _each("train_epoch", event["train"]) | _each("val", event.get("val") or {})
+        else:
+            return None
+        self._told = self._latest.attempt
+        return Scalars(self._told, values)
+
+    def picture(self, event: Event) -> Picture | None:
+        """Return the picture of an event that was recorded before, or None."""
+        if event["event"] != events.SAVED or event["what"] != PICTURE:
+            return None
+        return Picture(self._latest.attempt, str(event["file"]))
+
+    def _step(self) -> dict[str, float]:
+        step = self._latest.step
+        # An epoch can end right after a line of the log: the same step must not be reported twice.
+        if not step or step["attempt"] == self._told:
+            return {}
+        chosen = {name: step.get(name) for name in ("loss", "lr", "loss_scale", "grad_norm")}
+        return _each("train", {**chosen, "skipped": sum(self._latest.skipped.values())})
+
+
+def _speed(event: Event) -> dict[str, float]:
+    known = {name: event.get(name) for name in ("samples_per_second", "wait_share")}
+    return (
+        _each("speed", {**known, **(event.get("memory") or {})})
+        | _each("gpu", event.get("gpu") or {})
+        | _each("train", event.get("train_metrics") or {})
+    )
+
+
+def _each(group: str, values: dict[str, Any]) -> dict[str, float]:
+    return {f"{group}/{name}": real(value) for name, value in values.items() if value is not None}

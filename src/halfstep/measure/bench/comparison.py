@@ -1,0 +1,290 @@
+"""The rows of a bench: the runs of one candidate, and their comparison with fp32."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+from halfstep.measure.bench.results import BenchMetric, Config, Memory, RunResult, spoken
+from halfstep.measure.parity import Margin, ParityTest, half_a_point, margin_of, mean_interval, parity
+from halfstep.measure.timing import Speed, Verdict
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+# Compute figures over seeds: the speed-up with its interval, and the time to fp32's loss.
+
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Throughput relative to strict fp32, with the 95 % interval if there is one."""
+
+    times: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return "can't tell" if the interval contains 1 or there is no interval."""
+        if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
+            return "can't tell"
+        return "faster" if self.low > 1.0 else "slower"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def gain_of(base: Sequence[RunResult], arm: Sequence[RunResult]) -> Gain | None:
+    """Return the speed-up, paired by seed; None without pairs.
+
+    The epochs of a run are not independent, so each run counts once, however many epochs it has.
+    """
+    fast = {run.seed: run.samples_per_second for run in base}
+    logs = [
+        # Logarithms, so that 2x and 0.5x average to 1x.
+        math.log(run.samples_per_second / there)
+        for run in arm
+        if run.samples_per_second and (there := fast.get(run.seed))
+    ]
+    if not logs:
+        return None
+    # A single pair has no interval, and so no verdict.
+    low, high = _interval(logs)
+    # math.exp overflows above 709; with two seeds an interval can be as wide as that.
+    ends = [None if end is None else math.exp(min(end, 700.0)) for end in (low, high)]
+    return Gain(math.exp(statistics.mean(logs)), ends[0], ends[1], len(logs))
+
+
+def gain_of_race(speed: Speed) -> Gain:
+    """Return the speed of a race as a gain."""
+    return Gain(speed.speedup, speed.low, speed.high, speed.pairs)
+
+
+@dataclass(frozen=True)
+class BenchTimes:
+    """The result of timing candidates beside one another."""
+
+    gains: Mapping[str, Gain]
+    interrupted: bool = False
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Candidates that failed in the race, and why."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """A mean over seeds."""
+
+    mean: float
+    sd: float | None
+    low: float | None
+    high: float | None
+
+
+def average(values: Sequence[float | None]) -> Average | None:
+    """Return the mean of the finite values; None if there is none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    low, high = _interval(known)
+    return Average(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else None, low, high)
+
+
+def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    return mean_interval(values, CONFIDENCE) if len(values) > 1 else (None, None)
+
+
+@dataclass(frozen=True)
+class TimeToLoss:
+    """The time until a candidate first reached the final loss of fp32 with the same seed."""
+
+    seconds: float | None
+    """Median of the runs that reached it."""
+    reached: int
+    runs: int
+
+
+def time_to_loss(base: Sequence[RunResult], arm: Sequence[RunResult]) -> TimeToLoss | None:
+    """Return the time, paired by seed; None if no losses are known."""
+    goals = {run.seed: run.curve[-1][1] for run in base if run.curve and math.isfinite(run.curve[-1][1])}
+    found = [_first_time(run, goals[run.seed]) for run in arm if run.curve and run.seed in goals]
+    if not found:
+        return None
+    times = [time for time in found if time is not None]
+    return TimeToLoss(statistics.median(times) if times else None, len(times), len(found))
+
+
+def _first_time(run: RunResult, goal: float) -> float | None:
+    return next((time for time, loss in run.curve if loss <= goal), None)
+
+
+def smoothed(curve: Sequence[tuple[float, float]], over: int) -> tuple[tuple[float, float], ...]:
+    """Return each loss as the mean of the last `over`, beginning when there are that many."""
+    return tuple(
+        (curve[end - 1][0], statistics.fmean(loss for _, loss in curve[end - over : end]))
+        for end in range(over, len(curve) + 1)
+    )
+
+
+# -- row --------------------------------------------------------------------------------------------------------------
+
+
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """The results of one candidate."""
+
+    name: str
+    runs: tuple[RunResult, ...]
+    failed: str
+    """Why it has no more runs; empty if it did not fail."""
+    memory: Memory | None
+    gain: Gain | None
+    parity: ParityTest | None
+    """None for the baseline, and without pairs."""
+    time_to_loss: TimeToLoss | None
+    less_memory: float | None
+    """Share of the baseline's memory that is saved; negative if it uses more."""
+    config: Config
+
+    @property
+    def metric(self) -> Average | None:
+        """Return the mean of the final metric over seeds."""
+        return average([run.metric for run in self.runs])
+
+    @property
+    def finite(self) -> int:
+        """Return the number of runs with a finite metric; the mean is over these."""
+        return sum(isfinite(run.metric) for run in self.runs)
+
+    @property
+    def samples_per_second(self) -> Average | None:
+        """Return the mean throughput over seeds."""
+        return average([run.samples_per_second for run in self.runs])
+
+    @property
+    def seconds_per_epoch(self) -> Average | None:
+        """Return the mean training time of an epoch over seeds."""
+        return average([run.seconds_per_epoch for run in self.runs])
+
+    @property
+    def joules_per_epoch(self) -> Average | None:
+        """Return the mean energy of an epoch over seeds; None if it was not measured."""
+        return average([run.joules_per_epoch for run in self.runs])
+
+    @property
+    def seconds(self) -> Average | None:
+        """Return the mean duration of a run over seeds."""
+        return average([run.seconds for run in self.runs])
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Return the peak of the run that used most."""
+        return max((run.peak_bytes for run in self.runs if run.peak_bytes is not None), default=None)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Return the skipped updates of all runs, by reason."""
+        total: Counter[str] = Counter()
+        for run in self.runs:
+            total.update(run.skipped)
+        return dict(total)
+
+    @property
+    def is_proven(self) -> bool:
+        """Return whether it is known to be faster than the baseline and as good."""
+        found = (self.parity and self.parity.verdict, self.gain and self.gain.verdict)
+        return found == ("same", "faster") and not self.failed
+
+    def cost(self, price_per_hour: float | None) -> float | None:
+        """Return the cost of training one run: the time per epoch times its epochs."""
+        epoch = self.seconds_per_epoch
+        epochs = average([run.epochs for run in self.runs])
+        if price_per_hour is None or epoch is None or epochs is None:
+            return None
+        return epoch.mean * epochs.mean * price_per_hour / SECONDS_PER_HOUR
+
+    def as_dict(self, price_per_hour: float | None) -> dict[str, Any]:
+        figures = ("metric", "samples_per_second", "seconds_per_epoch", "joules_per_epoch", "seconds")
+        return {
+            "name": self.name,
+            **self.config.as_dict(),
+            "failed": self.failed,
+            "seeds": [run.seed for run in self.runs],
+            "finite": self.finite,
+            **{name: asdict(found) if (found := getattr(self, name)) else None for name in figures},
+            "gain": self.gain.as_dict() if self.gain else None,
+            "parity": spoken(self.parity.as_dict()) if self.parity else None,
+            "memory": self.memory.as_dict() if self.memory else None,
+            "less_memory": self.less_memory,
+            "peak_bytes": self.peak_bytes,
+            "time_to_loss": asdict(self.time_to_loss) if self.time_to_loss else None,
+            "skipped": self.skipped,
+            "cost": self.cost(price_per_hour),
+            "runs": [run.as_dict() for run in self.runs],
+        }
+
+
+def rows_of(
+    runs: Mapping[str, Sequence[RunResult]],
+    failed: Mapping[str, str],
+    metric: BenchMetric,
+    memories: Mapping[str, Memory],
+    gains: Mapping[str, Gain],
+    configs: Mapping[str, Config],
+) -> tuple[BenchRow, ...]:
+    """Return a row for each candidate; the others are compared with the first."""
+    baseline, *_ = runs
+    base = runs[baseline]
+    margin = margin_over(base, metric)
+    return tuple(
+        BenchRow(
+            name=name,
+            runs=tuple(own),
+            failed=failed.get(name, ""),
+            memory=memories.get(name),
+            # A race takes precedence: its pairs are interleaved.
+            gain=gains.get(name) or gain_of(base, own),
+            parity=None if name == baseline else _parity(base, own, metric, margin),
+            time_to_loss=time_to_loss(base, own),
+            less_memory=_less(memories.get(baseline), memories.get(name)),
+            config=configs.get(name) or Config(name),
+        )
+        for name, own in runs.items()
+    )
+
+
+def margin_over(base: Sequence[RunResult], metric: BenchMetric) -> Margin:
+    """Return the margin from all runs of the baseline, also those with seeds that a candidate lacks."""
+    metrics = [run.metric for run in base]
+    return margin_of(metrics, points=half_a_point(metrics, higher_is_better=metric.higher_is_better))
+
+
+def _parity(
+    base: Sequence[RunResult], arm: Sequence[RunResult], metric: BenchMetric, margin: Margin
+) -> ParityTest | None:
+    """Return the parity over the seeds that both have; None if there are none."""
+    metrics = {run.seed: run.metric for run in base}
+    pairs = [(metrics[run.seed], run.metric) for run in arm if run.seed in metrics]
+    if not pairs:
+        return None
+    ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better)
+
+
+def _less(base: Memory | None, arm: Memory | None) -> float | None:
+    """Return the share of memory saved: measured against measured, or predicted against predicted."""
+    if base is None or arm is None:
+        return None
+    for ours, theirs in ((base.measured, arm.measured), (base.predicted, arm.predicted)):
+        if ours and theirs is not None:
+            return 1.0 - theirs / ours
+    return None

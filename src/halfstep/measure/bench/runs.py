@@ -1,0 +1,345 @@
+"""Train a recipe in its own process for each candidate and seed, with the command that a user would type."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.errors import HalfstepError, reason_in
+from halfstep.files import read_json, write_json
+from halfstep.journal.jsonl import read_events
+from halfstep.journal.numbers import real
+from halfstep.measure.bench.comparison import BenchTimes, gain_of_race, smoothed
+from halfstep.measure.bench.results import BenchMetric, RunFailed, RunResult
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
+from halfstep.measure.timing import race, warm
+from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow, end_process
+
+# -- journals ---------------------------------------------------------------------------------------------------------
+# Compute the figures of a bench from a run's journal.
+
+
+_SMOOTH = 20
+"""Steps over which the training loss is averaged if there is no validation."""
+_FACTS = ("device", "precision", "flags", "versions", "batch", "samples")
+
+
+def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResult:
+    """Return the result of a run.
+
+    `resident` is the peak memory of the process as the system reports it; the journal only samples it. Raises
+    `RunFailed` if the journal is incomplete.
+    """
+    events = read_events(journal)
+    start, end = _last(events, "start"), _last(events, "end")
+    epochs = [event for event in events if event["event"] == "epoch"]
+    # The first epoch includes warm-up.
+    speed = _median([event["samples_per_second"] for event in epochs[1:] or epochs])
+    in_epoch = start["steps_per_epoch"] * start["batch"]["total"]
+    per_epoch = in_epoch / speed if speed else None
+    watts = _median([(event.get("gpu") or {}).get("power_watts") for event in _all(events, "speed")])
+    observed = [event["text"] for event in _all(events, "observed")]
+    return RunResult(
+        seed=seed,
+        metric=real(end["metrics"].get(start["metric"]["name"])),
+        seconds=end["seconds"],
+        seconds_per_epoch=per_epoch,
+        samples_per_second=speed,
+        epochs=end["steps"] / start["steps_per_epoch"],
+        curve=_curve(events),
+        peak_bytes=_peak(events, resident),
+        skipped=_skipped(epochs),
+        joules_per_epoch=watts * per_epoch if watts and per_epoch else None,
+        observed=observed[-1] if observed else "",
+        conditions={name: start[name] for name in _FACTS},
+    )
+
+
+def _all(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+def _last(events: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    found = _all(events, kind)
+    if not found:
+        raise RunFailed(f"its journal has no line of the kind {kind!r}")
+    return found[-1]
+
+
+def _median(values: Sequence[Any]) -> float | None:
+    known = [number for value in values if math.isfinite(number := real(value))]
+    return statistics.median(known) if known else None
+
+
+def _curve(events: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
+    """Return the validation losses, or the training losses if there is no validation."""
+    validated = [
+        (float(event["time"]), real(event["val"]["loss"]))
+        for event in _all(events, "epoch")
+        if "loss" in (event["val"] or {})
+    ]
+    if validated:
+        return tuple(validated)
+    steps = [(float(event["time"]), real(event["loss"])) for event in _all(events, "step")]
+    return smoothed(steps, max(1, min(_SMOOTH, len(steps) // 5)))
+
+
+def _peak(events: Sequence[dict[str, Any]], resident: int | None) -> int | None:
+    memories = [event.get("memory") or {} for event in _all(events, "speed")]
+    device = [found["device_peak_bytes"] for found in memories if found.get("device_peak_bytes")]
+    host = [found["host_bytes"] for found in memories if found.get("host_bytes")]
+    # The journal's samples come last, because the peak may lie between two of them.
+    return max(device, default=None) or resident or max(host, default=None)
+
+
+def _skipped(epochs: Sequence[dict[str, Any]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for event in epochs:
+        total.update(event["skipped"])
+    return dict(total)
+
+
+# -- recipe runs ------------------------------------------------------------------------------------------------------
+
+
+_LAST_WORDS = 4000
+_PR_SET_PDEATHSIG = 1
+_LOOK_EVERY = 0.05
+"""Seconds between polls; they do not affect the figures, which are from the run's journal."""
+
+
+class Patience:
+    """The time limit of a run, from the durations of others: one that hangs would block the rest forever."""
+
+    SHORTEST = 600.0
+    TIMES = 10.0
+
+    def __init__(self) -> None:
+        self._slowest: float | None = None
+
+    def learn(self, seconds: float | None) -> None:
+        """Record the duration of a run."""
+        self._slowest = max(self._slowest or 0.0, seconds or 0.0) or None
+
+    @property
+    def limit(self) -> float | None:
+        """Return the limit in seconds; None before the first run has ended, because its duration is unknown."""
+        return None if self._slowest is None else max(self.SHORTEST, self.TIMES * self._slowest)
+
+
+@dataclass(frozen=True)
+class RecipeArm:
+    """One candidate of a recipe: its settings, and the location of its runs."""
+
+    text: str
+    settings: tuple[str, ...]
+    """The settings as typed, and those that define this candidate."""
+    folder: Path
+    name: str
+    identity: Mapping[str, Any]
+    """Everything that must be equal for a finished run to be reused."""
+    patience: Patience = field(default_factory=Patience)
+    """Shared by the candidates of a bench."""
+
+    def __call__(self, seed: int) -> RunResult:
+        """Return the saved result of an earlier bench in this folder, or that of a new run."""
+        known = {**self.identity, "seed": seed}
+        kept = self.beside(f"seed-{seed}")
+        found = read_json(kept)
+        if isinstance(found, dict) and found.get("identity") == known:
+            result = RunResult.from_dict(found["result"])
+            self.patience.learn(result.seconds)
+            return result
+        began = time.monotonic()
+        result = self._train(seed)
+        self.patience.learn(time.monotonic() - began)
+        write_json(kept, {"identity": known, "result": result.as_dict()})
+        return result
+
+    def beside(self, what: str) -> Path:
+        """Return the file for a saved result of this candidate."""
+        return self.folder / "runs" / f"{as_file(self.name)}-{what}.json"
+
+    def others(self, seeds: Sequence[int]) -> Path | None:
+        """Return the file of a result here with another recipe or conditions; it must not be overwritten."""
+        for seed in seeds:
+            found = read_json(self.beside(f"seed-{seed}"))
+            if isinstance(found, dict) and found.get("identity") != {**self.identity, "seed": seed}:
+                return self.beside(f"seed-{seed}")
+        return None
+
+    def _train(self, seed: int) -> RunResult:
+        place = self.beside(f"seed-{seed}").with_suffix("")
+        if (place / "recipe.yaml").exists():  # an unfinished run: a figure is only valid for a run in one piece
+            shutil.rmtree(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-m", "halfstep", "train", self.text, *self.settings]
+        # strict: an unavailable precision fails instead of falling back to another.
+        words += [f"train.seed={seed}", f"run.dir={place}", "train.strict=true", "--json"]
+        code, resident = run_to_end(words, place.with_suffix(".log"), self.patience.limit)
+        if code != 0:
+            raise RunFailed(_why(code, place.with_suffix(".log")))
+        result = result_of_journal(place / "journal.jsonl", seed, resident)
+        shutil.rmtree(place / CHECKPOINTS, ignore_errors=True)  # a finished run is never resumed
+        return result
+
+
+def as_file(name: str) -> str:
+    """Return a candidate's name as used in file names."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+
+
+def run_to_end(words: Sequence[str], log: Path, limit: float | None = None) -> tuple[int, int | None]:
+    """Return the exit code and the peak bytes of the process; it and its children end with this process.
+
+    Raises `RunFailed` if it takes longer than `limit` seconds.
+    """
+    with log.open("wb") as said:
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+                                 preexec_fn=_dying_with_us())  # fmt: skip
+        try:
+            return _waited(child, limit)
+        except BaseException:
+            end_process(child)
+            raise
+
+
+def _dying_with_us() -> Callable[[], object] | None:
+    """Return a hook by which, on Linux, the kernel kills the child when its parent ends for any reason."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl  # looked up here: little is safe between fork and exec
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _waited(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, int | None]:
+    if not hasattr(os, "wait4"):
+        try:
+            return child.wait(limit), None
+        except subprocess.TimeoutExpired:
+            raise _too_long(limit) from None
+    import resource
+
+    deadline = time.monotonic() + (limit or float("inf"))
+    ended = 0
+    while not ended:
+        # wait4 returns the usage of this child; RUSAGE_CHILDREN would be the maximum over all children.
+        ended, status, usage = os.wait4(child.pid, os.WNOHANG)
+        if not ended:
+            if time.monotonic() > deadline:
+                raise _too_long(limit)
+            time.sleep(_LOOK_EVERY)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
+    unit = 1 if sys.platform == "darwin" else 1024
+    # A child starts as a fork of this process, whose size counts in its maximum: only a larger value is its own.
+    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return child.returncode, usage.ru_maxrss * unit if usage.ru_maxrss > ours else None
+
+
+def _too_long(limit: float | None) -> RunFailed:
+    return RunFailed(f"it did not end within {limit:.0f} s, {Patience.TIMES:.0f} times the slowest other run or more")
+
+
+def _why(code: int, log: Path) -> str:
+    if code == -signal.SIGTERM or code == -9:
+        return "its process was ended from outside, as a system does that has no memory left"
+    lines = [line for line in log.read_text("utf-8", "replace")[-_LAST_WORDS:].splitlines() if line.strip()]
+    if not lines:
+        return f"its process ended with code {code}"
+    # halfstep's errors indent all lines but the first; a traceback ends with the exception.
+    return next((line for line in reversed(lines) if not line[0].isspace()), lines[-1]).strip()
+
+
+# -- case runs --------------------------------------------------------------------------------------------------------
+# The user's own code as candidates of a bench: the loss after some updates from several starting points, and a race.
+
+
+METRIC = BenchMetric("loss", higher_is_better=False)
+STEPS = 50
+LAST = 5
+"""Number of final losses that are averaged."""
+NUDGE = 0.01
+"""Relative perturbation of the weights by each seed: a different start, the same for every candidate."""
+RACE_SECONDS = 120.0
+LIMIT = 1800.0
+"""Timeout of one answer in seconds: a candidate that hangs becomes a failed row."""
+
+
+@dataclass(frozen=True)
+class CaseArm:
+    """One precision of a case."""
+
+    subject: Subject
+    setting: StepSetting
+
+    def __call__(self, seed: int) -> RunResult:
+        """Take `STEPS` updates from the starting point of a seed; return the result."""
+        with ArmProcess(self.subject, self.setting) as run:
+            opened = run.open(LIMIT)
+            run.nudge(NUDGE, seed)
+            updates = [run.update(LIMIT) for _ in range(STEPS)]
+        return result_of_case(updates, seed, opened["samples"], opened["conditions"])
+
+
+def result_of_case(
+    updates: Sequence[Mapping[str, Any]], seed: int, samples: int, conditions: Mapping[str, Any]
+) -> RunResult:
+    """Return the result of updates with their `seconds`, `loss`, and the `reason` if skipped.
+
+    A skipped update takes time but its loss is not compared, unless the loss itself is non-finite.
+    """
+    taken, timed = 0.0, []
+    for update in updates:
+        taken += update["seconds"]
+        # A skipped update leaves the weights as they are, so its loss would count twice.
+        if update["reason"] is None or not math.isfinite(update["loss"]):
+            timed.append((taken, float(update["loss"])))
+    losses = [loss for _, loss in timed[-LAST:]]
+    return RunResult(
+        seed=seed,
+        metric=statistics.fmean(losses) if losses else math.nan,
+        seconds=taken,
+        samples_per_second=samples / statistics.median(update["seconds"] for update in updates),
+        curve=smoothed(timed, min(LAST, len(timed) or 1)),
+        skipped=dict(Counter(update["reason"] for update in updates if update["reason"] is not None)),
+        conditions=conditions,
+    )
+
+
+def race_of(arms: Mapping[str, CaseArm], names: Sequence[str]) -> BenchTimes:
+    """Open all candidates at once, warm them up and time them in turns; the first is the baseline.
+
+    Raises its error if the baseline fails; other candidates that fail are reported.
+    """
+    failed: dict[str, str] = {}
+    with ExitStack() as opened:
+        running = {name: opened.enter_context(ArmProcess(arms[name].subject, arms[name].setting)) for name in names}
+        for name in names:
+            try:
+                running[name].open(LIMIT)
+                warm(running[name])
+            except (HalfstepError, ArmFailed, ArmTooSlow) as error:
+                if name == names[0]:
+                    raise
+                failed[name] = reason_in(error)
+                running.pop(name)
+        found = race(running, baseline=names[0], seconds=RACE_SECONDS)
+    gains = {name: gain_of_race(speed) for name, speed in found.speeds.items()}
+    return BenchTimes(gains, found.interrupted, {**failed, **{name: str(why) for name, why in found.failed.items()}})

@@ -1,0 +1,119 @@
+"""A case under one setting, ready to be stepped and timed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from halfstep.data.to_device import placed
+from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.batches import resized, size_of
+from halfstep.measure.case import SEED, Case
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.timing import Stopwatch
+from halfstep.precision.hardware import describe
+from halfstep.step.report import StepReport
+from halfstep.step.step_inputs import generator_states, set_generator_states
+from halfstep.step.stepper import Stepper
+from halfstep.step.window import Window
+from halfstep.train.activation_checkpointing import checkpoint_activations
+
+
+class Candidate:
+    """A candidate: a copy of the case's model that takes the same step repeatedly.
+
+    It raises an error for a precision that the device cannot compute in; it never substitutes another one.
+    """
+
+    def __init__(
+        self, case: Case, setting: StepSetting, device: torch.device | str | None = None, *, observe: bool = True
+    ) -> None:
+        self.setting = setting
+        self.device = torch.device(describe(device).place)
+        # A copy, because the model is the user's, and all candidates start from the same weights.
+        self.model = placed(copy.deepcopy(case.model), self.device, setting.channels_last)
+        if setting.recompute:
+            checkpoint_activations(self.model)
+        # Dynamo's counters belong to the process: only the difference is this candidate's.
+        self._graphs_before = _graphs()
+        if setting.compile:
+            self.model.compile()
+        batch = placed_batch(case.batch, self.device, setting.channels_last)
+        self.batch = resized(batch, setting.batch or size_of(batch))
+        self.loss_fn = case.loss_fn
+        self.stepper = Stepper(
+            self.model, case.optimizer(self.model), precision=setting.precision, strict=True, observe=observe
+        )
+        self._stopwatch = Stopwatch(self.device)
+        # Freshly seeded, not the caller's states: all candidates draw the same random numbers from the start.
+        self._generators = _first_states(self.device)
+        self.trail: list[float] = []
+        """Losses of the updates so far: of those applied, and of those skipped with a non-finite loss."""
+
+    @property
+    def graphs(self) -> int:
+        """Return the graphs compiled since construction; 0 means that torch.compile silently skipped the model."""
+        return _graphs() - self._graphs_before
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples in one update."""
+        return size_of(self.batch) * self.setting.microbatches
+
+    def step(self) -> StepReport:
+        """Take one update with the caller's random number generators."""
+        report = self.stepper.step(self.loss_fn, Window([self.batch] * self.setting.microbatches))
+        # A skip with a finite loss (fp16 gradients overflowed) leaves the weights unchanged. It is left out, so that
+        # the trails of all candidates count the same updates.
+        if report.applied or not math.isfinite(report.loss):
+            self.trail.append(report.loss)
+        return report
+
+    def seconds(self, steps: int = 1) -> float:
+        """Return the seconds of one update, averaged over `steps` in a row."""
+        with self._own_random_numbers():
+            return self._stopwatch.seconds(self.step, steps)
+
+    def losses(self, steps: int) -> list[float]:
+        """Take `steps` more updates and return their losses."""
+        with self._own_random_numbers():
+            return [self.step().loss for _ in range(steps)]
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Use the candidate's own generator states, then restore the caller's.
+
+        All candidates draw the same random numbers in whatever order they are timed.
+        """
+        before = generator_states(self.device)
+        set_generator_states(self._generators, self.device)
+        try:
+            yield
+        finally:
+            self._generators = generator_states(self.device)
+            set_generator_states(before, self.device)
+
+    @torch.no_grad()
+    def nudge(self, share: float, seed: int = 1) -> None:
+        """Multiply every weight by 1 + `share` × normal noise: a different but equally good starting point."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            # Drawn on the CPU: a device's generator would give other numbers for the same seed.
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.mul_(1 + share * noise.to(parameter))
+
+
+def _first_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of freshly seeded generators: the CPU's, then the device's."""
+    kinds = dict.fromkeys((torch.device("cpu"), device))
+    return [torch.Generator(kind).manual_seed(SEED).get_state() for kind in kinds]
+
+
+def _graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")  # a module that was never imported has compiled nothing
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0

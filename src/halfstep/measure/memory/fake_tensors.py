@@ -1,0 +1,327 @@
+"""Run a case on fake tensors, which have shapes, dtypes and devices but no memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.errors import WrongUse
+from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.batches import resized, size_of, tensors
+from halfstep.measure.case import Case
+from halfstep.measure.memory.timeline import BACKWARD, FORWARD, UPDATE, Timeline
+from halfstep.measure.setting import StepSetting
+from halfstep.observe.recorder import Recorder
+from halfstep.precision.island import settle
+from halfstep.precision.precision import Precision, widen
+from halfstep.step.loss import Counted, loss_and_aux
+from halfstep.step.transaction import ONLY
+from halfstep.train.activation_checkpointing import checkpoint_activations
+from halfstep.user_code import HALFSTEP, MEASURING, NO_FILE, TORCH, lines_outside, place_and_text
+
+# -- persons error ----------------------------------------------------------------------------------------------------
+# Report an error in the user's code with its line instead of a traceback through torch.
+
+
+_INSTALLED = "site-packages"
+_LONGEST = 200
+
+
+def raised_at(error: BaseException) -> str | None:
+    """Return the innermost line of the user's code as file:line: text; else one of an installed package."""
+    lines = lines_outside(error, HALFSTEP, TORCH, NO_FILE)
+    own = [line for line in lines if _INSTALLED not in line.filename] or lines
+    return place_and_text(own[-1]) if own else None
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the message of an error and its line."""
+    said = (str(error).splitlines() or [""])[0][:_LONGEST]
+    place = raised_at(error)
+    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return f"{place} raised {what}" if place else what
+
+
+def as_wrong_use(error: Exception, samples: Sequence[str], do: str) -> WrongUse | None:
+    """Return the error as `WrongUse`; None if no line of it is the user's, so that it is halfstep's own."""
+    if raised_at(error) is None:
+        return None
+    taken = f"; {', '.join(samples)} were taken as samples" if samples else ""
+    return WrongUse(
+        f"{in_one_line(error)}{taken}",
+        allowed="a model, a loss and a batch that run together",
+        do=do or "run the loss once by itself: loss_fn(model, batch)",
+    )
+
+
+# -- refusal ----------------------------------------------------------------------------------------------------------
+# Report code that needs tensor values where there are none, as an error that names its line.
+
+
+_NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# A plain RuntimeError: its text is the only way to recognize it.
+_NUMPY = ".numpy() is not supported for tensor subclasses"
+_KINDS = {
+    "_local_scalar_dense": "reads a number out of a tensor, as item(), float() and `if` do,",
+    "equal": "compares two tensors by their numbers",
+    "nonzero": "makes a tensor whose size depends on numbers, as a boolean mask in brackets does,",
+}
+
+
+@contextmanager
+def numbers_refused(why: str = "memory is estimated without computing any") -> Iterator[None]:
+    """Run the user's code on fake tensors; raise `WrongUse` with the line that needs a value."""
+    try:
+        yield
+    except _NEEDS_NUMBERS as error:
+        raise _refusal(error, str(error.func), why) from error
+    except RuntimeError as error:
+        if _NUMPY not in str(error):
+            raise
+        raise _refusal(error, "numpy", why) from error
+
+
+def _refusal(error: BaseException, function: str, why: str) -> WrongUse:
+    name = function.removeprefix("aten.").partition(".")[0]
+    what = _KINDS.get(name, f"asks for numbers ({name})")
+    return WrongUse(
+        f"{asked_at(error)} {what} but {why}",
+        allowed="code whose sizes and branches do not depend on the numbers in tensors",
+        do="use torch.where, or multiply by the mask; read a tensor after the step; or take that line out",
+    )
+
+
+def asked_at(error: BaseException) -> str:
+    """Return the innermost line of the user's own code as file:line: text."""
+    lines = lines_outside(error, *MEASURING)
+    return place_and_text(lines[-1]) if lines else "code outside any file"
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+_COPIED = "Accessing the data pointer of FakeTensor"
+"""torch's warning when a module on fake tensors is deep-copied, as nn.TransformerEncoder does with its layer."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which real tensors of the user's loss become fake when they are used."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def built(make: Callable[[], Case], mode: FakeTensorMode) -> Case:
+    """Return the case on fake tensors.
+
+    A model that can be built on them costs no memory, however large; others are built for real and converted.
+    """
+    try:
+        with mode, warnings.catch_warnings(), _without_a_word():
+            warnings.filterwarnings("ignore", _COPIED)
+            case = make()
+    except Exception:  # it needs a value while being built, or has an error, which is raised again now
+        case = make()
+    return as_fake(case, mode)
+
+
+@contextmanager
+def _without_a_word() -> Iterator[None]:
+    """Silence torch's log of tracebacks for unsupported operations, such as loading weights from a file."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def as_fake(case: Case, mode: FakeTensorMode) -> Case:
+    """Return the same case on fake tensors; the user's model is neither changed nor copied."""
+    return replace(case, model=_fake_model(case.model, mode), batch=_fake(case.batch, mode))
+
+
+def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    real = {id(tensor): tensor for tensor in _tensors_of(model) if not isinstance(tensor, FakeTensor)}
+    if not real:
+        return model
+    # deepcopy does not copy what is in its memo; one twin for each tensor keeps tied weights tied.
+    memo: dict[int, Any] = {key: _twin(tensor, mode) for key, tensor in real.items()}
+    return copy.deepcopy(model, memo)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters, buffers, and tensors that modules have as plain attributes."""
+    for module in model.modules():
+        for value in (module._parameters, module._buffers, *vars(module).values()):
+            if not isinstance(value, nn.Module):
+                yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    twin = mode.from_tensor(tensor)
+    # from_tensor also converts a gradient, and an update begins without.
+    twin.grad = None
+    return twin
+
+
+def _fake(batch: Any, mode: FakeTensorMode) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t), batch)
+
+
+# -- placing ----------------------------------------------------------------------------------------------------------
+# Move a fake model to a device and layout: `Module.to` swaps tensors, which fake tensors do not support.
+
+
+def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+    """Return the model itself, with its tensors replaced by ones on the device; tied ones stay tied."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    slots[name] = moved.setdefault(id(tensor), _moved(tensor, device, channels_last))  # type: ignore[assignment]
+    return model
+
+
+def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    kernel = channels_last and tensor.dim() == 4 and isinstance(tensor, nn.Parameter)
+    plain = tensor.detach()
+    if tensor.device == device and not kernel:
+        if plain.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+            return tensor
+        there = plain  # A deep-copied fake has another storage than its views, and would count twice.
+    else:
+        layout = torch.channels_last if kernel else torch.preserve_format
+        there = torch.empty_like(tensor, device=device, memory_format=layout)
+    return nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+# Run updates of a case on fake tensors as a run does: forward, backward, update, gradients freed.
+
+
+_LATER = 1000
+"""The value that optimizers read. RAdam uses less memory in its first steps; NAdam divides by 1 minus the value."""
+_SCALE = 2.0**16
+"""Any loss scale: its value changes no memory."""
+
+
+class FakeArm:
+    """A candidate on fake tensors, ready to step. Create and use it inside the mode of its fake tensors."""
+
+    def __init__(self, case: Case, setting: StepSetting, precision: Precision, device: torch.device) -> None:
+        self.precision, self.device, self.microbatches = precision, device, setting.microbatches
+        self.model = placed(case.model, device, setting.channels_last)
+        if setting.recompute:
+            checkpoint_activations(self.model)
+        batch = placed_batch(case.batch, device, setting.channels_last)
+        self.batch = resized(batch, setting.batch or size_of(batch))
+        self.loss_fn = case.loss_fn
+        precision.prepare(self.model, device)
+        settle(self.model)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.optimizer = _as_it_runs(case.optimizer(self.model), device)
+        self.timeline = Timeline()
+        self.timeline.hold(self.model.parameters(), "weights")
+        self.timeline.hold(self.model.buffers(), "buffers")
+        self.timeline.hold(tensors(self.batch), "batch")
+
+    def recorder(self) -> Recorder:
+        """Return a recorder that adds the operations in its scope to the timeline."""
+        return Recorder(self.model, self.timeline)
+
+    def step(self) -> None:
+        """Take one whole update."""
+        # Casts cached by the last update would be missing from this one's timeline.
+        torch.clear_autocast_cache()
+        for _ in range(self.microbatches):
+            with self.precision.scope(self.device):
+                loss = self._forward()
+                self.timeline.begin(BACKWARD)
+                loss.backward()
+                del loss  # frees the rest of its graph
+            gradients = (p.grad for p in self.model.parameters())
+            self.timeline.hold((gradient for gradient in gradients if gradient is not None), "gradients")
+        self.timeline.begin(UPDATE)
+        # Only around the optimizer: in the user's code a value that is read must raise an error.
+        with _AnyNumber():
+            self.optimizer.step()
+        # After the step, because an optimizer creates its state in the first one.
+        self.timeline.hold(tensors(list(self.optimizer.state.values())), "optimizer")
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _forward(self) -> Tensor:
+        """Return the loss of a micro-batch, as backward runs on it."""
+        self.timeline.begin(FORWARD)
+        with self.precision.autocast(self.device):
+            loss = self.loss_fn(self.model, self.batch)
+        loss = _ready(loss)
+        if self.microbatches > 1:
+            loss = loss / self.microbatches
+        return loss * _SCALE if self.precision.scaled else loss
+
+
+def _as_it_runs(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """Apply choices that torch makes by looking at real parameters: on a GPU, foreach updates.
+
+    Raises `WrongUse` for an optimizer that needs a closure, such as LBFGS.
+    """
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise WrongUse(
+            f"{type(optimizer).__name__}, whose step runs the model as often as it likes",
+            allowed="optimizers that take a step from gradients that are there: step()",
+            do="estimate with the optimizer left out, and add its state by hand",
+        )
+    for group in optimizer.param_groups:
+        alone = group.get("fused") or group.get("differentiable") or isinstance(group.get("lr"), Tensor)
+        if device.type == "cuda" and not alone and group.get("foreach", False) is None:
+            group["foreach"] = True
+    return optimizer
+
+
+def _ready(loss: Any) -> Tensor:
+    """Return one scalar to differentiate from any supported return value; raise `WrongUse` for others."""
+    loss, _ = loss_and_aux(loss)
+    if isinstance(loss, dict) and ONLY in loss:
+        loss = loss[ONLY]
+    counted = isinstance(loss, Counted)
+    value = loss.sum if isinstance(loss, Counted) else loss
+    if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise WrongUse(
+            f"{what} as the loss" if not isinstance(value, Tensor) or value.ndim else "a loss that no parameter is in",
+            allowed="a scalar tensor with a graph behind it, or Counted(sum, count)",
+            do="return loss.mean(), and call the model outside torch.no_grad()",
+        )
+    # A Counted loss is divided by its count in a run; the division allocates a tensor.
+    return widen(value) / 1.0 if counted else widen(value)
+
+
+class _AnyNumber(TorchDispatchMode):
+    """A mode that returns a fixed step count to optimizers that read theirs; its value changes no memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        return float(_LATER) if args[0].is_floating_point() else _LATER

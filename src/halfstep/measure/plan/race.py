@@ -1,0 +1,271 @@
+"""Race candidates: a few are open at a time, warmed up, and timed in turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from halfstep.errors import HalfstepError, in_one_line
+from halfstep.measure.candidate import Candidate
+from halfstep.measure.case import Case
+from halfstep.measure.conditions import conditions
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.timing import Speed, race, warm
+from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+
+# -- budget -----------------------------------------------------------------------------------------------------------
+# Count the time of a plan.
+
+
+class TimeBudget:
+    """A time limit in seconds, counted from construction."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = seconds
+        self.now, self._begin = now, now()
+
+    @property
+    def spent(self) -> float:
+        return self.now() - self._begin
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.seconds - self.spent)
+
+
+# -- arms -------------------------------------------------------------------------------------------------------------
+# The candidates of a race: each in its own process, or all in this one for the user's live objects.
+
+
+class RacingArm(Protocol):
+    """The interface of `ArmProcess`."""
+
+    def open(self, limit: float | None = None) -> dict[str, Any]: ...
+    def seconds(self, steps: int = 1, limit: float | None = None) -> float: ...
+    def trail(self, steps: int) -> list[float]: ...
+    def losses(self, steps: int, limit: float | None = None) -> list[float]: ...
+    def graphs(self) -> int: ...
+    def nudge(self, share: float, seed: int = 1) -> None: ...
+    def close(self) -> None: ...
+
+
+MakeArm = Callable[[StepSetting], RacingArm]
+
+
+def observes(setting: StepSetting) -> bool:
+    """Return whether to observe the first step: it would run eagerly, but a compiled candidate must compile in it."""
+    return not setting.compile
+
+
+class ArmHere:
+    """The same candidate in this process. A call cannot be interrupted: a timeout is raised only after it returns."""
+
+    def __init__(self, case: Case, setting: StepSetting, device: str | None) -> None:
+        self._case, self._setting, self._device = case, setting, device
+        self._arm: Candidate | None = None
+
+    def open(self, limit: float | None = None) -> dict[str, Any]:
+        """Build the candidate; return its `conditions` and `samples`."""
+        with _failures(), _told_late(limit):
+            self._arm = Candidate(self._case, self._setting, self._device, observe=observes(self._setting))
+        return {"conditions": conditions(self._arm.device), "samples": self._arm.samples}
+
+    def seconds(self, steps: int = 1, limit: float | None = None) -> float:
+        """Return the seconds of one update, averaged over `steps`."""
+        with _failures(), _told_late(limit):
+            return self._opened.seconds(steps)
+
+    def trail(self, steps: int) -> list[float]:
+        """Return the losses of the first `steps` updates."""
+        return self._opened.trail[:steps]
+
+    def losses(self, steps: int, limit: float | None = None) -> list[float]:
+        """Take `steps` more updates and return their losses."""
+        with _failures(), _told_late(limit):
+            return self._opened.losses(steps)
+
+    def graphs(self) -> int:
+        """Return how many graphs were compiled."""
+        return self._opened.graphs
+
+    def nudge(self, share: float, seed: int = 1) -> None:
+        """Perturb every weight, as `Candidate.nudge` does."""
+        self._opened.nudge(share, seed)
+
+    def close(self) -> None:
+        """Drop the candidate and its memory."""
+        self._arm = None
+
+    @property
+    def _opened(self) -> Candidate:
+        assert self._arm is not None, "open it first"
+        return self._arm
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Raise errors of the user's code or of a compiler as `ArmFailed`, as `ArmProcess` does."""
+    try:
+        yield
+    except (HalfstepError, ArmTooSlow):
+        raise
+    except Exception as error:
+        raise ArmFailed(in_one_line(error)) from error
+
+
+@contextmanager
+def _told_late(limit: float | None) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    if limit is not None and time.perf_counter() - begin > limit:
+        raise ArmTooSlow(f"no answer within {limit:.3g} s")
+
+
+# -- arena ------------------------------------------------------------------------------------------------------------
+
+
+SHORTEST_TURN = 0.05
+"""Seconds. Shorter updates are timed several in a row, so that the clock's error is negligible."""
+MOST_STEPS = 50
+
+Tell = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """The result of a race, by setting."""
+
+    speeds: dict[StepSetting, Speed]
+    interrupted: bool = False
+    """Whether Ctrl-C ended it; the speeds so far are included."""
+    failed: dict[StepSetting, ArmFailed | ArmTooSlow] = field(default_factory=dict)
+    """Candidates that failed; they are closed."""
+
+
+class _Limited:
+    """A candidate whose answers are limited by the remaining time of the plan."""
+
+    def __init__(self, arm: RacingArm, budget: TimeBudget) -> None:
+        self._arm, self._budget = arm, budget
+
+    def seconds(self, steps: int = 1) -> float:
+        return self._arm.seconds(steps, self._budget.left)
+
+
+class Race:
+    """The open candidates by setting. A candidate stays open until `leave`."""
+
+    def __init__(self, make_arm: MakeArm, budget: TimeBudget, tell: Tell = lambda: None) -> None:
+        self._make_arm, self._budget, self._tell = make_arm, budget, tell
+        self._open: dict[StepSetting, RacingArm] = {}
+        self._updates: dict[StepSetting, float] = {}
+        self.conditions: dict[str, Any] = {}
+
+    def enter(self, setting: StepSetting, limit: float | None = None) -> None:
+        """Open a candidate within `limit` seconds; it is closed if that fails."""
+        arm = self._open[setting] = self._make_arm(setting)
+        self._tell()
+        opened = self._or_leave(setting, lambda: arm.open(limit))
+        self.conditions = self.conditions or opened["conditions"]
+
+    def first_step(self, setting: StepSetting, limit: float | None = None) -> float:
+        """Take the first update within `limit` seconds, including compilation; return its seconds.
+
+        Raises `ArmFailed` if torch.compile compiled nothing.
+        """
+        arm = self._open[setting]
+        self._tell()
+        seconds = float(self._or_leave(setting, lambda: arm.seconds(1, limit)))
+        # torch.compile silently skips some models, such as a bare nn.Sequential in torch 2.13.
+        if setting.compile and not arm.graphs():
+            self.leave(setting)
+            raise ArmFailed("torch.compile passed over the model and compiled nothing, without a word")
+        return seconds
+
+    def _or_leave(self, setting: StepSetting, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        # Also for Ctrl-C: no process may be left behind.
+        except BaseException:
+            self.leave(setting)
+            raise
+
+    def warm(self, setting: StepSetting, seconds: float) -> float:
+        """Step until times agree; return the last one. A candidate that times out is closed."""
+        self._tell()
+        arm = _Limited(self._open[setting], self._budget)
+        found = float(self._or_leave(setting, lambda: warm(arm, seconds=seconds, now=self._budget.now)))
+        self._updates[setting] = found
+        return found
+
+    def turn_seconds(self, *updates: float) -> float:
+        """Return the seconds of one turn of candidates with these update times."""
+        return _steps(max(updates)) * sum(updates)
+
+    def race(self, settings: Sequence[StepSetting], *, baseline: StepSetting, pairs: int) -> RaceResult:
+        """Time open and warm candidates in turns until there are enough pairs or the time is up."""
+        # Keys of their own, because str(setting) may leave out the batch: two settings may read the same.
+        names = {str(number): setting for number, setting in enumerate([baseline, *settings])}
+        found = race(
+            {name: _Limited(self._open[setting], self._budget) for name, setting in names.items()},
+            baseline="0",
+            pairs=pairs,
+            seconds=self._budget.left,
+            steps=_steps(max(self._updates[setting] for setting in names.values())),
+            progress=lambda *_: self._tell(),
+            now=self._budget.now,
+        )
+        failed = {names[name]: error for name, error in found.failed.items()}
+        for setting in failed:
+            self.leave(setting)
+        return RaceResult({names[name]: speed for name, speed in found.speeds.items()}, found.interrupted, failed)
+
+    def trail(self, setting: StepSetting, steps: int) -> tuple[float, ...]:
+        """Return the losses of its first `steps` updates."""
+        return tuple(self._open[setting].trail(steps))
+
+    def go_on(self, setting: StepSetting, steps: int) -> None:
+        """Take up to `steps` more updates of an open candidate, as long as there is time."""
+        for _ in range(steps):
+            if self._budget.left:
+                self._tell()
+                self._open[setting].losses(1, self._budget.left)
+
+    def nudged_losses(self, setting: StepSetting, *, share: float, steps: int, seed: int) -> list[float]:
+        """Return up to `steps` losses of a new candidate with perturbed weights, which is then closed."""
+        arm = self._make_arm(setting)
+        try:
+            arm.open(self._budget.left)
+            arm.nudge(share, seed)
+            losses: list[float] = []
+            # One update at a time, to check the time left in between.
+            while len(losses) < steps and self._budget.left:
+                self._tell()
+                losses += arm.losses(1, self._budget.left)
+            return losses
+        finally:
+            arm.close()
+
+    def is_open(self, setting: StepSetting) -> bool:
+        """Return whether the candidate is open."""
+        return setting in self._open
+
+    def leave(self, setting: StepSetting) -> None:
+        """Close the candidate, if it is open."""
+        arm = self._open.pop(setting, None)
+        if arm is not None:
+            arm.close()
+
+    def close(self) -> None:
+        """Close all candidates."""
+        for setting in list(self._open):
+            self.leave(setting)
+
+
+def _steps(slowest: float) -> int:
+    """Return the updates per turn, the same for all candidates. The slowest decides, or turns would take too long."""
+    return min(MOST_STEPS, max(1, math.ceil(SHORTEST_TURN / max(slowest, 1e-9))))

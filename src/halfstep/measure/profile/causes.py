@@ -1,0 +1,450 @@
+"""The closed list of causes. Each is found from facts alone and has a share of a step and a command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.measure.profile import next_command
+from halfstep.measure.profile.facts import (
+    COPIES,
+    HOST,
+    NARROW,
+    PARTS,
+    WIDE,
+    Feeding,
+    Misaligned,
+    ProfileFacts,
+    StepTimes,
+    Warming,
+)
+from halfstep.measure.profile.next_command import count, duration, layers, listed
+
+# -- cause ------------------------------------------------------------------------------------------------------------
+# The result of a profile.
+
+
+NOTICEABLE = 0.10
+"""The smallest share of a step that a cause must explain to be named."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why there is no speed-up, or that nothing is wrong."""
+
+    id: str
+    sentence: str
+    evidence: str
+    do: str
+    """The change to make."""
+    command: str
+    """The command to type, now or after the change."""
+    share: float
+    """Share of a step's time that it explains."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+# Causes in the data: it is slow to read, has too few workers, or restarts its workers for each pass.
+
+
+def slow_data(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if reading takes clearly longer than computing even at best."""
+    feeding = facts.feeding
+    if feeding is None or not feeding.outlasts_computing:
+        return None
+    evidence = (
+        f"a step waits {duration(feeding.wait)} of {duration(feeding.step)} for its batch; {_reading(feeding)}; "
+        f"at best {count(feeding.most_workers, 'worker')} on {count(feeding.cores, 'core')} would need "
+        f"{duration(feeding.at_best)} a step, and computing takes {duration(feeding.computing)}"
+    )
+    return Cause(
+        "slow-data",
+        f"waiting for data takes {feeding.wait_share:.0%} of a step, and no number of workers can hide it",
+        evidence,
+        "make a sample cheaper to read: see where reading spends its time",
+        next_command.reading(facts),
+        feeding.wait_share,
+    )
+
+
+def too_few_workers(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if more workers would remove the wait."""
+    feeding = facts.feeding
+    if feeding is None or feeding.step <= 0 or feeding.outlasts_computing or feeding.workers_needed <= feeding.workers:
+        return None
+    workers = count(feeding.workers_needed, "worker")
+    evidence = (
+        f"a step waits {duration(feeding.wait)} of {duration(feeding.step)} for its batch with "
+        f"{count(feeding.workers, 'worker')}; {_reading(feeding)}, and computing on it {duration(feeding.computing)}"
+    )
+    return Cause(
+        "too-few-workers",
+        f"waiting for data takes {feeding.wait_share:.0%} of a step: {workers} would hide most of it",
+        evidence,
+        f"read with {workers}" + (f": DataLoader(..., num_workers={feeding.workers_needed})" if facts.own_code else ""),
+        next_command.changed(facts, f"train.num_workers={feeding.workers_needed}"),
+        # At most what the workers would save, which may be less than the wait.
+        min(feeding.wait_share, (feeding.step - feeding.at_best) / feeding.step),
+    )
+
+
+def restarted_workers(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if each pass over the data waits for worker processes to start."""
+    feeding = facts.feeding
+    if feeding is None or feeding.restarting <= 0:
+        return None
+    share = feeding.restarting / (feeding.step + feeding.restarting)
+    return Cause(
+        "restarted-workers",
+        f"starting workers anew for each pass over the data takes {share:.0%} of the time",
+        f"the first batch of a pass comes late: that is {duration(feeding.restarting)} for each step, "
+        f"and a step itself takes {duration(feeding.step)}",
+        "keep them: DataLoader(..., persistent_workers=True)" if facts.own_code else "read with fewer workers",
+        next_command.again(facts)
+        if facts.own_code
+        else next_command.changed(facts, f"train.num_workers={feeding.workers // 2}"),
+        share,
+    )
+
+
+def unexplained(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if steps wait although there are enough workers."""
+    feeding = facts.feeding
+    if feeding is None or not feeding.wait_share >= NOTICEABLE:
+        return None
+    return Cause(
+        "no-cause",
+        f"waiting for data takes {feeding.wait_share:.0%} of a step, though {count(feeding.workers, 'worker')} "
+        "should be enough",
+        _reading(feeding),
+        "see where reading spends its time",
+        next_command.reading(facts),
+        feeding.wait_share,
+    )
+
+
+def _reading(feeding: Feeding) -> str:
+    return (
+        f"reading a batch takes {duration(feeding.read)} in one process, {duration(feeding.read_cpu)} of it computing"
+    )
+
+
+# -- causes -----------------------------------------------------------------------------------------------------------
+
+
+CLEARLY_FASTER = 1.2
+_HOST_BOUND = 0.4
+_OFTEN = 0.5
+_UNKNOWN_GAIN = 2.0
+"""Assumed speed-up of matrix work in a narrow format, where there was none to compare."""
+
+
+def tiny_model(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if the host takes longer to issue work than the device to do it."""
+    host = facts.kernels.shares.get(HOST, 0.0) if facts.kernels else 0.0
+    # A compiled step was profiled eagerly, which says nothing about how it runs.
+    if host < _HOST_BOUND or facts.compiles:
+        return None
+    return Cause(
+        "tiny-model",
+        f"{host:.0%} of computing a step is Python and dispatch: there is too little arithmetic in it for a precision "
+        "to matter",
+        f"operations that do real work take {1 - host:.0%} of computing a step",
+        "give each step more to do (a larger batch), or compile it, or stay in fp32",
+        next_command.grown(facts),
+        host * (1 - facts.waiting),
+    )
+
+
+def misaligned_channels(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if padded layers were measured to be faster."""
+    slow = [layer for layer in facts.misaligned if layer.saved > 0]
+    if not slow or facts.race is None or facts.race.asked <= 0:
+        return None
+    share = sum(_padding_saves(facts, layer) for layer in slow) * (1 - facts.waiting)
+    worst = max(slow, key=lambda layer: layer.saved)
+    evidence = (
+        f"{'; '.join(layers(layer.names, layer.kind) for layer in slow)}: {worst.channels} takes "
+        f"{duration(worst.seconds)}, {worst.padded} takes "
+        f"{duration(worst.padded_seconds)} ({worst.low:.2f}-{worst.high:.2f}x); "
+        f"{sum(layer.flops_share for layer in slow):.0%} of the FLOPs are in such layers"
+    )
+    return Cause(
+        "misaligned-channels",
+        f"channels that are no multiple of 8 cost {share:.0%} of a step",
+        evidence,
+        f"give {layers(worst.names, worst.kind)} {worst.padded} channels instead of {worst.channels}",
+        next_command.again(facts),
+        share,
+    )
+
+
+def fp32_island(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if much of the work was not done in the requested format."""
+    if not facts.narrow or facts.work is None or facts.kernels is None or facts.work.wide_share < NOTICEABLE:
+        return None
+    # All of fp32's matrix time would shrink by this factor.
+    share = facts.shares.get(WIDE, 0.0) * (1 - 1 / _narrow_gain(facts))
+    modules = list(facts.work.wide)
+    declared = [name for name in modules if name in facts.work.islands]
+    do = (
+        f"take island() away from {listed(declared)}"
+        if declared
+        else "take out what casts or switches autocast off there"
+    )
+    return Cause(
+        "fp32-island",
+        f"{facts.work.wide_share:.0%} of the matrix work still runs in fp32, in {listed(modules)}",
+        f"fp32 products take {facts.shares.get(WIDE, 0.0):.0%} of a step, those in {facts.format} "
+        f"{facts.shares.get(NARROW, 0.0):.0%}",
+        f"{do}, or make it smaller",
+        next_command.again(facts),
+        share,
+    )
+
+
+def tf32_baseline(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if the user's fp32 baseline is not strict fp32."""
+    race = facts.speed
+    if race is None or race.own_fp32 is None or race.fp32 <= 0 or race.own_fp32 <= 0:
+        return None
+    share = (1 - race.own_fp32 / race.fp32) * (1 - facts.waiting)
+    return Cause(
+        "tf32-baseline",
+        f"the fp32 you compare with is not fp32: torch's switches make it {facts.fp32_means}, "
+        f"which is {race.fp32 / race.own_fp32:.2f}x as fast already",
+        f"a step takes {duration(race.fp32)} in strict fp32, {duration(race.own_fp32)} in fp32 as this code sets it, "
+        f"and {duration(race.asked)} in {facts.asked}: "
+        f"{race.speedup:.2f}x of strict fp32, {race.own_fp32 / race.asked:.2f}x of yours",
+        "compare with strict fp32, or take the gain that you have",
+        next_command.benched(facts),
+        share,
+    )
+
+
+def reference_kernels(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if convolutions run in reference kernels, which are written for correctness, not speed."""
+    race = facts.speed
+    if facts.native or facts.kind != "cpu" or race is None or facts.kernels is None:
+        return None
+    if facts.kernels.convolutions < NOTICEABLE or race.low >= 1:
+        return None
+    return Cause(
+        "reference-kernels",
+        f"convolutions in {facts.format} have no fast kernel on this device: a step takes "
+        f"{race.asked / race.fp32:.1f} times as long as in fp32",
+        f"{facts.kernels.convolutions:.0%} of a step is convolutions in {facts.format}; {facts.why}",
+        f"compute in {facts.instead}",
+        next_command.in_precision(facts, facts.instead),
+        (1 - race.fp32 / race.asked) * (1 - facts.waiting),
+    )
+
+
+def recompiling(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if torch recompiles in step after step."""
+    found = [one for one in (facts.warming, facts.feeding.warming if facts.feeding else None) if one is not None]
+    worst = max(found, key=_compiling_share, default=None)
+    if worst is None or _compiling_share(worst) == 0:
+        return None
+    share = _compiling_share(worst)
+    steps = worst.compiled[2:]
+    often = sum(1 for count in steps if count)
+    return Cause(
+        "recompiling",
+        f"torch compiles again in {often} of {count(len(steps), 'step')}, which takes {share:.0%} of them",
+        f"it was compiled again because {worst.reason or 'a guard failed'} no longer held",
+        "keep shapes and numbers the same from step to step, mark them dynamic, or do not compile",
+        next_command.changed(facts, "train.compile=false"),
+        share,
+    )
+
+
+def emulated(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if the device does not compute in the format natively."""
+    if facts.native or not facts.narrow or reference_kernels(facts) is not None:
+        return None
+    race = facts.speed
+    if not facts.passed_over and (race is None or race.speedup >= CLEARLY_FASTER):
+        return None
+    share = 1.0 if race is None else max(0.0, 1 - race.fp32 / race.asked) * (1 - facts.waiting)
+    return Cause(
+        "emulated",
+        f"this device does not compute in {facts.format}: it is emulated, and cannot be faster than fp32",
+        facts.why,
+        f"compute in {facts.instead}",
+        next_command.in_precision(facts, facts.instead),
+        share,
+    )
+
+
+CAUSES: tuple[Callable[[ProfileFacts], Cause | None], ...] = (
+    recompiling,
+    too_few_workers,
+    slow_data,
+    restarted_workers,
+    emulated,
+    reference_kernels,
+    tf32_baseline,
+    fp32_island,
+    misaligned_channels,
+    tiny_model,
+)
+"""The order in which they win where two explain the same share."""
+
+
+def found(facts: ProfileFacts) -> list[Cause]:
+    """Return all causes that explain enough to be fixed, largest first; none for steps that did not train."""
+    if facts.idle:
+        return []
+    named = [cause for one in CAUSES if (cause := one(facts)) is not None and cause.share >= NOTICEABLE]
+    # The sort is stable: equal shares keep the order of CAUSES.
+    return sorted(named, key=lambda cause: -cause.share)
+
+
+def _padding_saves(facts: ProfileFacts, layer: Misaligned) -> float:
+    """Return the share of a step on a fixed batch that padding saves, at most that of its matrix work."""
+    assert facts.race is not None
+    alone = layer.saved / facts.race.asked
+    if facts.kernels is None or layer.seconds <= 0:
+        return min(1.0, alone)
+    return facts.kernels.matrix * layer.flops_share * (1 - layer.padded_seconds / layer.seconds)
+
+
+def _narrow_gain(facts: ProfileFacts) -> float:
+    """Return how many times faster a FLOP is in the narrow format, judged by the two steps."""
+    work, race = facts.work, facts.race
+    if work is None or race is None or facts.kernels is None or facts.fp32_kernels is None:
+        return _UNKNOWN_GAIN
+    narrow = work.total - sum(work.wide.values())
+    seconds = facts.kernels.shares.get(NARROW, 0.0) * race.asked
+    strict = facts.fp32_kernels.matrix * race.fp32
+    if narrow < NOTICEABLE * work.total or seconds <= 0 or strict <= 0:
+        return _UNKNOWN_GAIN
+    gain = (narrow / seconds) / (work.total / strict)
+    return gain if math.isfinite(gain) and gain > 1 else _UNKNOWN_GAIN
+
+
+def _compiling_share(warming: Warming) -> float:
+    """Return the share of compilation in the steps after the second; 0 if torch has finished compiling by then."""
+    # The first two steps are left out: torch compiles in the first, and once more when a shape first changes.
+    counts, seconds, compiling = warming.compiled[2:], warming.seconds[2:], warming.compiling[2:]
+    if not counts or sum(1 for count in counts if count) < _OFTEN * len(counts):
+        return 0.0
+    return sum(compiling) / sum(seconds) if sum(seconds) > 0 else 0.0
+
+
+# -- endings ----------------------------------------------------------------------------------------------------------
+# The results where no cause explains the time: nothing is wrong, or there is little to gain.
+
+
+_GOOD = 1.5
+_MOST_OF_IT = 0.6
+"""A speed-up below `_GOOD` also counts as good if it reaches this share of Amdahl's ceiling."""
+_LITTLE = 1.3
+"""With a ceiling below this, no precision can gain much."""
+
+
+def verdict(facts: ProfileFacts) -> Cause:
+    """Return exactly one result: the cause that explains most, or why there is none."""
+    if facts.idle:
+        do = "mend the data or the loss, until a step trains"
+        return Cause("no-updates", facts.idle, "", do, next_command.again(facts), 0.0)
+    causes = found(facts)
+    return causes[0] if causes else unexplained(facts) or _ending(facts)
+
+
+def _ending(facts: ProfileFacts) -> Cause:
+    if facts.speed is None:
+        return Cause("not-measured", _too_little(facts), "", "give it longer", next_command.longer(facts), 0.0)
+    # A cause may be in a stage that was not measured, so nothing is called healthy.
+    if facts.skipped:
+        return _partly(facts, facts.speed)
+    if not facts.narrow:
+        return Cause(
+            "already-fast",
+            f"nothing is wrong, and nothing narrower than {facts.asked} was asked for",
+            _where(facts),
+            "try another precision",
+            next_command.in_precision(facts, facts.instead)
+            if facts.instead != facts.asked
+            else next_command.planned(facts),
+            0.0,
+        )
+    if _as_fast_as_can_be(facts, facts.speed):
+        return _fast(facts, facts.speed)
+    return _slow(facts, facts.speed)
+
+
+def _too_little(facts: ProfileFacts) -> str:
+    if facts.race is None:
+        return "there was no time to find a cause"
+    return (
+        f"the speed was not measured well enough: {count(facts.race.pairs, 'pair')} of steps, and a verdict needs "
+        f"{FEWEST_FOR_INTERVAL}"
+    )
+
+
+def _partly(facts: ProfileFacts, race: StepTimes) -> Cause:
+    sentence = f"not measured: {', '.join(facts.skipped)}. In what was, no cause was found: {_gain(facts, race)}"
+    return Cause("not-measured", sentence, _where(facts), "give it longer", next_command.longer(facts), 0.0)
+
+
+def _gain(facts: ProfileFacts, race: StepTimes) -> str:
+    if race.high < 1:
+        return f"{facts.asked} is slower: {race.speedup:.2f}x"
+    return (
+        f"{facts.asked} gains {race.speedup:.2f}x" if race.low > 1 else f"{facts.asked} is no faster than strict fp32"
+    )
+
+
+def _slow(facts: ProfileFacts, race: StepTimes) -> Cause:
+    ceiling = facts.ceiling_with_data
+    bound = f"even with infinitely fast matrix work this model gains {ceiling:.2f}x" if ceiling else ""
+    if ceiling is not None and ceiling < _LITTLE:
+        sentence = f"there is little matrix work here for {facts.asked} to speed up: {bound}"
+        return Cause(
+            "little-matrix-work", sentence, _where(facts), "try other settings", next_command.planned(facts), 0.0
+        )
+    if facts.shares.get(COPIES, 0.0) >= facts.shares.get(NARROW, 0.0):
+        sentence = f"casts and layout copies take {facts.shares.get(COPIES, 0.0):.0%} of a step, more than products do"
+        do = "lay images out with channels last, or compile"
+        return Cause("copies", sentence, _where(facts), do, next_command.planned(facts), facts.shares.get(COPIES, 0.0))
+    sentence = f"{_gain(facts, race)}, and no single cause stands out"
+    return Cause(
+        "no-cause",
+        sentence,
+        "; ".join(filter(None, (_where(facts), bound))),
+        "compare settings",
+        next_command.planned(facts),
+        0.0,
+    )
+
+
+def _as_fast_as_can_be(facts: ProfileFacts, race: StepTimes) -> bool:
+    most = facts.ceiling if facts.ceiling is not None else 0.0
+    return race.low > 1 and race.speedup >= min(_GOOD, max(CLEARLY_FASTER, _MOST_OF_IT * most))
+
+
+def _fast(facts: ProfileFacts, race: StepTimes) -> Cause:
+    possible = facts.ceiling
+    of = f" of a possible {possible:.2f}x" if possible is not None and possible > race.speedup else ""
+    return Cause(
+        "already-fast",
+        f"nothing is wrong: {race.speedup:.2f}x{of}",
+        f"{facts.asked} against strict fp32, {race.low:.2f}-{race.high:.2f}x over {count(race.pairs, 'pair')}",
+        "see whether other settings are faster still" if facts.own_code else "train",
+        next_command.trained(facts),
+        0.0,
+    )
+
+
+def _where(facts: ProfileFacts) -> str:
+    """Return the largest parts that no precision shortens."""
+    shares = sorted(((share, part) for part, share in facts.shares.items() if part not in (NARROW, WIDE)), reverse=True)
+    return ", ".join(f"{PARTS[part]} {share:.0%}" for share, part in shares[:3] if share > 0)

@@ -1,0 +1,238 @@
+"""The case of a profile: its step in the requested precision and in strict fp32, and the stages that measure it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.data.to_device import placed
+from halfstep.errors import PrecisionRefused
+from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.batches import resized, size_of
+from halfstep.measure.candidate import Candidate
+from halfstep.measure.case import Case
+from halfstep.measure.conditions import conditions
+from halfstep.measure.profile.facts import StepTimes
+from halfstep.measure.profile.feeding import fed, first_steps
+from halfstep.measure.profile.operations import StepLayers, kernels_of, look, measured, misaligned
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.timing import Stopwatch, race, warm
+from halfstep.precision.capability import ability
+from halfstep.precision.flags import read_flags
+from halfstep.precision.hardware import describe
+from halfstep.precision.names import AUTO, read_precision
+from halfstep.precision.precision import precision_named
+from halfstep.precision.select import choose_precision
+from halfstep.step.loss import Counted, loss_and_aux
+from halfstep.step.report import GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
+from halfstep.train.activation_checkpointing import checkpoint_activations
+
+_STRICT = ("ieee", "none", "")
+_PADDED_GROUPS = 4
+_LONG_STEP = 1.0
+_MOST_PAIRS, _PATIENCE = 60, 4
+_LONGEST_FALL = 40
+"""Steps in which a loss scale may halve before overflows are attributed to something else."""
+_SWITCHES = {"cpu": ("mkldnn.matmul",), "cuda": ("cuda.matmul", "cudnn.conv")}
+
+
+class PlainStep:
+    """A step in fp32 as in the user's own loop: torch's flags are as the user's code has set them.
+
+    Layout, compilation and batch are as in the other candidates.
+    """
+
+    def __init__(self, case: Case, device: torch.device, setting: StepSetting) -> None:
+        self._model = placed(copy.deepcopy(case.model), device, setting.channels_last)
+        if setting.recompute:
+            checkpoint_activations(self._model)
+        if setting.compile:
+            self._model.compile()
+        self._optimizer = case.optimizer(self._model)
+        batch = placed_batch(case.batch, device, setting.channels_last)
+        self._batch = resized(batch, setting.batch or size_of(batch))
+        self._loss_fn = case.loss_fn
+        self._microbatches = setting.microbatches
+        self._stopwatch = Stopwatch(device)
+
+    def step(self) -> None:
+        """Take one update."""
+        for _ in range(self._microbatches):
+            loss, _ = loss_and_aux(self._loss_fn(self._model, self._batch))
+            (loss.sum / loss.count if isinstance(loss, Counted) else loss).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def seconds(self, steps: int = 1) -> float:
+        """Return the seconds of one update, averaged over `steps`."""
+        return self._stopwatch.seconds(self.step, steps)
+
+
+class Examined:
+    """A case with its stages. It is built once; each stage returns facts as plain data."""
+
+    def __init__(self, case: Case, asked: str | None = None, device: str | torch.device | None = None) -> None:
+        self.case = case
+        self.place = describe(device)
+        self.device = torch.device(self.place.place)
+        self.fp32_means = fp32_means(self.device)
+        self.precision = precision_named(_resolved(case, asked, self.place.place))
+        self._asked: Candidate | None = None
+        self._strict: Candidate | None = None
+        self._looked: StepLayers | None = None
+        self.passed_over = False
+        try:
+            self._asked = self._arm(self.precision.name)
+        # Reported as a cause, not as an error.
+        except PrecisionRefused:
+            self.passed_over = True
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known before anything is timed."""
+        can = ability(self.place, self.precision.computes.name)
+        formats = [name for name in ("bf16", "fp16") if ability(self.place, name).native]
+        others = [name for name in formats if name != self.precision.name]
+        return {
+            "asked": self.precision.name,
+            "format": self.precision.computes.name,
+            "kind": self.place.kind,
+            "native": can.native,
+            "why": can.reason,
+            "instead": (formats if can.native else others or ["fp32"])[0] if formats or not can.native else "fp32",
+            "fp32_means": self.fp32_means,
+            "passed_over": self.passed_over,
+            "compiles": self.case.setting.compile,
+            "samples": size_of(self.case.batch),
+            "idle": "",
+            "conditions": conditions(self.device),
+        }
+
+    def warming(self, seconds: float) -> dict[str, Any]:
+        """Time the first steps; report compilations, and why a step does not train."""
+        reports: list[StepReport] = []
+        found = first_steps(lambda: reports.append(self.asked.step()), Stopwatch(self.device), seconds)
+        while reports[-1].reason == GRADIENT_OVERFLOW and len(reports) < _LONGEST_FALL:
+            reports.append(self.asked.step())  # the loss scale has to settle first
+        compiles = self.case.setting.compile or any(found.compiled)
+        return {"warming": asdict(found), "compiles": compiles, "idle": _idle(reports[-1])}
+
+    def race(self, seconds: float) -> dict[str, Any]:
+        """Race the requested precision against strict fp32.
+
+        There are always enough pairs for an interval, even if they take longer than `seconds`, up to a multiple of it.
+        """
+        arms: dict[str, Any] = {"fp32": self.strict, "asked": self.asked}
+        if self.fp32_means not in _STRICT:
+            arms["own fp32"] = PlainStep(self.case, self.device, self.case.setting)
+        turn = sum(warm(arm, seconds=seconds / 4) for arm in arms.values())
+        pairs = min(_MOST_PAIRS, max(FEWEST_FOR_INTERVAL, int(seconds / 2 / max(turn, 1e-9))))
+        raced = race(arms, baseline="fp32", pairs=pairs, seconds=_PATIENCE * seconds)
+        # Ctrl-C came before the first pair.
+        if "asked" not in raced.speeds:
+            raise KeyboardInterrupt
+        own = raced.speeds["own fp32"].seconds if "own fp32" in raced.speeds else None
+        won = raced.speeds["asked"]
+        found = StepTimes(raced.speeds["fp32"].seconds, won.seconds, won.speedup, won.low, won.high, won.pairs, own)
+        return {"race": asdict(found), "interrupted": raced.interrupted}
+
+    def kernels(self, seconds: float) -> dict[str, Any]:
+        """Profile both steps; a long one only once."""
+        found = {}
+        for name, arm in (("kernels", self.asked), ("fp32_kernels", self.strict)):
+            steps = 1 if arm.seconds() > min(_LONG_STEP, seconds / 8) else 5
+            found[name] = asdict(kernels_of(arm.step, self.device, steps))
+        return found
+
+    def work(self, _seconds: float) -> dict[str, Any]:
+        """Count the FLOPs of a step by module and format."""
+        return {"work": asdict(self.looked.work)}
+
+    def padding(self, seconds: float) -> dict[str, Any]:
+        """Time layers with misaligned channels as they are and padded."""
+        # A single layer is timed in the requested precision, so layers that ran in fp32 cannot be compared.
+        narrow = self.precision.computes.name not in ("fp32", "tf32")
+        groups = misaligned(self.looked, without=self.looked.wide if narrow else ())[:_PADDED_GROUPS]
+        each = seconds / max(1, len(groups))
+        found = [measured(layers, share, self.precision, self.device, each) for layers, share in groups]
+        return {"misaligned": [asdict(one) for one in found]}
+
+    def feeding(self, seconds: float) -> dict[str, Any]:
+        """Time steps on batches as training reads them; empty if the case has only one batch."""
+        if self.case.data is None:
+            return {}
+        return {"feeding": asdict(fed(self.asked, self.case.data(), seconds))}
+
+    @property
+    def asked(self) -> Candidate:
+        """Return the candidate in the requested precision."""
+        assert self._asked is not None, "nothing is measured in a precision that was refused"
+        return self._asked
+
+    @property
+    def strict(self) -> Candidate:
+        """Return the candidate in strict fp32."""
+        if self._strict is None:
+            self._strict = self._asked if self.precision.name == "fp32" else self._arm("fp32")
+        assert self._strict is not None
+        return self._strict
+
+    @property
+    def looked(self) -> StepLayers:
+        """Return the layers and FLOPs of a step, measured on first use."""
+        if self._looked is None:
+            self._looked = look(self.asked.model, self.asked.step)
+        return self._looked
+
+    def _arm(self, precision: str) -> Candidate:
+        # Not observed: work in another format than requested is to be found here and must not raise an error.
+        return Candidate(self.case, replace(self.case.setting, precision=precision), self.device, observe=False)
+
+
+class Stage(NamedTuple):
+    """A stage of the profile, and its share of the time."""
+
+    measure: Callable[[Examined, float], dict[str, Any]]
+    share: float
+
+
+# "warming" comes first: it finds a case that does not run, or whose updates are skipped.
+STAGES: dict[str, Stage] = {
+    "warming": Stage(Examined.warming, 0.15),
+    "feeding": Stage(Examined.feeding, 0.15),
+    "race": Stage(Examined.race, 0.3),
+    "kernels": Stage(Examined.kernels, 0.1),
+    "work": Stage(Examined.work, 0.05),
+    "padding": Stage(Examined.padding, 0.25),
+}
+
+
+def _idle(report: StepReport) -> str:
+    """Return why a step did not train; empty if it did."""
+    if report.applied:
+        return ""
+    what = (
+        "the loss is not finite" if report.reason == LOSS_NOT_FINITE else f"updates are not applied ({report.reason})"
+    )
+    return f"{what}: times of steps that are skipped say nothing"
+
+
+def fp32_means(device: torch.device) -> str:
+    """Return how fp32 is multiplied at present: `ieee`, or the faster format that torch's flags allow."""
+    now = read_flags()
+    found = [now[name] for name in _SWITCHES.get(device.type, ())]
+    if device.type == "cpu":
+        # Not among the flags that `read_flags` reports.
+        found.append(torch.backends.mkldnn.conv.fp32_precision)  # type: ignore[attr-defined]
+    return next((word for word in found if word not in _STRICT), "ieee")
+
+
+def _resolved(case: Case, asked: str | None, place: str) -> str:
+    """Return the precision's name. A case without one gets `auto`: there is no reason to profile fp32."""
+    wanted = asked or (AUTO if case.setting == StepSetting() else case.setting.precision)
+    named = read_precision(wanted)
+    return choose_precision(AUTO, device=place).precision.name if named.name == AUTO else named.name

@@ -1,0 +1,178 @@
+"""The profile: measure where a step's time goes, and end with one cause and one command to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import WrongUse
+from halfstep.measure.case import Case, LossFunction, case_of
+from halfstep.measure.profile.causes import Cause, found, verdict
+from halfstep.measure.profile.examined import STAGES, Examined
+from halfstep.measure.profile.facts import ProfileFacts, read_facts
+from halfstep.measure.setting import StepSetting
+from halfstep.measure.subject import Subject
+from halfstep.measure.worker_process import ArmFailed, ArmProcess
+from halfstep.precision.names import AUTO, read_precision
+
+Progress = Callable[[int, int], None]
+_WHOLE = 100
+_NOTHING_YET: dict[str, Any] = {"format": "fp32", "kind": "other", "conditions": {}}
+"""The facts of a profile that was interrupted before it began."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The parts of a step's time, the cause of a missing speed-up, and its remedy."""
+
+    facts: ProfileFacts
+    cause: Cause
+    others: tuple[Cause, ...]
+    """Causes that explain less."""
+    conditions: Mapping[str, Any]
+    interrupted: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Stages that could not be measured, and why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "subject": " ".join(self.facts.subject),
+            "cause": self.cause.as_dict(),
+            "others": [cause.as_dict() for cause in self.others],
+            "facts": self.facts.as_dict(),
+            "skipped": dict(self.skipped),
+            "conditions": dict(self.conditions),
+            "interrupted": self.interrupted,
+        }
+
+
+def profile(
+    subject: Subject | Case | nn.Module,
+    loss_fn: LossFunction | None = None,
+    batch: Any = None,
+    *,
+    precision: str | None = None,
+    seconds: float = 60.0,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Find out why training is not faster in a lower precision. A subject is measured in its own process.
+
+    A batch may be a DataLoader, which is read as in training. `seconds` is the approximate duration. Ctrl-C returns the
+    results so far. Raises `WrongUse` for an invalid time or precision, and for a case whose step does not run.
+    """
+    if not seconds > 0:
+        raise WrongUse(f"seconds={seconds}", allowed="a time above 0", do="leave it out, or give it 60")
+    if precision is not None:
+        read_precision(precision)  # an unknown name is reported before a process is started for it
+    if isinstance(subject, Subject):
+        words, own_code = (subject.text, *subject.settings), subject.is_own_code
+    else:
+        words, own_code = (), True
+    known: dict[str, Any] = {"subject": words, "own_code": own_code, "asked": precision or AUTO, **_NOTHING_YET}
+    known |= {"device": None if device is None else str(device), "seconds": seconds}
+    with _asking(subject, loss_fn, batch, precision, device) as ask:
+        skipped: dict[str, str] = {}
+        interrupted = _ask_all(ask, known, skipped, seconds, progress)
+    facts = read_facts({**known, "skipped": tuple(skipped)})
+    cause = verdict(facts)
+    others = tuple(one for one in found(facts) if one != cause)
+    return Profile(facts, cause, others, known["conditions"], interrupted, skipped)
+
+
+Ask = Callable[[str, float], dict[str, Any]]
+
+
+def _ask_all(
+    ask: Ask, known: dict[str, Any], skipped: dict[str, str], seconds: float, progress: Progress | None
+) -> bool:
+    """Run the stages in order; return whether it was interrupted. A stage that fails does not stop the others."""
+    done = 0.0
+    left = dict(STAGES)
+    try:
+        known.update(_opened(ask))
+        # Refused by the device: there is nothing to time.
+        left = {} if known["passed_over"] else left
+        # The times of skipped updates mean nothing, so the profile ends.
+        while left and not known["idle"]:
+            name = next(iter(left))
+            try:
+                known.update(ask(name, seconds * left[name].share))
+            except ArmFailed as error:
+                # Nothing can be measured of a case that does not run.
+                if name == "warming":
+                    raise _does_not_run(error) from None
+                skipped[name] = str(error)
+            done += left.pop(name).share
+            if progress is not None:
+                progress(round(done * _WHOLE), _WHOLE)
+            # A race handles Ctrl-C itself and returns its pairs with this flag.
+            if known.pop("interrupted", False):
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        skipped.update(dict.fromkeys(left, "interrupted"))
+        return True
+    return False
+
+
+def _opened(ask: Ask) -> dict[str, Any]:
+    try:
+        return ask("", 0.0)
+    except ArmFailed as error:
+        raise _does_not_run(error) from None
+
+
+def _does_not_run(error: ArmFailed) -> WrongUse:
+    return WrongUse(
+        str(error), allowed="a model, a loss and a batch with which a step runs", do="run one by itself first"
+    )
+
+
+class _Elsewhere(ArmProcess):
+    """The same stages in a separate process."""
+
+    module = f"{__package__}.child"
+
+    def __init__(self, subject: Subject, precision: str | None, device: str | None) -> None:
+        super().__init__(subject, StepSetting(), device)
+        self._begin["precision"] = precision
+
+    def __enter__(self) -> _Elsewhere:
+        return self
+
+    def ask(self, stage: str, seconds: float) -> dict[str, Any]:
+        """Return the facts of a stage; the empty name opens the case."""
+        return self._ask({"do": stage, "seconds": seconds}) if stage else self.open()
+
+
+@contextmanager
+def _asking(
+    subject: Subject | Case | nn.Module,
+    loss_fn: LossFunction | None,
+    batch: Any,
+    precision: str | None,
+    device: str | torch.device | None,
+) -> Iterator[Ask]:
+    if isinstance(subject, Subject):
+        with _Elsewhere(subject, precision, None if device is None else str(device)) as away:
+            yield away.ask
+        return
+    if isinstance(subject, nn.Module):
+        subject = _case(subject, loss_fn, batch)
+    examined = Examined(subject, precision, device)
+    yield lambda stage, seconds: STAGES[stage].measure(examined, seconds) if stage else examined.describe()
+
+
+def _case(model: nn.Module, loss_fn: LossFunction | None, batch: Any) -> Case:
+    if loss_fn is None or batch is None:
+        raise WrongUse(
+            f"profile({type(model).__name__}) without a loss_fn and a batch",
+            allowed="a model, loss_fn(model, batch) and a batch or a DataLoader; or a Subject",
+            do="profile(model, loss_fn, batch)",
+        )
+    return case_of(model, loss_fn, batch)

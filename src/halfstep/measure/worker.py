@@ -1,0 +1,120 @@
+"""The child process of one candidate: reads a line of JSON, answers with one, until its input ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import IO, Any
+
+from halfstep.errors import HalfstepError, in_one_line
+from halfstep.host_memory import keep_freed_memory
+
+_MOST_BYTES = 2**16
+
+
+def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | None = None) -> None:
+    """Serve requests from standard input.
+
+    Other child processes pass their own `open_case` and `do` and use the same protocol.
+    """
+    # The parent handles Ctrl-C and decides when the child ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # output of the user's code must not be read as an answer
+    # Before anything large is allocated: otherwise glibc returns freed pages, and each step pays for them again.
+    keep_freed_memory()
+    arm: Any = None
+    for question in _questions():
+        if arm is None:
+            arm = _answered(answers, partial(open_case or _open, question))
+        else:
+            _answered(answers, partial(do or _do, arm, question))
+
+
+def _questions() -> Iterator[dict[str, Any]]:
+    """Yield the requests, read in a thread, so that the end of the input also ends a long step.
+
+    The input ends when the parent does, even if it was killed. It is read without Python's buffer: at exit the
+    interpreter would wait for the buffer's lock, which the reading thread holds.
+    """
+    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def hear() -> None:
+        with open(0, "rb", buffering=0, closefd=False) as stream:
+            line = b""
+            while part := stream.read(_MOST_BYTES):
+                *whole, line = (line + part).split(b"\n")
+                for question in whole:
+                    heard.put(question)
+        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)  # also ends the processes that the user's code started
+        # Not sys.exit: the main thread may be in the middle of a long step.
+        os._exit(0)
+
+    threading.Thread(target=hear, daemon=True).start()
+    while True:
+        yield json.loads(heard.get())
+
+
+def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from halfstep.measure.candidate import Candidate
+    from halfstep.measure.conditions import conditions
+    from halfstep.measure.setting import StepSetting
+    from halfstep.measure.subject import Subject
+
+    case = Subject(question["text"], tuple(question["settings"])).open()
+    setting = StepSetting.from_dict(question["setting"])
+    arm = Candidate(case, setting, question["device"], observe=question["observe"])
+    return arm, {"conditions": conditions(arm.device), "samples": arm.samples}
+
+
+def _do(arm: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return arm, _DO[question["do"]](arm, question)
+
+
+def _memory(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
+    from halfstep.measure.allocator import peak_of
+
+    return {"bytes": peak_of(arm)}
+
+
+def _update(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
+    from halfstep.measure.timing import Stopwatch
+
+    reports: list[Any] = []
+    seconds = Stopwatch(arm.device).seconds(lambda: reports.append(arm.step()))
+    return {"seconds": seconds, "loss": reports[0].loss, "reason": reports[0].reason}
+
+
+_DO: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    "seconds": lambda arm, question: {"seconds": arm.seconds(question["steps"])},
+    "losses": lambda arm, question: {"losses": arm.losses(question["steps"])},
+    "update": _update,
+    "memory": _memory,
+    "trail": lambda arm, question: {"losses": arm.trail[: question["steps"]]},
+    "graphs": lambda arm, question: {"graphs": arm.graphs},
+    "nudge": lambda arm, question: {"nudged": arm.nudge(question["share"], question["seed"])},
+}
+
+
+def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) -> Any:
+    """Run the request and print its answer. An error does not end the process; the next request may succeed."""
+    result = None
+    try:
+        result, answer = work()
+    except HalfstepError as error:
+        told = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
+        answer = {"refused": told}
+    except Exception as error:  # the user's code may raise anything
+        answer = {"failed": in_one_line(error)}
+    print(json.dumps(answer), file=answers, flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,466 @@
+"""Find where non-finite values come from: the first operation that made them out of finite ones.
+
+Not every inf is an error: masks are filled with -inf on purpose and softmax absorbs them, `empty` returns whatever was
+in memory, and the branch of a `where` that is not taken may be anything. So non-finite values are followed from
+operation to operation, and only an origin that reached the loss or a gradient is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import get_total_norm
+from torch.utils import _pytree as pytree
+
+from halfstep import distributed
+from halfstep.formats import name_of
+from halfstep.observe.emulate import run_wide
+from halfstep.observe.reachable import leaves
+from halfstep.observe.recorder import Operation, as_written
+from halfstep.user_code import running_line
+
+# -- finite -----------------------------------------------------------------------------------------------------------
+# Test whether values are finite, and describe the ones that are not.
+
+
+Kinds = frozenset[str]
+NAN, INF, MINUS_INF = "nan", "inf", "-inf"
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite. Reads the device: for a diagnosis, not for every step."""
+    return bool(torch.isfinite(_real(tensor)).all())
+
+
+def kinds_of(tensor: Tensor) -> Kinds:
+    """Return which of nan, inf and -inf a tensor contains."""
+    real = _real(tensor)
+    found = {NAN: real.isnan(), INF: real == torch.inf, MINUS_INF: real == -torch.inf}
+    return frozenset(kind for kind, where in found.items() if bool(where.any()))
+
+
+def largest_finite(tensor: Tensor) -> float:
+    """Return the largest finite absolute value; 0 if there is none."""
+    real = _real(tensor)
+    if not real.numel():
+        return 0.0
+    return float(torch.where(real.isfinite(), real.abs(), 0).max().item())
+
+
+def norm_of(tensor: Tensor) -> float:
+    """Return the 2-norm as a Python float, also where fp32 could not hold the squares; NaN for non-finite values."""
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce().values()  # an index may be repeated
+    largest = largest_finite(tensor)
+    if not largest or not all_finite(tensor):
+        return 0.0 if all_finite(tensor) else math.nan
+    real = _real(tensor)
+    wide = real if real.dtype is torch.float64 else real.float()
+    # Divided by the largest value first, so that no square overflows.
+    return float(torch.linalg.vector_norm(wide / largest).item()) * largest
+
+
+def total_norm(gradients: Iterable[Tensor]) -> float:
+    """Return the 2-norm of all gradients with a step's own roundings: inf where fp32 cannot hold the squares."""
+    plain = [local(gradient.detach().coalesce() if gradient.is_sparse else gradient) for gradient in gradients]
+    return float(get_total_norm(plain).item()) if plain else 0.0
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: a look at all shards would need every rank to take part."""
+    if tensor.is_sparse:
+        return tensor.detach()._values()
+    if not distributed.is_shard(tensor):
+        return tensor.detach()
+    shards: Any = tensor.detach()
+    mine: Tensor = shards.to_local()
+    return mine
+
+
+def _real(tensor: Tensor) -> Tensor:
+    found = local(tensor)
+    found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+    # Few kernels exist for fp8. Every e5m2 value fits fp16; e4m3 is widened to fp32.
+    return (
+        found.to(torch.float16 if found.dtype is torch.float8_e5m2 else torch.float32) if found.itemsize == 1 else found
+    )
+
+
+# -- origins ----------------------------------------------------------------------------------------------------------
+
+
+_aten = torch.ops.aten
+_UNSET = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+"""Operations whose results are whatever was in memory, and mean nothing."""
+BATCH = "the batch"
+"""The prefix of names of tensors in the batch; the path follows, as in the batch[0]['image']."""
+CONSTANT = "a constant"
+"""A tensor that existed before the step and belongs to neither the batch nor the model."""
+LITERAL = "a number in the code"
+"""A tensor that was made of Python numbers during the step."""
+OTHERS = "another process"
+_CHOOSES = {_aten.nll_loss_forward, _aten.nll_loss2d_forward}
+_LIFTS = {_aten.lift_fresh, _aten.lift_fresh_copy}
+_NORMALISES = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
+"""Operations that write running statistics, their fourth and fifth argument, although their schemas do not say so."""
+_MOST_IN_FP64 = 2**27
+"""Elements of an operation's inputs beyond which it is not recomputed in fp64: a gigabyte."""
+_SENT = ("c10d", "_c10d_functional")
+"""Namespaces of the operations that receive values from other ranks."""
+
+
+@dataclass(frozen=True)
+class OperationInput:
+    """One of the tensors that an operation computed from."""
+
+    format: str
+    shape: tuple[int, ...]
+    largest: float
+    """The largest finite absolute value."""
+    has_zero: bool
+    has_negative: bool
+    kinds: Kinds
+
+
+@dataclass(frozen=True)
+class Made:
+    """An operation whose result is non-finite, or a tensor that was so from the outset."""
+
+    order: int
+    name: str
+    """Such as aten.mul."""
+    module: str
+    backward: bool
+    line: str | None
+    """The line of the user's code; for a backward operation, the line of its forward operation."""
+    kinds: Kinds
+    format: str
+    """The format of the result."""
+    parents: tuple[Made, ...] = ()
+    on_purpose: bool = False
+    """Whether the infinities were requested, as in a mask."""
+    outside: str | None = None
+    """The input that was non-finite before anything was computed: a weight, a buffer, the batch."""
+    meant_by: tuple[Made, ...] = ()
+    """The sources of infinities that were requested."""
+    reduces: bool = False
+    """Whether the operation reduces many values to fewer: if a mask hides all of them, nothing is left."""
+    given: tuple[OperationInput, ...] = ()
+    operands: tuple[OperationInput, ...] = ()
+    """The first two arguments as they were written, tensors or numbers: dividend and divisor."""
+    in_fp32: float | None = None
+    """The largest absolute value of the result computed in fp32; None if that is non-finite too."""
+    in_fp64: float | None = None
+    """The same in fp64, whose range no single product of fp32 values exceeds; None if there is no finite result."""
+    selects_nothing: bool = False
+    """Whether this is a loss over labels that are all ignored, or have zero weight."""
+
+    @property
+    def is_origin(self) -> bool:
+        """Whether nothing before it was non-finite, and it was not on purpose."""
+        return not self.parents and not self.on_purpose
+
+
+class NonfiniteOrigins:
+    """A listener that follows non-finite values; `reaching(tensors)` returns the origin of theirs."""
+
+    def __init__(self, model: nn.Module, batch: Any, held: Mapping[str, Tensor] | None = None) -> None:
+        """Follow a step of `model` on `batch`; `held` are other named tensors, such as those of a second model."""
+        self.order = 0
+        self._line: str | None = None
+        self._bad: dict[int, tuple[StorageWeakRef, Made]] = {}
+        self._computed: dict[int, StorageWeakRef] = {}
+        self._lines: dict[int, str | None] = {}
+        self._outside: dict[int, Made] = {}
+        others = {name: tensor for name, tensor in (held or {}).items() if _has_numbers(tensor)}
+        self._names = {storage_of(tensor): name for name, tensor in others.items()}
+        self._names |= {storage_of(leaf): BATCH + path for path, leaf in leaves(batch) if _has_numbers(leaf)}
+        self._names |= {
+            storage_of(buffer): f"buffer {as_written(name)}"
+            for name, buffer in model.named_buffers()
+            if _has_numbers(buffer)
+        }
+        self._names |= {storage_of(weight): f"weight {as_written(name)}" for name, weight in model.named_parameters()}
+        # Recorded before the step: an input that is written in place shows its result afterwards.
+        ours = [*(leaf for _, leaf in leaves(batch)), *model.buffers(), *model.parameters(), *others.values()]
+        self._bad_before = {storage_of(tensor) for tensor in ours if _has_numbers(tensor) and not all_finite(tensor)}
+
+    @torch.no_grad()
+    def __call__(self, operation: Operation) -> None:
+        self.order += 1
+        # Now, while the user's frame is on the stack. In backward there is none, so forward's line is kept by node.
+        self._line = line = running_line()
+        if not operation.backward and operation.node is not None:
+            self._lines[operation.node] = line
+        packet = _packet(operation)
+        if packet in _LIFTS:
+            self._literals(operation)
+        # A view has no values of its own: its storage is known already.
+        if _is_view(operation):
+            return
+        written = _results(operation)
+        spoiled = [] if packet in _UNSET else [t for t in written if not all_finite(t)]
+        if spoiled:
+            made = self._made(operation, spoiled, line)
+            for tensor in spoiled:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._bad[reference.cdata] = reference, made
+        for tensor in written:
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._computed[reference.cdata] = reference
+
+    def reaching(self, tensors: Iterable[Tensor]) -> Made | None:
+        """Return the first origin of the non-finite values in these tensors; None if all are finite."""
+        ends = [made for tensor in tensors if (made := self._of(tensor)) is not None]
+        return _first(ends) or _left_nothing(ends)
+
+    def reaching_backward(self) -> Made | None:
+        """Return the same for the gradients of a sharded model, which depend on other ranks as well."""
+        return _first([made for _, made in self._bad.values() if made.backward])
+
+    def _made(self, operation: Operation, spoiled: list[Tensor], line: str | None) -> Made:
+        kinds = frozenset[str]().union(*map(kinds_of, spoiled))
+        inputs = _tensors((operation.arguments, dict(operation.keywords)))
+        parents = self._parents(operation, inputs)
+        guilty = tuple(made for made in parents if not made.on_purpose)
+        meant = frozenset[str]().union(*(made.kinds for made in parents if made.on_purpose))
+        on_purpose = not guilty and NAN not in kinds and (kinds <= meant or _asks_for_infinity(operation))
+        made = Made(
+            self.order,
+            str(_packet(operation)),
+            operation.module,
+            operation.backward,
+            line or self._lines.get(-1 if operation.node is None else operation.node),
+            kinds,
+            name_of(spoiled[0].dtype),
+            guilty,
+            on_purpose,
+            OTHERS if _namespace(operation) in _SENT and not guilty else None,
+            tuple(made for made in parents if made.on_purpose) if on_purpose else (),
+            max((tensor.numel() for tensor in inputs), default=0) > sum(tensor.numel() for tensor in spoiled),
+        )
+        if not made.is_origin:
+            return made
+        written = {storage_of(tensor) for tensor in written_by(operation)}
+        return replace(
+            made,
+            given=tuple(_given(tensor, written=storage_of(tensor) in written) for tensor in inputs),
+            operands=_operands(operation, written),
+            in_fp32=_in_fp32(operation),
+            in_fp64=_in_fp64(operation, inputs),
+            selects_nothing=_selects_nothing(operation),
+        )
+
+    def _literals(self, operation: Operation) -> None:
+        """Record tensors made of Python numbers: no operation computed them, and they did not exist before."""
+        for tensor in _tensors(operation.result):
+            if not all_finite(tensor):
+                reference, kinds = StorageWeakRef(tensor.untyped_storage()), kinds_of(tensor)
+                # One number is a constant in the code; several are data that was read during the step.
+                name = LITERAL if tensor.numel() == 1 else CONSTANT
+                self._bad[reference.cdata] = reference, self._came(tensor, kinds, name, kinds == {MINUS_INF})
+
+    def _came(self, tensor: Tensor, kinds: Kinds, name: str, on_purpose: bool) -> Made:
+        return Made(
+            self.order, "", "", False, self._line, kinds, name_of(tensor.dtype), on_purpose=on_purpose, outside=name
+        )
+
+    def _parents(self, operation: Operation, inputs: list[Tensor]) -> list[Made]:
+        """Return the non-finite inputs of an operation.
+
+        An input that was written in place holds the result by now, so only what was known about it before counts.
+        """
+        written = {storage_of(tensor) for tensor in written_by(operation)}
+        known = [
+            t for t in inputs if (key := storage_of(t)) not in written or key in self._bad or key in self._bad_before
+        ]
+        return [made for tensor in known if (made := self._of(tensor)) is not None]
+
+    def _of(self, tensor: Tensor) -> Made | None:
+        """Return what made this tensor non-finite; None if it is finite, or was never initialized."""
+        if all_finite(tensor):
+            return None
+        key = storage_of(tensor)
+        if key in self._bad:
+            return self._bad[key][1]
+        # Computed, but never recorded as non-finite: `empty` made it, and its values mean nothing.
+        return None if key in self._computed else self._from_outside(tensor, key)
+
+    def _from_outside(self, tensor: Tensor, key: int) -> Made:
+        if key not in self._outside:
+            kinds, name = kinds_of(tensor), self._names.get(key, CONSTANT)
+            # A constant of -inf is a mask. In a weight or in the batch it is not assumed to be one.
+            on_purpose = kinds == {MINUS_INF} and not name.startswith((BATCH, "weight"))
+            self._outside[key] = self._came(tensor, kinds, name, on_purpose)
+        return self._outside[key]
+
+
+def _first(ends: list[Made]) -> Made | None:
+    """Return the first origin of all that led to these."""
+    # A batch may contain a mask of -inf, which is named only if there is no other origin.
+    origins = [made for made in _behind(ends, lambda made: made.parents) if made.is_origin]
+    return min(origins, key=lambda made: (_may_be_a_mask(made), made.order), default=None)
+
+
+def _left_nothing(ends: list[Made]) -> Made | None:
+    """Return the first reduction that had only requested infinities to work on, where there is no origin."""
+    reducing = [made for made in _behind(ends, lambda made: made.meant_by) if made.reduces]
+    return min(reducing or ends, key=lambda made: made.order, default=None)
+
+
+def _behind(ends: list[Made], led_by: Callable[[Made], tuple[Made, ...]]) -> list[Made]:
+    """Return these, and all that led to them."""
+    found: dict[int, Made] = {}
+    left = list(ends)
+    while left:
+        made = left.pop()
+        if id(made) not in found:
+            found[id(made)] = made
+            left += led_by(made)
+    return list(found.values())
+
+
+def _may_be_a_mask(made: Made) -> bool:
+    return made.outside is not None and made.outside.startswith(BATCH) and made.kinds == {MINUS_INF}
+
+
+def _given(tensor: Tensor, *, written: bool = False) -> OperationInput:
+    """Describe an input; if it was `written`, it holds the result by now, and its non-finite values were not given."""
+    has_zero = bool((tensor == 0).any())
+    has_negative = not tensor.is_complex() and bool((tensor < 0).any())
+    shape, kinds = tuple(tensor.shape), frozenset[str]() if written else kinds_of(tensor)
+    return OperationInput(name_of(tensor.dtype), shape, largest_finite(tensor), has_zero, has_negative, kinds)
+
+
+def _operands(operation: Operation, written: set[int]) -> tuple[OperationInput, ...]:
+    found = []
+    for argument in operation.arguments[:2]:
+        if isinstance(argument, (int, float)):
+            argument = torch.tensor(float(argument))
+        if not isinstance(argument, Tensor) or argument.layout is not torch.strided or argument.is_meta:
+            break
+        found.append(_given(local(argument), written=storage_of(argument) in written))
+    return tuple(found)
+
+
+def _packet(operation: Operation) -> Any:
+    """Return the operation without its overload; higher-order operators, such as torch.cond, have none."""
+    return getattr(operation.function, "_overloadpacket", operation.function)
+
+
+def _namespace(operation: Operation) -> str:
+    return str(getattr(operation.function, "namespace", ""))
+
+
+def _schema(operation: Operation) -> Any:
+    return getattr(operation.function, "_schema", None)
+
+
+def _selects_nothing(operation: Operation) -> bool:
+    """Return whether a mean over labels is over none: all are ignored, or the others have zero weight."""
+    if _packet(operation) not in _CHOOSES or len(operation.arguments) < 5:
+        return False
+    target, weight, _, ignored = operation.arguments[1:5]
+    counted = target[target != ignored]
+    return not counted.numel() or (weight is not None and not bool(weight[counted].any()))
+
+
+def _in_fp64(operation: Operation, inputs: list[Tensor]) -> float | None:
+    """Return the result's largest value in fp64, to tell an undefined result from one too large for fp32."""
+    if _namespace(operation) != "aten" or _overwrites(operation):
+        return None
+    if sum(tensor.numel() for tensor in inputs) > _MOST_IN_FP64:
+        return None
+    try:
+        arguments, keywords = pytree.tree_map(_wide, (operation.arguments, dict(operation.keywords)))
+        wide = _tensors(operation.function(*arguments, **keywords))
+    except Exception:  # no such kernel, no such format on this device
+        return None
+    return max(map(largest_finite, wide)) if wide and all(map(all_finite, wide)) else None
+
+
+def _overwrites(operation: Operation) -> bool:
+    return _packet(operation) not in _NORMALISES and bool(written_by(operation))
+
+
+def _without_statistics(operation: Operation) -> tuple[Any, ...]:
+    """Return the arguments with copies of the running statistics: a second call must not update them twice."""
+    if _packet(operation) not in _NORMALISES:
+        return operation.arguments
+    kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in operation.arguments[3:5]]
+    return (*operation.arguments[:3], *kept, *operation.arguments[5:])
+
+
+def _wide(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().double()
+    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+
+def _in_fp32(operation: Operation) -> float | None:
+    if _namespace(operation) != "aten":
+        return None  # a second call of a collective would wait forever
+    if _overwrites(operation):
+        return None  # its input is overwritten
+    try:
+        wide = _tensors(run_wide(operation.function, _without_statistics(operation), operation.keywords))
+    except (RuntimeError, NotImplementedError):
+        return None
+    return max(map(largest_finite, wide)) if wide and all(map(all_finite, wide)) else None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return an identifier of a tensor's storage, which its views share."""
+    key: int = local(tensor).untyped_storage()._cdata
+    return key
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and _has_numbers(leaf)]
+    return list(map(local, found))
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _results(operation: Operation) -> list[Tensor]:
+    """Return the returned tensors, or the written ones if nothing is returned, as by foreach operations."""
+    if operation.result is None:
+        return written_by(operation)
+    also = written_by(operation) if _packet(operation) in _NORMALISES else []
+    return _tensors(operation.result) + also
+
+
+def written_by(operation: Operation) -> list[Tensor]:
+    """Return the tensors that an operation wrote into, as far as its schema tells."""
+    if _packet(operation) in _NORMALISES:
+        return _statistics(operation)
+    schema = _schema(operation)
+    taken = () if schema is None else schema.arguments
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in taken):
+        return []
+    given = {**dict(zip((a.name for a in taken), operation.arguments, strict=False)), **operation.keywords}
+    return _tensors([given.get(a.name) for a in taken if a.alias_info is not None and a.alias_info.is_write])
+
+
+def _statistics(operation: Operation) -> list[Tensor]:
+    """Return the running statistics that a batch normalization updates in training."""
+    arguments = operation.arguments
+    return _tensors(arguments[3:5]) if len(arguments) > 5 and arguments[5] else []
+
+
+def _is_view(operation: Operation) -> bool:
+    schema = _schema(operation)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _asks_for_infinity(operation: Operation) -> bool:
+    leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
+    return any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)

@@ -1,0 +1,182 @@
+"""Find everything that a function or an object leads to: closures, globals, attributes, containers, with names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+# -- leaves -----------------------------------------------------------------------------------------------------------
+# Find the tensors of a batch of any structure, each with its path.
+
+
+_DEEPEST_LEAF = 8
+_MOST_LEAVES = 4096
+"""Containers that are searched: an object in the batch may lead to a whole data set."""
+_LONG = 32
+"""Items beyond which a list that begins and ends with a plain value is assumed to contain only plain values."""
+_PLAIN = (int, float, str, bytes, complex, type(None))
+
+
+def leaves(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) in order; a path reads as it would be typed, such as [0]['image'].pixels."""
+    # The iterator is a budget that the whole walk shares.
+    return _walk(tree, "", (), iter(range(_MOST_LEAVES)))
+
+
+def _walk(tree: Any, path: str, above: tuple[int, ...], left: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path, tree
+        return
+    # A container may hold itself.
+    if len(above) >= _DEEPEST_LEAF or id(tree) in above or next(left, None) is None:
+        return
+    try:
+        items = list(_leaf_items(tree))
+    except Exception:  # a user's class may raise on access, and a step must not fail for that
+        return
+    for step, item in items:
+        if not isinstance(item, _PLAIN):
+            yield from _walk(item, path + step, (*above, id(tree)), left)
+
+
+def _leaf_items(tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in tree.items())
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        yield from ((f".{name}", getattr(tree, name)) for name in tree._fields)
+    elif isinstance(tree, (list, tuple)):
+        if not _is_of_numbers(tree):
+            yield from ((f"[{index}]", item) for index, item in enumerate(tree))
+    elif dataclasses.is_dataclass(tree) or _holds_things(tree):
+        yield from ((f".{name}", item) for name, item in getattr(tree, "__dict__", {}).items())
+
+
+def _is_of_numbers(tree: list[Any] | tuple[Any, ...]) -> bool:
+    return len(tree) > _LONG and isinstance(tree[0], _PLAIN) and isinstance(tree[-1], _PLAIN)
+
+
+def _holds_things(tree: Any) -> bool:
+    """Return whether this is an object of a user's class, such as a batch of graphs; not a model, not a class."""
+    return hasattr(tree, "__dict__") and not isinstance(tree, (type, nn.Module)) and not callable(tree)
+
+
+# -- reachable --------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+_DEEPEST = 6
+_MOST = 4096
+"""Objects that are visited: an object may lead to a whole program."""
+_LONGEST = 256
+"""Items of one container."""
+_ENDS = (str, bytes, int, float, complex, type(None), type, ModuleType, BuiltinFunctionType, Tensor, torch.Generator)
+"""Types that lead nowhere."""
+
+
+def reachable(*roots: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object), nearest first and each object once; a root's own name is empty."""
+    seen = {id(root) for root in roots}
+    left: deque[tuple[str, Any, int]] = deque(("", root, 0) for root in roots)
+    looked_at = 0
+    while left and looked_at < _MOST:
+        name, thing, depth = left.popleft()
+        looked_at += 1
+        yield name, thing
+        if depth == _DEEPEST or isinstance(thing, _ENDS):
+            continue
+        for step, item in _inside(thing):
+            if id(item) not in seen and not isinstance(item, (int, float, str, bytes, type(None))):
+                seen.add(id(item))
+                left.append((f"{name}{step}" if name else step.lstrip("."), item, depth + 1))
+
+
+def held_by(root: Any, kind: type[T]) -> list[T]:
+    """Return all objects of this type that a function or an object leads to, nearest first."""
+    return [thing for _, thing in reachable(root) if isinstance(thing, kind)]
+
+
+def outermost(found: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are neither in the model nor inside another one of those found, in their order."""
+    modules, known = list(found), {id(part) for part in model.modules()}
+    kept = set()
+    # The largest first: a part may be found before the whole that holds it.
+    for module in sorted(modules, key=lambda m: -sum(1 for _ in m.modules())):
+        if id(module) not in known:
+            kept.add(id(module))
+            known.update(map(id, module.modules()))
+    return [module for module in modules if id(module) in kept]
+
+
+def closure_of(function: Any) -> dict[str, Any]:
+    """Return the closure of a function by name, without variables that are not bound yet; empty for other objects."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    found = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    return found
+
+
+def generators_in(*roots: Any) -> list[torch.Generator]:
+    """Return the random number generators that these lead to, such as those of a loss function or a data set."""
+    return [thing for _, thing in reachable(*roots) if isinstance(thing, torch.Generator)]
+
+
+def _inside(thing: Any) -> list[tuple[str, Any]]:
+    try:
+        return list(islice(_items(thing), _LONGEST))
+    except Exception:  # a user's class may raise on access
+        return []
+
+
+def _items(thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, FunctionType):
+        # torch has many functions, and none of them holds objects of a user.
+        if not (thing.__module__ or "").startswith("torch."):
+            yield from _of_function(thing)
+    elif isinstance(thing, MethodType):
+        yield from (("", thing.__func__), ("", thing.__self__))
+    elif isinstance(thing, functools.partial):
+        yield from [("", thing.func), *((f"[{n}]", item) for n, item in enumerate(thing.args))]
+        yield from ((f".{name}", item) for name, item in thing.keywords.items())
+    elif isinstance(thing, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in thing.items())
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        yield from ((f"[{number}]", item) for number, item in enumerate(thing))
+    else:
+        yield from _of_object(thing)
+
+
+def _of_object(thing: Any) -> Iterator[tuple[str, Any]]:
+    held: dict[str, Any] = getattr(thing, "__dict__", {})
+    if isinstance(thing, nn.Module):
+        yield from ((f".{name}", module) for name, module in thing._modules.items())
+        held = {name: item for name, item in held.items() if not name.startswith("_")}
+    yield from ((f".{name}", item) for name, item in held.items())
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from ((f".{name}", item) for name, item in closure_of(function).items())
+    known = function.__globals__
+    yield from ((f".{name}", known[name]) for name in global_names(function.__code__) if name in known)
+    yield from (("", item) for item in function.__defaults__ or ())
+    yield from ((f".{name}", item) for name, item in (function.__kwdefaults__ or {}).items())
+
+
+@functools.lru_cache(maxsize=256)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the global names that code uses, including those of comprehensions and lambdas inside it."""
+    inside = (global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in inside for name in names))))

@@ -1,1 +1,0 @@
-"""One file a precision; the folder is the registry."""

@@ -1,0 +1,244 @@
+"""Choose the precision of a run: the requested one, the next fallback with its reason, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from halfstep import distributed
+from halfstep.errors import HalfstepError, PrecisionRefused
+from halfstep.finding import Finding
+from halfstep.precision.capability import Device, ability
+from halfstep.precision.hardware import describe
+from halfstep.precision.names import AUTO, FP8, Named, precision_names, read_precision
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.probe import measure
+from halfstep.precision.probe_cache import Measurements
+
+# -- decision ---------------------------------------------------------------------------------------------------------
+# A decision is plain data, so that rank 0 can make it for all ranks.
+
+
+class Considered(NamedTuple):
+    """One candidate of the fallback order: a precision, whether it was chosen, and why or why not."""
+
+    name: str
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The candidates that were tried, and findings about the chosen one."""
+
+    rungs: tuple[Considered, ...]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The chosen precision."""
+        return next(rung.name for rung in self.rungs if rung.accepted)
+
+    def as_text(self) -> str:
+        """Return the decision as JSON."""
+        return json.dumps({"rungs": self.rungs, "findings": [finding.as_dict() for finding in self.findings]})
+
+
+def decided_by_rank_zero(decide: Callable[[], Decision]) -> Decision:
+    """Return rank 0's decision on every rank. A refusal is sent too, so that no rank waits forever."""
+    if distributed.size() == 1:
+        return decide()
+    heard = json.loads(distributed.from_rank_zero(_as_text(decide) if distributed.rank() == 0 else ""))
+    if "given" in heard:
+        raise PrecisionRefused(heard["given"], allowed=heard["allowed"], do=heard["do"])
+    rungs = tuple(Considered(*rung) for rung in heard["rungs"])
+    return Decision(rungs, tuple(Finding(**finding) for finding in heard["findings"]))
+
+
+def _as_text(decide: Callable[[], Decision]) -> str:
+    try:
+        return decide().as_text()
+    except HalfstepError as error:
+        return json.dumps({"given": error.given, "allowed": error.allowed, "do": error.do})
+    # Any error: raised before the broadcast, it would leave the other ranks waiting in it.
+    except Exception as error:
+        logging.getLogger("halfstep").exception("rank 0 could not choose a precision")
+        return json.dumps({"given": f"rank 0 could not choose: {error!r}", "allowed": "", "do": "see rank 0's log"})
+
+
+# -- ladder -----------------------------------------------------------------------------------------------------------
+
+
+WORTH_IT = 1.1
+"""A narrow format that is less than this many times as fast as strict fp32 is not worth its rounding errors."""
+AS_GOOD = 0.9
+"""bf16 needs no loss scale, so it is preferred to fp16 from this share of its speed on."""
+
+_PREFERRED = ("bf16", "fp16", "tf32")
+_FLOOR = "fp32"
+_FP8_FALLS_TO = "bf16"
+_log = logging.getLogger("halfstep")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The precision of a run, with the reasons that led to it."""
+
+    precision: Precision
+    asked: str
+    took: str
+    rungs: tuple[Considered, ...]
+    findings: tuple[Finding, ...]
+    device: Device
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The tried candidates in words."""
+        return tuple(f"{name} {'taken' if accepted else 'passed over'}: {why}" for name, accepted, why in self.rungs)
+
+
+def choose_precision(
+    asked: object = AUTO,
+    *,
+    device: torch.device | str | Device | None = None,
+    strict: bool = False,
+    measured: Measurements | None = None,
+    fresh: bool = False,
+) -> Choice:
+    """Choose the precision for a run on `device`; under a process group every rank calls this, and rank 0 decides.
+
+    `auto` measures a device that is present, for about a second and once; a `Device` description is judged by its
+    facts. A `Choice` is returned as it is. With `strict` a fallback raises PrecisionRefused. `measured` replaces the
+    measurement, and `fresh` ignores the cache.
+    """
+    if isinstance(asked, Choice):
+        return asked
+    here = device if isinstance(device, Device) else describe(device)
+    if here.kind == "tpu":
+        raise _refusal(str(asked), here, ability(here, _FLOOR).reason)
+    if isinstance(asked, Precision):
+        return _chosen(Decision((Considered(asked.name, True, "given as an object"),)), Named(asked.name), here, asked)
+    named = read_precision(asked)
+
+    def decide() -> Decision:
+        if named.name != AUTO:
+            return _by_name(named.name, here, strict)
+        known = measured if measured or isinstance(device, Device) else measure(here, fresh=fresh)
+        return _by_speed(here, known) if known else _by_table(here)
+
+    decision = decided_by_rank_zero(decide)
+    return _chosen(decision, named, here, precision_named(decision.name))
+
+
+def _chosen(decision: Decision, named: Named, here: Device, precision: Precision) -> Choice:
+    findings = decision.findings
+    can = ability(here, precision.computes.name)
+    # Rank 0 decided from its own device; this one may be of another kind.
+    if distributed.rank() > 0 and not can.native and not _runs_anyway(precision.name, named.name, here):
+        evidence = f"rank 0 chose {precision}, and rank {distributed.rank()} has {here.name}: {can.reason}"
+        findings += (Finding("precision.uneven", "warning", evidence, "train on devices of one kind"),)
+    for finding in findings if distributed.rank() == 0 else findings[len(decision.findings) :]:
+        _log.warning("%s", finding)
+    return Choice(precision, named.name, named.took, decision.rungs, findings, here)
+
+
+def _by_name(asked: str, device: Device, strict: bool) -> Decision:
+    """Try the requested precision, then its fallbacks, until the device supports one."""
+    rungs: list[Considered] = []
+    name: str | None = asked
+    while name is not None:
+        rungs.append(_try(name, asked, device))
+        if rungs[-1].accepted:
+            return Decision(tuple(rungs), _findings(asked, rungs, device))
+        if strict:
+            break
+        name = _FP8_FALLS_TO if name == FP8 else precision_named(name).falls_to
+    raise _refusal(asked, device, rungs[0].reason)
+
+
+def _try(name: str, asked: str, device: Device) -> Considered:
+    if name == FP8:
+        return Considered(FP8, False, "no run computes in fp8 yet; it is here as a format for emulation")
+    if _runs_anyway(name, asked, device):
+        return Considered(name, True, "asked for by name, though not native here")
+    can = ability(device, precision_named(name).computes.name)
+    return Considered(name, can.native, can.reason)
+
+
+def _runs_anyway(name: str, asked: str, device: Device) -> bool:
+    """Return whether this is fp16 on a CPU: slow but correct, so a user who names it gets it."""
+    return name == asked == "fp16" and device.kind == "cpu"
+
+
+def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Finding, ...]:
+    took = rungs[-1].name
+    if took != asked:
+        evidence = f"{asked} was asked for and {took} runs, on {device.name}: {rungs[0].reason}"
+        fix = f"ask for {took}, or set strict to have it refused instead"
+        return (Finding("precision.substituted", "warning", evidence, fix),)
+    if _runs_anyway(took, asked, device):
+        fix = "ask for auto, bf16 or fp32 unless fp16's behaviour is what you study"
+        evidence = f"fp16 on {device.name}: {ability(device, took).reason}"
+        return (Finding("precision.slow", "warning", evidence, fix),)
+    return ()
+
+
+def _by_table(device: Device) -> Decision:
+    """Choose the first preferred format that the device supports, where nothing was measured."""
+    rungs: list[Considered] = []
+    for name in (*_PREFERRED, _FLOOR):
+        can = ability(device, name)
+        rungs.append(Considered(name, can.native, can.reason))
+        if can.native:
+            break
+    return Decision(tuple(rungs))
+
+
+def _by_speed(device: Device, measured: Measurements) -> Decision:
+    """Choose the fastest native format that is worth it; a tie goes to bf16."""
+    native = {name: ability(device, name) for name in _PREFERRED}
+    speeds = {name: measured.combined(name) or 0.0 for name, can in native.items() if can.native}
+    winner = _winner({name: speed for name, speed in speeds.items() if speed >= WORTH_IT})
+    rungs = [
+        Considered(name, name == winner, _worth(name, winner, speeds, measured) if can.native else can.reason)
+        for name, can in native.items()
+    ]
+    if winner == _FLOOR:
+        rungs.append(Considered(_FLOOR, True, f"nothing native is {WORTH_IT}x as fast"))
+    return Decision(tuple(rungs))
+
+
+def _winner(speeds: Mapping[str, float]) -> str:
+    if not speeds:
+        return _FLOOR
+    fastest = max(speeds, key=lambda name: speeds[name])
+    if fastest == "fp16" and speeds.get("bf16", 0.0) >= AS_GOOD * speeds[fastest]:
+        return "bf16"
+    return fastest
+
+
+def _worth(name: str, winner: str, speeds: Mapping[str, float], measured: Measurements) -> str:
+    if not speeds[name]:
+        return measured.failures.get(name) or "it was not measured"
+    parts = ", ".join(f"{op} {ratio:.2f}x" for op, ratio in measured.speedups[name].items())
+    words = f"measured {speeds[name]:.2f}x strict fp32 ({parts})"
+    if name == winner:
+        return words
+    if speeds[name] < WORTH_IT:
+        return f"{words}, under {WORTH_IT}x"
+    behind = speeds[winner] > speeds[name]
+    return f"{words}, {winner} is faster" if behind else f"{words}, but {winner} is near and needs no loss scale"
+
+
+def _refusal(asked: str, device: Device, reason: str) -> PrecisionRefused:
+    can = [name for name in precision_names() if ability(device, precision_named(name).computes.name).native]
+    return PrecisionRefused(
+        f"{asked} on {device.name} is refused: {reason}",
+        allowed=f"{', '.join(can)} on this device" if can else "a GPU or a CPU",
+        do=f"ask for one of these, or leave strict out and let {asked} fall to one" if can else "choose another device",
+    )

@@ -1,0 +1,23 @@
+"""Make foreign text safe to print: file names, classes, recipes, messages of other code.
+
+An escape sequence would move the cursor or set the title, a bidirectional control character turns `exe.png` into
+`gnp.exe`, and a line break fakes a line of output.
+"""
+
+from __future__ import annotations
+
+_BLANK = frozenset("\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029\xa0")
+
+
+def printable(text: object) -> str:
+    """Return the same lines with a visible code for each character that is not printable."""
+    return "".join(c if c == "\n" or c.isprintable() else _code(c) for c in str(text))
+
+
+def in_line(text: object) -> str:
+    """Return the same on one line, with spaces for line breaks."""
+    return "".join(c if c.isprintable() else " " if c in _BLANK else _code(c) for c in str(text))
+
+
+def _code(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,226 @@
+"""Decide which settings may differ when a run is resumed or extended. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from halfstep.errors import Contradiction, FolderTaken, StateMismatch
+from halfstep.recipe.schema import Extension
+from halfstep.recipe.written import different
+
+SAFE = ("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples")
+"""The settings that change no bit of what is trained unless a step fails: keys, and sections with their dot."""
+PLACES = ("data.path", "data.masks", "data.val")
+"""The settings for the location of the data; a change is harmless if the files are the same."""
+EXTENSIONS = "schedule.extensions"
+LENGTH = ("train.epochs", "train.steps", EXTENSIONS, "evaluate.patience", "evaluate.min_delta")
+"""The settings for the length of a run and for early stopping, which an extension changes."""
+RECIPE, DATA = "recipe", "data"
+"""The changes that a user can accept: `--accept-recipe-change`, `--accept-data-change`."""
+EXTEND, REWARM = "extend", "rewarm"
+"""The requests for an existing run: `--extend`, and with it `--rewarm`."""
+MOST_LINES = 20
+
+
+def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[str]:
+    """Return a line for each setting in which two recipes differ, except settings that change nothing."""
+    # With the dot or the colon, so that a key is not taken for another that begins with it.
+    safe = tuple(key if key.endswith(".") else f"{key}:" for key in SAFE)
+    return [line for line in different(saved, now, ignore=ignore) if not line.startswith(safe)]
+
+
+def but_for_places(lines: list[str]) -> list[str]:
+    """Return the lines of `changes` that are not about the location of the data."""
+    return [line for line in lines if not _is_of(PLACES, line)]
+
+
+def only_places(lines: list[str]) -> list[str]:
+    """Return the lines of `changes` that are about the location of the data."""
+    return [line for line in lines if _is_of(PLACES, line)]
+
+
+def but_for_length(lines: list[str]) -> list[str]:
+    """Return the lines of `changes` that an extension does not explain."""
+    return [line for line in lines if not _is_of(LENGTH, line)]
+
+
+def _is_of(keys: Collection[str], line: str) -> bool:
+    return line.startswith(tuple(f"{key}:" for key in keys))
+
+
+def recipe_changed(what: str, lines: list[str]) -> StateMismatch:
+    """Return the error for a run that was started with another recipe; `what` names the run."""
+    if not but_for_places(lines):
+        return data_elsewhere(what, lines)
+    return StateMismatch(
+        listed(f"{what} was begun with another recipe:", lines),
+        allowed="the recipe that the run was begun with",
+        do="add --accept-recipe-change to go on with the new one, or --new for a folder of its own",
+    )
+
+
+def data_elsewhere(what: str, lines: list[str]) -> StateMismatch:
+    """Return the error for a run that was started with another data folder, and otherwise the same recipe."""
+    return StateMismatch(
+        listed(f"{what} was begun on another data folder:", lines),
+        allowed="the data that the run was begun with",
+        do="give the folder that it was begun with, or add --new to train on this one in a run of its own",
+    )
+
+
+def listed(title: str, lines: list[str]) -> str:
+    """Return a title and its lines as one text; only the first lines if there are many."""
+    more = [f"... and {len(lines) - MOST_LINES + 1} more"] if len(lines) > MOST_LINES else []
+    return "\n    ".join([title, *(lines[: MOST_LINES - 1] if more else lines), *more])
+
+
+# -- extending --------------------------------------------------------------------------------------------------------
+# Extend a run beyond its end: its new length, and its schedule. Imports no torch.
+
+
+EARLY = "early_stopping"
+"""The reason for the end of a run in its result, if it ran out of patience."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The run as it is found in its folder."""
+
+    recipe: Mapping[str, Any]
+    """The recipe as it was read from the folder."""
+    result: dict[str, Any] | None
+    """The result of a run that has ended, or None."""
+    attempts: int
+    """The number of attempted updates, as far as it is known."""
+
+    @property
+    def length(self) -> tuple[int | None, int | None]:
+        """Return the epochs and steps; one of them is None."""
+        train = self._section("train")
+        return train.get("epochs"), train.get("steps")
+
+    @property
+    def patience(self) -> int | None:
+        patience: int | None = self._section("evaluate").get("patience")
+        return patience
+
+    @property
+    def ended_early(self) -> bool:
+        return (self.result or {}).get("reason") == EARLY
+
+    @property
+    def extensions(self) -> list[Extension]:
+        """Return the earlier extensions of the run; raise StateMismatch if recipe.yaml has invalid ones."""
+        try:
+            return [Extension.model_validate(one) for one in self._section("schedule").get("extensions") or ()]
+        except (ValidationError, TypeError):
+            raise StateMismatch(
+                "the run's recipe.yaml has schedule.extensions that nothing can be made of",
+                allowed="what halfstep wrote",
+                do="add --new for a folder of its own",
+            ) from None
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        section = self.recipe.get(name)
+        return section if isinstance(section, Mapping) else {}
+
+
+def refuse_contradictions(new: bool, extend: bool, rewarm: bool) -> None:
+    """Raise Contradiction for `--rewarm` without `--extend`, and for `--new` with `--extend`."""
+    if rewarm and not extend:
+        raise Contradiction("--rewarm without --extend", allowed="--extend --rewarm", do="add --extend --epochs N")
+    if new and extend:
+        raise Contradiction("--new together with --extend", allowed="one of them", do="leave --new out")
+
+
+def extended(recipe: Any, before: SavedRun, rewarm: bool) -> Any:
+    """Return the recipe of the longer run, with the run's previous end added to `schedule.extensions`.
+
+    Raises FolderTaken if nothing is added, if the run would become shorter, or if it would stop early again.
+    """
+    earlier, asked = before.extensions, (recipe.train.epochs, recipe.train.steps)
+    patient = before.ended_early and _is_more(recipe.evaluate.patience, before.patience)
+    if before.ended_early and not patient:
+        raise _impatient(before)
+    if asked != before.length:
+        _refuse_shorter(asked, before)
+        epochs, steps = before.length
+        # A run that stopped early never reached the length in its recipe: a new warm-up starts where it really ended.
+        early = before.ended_early and rewarm
+        end = Extension(steps=before.attempts) if early else Extension(epochs=epochs, steps=steps)
+        return with_extensions(recipe, [*earlier, end.model_copy(update={"rewarm": rewarm})])
+    if before.result is not None and not patient:
+        raise _nothing_added(before)
+    # The command may be a repetition after an interruption: an extension that is recorded already is not added again.
+    if rewarm and before.attempts and not (earlier and earlier[-1].rewarm):
+        return with_extensions(recipe, [*earlier, Extension(steps=before.attempts, rewarm=True)])
+    # The extension is recorded already, and is resumed.
+    return with_extensions(recipe, earlier)
+
+
+def with_extensions(recipe: Any, extensions: list[Extension]) -> Any:
+    """Return a copy of the recipe with these extensions."""
+    schedule = recipe.schedule.model_copy(update={"extensions": extensions})
+    return recipe.model_copy(update={"schedule": schedule})
+
+
+def to_extend(length: tuple[int | None, int | None], more: int) -> str:
+    """Return the options that make a run longer by `more` epochs or steps."""
+    epochs, steps = length
+    return f"--extend --epochs {epochs + more}" if epochs is not None else f"--extend --steps {(steps or 0) + more}"
+
+
+def to_go_on(before: SavedRun) -> str:
+    """Return the options that make a run longer by half."""
+    return to_extend(before.length, max(1, (before.length[0] or before.length[1] or 2) // 2))
+
+
+def in_words(length: tuple[int | None, int | None]) -> str:
+    """Return a length as text, such as `20 epochs`."""
+    epochs, steps = length
+    number, unit = (epochs, "epoch") if epochs is not None else (steps or 0, "step")
+    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
+
+
+def is_longer(asked: tuple[int | None, int | None], than: tuple[int | None, int | None]) -> bool | None:
+    """Return whether a length is longer.
+
+    None if one is in epochs and the other in steps, since that depends on the data.
+    """
+    pairs = [(now, then) for now, then in zip(asked, than, strict=True) if now is not None and then is not None]
+    return pairs[0][0] > pairs[0][1] if pairs else None
+
+
+def _is_more(patience: int | None, than: int | None) -> bool:
+    return patience is None or (than is not None and patience > than)
+
+
+def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> None:
+    if is_longer(asked, before.length) is False:
+        more = asked[0] or asked[1] or 1
+        raise FolderTaken(
+            f"--extend to {in_words(asked)}, and the run has {in_words(before.length)} already",
+            allowed="the whole length that the run is to have, with what it has had",
+            do=f"{to_extend(before.length, more)} adds {in_words(asked)}",
+        )
+
+
+def _nothing_added(before: SavedRun) -> FolderTaken:
+    return FolderTaken(
+        f"--extend, and the run is finished with its {in_words(before.length)}: nothing is added to it",
+        allowed="the whole length that it is to have, longer than before",
+        do=f"{to_go_on(before)}, for example",
+    )
+
+
+def _impatient(before: SavedRun) -> FolderTaken:
+    patience = before.patience or 1
+    return FolderTaken(
+        f"the run stopped early, after {patience} evaluations without a better metric, and would again",
+        allowed="more patience than it had, or none at all",
+        do=f"add evaluate.patience={2 * patience}, or evaluate.patience=null",
+    )

@@ -1,0 +1,181 @@
+"""List the settings of a task's recipe, as its JSON schema declares them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from halfstep.recipe.schema import ALSO
+
+# -- spelling ---------------------------------------------------------------------------------------------------------
+# Find the word that was probably meant.
+
+
+LONGEST = 80
+"""The length above which words are not compared: edit distance is quadratic, and no setting has such a name."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word with the fewest edits to `word`, or None if that is too many; the first of equals."""
+    if len(word) > LONGEST:
+        return None
+    # The index breaks ties, so that the first of equals wins and words are never compared.
+    best = min(((edits(word.lower(), other.lower()), i, other) for i, other in enumerate(known)), default=None)
+    return best[2] if best and best[0] <= allowed_edits(best[2]) else None
+
+
+def allowed_edits(word: str) -> int:
+    """Return how many edits still count as a typing error."""
+    return max(1, len(word) // 3)
+
+
+def edits(one: str, other: str) -> int:
+    """Return the number of letters to insert, delete, replace or swap with a neighbor."""
+    before: list[int] = []
+    above = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, against in enumerate(other, 1):
+            cost = min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (letter != against))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == against:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, above = above, row
+    return above[-1]
+
+
+# -- fields -----------------------------------------------------------------------------------------------------------
+
+
+Json = Mapping[str, Any]
+SHORT_FOR = ("name", "mode")
+"""The settings that the name of their section can stand for: `optimizer: sgd`, `--guard repair`."""
+
+
+@dataclass(frozen=True)
+class RecipeField:
+    """One setting: its key, its documentation and its allowed values."""
+
+    key: str
+    """The dotted key, such as `train.batch_size`."""
+    doc: str
+    allowed: str
+    """The allowed values, in words."""
+    default: Any
+    required: bool
+    also: tuple[str, ...]
+    """The names that other projects use for it."""
+    is_switch: bool
+    """Whether it is true or false, so that its flag needs no value."""
+    is_text: bool
+    """Whether a typed value is always text, including `16`."""
+    may_be_null: bool
+    is_list_of_text: bool
+    """Whether a single typed word means a list of one."""
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+
+# pydantic builds the JSON schema anew on every call, and one command asks for it many times.
+@lru_cache(maxsize=64)
+def settings_of(schema: Any) -> dict[str, RecipeField]:
+    """Return the settings of a `Recipe[...]` class, by dotted key."""
+    return settings_in(schema.model_json_schema())
+
+
+def settings_in(schema: Json) -> dict[str, RecipeField]:
+    """Return the settings that a JSON schema declares, by dotted key."""
+    return {setting.key: setting for setting in _walk(schema, schema, "")}
+
+
+def sections_of(schema: Any) -> list[str]:
+    """Return the keys that contain other keys."""
+    # A section without fields of its own declares no setting, so it is not among the prefixes.
+    return list(dict.fromkeys(key.rpartition(".")[0] for key in settings_of(schema) if "." in key)) + [
+        key for key in schema.model_fields if _is_empty_section(schema, key)
+    ]
+
+
+def places(schema: Any) -> dict[str, list[str]]:
+    """Return the keys that each short word can mean."""
+    return places_in(settings_of(schema))
+
+
+def places_in(settings: Mapping[str, RecipeField]) -> dict[str, list[str]]:
+    """Return the same for settings that are already listed."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for key, setting in settings.items():
+        for word in (setting.name, *setting.also):
+            found[word].append(key)
+        if setting.name in SHORT_FOR:
+            found[key.rpartition(".")[0]].append(key)
+    return dict(found)
+
+
+def short_for(section: str, settings: Collection[str]) -> str | None:
+    """Return the key that the name of a section can stand for, or None."""
+    return next((key for name in SHORT_FOR if (key := f"{section}.{name}") in settings), None)
+
+
+def in_words(node: Json) -> str:
+    """Return what a part of a JSON schema allows, in words."""
+    if "enum" in node:
+        return _either([str(value) for value in node["enum"]])
+    if "const" in node:
+        return str(node["const"])
+    if "anyOf" in node:
+        return _either([in_words(option) for option in node["anyOf"]])
+    kind = "object" if "$ref" in node else node.get("type")
+    if kind in ("integer", "number"):
+        return " ".join(["a whole number" if kind == "integer" else "a number", *_limits(node)])
+    if kind == "array":
+        return f"a list of {in_words(node.get('items', {}))}"
+    return {"boolean": "true or false", "string": "text", "null": "null", "object": "keys with values"}.get(
+        str(kind), "anything"
+    )
+
+
+def _walk(root: Json, node: Json, prefix: str) -> Iterator[RecipeField]:
+    required = node.get("required", ())
+    for name, field in node.get("properties", {}).items():
+        target = root.get("$defs", {}).get(str(field.get("$ref", "")).rpartition("/")[2])
+        if target and "properties" in target:
+            yield from _walk(root, target, f"{prefix}{name}.")
+        else:
+            yield _setting(f"{prefix}{name}", {**(target or {}), **field}, name in required)
+
+
+def _setting(key: str, node: Json, required: bool) -> RecipeField:
+    kinds = {option.get("type") for option in node.get("anyOf", [node])}
+    return RecipeField(
+        key=key,
+        doc=" ".join(str(node.get("description", "")).split()),
+        allowed=in_words(node),
+        default=node.get("default"),
+        required=required,
+        also=tuple(node.get(ALSO, ())),
+        is_switch=kinds == {"boolean"},
+        is_text=kinds - {"null"} == {"string"},
+        may_be_null="null" in kinds,
+        is_list_of_text=node.get("type") == "array" and node.get("items", {}).get("type") == "string",
+    )
+
+
+def _is_empty_section(schema: Any, key: str) -> bool:
+    annotation = schema.model_fields[key].annotation
+    return getattr(annotation, "model_fields", None) == {}
+
+
+def _limits(node: Json) -> list[str]:
+    names = {"exclusiveMinimum": "above", "minimum": "of at least", "exclusiveMaximum": "below", "maximum": "at most"}
+    limits = [f"{word} {node[limit]:g}" for limit, word in names.items() if limit in node]
+    return [" and ".join(limits)] if limits else []
+
+
+def _either(options: list[str]) -> str:
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"

@@ -1,0 +1,241 @@
+"""Declare the schema of a recipe; every setting is declared here and nowhere else.
+
+The docstring below a field is its documentation: the command line, the docs and the JSON schema read it from here. The
+sections `model`, `data` and `loss` belong to the task; the others are the same for every task.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+ALSO = "x-also"
+"""The key of the JSON schema for the names that other projects use; editors ignore unknown `x-` keys."""
+
+AUTO = "auto"
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
+class Also:
+    """The names that other projects use for a field, such as `num_epochs`; they are translated and reported."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(core), ALSO: list(self.names)}
+
+
+class Section(BaseModel):
+    """A part of a recipe; unknown keys and wrong types are errors."""
+
+    # strict: without it pydantic would turn the text "16" into a number, and true into 1. Non-finite numbers are
+    # refused because no setting has a use for them.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelOptions(Section):
+    """The model settings of every task; a task adds its own fields."""
+
+    weights: str = "none"
+    """Where the weights begin: `none` (random), `pretrained`, or a path to a .safetensors or .pt file."""
+    freeze: list[str] = []
+    """Parts that are not trained: names of modules, such as `encoder` or `layer1`."""
+
+
+NO_FILE = ("none", "pretrained")
+"""The values of `model.weights` that the task itself interprets; others are paths."""
+WEIGHTS = ".safetensors, or .pt and .pth with tensors alone"
+"""The files that such a path may name."""
+
+
+class DataOptions(Section):
+    """The data settings of every task; a task adds its own fields."""
+
+    bad_samples: NonNegativeInt = 10
+    """Unreadable samples that are replaced by others before the run ends with an error."""
+
+
+class LossOptions(Section):
+    """The loss settings of a task; a task adds its own fields."""
+
+
+class OptimizerOptions(Section):
+    """The settings of the optimizer."""
+
+    name: Literal[
+        "adamw", "adam", "sgd", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "asgd"
+    ] = "adamw"  # fmt: skip
+    """The optimizer, torch's own of this name."""
+    lr: Annotated[PositiveFloat, Also("learning_rate")] = 1e-3
+    """The learning rate, at its highest where a schedule moves it."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decay of weights towards zero; biases and normalisation layers are left out."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Momentum of sgd and rmsprop, and the first beta of adamw, adam, nadam, radam and adamax."""
+    fused: bool = True
+    """Update all weights in one kernel where the device has one."""
+
+
+class Extension(Section):
+    """Where a run ended before it was extended."""
+
+    epochs: PositiveInt | None = None
+    """After how many epochs. Give epochs or steps."""
+    steps: PositiveInt | None = None
+    """After how many updates. Give epochs or steps."""
+    rewarm: bool = False
+    """A new warm-up and decay begins there; else the learning rate stays where the schedule left it."""
+
+
+class ScheduleOptions(Section):
+    """The settings of the learning rate schedule."""
+
+    name: Literal["constant", "cosine", "step", "plateau", "one-cycle"] = "cosine"
+    """How the learning rate moves after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Applied steps in which the learning rate rises from nothing."""
+    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """cosine: the share of the learning rate that is left at the end."""
+    every_epochs: PositiveInt = 30
+    """step: epochs between two cuts."""
+    factor: Fraction = 0.1
+    """step and plateau: what a cut multiplies the learning rate by."""
+    patience: NonNegativeInt = 5
+    """plateau: evaluations without progress before a cut."""
+    extensions: list[Extension] = []
+    """Earlier ends of a run that `--extend` lengthened, such as {epochs: 20, rewarm: true}; --extend writes them."""
+
+
+class LossScaleOptions(Section):
+    """The loss scale of fp16. Other precisions need none."""
+
+    init_scale: PositiveFloat = 65536.0
+    """The first scale."""
+    growth_factor: Annotated[float, Field(gt=1.0)] = 2.0
+    """The factor by which the scale grows."""
+    backoff_factor: Fraction = 0.5
+    """The factor by which an overflow reduces the scale."""
+    growth_interval: PositiveInt = 2000
+    """Steps without overflow before the scale grows."""
+    floor: PositiveFloat = 1.0
+    """The scale never falls below this."""
+    cap: PositiveFloat = 2.0**24
+    """The scale never grows above this."""
+
+
+class TrainOptions(Section):
+    """The settings of the training loop."""
+
+    epochs: Annotated[PositiveInt | None, Also("num_epochs")] = None
+    """Passes over the training data. Give epochs or steps."""
+    steps: PositiveInt | None = None
+    """Attempted updates in all. Give epochs or steps."""
+    batch_size: Annotated[PositiveInt, Also("BATCH_SIZE_PER_GPU")] = 16
+    """Samples per device and micro-batch."""
+    microbatches: Annotated[PositiveInt, Also("accumulation_steps", "gradient_accumulation_steps")] = 1
+    """Micro-batches whose gradients are added up for one update."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Decides weights, order and augmentation; one is drawn and recorded if it is left out."""
+    clip_norm: Annotated[PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm")] = None
+    """Gradients are scaled down to this norm."""
+    clip_value: PositiveFloat | None = None
+    """Each element of a gradient is kept within this of zero."""
+    ema: Fraction | None = None
+    """Decay of an average of the weights, which is then evaluated and saved too."""
+    channels_last: bool = True
+    """Lay images out with channels last, as fast convolutions in 16 bits want them."""
+    compile: Annotated[bool, Also("compile_model", "use_optimizations")] = False
+    """Compile the model with torch.compile."""
+    checkpoint_activations: bool = False
+    """Compute activations again in backward instead of keeping them: less memory, more time. Not with compile."""
+    num_workers: NonNegativeInt | Literal["auto"] = "auto"
+    """Processes that read samples, per device; `auto` measures it once."""
+    strict: bool = False
+    """Refuse to run where the device cannot compute in the precision asked for, instead of falling to another."""
+    device: str = "auto"
+    """A device as torch names it; `auto` is the best one present."""
+
+
+class EvaluateOptions(Section):
+    """The settings of evaluation and early stopping."""
+
+    every_epochs: PositiveInt = 1
+    """Epochs between two evaluations."""
+    patience: Annotated[PositiveInt | None, Also("early_stopping_patience")] = None
+    """Evaluations without a better metric after which the run stops early."""
+    min_delta: NonNegativeFloat = 0.0
+    """A metric must be better by more than this to count as better."""
+
+
+class CheckpointOptions(Section):
+    """The settings of checkpoints."""
+
+    every_steps: PositiveInt = 1000
+    """Attempted updates between two checkpoints; one is also taken at the end of every epoch, and on SIGTERM."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
+    background: bool = True
+    """Write beside the training, from a copy of the state in main memory."""
+
+
+class GuardOptions(Section):
+    """The reaction to failed steps. `guard: repair` is short for `guard: {mode: repair}`."""
+
+    mode: Literal["off", "watch", "repair"] = "watch"
+    """Name what spoils a step, and stop with exit code 80 where it goes on (watch); cure it and go on (repair)."""
+    skips_in_a_row: PositiveInt = 5
+    """Skipped steps in a row that end the run, or call for a cure; a loss scale that finds its place is not counted."""
+    skip_share: Fraction = 0.25
+    """The same, as a share of the last 100 steps."""
+    rollbacks: NonNegativeInt = 2
+    """repair: how often the run may go back to its last good state before it gives up."""
+    probation: PositiveInt = 1000
+    """repair: applied steps without trouble after which a cure is taken away again."""
+    spikes: Literal["off", "warn", "refuse"] = "warn"
+    """A finite loss far above the usual: say so and learn it where it stays (warn), or refuse the update (refuse)."""
+
+
+class RunOptions(Section):
+    """The settings of the run's folder, its log and its tracker."""
+
+    dir: str | None = None
+    """The run's folder; `runs/RECIPE` if it is left out."""
+    log_every: PositiveInt = 10
+    """Steps between two lines of the log."""
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
+    """A tracker that is fed from the journal; mlflow is the server that MLFLOW_TRACKING_URI names."""
+    pictures: NonNegativeInt = 4
+    """Samples that are drawn after each evaluation, by tasks that draw."""
+
+
+ModelT = TypeVar("ModelT", bound=ModelOptions)
+DataT = TypeVar("DataT", bound=DataOptions)
+LossT = TypeVar("LossT", bound=LossOptions)
+
+
+class Recipe(Section, Generic[ModelT, DataT, LossT]):
+    """One complete run."""
+
+    task: str
+    """The task: segmentation, classification, diffusion, slots, or one of your own."""
+    about: str = ""
+    """A sentence on what this recipe is for."""
+    precision: str = "auto"
+    """fp32, tf32, bf16, fp16, or auto: the fastest that is safe here. Other projects' words are understood."""
+    sizing: Literal["none", "auto"] = "none"
+    """`auto` chooses what is left out (batch, image size, network, length ...) for the set and the machine."""
+    model: ModelT
+    data: DataT
+    loss: LossT
+    optimizer: OptimizerOptions = OptimizerOptions()
+    schedule: ScheduleOptions = ScheduleOptions()
+    loss_scale: LossScaleOptions = LossScaleOptions()
+    train: TrainOptions = TrainOptions()
+    evaluate: EvaluateOptions = EvaluateOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    guard: GuardOptions = GuardOptions()
+    run: RunOptions = RunOptions()

@@ -1,0 +1,95 @@
+"""Find a recipe by its name, for recipes that ship with halfstep, or by its path. Imports no torch."""
+
+from __future__ import annotations
+
+import stat
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halfstep.errors import BadRecipe, Unsafe
+from halfstep.recipe.fields import nearest
+from halfstep.recipe.strict_yaml import LARGEST_FILE, decoded, read_yaml, too_large
+
+_ENDINGS = (".yaml", ".yml")
+
+
+class RawRecipe(NamedTuple):
+    """A recipe as it is written, before validation against a task."""
+
+    label: str
+    """The file's name without its suffix; it names the run's folder."""
+    raw: dict[str, Any]
+    text: str
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that ship with halfstep."""
+    return sorted(file.name.removesuffix(".yaml") for file in _packaged().iterdir() if file.name.endswith(".yaml"))
+
+
+def read_recipe(name_or_path: str) -> RawRecipe:
+    """Read a recipe by name or path; raise BadRecipe if there is none or it is not valid YAML."""
+    label, text = recipe_text(name_or_path)
+    return RawRecipe(label, read_yaml(text, _where(name_or_path)), text)
+
+
+def recipe_text(name_or_path: str) -> tuple[str, str]:
+    """Return the label and the text of a recipe without parsing it."""
+    if is_path(name_or_path):
+        path = Path(name_or_path)
+        return _label(path), decoded(read_bounded(path), name_or_path)
+    if name_or_path not in recipe_names():
+        raise _unknown(name_or_path)
+    return name_or_path, (_packaged() / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+
+
+def is_path(name_or_path: str) -> bool:
+    """Return whether the argument is a path, not the name of a recipe."""
+    return "/" in name_or_path or "\\" in name_or_path or name_or_path.endswith(_ENDINGS)
+
+
+def _packaged() -> Any:
+    return resources.files("halfstep") / "recipes"
+
+
+def _where(name_or_path: str) -> str:
+    return name_or_path if is_path(name_or_path) else f"recipe {name_or_path}"
+
+
+def _label(path: Path) -> str:
+    # The label becomes the name of a folder below `runs/`.
+    label = path.stem
+    # A run's own recipe.yaml is named after its folder; otherwise all runs repeated from one would share a name.
+    if label == "recipe" and path.resolve().parent.name:
+        label = path.resolve().parent.name
+    if label in ("", ".", "..") or not label.isprintable():
+        raise Unsafe(f"{path} has no name for a folder", allowed="a file such as my_run.yaml", do="rename the file")
+    return label
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return the content of a regular file of at most the size of a recipe; raise BadRecipe for anything else."""
+    # A pipe or a device would never end. One byte more than allowed is read, so that a file that has grown since is
+    # refused by the parser.
+    try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "no regular file"
+            raise BadRecipe(f"{path} is {kind}", allowed="a .yaml file", do="give the path of the recipe itself")
+        if facts.st_size > LARGEST_FILE:
+            raise too_large(str(path), facts.st_size)
+        with path.open("rb") as file:
+            return file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise BadRecipe(
+            f"{path}: {reason}", allowed="a .yaml file that can be read", do=f"look for it with ls {path.parent}"
+        ) from None
+
+
+def _unknown(name: str) -> BadRecipe:
+    names = recipe_names()
+    near = nearest(name, names)
+    hint = f"did you mean {near}?" if near else "give a name from the list, or a path that ends in .yaml"
+    return BadRecipe(f"there is no recipe {name[:80]!r}", allowed=", ".join(names), do=hint)

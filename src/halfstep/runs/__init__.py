@@ -1,0 +1,1 @@
+"""Start, load, export and replay runs: what the commands and the Python API call."""

@@ -1,0 +1,497 @@
+"""Export a run's weights to safetensors, ONNX or torch.export, and verify each file against the model."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
+from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.data.source import BadSample
+from halfstep.errors import (
+    BadData,
+    HalfstepError,
+    MissingExtra,
+    NoCheckpoint,
+    StateMismatch,
+    WrongUse,
+    in_one_line,
+    unknown_name,
+)
+from halfstep.files import replacing
+from halfstep.journal.events import EPOCH, SAVED, STEP
+from halfstep.journal.jsonl import JOURNAL, kept_events
+from halfstep.runs.finished import model_with, task_of
+from halfstep.safetensors_header import content, header
+from halfstep.status_line import OnProgress
+from halfstep.train.outputs import BEST, LAST, LAST_AVERAGE
+from halfstep.train.run_folder import is_finished
+from halfstep.train.setup import without_weights
+from halfstep.train.signature import Signature
+from halfstep.train.state import State
+from halfstep.train.task import LeftOut, Task, unheard
+from halfstep.train.weights import as_saved, finite
+
+CHECKPOINT = "checkpoint"
+SOURCES = ("best", "last", CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Finite weights loaded into their model."""
+
+    task: Task
+    model: nn.Module
+    source: str
+    """The weights file or the checkpoint they come from."""
+    averaged: bool
+    step: int | None
+    """Updates attempted before; None where the run's journal does not record it."""
+    epoch: int | None
+    """The epoch they were trained in, counted from 1."""
+    value: float | None
+    """The task's metric, where exactly these weights were evaluated."""
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.task.recipe.model, "name", type(self.model).__name__))
+
+    def signature(self) -> Signature | None:
+        """Return inputs and outputs of the model; None where its task has no signature."""
+        try:
+            return self.task.signature()
+        except LeftOut:
+            return None
+
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of an exported file as strings: model, metric, preprocessing, classes."""
+        known = {"step": self.step, "epoch": self.epoch, self.task.metric: self.value}
+        words = {key: str(value) for key, value in known.items() if value is not None}
+        told = {"model": self.name, "metric": self.task.metric, "averaged": str(self.averaged).lower(), **words}
+        signature = self.signature()
+        if signature is None:
+            return told
+        return {
+            **told,
+            "preprocessing": json.dumps(signature.preprocessing.as_dict()),
+            "classes": json.dumps(signature.classes),
+            "output": signature.meaning,
+        }
+
+
+def exported(folder: Path, which: str | None, average: bool | None, own: type[Task] | None) -> Exported:
+    """Return the weights of a run: `best`, `last`, or its newest intact checkpoint; averaged ones where it has them.
+
+    The default is the best of a finished run, and the checkpoint of any other. Raise `WrongUse` for weights it lacks.
+    """
+    if which is not None and which not in SOURCES:
+        raise unknown_name("--weights", which, SOURCES)
+    task = task_of(folder, own)
+    has = task.recipe.train.ema is not None
+    if average and not has:
+        raise WrongUse("--ema for a run that kept no average", allowed="a run with train.ema", do="leave --ema out")
+    averaged = has if average is None else average
+    chosen = which or ("best" if is_finished(folder) else CHECKPOINT)
+    if chosen == CHECKPOINT:
+        return _from_checkpoint(folder, task, averaged)
+    if chosen == "best" and has and not averaged:
+        raise WrongUse(
+            "--no-ema with the best weights: those of this run are averaged, as they were evaluated",
+            allowed="last and checkpoint, which have both",
+            do="write --weights last --no-ema, or leave --no-ema out",
+        )
+    return _from_file(folder, task, BEST if chosen == "best" else LAST_AVERAGE if averaged else LAST, averaged)
+
+
+# -- from a file ------------------------------------------------------------------------------------------------------
+
+
+def _from_file(folder: Path, task: Task, file: str, averaged: bool) -> Exported:
+    model = model_with(task, folder / file)  # raises for non-finite weights
+    step, epoch, value = _told(folder, file, task.metric)
+    # A run with an EMA evaluates the average, so its metric does not belong to the plain weights.
+    evaluated = averaged or task.recipe.train.ema is None
+    return Exported(task, model.eval(), file, averaged, step, epoch, value if evaluated else None)
+
+
+def _told(folder: Path, file: str, metric: str) -> tuple[int | None, int | None, float | None]:
+    """Return the step, the epoch and the metric at which a file was last written, from the journal."""
+    at, saved_at, waiting = None, None, False
+    found: tuple[int | None, int | None, float | None] = None, None, None
+    if not (folder / JOURNAL).is_file():  # opening a named pipe would block forever
+        return found
+    for event in kept_events(folder / JOURNAL):
+        if event["event"] == STEP:
+            at = event.get("attempt")
+        elif event["event"] == SAVED and event.get("file") == file:
+            saved_at, waiting = at, True
+        elif event["event"] == EPOCH and waiting:
+            value = (event.get("val") or {}).get(metric)
+            found, waiting = (saved_at, event.get("epoch"), None if value is None else float(value)), False
+    return found
+
+
+# -- from a checkpoint ------------------------------------------------------------------------------------------------
+
+
+def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
+    generation = _newest(folder)
+    state = State.from_parts(*read_state(generation, 0), where=str(generation.path))
+    task.recipe = without_weights(task.recipe)
+    model = task.model()
+    average = (state.average if averaged else None) or {"averages": {}, "buffers": {}}
+    _put(dict(model.named_parameters()), {**state.weights["parameters"], **average["averages"]}, generation)
+    _put(dict(model.named_buffers()), {**state.weights["buffers"], **average["buffers"]}, generation)
+    if not finite(model):
+        raise BadData(
+            f"{generation.name} has weights that are not finite",
+            allowed="finite weights",
+            do="write --weights best, which was evaluated",
+        )
+    progress = state.cursor["progress"]
+    epoch = progress["epoch"] + (progress["in_epoch"] > 0)
+    return Exported(task, model.eval(), generation.name, averaged, generation.attempt, epoch, None)
+
+
+def _newest(folder: Path) -> CheckpointDir:
+    try:
+        verdict, _ = newest_whole(folder / CHECKPOINTS)
+    except NoCheckpoint as error:
+        files = "write --weights best, or --weights last: files of their own, written after each epoch"
+        raise NoCheckpoint(error.given, allowed="a checkpoint as it was written", do=files) from None
+    if verdict is None:
+        raise BadData(
+            f"{folder} has no checkpoints, and is not finished",
+            allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
+            do="start it with the same command, and export when it has been saved",
+        )
+    return verdict.generation
+
+
+def _put(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: CheckpointDir) -> None:
+    unlike = sorted(own.keys() ^ saved.keys()) + [n for n in own if n in saved and own[n].shape != saved[n].shape]
+    if unlike:
+        raise StateMismatch(
+            f"{generation.name} does not fit the model: {', '.join(unlike[:5])}{', ...' if len(unlike) > 5 else ''}",
+            allowed=f"the model that was trained; this one has {len(own)} tensors",
+            do="bring the task and the packages back that the run was trained with",
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+
+# -- export checked ---------------------------------------------------------------------------------------------------
+# Compare an exported file with its model on validation images.
+
+
+IMAGES = 3
+SIDE = 256
+"""Larger images are cropped to their upper left corner."""
+FARTHEST = 1e-3
+"""The largest difference, relative to the largest output: formats sum in different orders."""
+ENOUGH = 0.999
+"""The least share of images or pixels with the same class."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that can be run, and the sizes it accepts."""
+
+    forward: Callable[[Tensor], Tensor]
+    any_batch: bool = True
+    any_size: bool = True
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of the comparison."""
+
+    images: int
+    source: str
+    """The origin of the images, in words."""
+    sizes: list[str]
+    """The shapes of the batches that were computed."""
+    takes: str
+    """The sizes the file accepts, in words."""
+    max_difference: float
+    agreement: float
+    """The share of images or pixels with the same class."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def images_of(task: Task, signature: Signature) -> tuple[list[Tensor], str]:
+    """Return model inputs, each 1 × channels × height × width, and their origin in words."""
+    found = _validation_images(task, signature)
+    if found:
+        return found, "validation images"
+    size = signature.preprocessing.crop or SIDE
+    draw = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, signature.preprocessing.channels, size, size, generator=draw) for _ in range(IMAGES)]
+    return drawn, "images of noise, as the run's data is not here"
+
+
+def _validation_images(task: Task, signature: Signature) -> list[Tensor]:
+    """Return images spread over the validation set; neighbors are often alike."""
+    try:
+        source = task.source("val")
+        numbers = sorted({n * (len(source) - 1) // max(IMAGES - 1, 1) for n in range(IMAGES)})
+        samples = [task.transform("val", source.read(number)) for number in numbers]
+    except (HalfstepError, BadSample, OSError):
+        return []
+    return [_cut(sample["image"].unsqueeze(0), signature) for sample in samples]
+
+
+def _cut(image: Tensor, signature: Signature, side: int = SIDE) -> Tensor:
+    """Crop to at most `side` × `side` in sizes the model accepts; inputs of fixed-size models stay as they are."""
+    if not signature.variable_size:
+        return image
+    multiple = signature.preprocessing.multiple
+    high, wide = (_down(min(length, side), multiple) for length in image.shape[-2:])
+    short = (0, max(0, wide - image.shape[-1]), 0, max(0, high - image.shape[-2]))
+    return torch.nn.functional.pad(image, short, mode="replicate")[..., :high, :wide].contiguous()
+
+
+def _down(length: int, multiple: int) -> int:
+    return max(length - length % multiple, multiple)
+
+
+@torch.no_grad()
+def checked(model: nn.Module, written: Written, signature: Signature, images: list[Tensor], source: str) -> Checked:
+    """Compare file and model in all sizes the file accepts. Raise `WrongUse` where they differ."""
+    difference, scale, same, decided = 0.0, 0.0, 0, 0
+    inputs = _inputs(signature, images, written)
+    for batch in inputs:
+        expected, got = model(batch), written.forward(batch)
+        difference = max(difference, float((expected - got).abs().max()))
+        scale = max(scale, float(expected.abs().max()))
+        agreeing = _classes(expected) == _classes(got)
+        same, decided = same + int(agreeing.sum()), decided + agreeing.numel()
+    sizes = ["×".join(map(str, batch.shape)) for batch in inputs]
+    found = Checked(len(images), source, sizes, _taken_sizes(signature, written), difference, same / decided)
+    # Negated, so that a NaN difference fails too.
+    if not difference <= FARTHEST * max(scale, 1.0) or found.agreement < ENOUGH:
+        raise WrongUse(
+            f"the file computes something else than the model: {difference:.2g} apart, "
+            f"{found.agreement:.2%} of the same class",
+            allowed=f"at most {FARTHEST:g} of the largest number, and {ENOUGH:.1%} of the same class",
+            do="write --format safetensors",
+        )
+    return found
+
+
+def _inputs(signature: Signature, images: list[Tensor], written: Written) -> list[Tensor]:
+    """Return each image alone, several in a batch, and a smaller one where sizes are dynamic."""
+    if not written.any_batch:
+        # The program was traced with a batch of two.
+        return [torch.cat([image] * 2) for image in images]
+    like = [image for image in images if image.shape == images[0].shape]
+    # With a static size, only images of that size can be tested.
+    alone = images if written.any_size else like
+    inputs = [*alone, torch.cat([*like, images[0]])]
+    if written.any_size and signature.variable_size:
+        inputs.append(_cut(images[0], signature, side=max(images[0].shape[-2:]) * 2 // 3))
+    return inputs
+
+
+def _classes(logits: Tensor) -> Tensor:
+    return logits > 0 if logits.shape[1] == 1 else logits.argmax(1)
+
+
+def _taken_sizes(signature: Signature, written: Written) -> str:
+    multiple, crop = signature.preprocessing.multiple, signature.preprocessing.crop
+    steps = f" in multiples of {multiple}" if multiple > 1 else ""
+    size = f"{crop} × {crop} pixels" if crop else "one height and width"
+    size = f"any height and width{steps}" if written.any_size and signature.variable_size else size
+    return f"{'any' if written.any_batch else 'one'} batch size, {size}"
+
+
+# -- export formats ---------------------------------------------------------------------------------------------------
+# Three file formats. Each file is read back and compared with the model before it replaces another.
+
+
+SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2"}
+NOTES = "halfstep.json"
+"""The file inside a .pt2 archive that holds what an ONNX file has in its metadata."""
+LARGEST_ONNX = 2 * 10**9
+"""Bytes of weights in one ONNX file, which as a protobuf message is limited to 2 GB."""
+
+
+def write(
+    found: Exported, file: Path, format: str, notes: Mapping[str, str], told: OnProgress = unheard
+) -> Checked | None:
+    """Replace `file` once it is verified; return the comparison, None where the task has no signature.
+
+    An error leaves the old file in place. Raise `WrongUse` where a format cannot hold the model.
+    """
+    signature = found.signature()
+    if signature is None:
+        _weights_alone(found, file, format, notes)
+        return None
+    images, source = images_of(found.task, signature)
+    told(1, 3)
+    with replacing(file) as draft:
+        written = WRITERS[format](found, images[0], notes, draft)
+        told(2, 3)
+        return checked(found.model, written, signature, images, source)
+
+
+def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str, str]) -> None:
+    from safetensors.torch import load_file
+
+    if format != "safetensors":
+        raise WrongUse(
+            f"--format {format} for the task {found.task.recipe.task}, which does not say what its model takes",
+            allowed="segmentation, classification, or a task of your own with a `signature`",
+            do="write --format safetensors: its weights alone",
+        )
+    tensors = as_saved(found.model)
+    with replacing(file) as draft:
+        _write_tensors(tensors, notes, draft)
+        again = load_file(draft)
+        if again.keys() != tensors.keys() or not all(torch.equal(again[name], tensors[name]) for name in tensors):
+            raise OSError(errno.EIO, "what was read back is not what was written")
+
+
+def write_safetensors(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
+    """Write the weights and return the model loaded from them."""
+    from safetensors.torch import load_file
+
+    _write_tensors(as_saved(found.model), notes, file)
+    again = found.task.model()
+    again.load_state_dict(load_file(file))
+    return Written(again.eval())
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], notes: Mapping[str, str], file: Path) -> None:
+    """Write a safetensors file deterministically: the safetensors package writes metadata in random order."""
+    # Wider dtypes first: readers require each tensor to be aligned to its element size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    with file.open("wb") as written:
+        written.write(header(ordered, dict(sorted({"format": "pt", **notes}.items()))))
+        for tensor in ordered.values():
+            written.write(content(tensor))
+
+
+def write_program(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
+    """Write a torch.export program and return the one read back."""
+    program, any_batch, any_size = _traced(found, image)
+    with file.open("wb") as written, _quietly():
+        torch.export.save(_without_examples(program), written, extra_files={NOTES: json.dumps(notes, sort_keys=True)})
+    with _quietly():
+        again = torch.export.load(io.BytesIO(file.read_bytes())).module()
+    return Written(again, any_batch, any_size)
+
+
+def write_onnx(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
+    """Write an ONNX file and return an onnxruntime session of it. Raise `MissingExtra` or `WrongUse`."""
+    runtime = _onnx_packages()
+    _fits_into_one_file(found.model)
+    program, any_batch, any_size = _traced(found, image)
+    with _quietly():
+        made: Any = torch.onnx.export(
+            program, (), dynamo=True, verbose=False, input_names=["image"], output_names=["logits"]
+        )
+        made.model.metadata_props.update(dict(sorted(notes.items())))
+        made.save(file, external_data=False)
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+
+    def forward(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {"image": images.numpy()})[0])
+
+    return Written(forward, any_batch, any_size)
+
+
+WRITERS = {"safetensors": write_safetensors, "onnx": write_onnx, "torch_export": write_program}
+
+
+# -- torch.export -----------------------------------------------------------------------------------------------------
+
+
+def _traced(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
+    """Return the exported program with as many dynamic sizes as it allows: batch and image, batch, or none."""
+    signature, example = found.signature(), torch.cat([image] * 2)  # torch.export specializes on sizes of 1
+    trials = [(True, True), (True, False), (False, False)]
+    reason: Exception | None = None
+    for any_batch, any_size in trials if signature and signature.variable_size else trials[1:]:
+        try:
+            return _program(found.model, example, any_batch, any_size), any_batch, any_size
+        except Exception as error:  # tracing may raise anything
+            reason = error
+    raise WrongUse(
+        f"torch.export cannot follow {found.name}: {in_one_line(reason) if reason else ''}",
+        allowed="models without decisions that depend on numbers",
+        do="write --format safetensors",
+    )
+
+
+def _program(model: nn.Module, example: Tensor, any_batch: bool, any_size: bool) -> Any:
+    open_sizes = {**({0: torch.export.Dim.DYNAMIC} if any_batch else {})}
+    open_sizes |= {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if any_size else {}
+    with torch.no_grad(), _sizes_unknown(), _quietly():
+        return torch.export.export(model, (example,), dynamic_shapes=(open_sizes or None,), strict=False)
+
+
+@contextlib.contextmanager
+def _sizes_unknown() -> Iterator[None]:
+    """Keep dynamic sizes from being specialized to the example: otherwise the program rejects odd sizes."""
+    from torch.fx.experimental import _config
+
+    if not hasattr(_config, "backed_size_oblivious"):
+        yield
+        return
+    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
+
+
+def _without_examples(program: Any) -> Any:
+    """Remove the example inputs: torch would save them as a pickle."""
+    program.example_inputs = None
+    return program
+
+
+# -- ONNX -------------------------------------------------------------------------------------------------------------
+
+
+def _onnx_packages() -> Any:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # type: ignore[import-not-found,import-untyped]
+        import onnxscript  # type: ignore[import-not-found,import-untyped]  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(
+            f"--format onnx without the package {error.name}",
+            allowed="halfstep with its extra onnx: onnx, onnxscript and onnxruntime, which checks the file",
+            do="pip install 'halfstep[onnx]', or write --format torch_export",
+        ) from error
+    return onnxruntime
+
+
+def _fits_into_one_file(model: nn.Module) -> None:
+    total = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    if total > LARGEST_ONNX:
+        raise WrongUse(
+            f"{total / 1e9:.1f} GB of weights in one ONNX file",
+            allowed=f"at most {LARGEST_ONNX / 1e9:.0f} GB",
+            do="write --format torch_export",
+        )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Silence warnings of the export packages about their internals, which no user can act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

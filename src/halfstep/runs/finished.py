@@ -1,0 +1,198 @@
+"""Load a finished run: its task, its recipe and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.data.to_device import placed
+from halfstep.errors import BadData, NoCheckpoint, WrongUse
+from halfstep.files import read_json
+from halfstep.guard.repair.remedies import Remedies
+from halfstep.journal.events import Journal
+from halfstep.precision.select import Choice, choose_precision
+from halfstep.recipe.complaints import validated
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.registry import task_class
+from halfstep.train.environment import AutoChoices
+from halfstep.train.evaluation import Choosing
+from halfstep.train.guarding import cures_in, cures_of, placed_again
+from halfstep.train.loop import Loop
+from halfstep.train.outputs import BEST, FACTS, LAST
+from halfstep.train.process_group import device_of
+from halfstep.train.resume_proof import Build
+from halfstep.train.run import make_loop
+from halfstep.train.run_folder import RECIPE, RESULT, recipe_in
+from halfstep.train.setup import without_weights
+from halfstep.train.state import State
+from halfstep.train.task import Task
+from halfstep.train.weights import load_weights
+
+WHICH = {"best": BEST, "last": LAST}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The task, model and weights of a run, ready to use."""
+
+    folder: Path
+    recipe: Any
+    task: Task
+    model: nn.Module
+    choice: Choice
+    device: torch.device
+    weights: Path
+
+
+def open_finished(folder: Path, *, weights: str, precision: str | None, own: type[Task] | None) -> Finished:
+    """Load a run with its `best` or `last` weights or a file, in its own precision or another.
+
+    Raise `BadData` where the weights are missing or non-finite.
+    """
+    task = task_of(folder, own)
+    recipe = task.recipe
+    device = device_of(recipe.train.device)
+    path = folder / WHICH[weights] if weights in WHICH else Path(weights)
+    model = placed(model_with(task, path), device, recipe.train.channels_last)
+    if precision is None:
+        # The guard's islands belong to the run's own precision; another precision may not need them.
+        cures = _cures(folder)
+        placed_again(model, cures)
+        precision = cures.precision
+    choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
+    return Finished(folder, recipe, task, model.eval(), choice, device, path)
+
+
+def task_of(folder: Path, own: type[Task] | None) -> Task:
+    """Return the task of a run with its recipe and its saved facts, without reading the data."""
+    found = read_recipe(str(recipe_in(folder)))
+    kind = own or task_class(str(found.raw.get("task")))
+    return remembering(kind(validated(found.raw, kind.schema, str(folder / RECIPE))), folder)
+
+
+def remembering(task: Task, folder: Path) -> Task:
+    """Restore the facts of the run in `folder` into `task`, and return it."""
+    task.remember(read_json(folder / FACTS) or {})
+    return task
+
+
+def _cures(folder: Path) -> Remedies:
+    """Return the remedies the run's guard applied: from its result, or from the newest checkpoint."""
+    result = read_json(folder / RESULT)
+    if result is not None:
+        return cures_of(result)
+    try:
+        newest, _ = newest_whole(folder / CHECKPOINTS)
+    except NoCheckpoint:
+        newest = None  # the weights are files of their own and usable without a checkpoint
+    if newest is None:
+        return Remedies()
+    where = newest.generation
+    return cures_in(State.from_parts(*read_state(where, 0), where=str(where.path)).guards) or Remedies()
+
+
+def model_with(task: Task, weights: Path) -> nn.Module:
+    """Return the model of a task with the weights of a file. Raise `BadData` where they are missing or non-finite."""
+    if weights.name == BEST and not weights.is_file() and weights.with_name(LAST).is_file():
+        raise BadData(
+            f"no weights at {weights}: no evaluation of the run was finite",
+            allowed=f"{', '.join(WHICH)}, or a .safetensors file",
+            do="write --weights last",
+        )
+    if not weights.is_file():
+        raise BadData(
+            f"no weights at {weights}",
+            allowed=f"{', '.join(WHICH)}, or a .safetensors file",
+            do="train the run to its first evaluation, or give --weights PATH",
+        )
+    # The weights are loaded below; fetching pretrained ones first would be wasted, and may fail offline.
+    task.recipe = without_weights(task.recipe)
+    model = task.model()
+    load_weights(model, weights)
+    return model
+
+
+# -- elsewhere --------------------------------------------------------------------------------------------------------
+# Evaluate a finished run on another folder with the layout of its training data.
+
+
+DRAWN = "shapes"
+
+
+def elsewhere(finished: Finished, place: Path) -> Finished:
+    """Return the run with all samples of a folder as validation data; its classes stay those of training.
+
+    Raise `WrongUse` for a task without labelled evaluation, `BadData` for a folder of another layout.
+    """
+    data = finished.recipe.data
+    fields = set(type(data).model_fields)
+    if not Choosing(finished.task).judges or not {"path", "val", "name"} <= fields:
+        raise WrongUse(
+            f"a folder for {finished.folder}: the task {finished.recipe.task} is evaluated on its own data alone",
+            allowed="runs of segmentation and classification",
+            do=f"halfstep evaluate {finished.folder}",
+        )
+    _check(place, finished)
+    # Absolute: a relative name would be looked up below the data folder first.
+    changes: dict[str, Any] = {"name": _kind(data, place), "path": str(place), "val": str(place.resolve())}
+    # data.masks belongs to the training images.
+    changes |= {"masks": None} if "masks" in fields else {}
+    recipe = finished.recipe.model_copy(update={"data": data.model_copy(update=changes)})
+    task = remembering(type(finished.task)(recipe), finished.folder)
+    try:
+        task.source("val")
+    except BadData as error:
+        do = f"lay {place} out as the training data were, or give a folder inside it"
+        raise BadData(error.given, allowed=error.allowed, do=do) from None
+    return replace(finished, recipe=recipe, task=task)
+
+
+def _kind(data: Any, place: Path) -> str:
+    """Return the kind of the training data; for generated data, the kind the folder looks like."""
+    if data.name != DRAWN:
+        return str(data.name)
+    return "shards" if any(place.glob("*.tar")) else str(type(data).model_fields["name"].default)
+
+
+def _check(place: Path, finished: Finished) -> None:
+    if not place.is_dir():
+        raise BadData(
+            f"{place} is {'no folder' if place.exists() else 'not there'}",
+            allowed="a folder of labelled samples, laid out as the training data were",
+            do=f"halfstep evaluate {finished.folder} FOLDER, or without FOLDER for its own validation data",
+        )
+    # A class may be called test or val as well.
+    splits = [name for name in ("test", "val") if (place / name).is_dir()]
+    if splits and not set(splits) & set(finished.task.facts().get("classes", ())):
+        raise BadData(
+            f"{place} holds the folder {splits[0]}, which is a set of its own",
+            allowed="the folder of one set",
+            do=f"halfstep evaluate {finished.folder} {place / splits[0]}",
+        )
+
+
+# -- rebuilt ----------------------------------------------------------------------------------------------------------
+# Rebuild the training loop of a run from its folder, repeatedly and without changing the folder.
+
+
+def rebuilding(folder: Path, own: Callable[[], type[Task]] | None) -> Build:
+    """Return a function that rebuilds the run in `folder`, to train in another folder.
+
+    `own` returns the class of a user's task. It is loaded anew each time: module state of the user's file is lost when
+    a process ends, so it must be lost here too.
+    """
+    found = read_recipe(str(recipe_in(folder)))
+
+    def build(where: Path, measured: AutoChoices | None, cures: Remedies | None) -> Loop:
+        kind = own() if own else task_class(str(found.raw.get("task")))
+        recipe = validated(found.raw, kind.schema, str(folder / RECIPE))
+        return make_loop(kind(recipe), recipe, where, Journal(), measured=measured, cures=cures)
+
+    return build

@@ -1,0 +1,232 @@
+"""`halfstep.fit` runs a recipe from Python; `halfstep train` calls `launch` with a validated recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from halfstep import distributed
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.errors import INTERRUPTED, SOFTWARE, TRY_AGAIN, HalfstepError
+from halfstep.files import write_json
+from halfstep.host_memory import nothing_collected
+from halfstep.journal.events import Journal, Listener
+from halfstep.journal.listeners import listeners
+from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM, refuse_contradictions
+from halfstep.recipe.resolve import Resolved
+from halfstep.recipe.sources import read_recipe
+from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.recipe.written import to_yaml, value_of
+from halfstep.runs.registry import task_class
+from halfstep.runs.resolve import Settings, in_short, resolved_recipe
+from halfstep.status_line import Now, OnProgress, unwatched
+from halfstep.terminal import progress, screen
+from halfstep.train.process_group import generators_kept, together
+from halfstep.train.resume import Resumed, find, take_up
+from halfstep.train.run import Run, make_loop, train
+from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, open_run, unfinish
+from halfstep.train.signals import Stopping
+from halfstep.train.task import Task, unheard
+
+# -- status -----------------------------------------------------------------------------------------------------------
+# Save the exit status of each rank to a file: torchrun turns every exit code into 1.
+
+
+RESTARTABLE = (TRY_AGAIN,)
+"""Exit codes after which the same command resumes the run."""
+
+
+def status_file(rank: int) -> str:
+    """Return the name of a rank's status file."""
+    return f"status.rank-{rank:05d}.json"
+
+
+@contextmanager
+def status_kept(folder: Path) -> Iterator[None]:
+    """Save the exit code and the reason of this rank when the block ends."""
+    code, reason = 0, "finished"
+    try:
+        yield
+    except BaseException as error:
+        code, reason = _code(error), str(error).split("\n")[0] or type(error).__name__
+        raise
+    finally:
+        # A full disk must not mask the original error; without the folder there is no place to write.
+        with contextlib.suppress(OSError):
+            if folder.is_dir():
+                content = {"code": code, "reason": reason, "restartable": code in RESTARTABLE}
+                write_json(folder / status_file(distributed.rank()), content)
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, HalfstepError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else SOFTWARE
+
+
+# -- fit --------------------------------------------------------------------------------------------------------------
+
+
+def fit(
+    recipe: str | Path,
+    *,
+    task: Task | type[Task] | None = None,
+    precision: str | None = None,
+    settings: Settings = (),
+    new: bool = False,
+    quiet: bool = False,
+    accept_data_change: bool = False,
+    accept_recipe_change: bool = False,
+    extend: bool = False,
+    rewarm: bool = False,
+) -> Run:
+    """Train a recipe, by name or path, and return the finished run; resume it where it was interrupted.
+
+    `task` is a task of your own, `settings` overrides the recipe, `new` starts in a new numbered folder, `quiet` writes
+    to the run's folder only. A resumed run keeps its data and recipe unless a change is accepted. With `extend` a
+    finished run continues to the length in `settings` at its last learning rate; with `rewarm` too, with a new warm-up
+    and decay over the added part. Raise a `HalfstepError` where the recipe, the data or the folder is not usable.
+    """
+    asked = {DATA: accept_data_change, RECIPE: accept_recipe_change, EXTEND: extend, REWARM: rewarm}
+    accepted = [name for name, given in asked.items() if given]
+    refuse_contradictions(new, extend, rewarm)
+    resolved = resolved_recipe(read_recipe(str(recipe)), _with_precision(settings, precision), schema=_schema(task))
+    return launch(resolved, task=task, new=new, quiet=quiet, command="halfstep.fit", accepted=accepted)
+
+
+def launch(
+    resolved: Resolved,
+    *,
+    task: Task | type[Task] | None,
+    new: bool,
+    quiet: bool,
+    command: str,
+    notes: Sequence[str] = (),
+    accepted: Collection[str] = (),
+    now: Now = unwatched,
+) -> Run:
+    """Train a complete recipe on every rank that torchrun started, or resume an earlier launch.
+
+    `now` receives what is being done until the run emits its own events.
+    """
+    with nothing_collected():
+        # Imports create many objects that stay; the garbage collector would scan them again and again.
+        kind = task_class(resolved.recipe.task) if task is None else _class(task)
+    # The order matters: `_opened` is collective and needs the process group, and signals must be caught around both.
+    with Stopping() as stopping, together(), generators_kept(), _opened(resolved, new, accepted) as opened:
+        # Rank 0 decides the recipe: the folder it numbered is part of it.
+        recipe = kind.schema.model_validate(read_yaml(opened["recipe"], resolved.label))
+        folder, journal = Path(recipe.run.dir), Journal()
+        with status_kept(folder), contextlib.closing(journal):
+            with _gone_if_it_cannot_begin(folder, opened["state"]):
+                # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
+                found = find(folder) if opened["state"] == UNFINISHED else None
+                now("reading the data, building the model")
+                with nothing_collected(), _watched(quiet, now) as told:
+                    loop = make_loop(
+                        _ready(task, kind, recipe),
+                        recipe,
+                        folder,
+                        journal,
+                        measured=found.measured_for(recipe) if found else None,
+                        cures=found.cures_for(recipe) if found else None,
+                        stopping=stopping,
+                        told=told,
+                    )
+                now("")
+                unfinished, finished = opened["state"] == UNFINISHED, opened["result"]
+                resumed = take_up(loop, found, folder, accepted, finished) if unfinished else None
+                journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
+            if distributed.rank() == 0:  # only after the checkpoint was found to fit
+                unfinish(folder)
+                keep_recipe(folder, recipe)
+            # A resumed run keeps its own recipe; only values that still apply are reported.
+            chosen = [one for one in resolved.sizing if value_of(recipe, one.key) == one.value]
+            heard = [*notes, *resolved.notes, *in_short(chosen)]
+            return train(
+                loop, folder, label=resolved.label, command=command, notes=heard, sizing=chosen, resumed=resumed
+            )
+
+
+@contextmanager
+def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Open and lock the run's folder on rank 0 for all ranks."""
+    held: list[FolderLock] = []
+
+    def open_it() -> dict[str, Any]:
+        opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted)
+        held.append(opened.lock)
+        return {"recipe": to_yaml(opened.recipe), "state": opened.state, "result": opened.result}
+
+    try:
+        yield distributed.rank_zero_or_raise(open_it)
+    finally:
+        for one in held:
+            one.release()
+
+
+@contextmanager
+def _watched(quiet: bool, now: Now) -> Iterator[OnProgress]:
+    """Yield a progress callback whose bar appears with the first call: most tasks have nothing to prepare."""
+    with contextlib.ExitStack() as stack:
+        bars: list[OnProgress] = []
+
+        def told(done: int, of: int) -> None:
+            if not bars:
+                now("")
+                bars.append(stack.enter_context(progress("getting ready", "samples")))
+            bars[0](done, of)
+
+        yield unheard if quiet or distributed.rank() > 0 else told
+
+
+@contextmanager
+def _gone_if_it_cannot_begin(folder: Path, state: str) -> Iterator[None]:
+    """Remove the folder of a run that failed to start, so that the corrected command can be repeated."""
+    try:
+        yield
+    except BaseException:
+        # Only a new folder without checkpoints: a folder that holds work is never removed.
+        if distributed.rank() == 0 and state == NEW and not (folder / CHECKPOINTS).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _class(task: Task | type[Task]) -> type[Task]:
+    return task if isinstance(task, type) else type(task)
+
+
+def _schema(task: Task | type[Task] | None) -> Any:
+    return None if task is None else _class(task).schema
+
+
+def _with_precision(settings: Settings, precision: str | None) -> Settings:
+    if precision is None:
+        return settings
+    if isinstance(settings, Mapping):
+        return {**settings, "precision": precision}
+    return [*settings, f"precision={precision}"]
+
+
+def _ready(task: Task | type[Task] | None, kind: type[Task], recipe: Any) -> Task:
+    if not isinstance(task, Task):
+        return kind(recipe)
+    # A copy, so that two fits with one task object do not share state.
+    given = copy.copy(task)
+    given.begin(recipe)
+    return given
+
+
+def _listeners(folder: Path, recipe: Any, quiet: bool, resumed: Resumed | None) -> list[Listener]:
+    # Rank 0 alone writes the journal and the console.
+    if distributed.rank() > 0:
+        return []
+    console = None if quiet else screen()
+    return listeners(
+        folder, tracker=recipe.run.tracker, console=console, resumed_at=resumed.attempt if resumed else None
+    )

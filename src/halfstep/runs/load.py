@@ -1,0 +1,93 @@
+"""`halfstep.load` returns a trained model: `halfstep.load("runs/unet").predict("photo.jpg")`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import BadData, WrongUse
+from halfstep.precision.select import Choice
+from halfstep.runs.finished import open_finished
+from halfstep.train.signature import Preprocessing, Signature
+from halfstep.train.task import LeftOut, Prediction, Task
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model of a run with its preprocessing, its classes and its precision."""
+
+    folder: Path
+    task: Task
+    model: nn.Module
+    """The model on its device, ready to call: `model(preprocessing(image))`."""
+    choice: Choice
+    device: torch.device
+
+    @property
+    def signature(self) -> Signature:
+        """Return inputs and outputs of the model. Raise `WrongUse` where its task has no signature."""
+        try:
+            return self.task.signature()
+        except LeftOut:
+            raise WrongUse(
+                f"what the model of {self.folder} takes, which its task {self.task.recipe.task} does not say",
+                allowed="segmentation, classification, or a task of your own with a `signature`",
+                do="use .predict(image), or .task and .model",
+            ) from None
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Return the callable that turns a path, a Pillow image, an array or a tensor into model input."""
+        return self.signature.preprocessing
+
+    @property
+    def classes(self) -> list[str]:
+        """Return the class names, in the order of the outputs."""
+        return self.signature.classes
+
+    @property
+    def precision(self) -> str:
+        """Return the name of the precision `predict` computes in: the run's own, unless another was requested."""
+        return self.choice.precision.name
+
+    def predict(self, image: Any) -> Prediction:
+        """Return the prediction for a path, a Pillow image, an array (height × width × channels) or a tensor.
+
+        Raise `BadData` for an unreadable image, `WrongUse` for a task that predicts nothing about images.
+        """
+        from halfstep.data.image_io import as_read
+        from halfstep.data.source import BadSample
+
+        try:
+            read = as_read(image, _channels(self.task))
+        except BadSample as error:
+            raise BadData(f"{error.name}: {error.reason}", allowed="an image", do="give another file") from None
+        try:
+            with self.choice.precision.inference(self.device):
+                return self.task.predict(self.model, read.to(self.device))
+        except LeftOut:
+            raise WrongUse(
+                f"the model of {self.folder} says nothing about images",
+                allowed="runs whose task predicts",
+                do=f"use .task.sample(...), as `halfstep predict {self.folder}` does",
+            ) from None
+
+
+def load(
+    run: str | Path, *, weights: str = "best", precision: str | None = None, task: type[Task] | None = None
+) -> Loaded:
+    """Load the model of a run with its `best` or `last` weights or a file, in the run's precision or another.
+
+    `task` is the class of a task of your own, as given to `fit`. Raise `BadData` where the weights are not usable.
+    """
+    found = open_finished(Path(run).expanduser(), weights=str(weights), precision=precision, own=task)
+    return Loaded(found.folder, found.task, found.model, found.choice, found.device)
+
+
+def _channels(task: Task) -> int:
+    channels: int = getattr(task, "channels_read", getattr(task.recipe.data, "channels", 3))
+    return channels

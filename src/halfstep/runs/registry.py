@@ -1,0 +1,183 @@
+"""Find tasks by name: files in `halfstep.tasks`, entry points of packages, or a file given on the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pkgutil
+import sys
+import types
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep import tasks
+from halfstep.errors import Contradiction, HalfstepError, WrongUse, missing_extra, unknown_name
+from halfstep.tasks import options
+
+if TYPE_CHECKING:
+    from halfstep.train.task import Task
+
+GROUP = "halfstep.tasks"
+LARGEST_FILE = 2**20
+"""The largest task file in bytes; a larger file is something else."""
+
+
+def task_names() -> list[str]:
+    """Return the names of all tasks a recipe may use."""
+    return sorted({*_own(), *_installed()})
+
+
+def task_class(name: str) -> type[Task]:
+    """Return the task of this name. Raise `UnknownName`, or `Contradiction` where two packages define it."""
+    own, installed = _own(), _installed()
+    if name in own and name in installed:
+        raise Contradiction(
+            f"task {name!r} comes with halfstep, and with {_owner(installed[name])}",
+            allowed="one task of a name",
+            do=f"rename the entry point in {_owner(installed[name])}, or uninstall it",
+        )
+    if name in own:
+        return _imported(name)
+    if name in installed:
+        return _checked(installed[name].load(), f"the entry point {installed[name].value!r}")
+    raise unknown_name("task", name, [*own, *installed])
+
+
+def task_schema(name: str) -> Any:
+    """Return the recipe schema of a task, without loading torch where its options have a file of their own."""
+    module = task_options(name)
+    return task_class(name).schema if module is None else module.SCHEMA
+
+
+def task_schemas() -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of every task, by its name."""
+    from halfstep.recipe.explain import json_schema
+
+    return {name: json_schema(task_schema(name)) for name in task_names()}
+
+
+def task_options(name: str) -> Any:
+    """Return the options module of a built-in task, which loads no torch; None for other tasks."""
+    if name in _own() and name not in _installed() and name in _with_options():
+        return importlib.import_module(f"{options.__name__}.{name}")
+    return None
+
+
+def task_from_file(path: str | Path) -> tuple[type[Task], str]:
+    """Return the task in a user's file, and the SHA-256 of the source that was executed.
+
+    Raise `WrongUse` where the file cannot be executed or does not define exactly one task.
+    """
+    path = Path(path)
+    # Read once, so that the digest is that of the executed source even if the file changes meanwhile.
+    text = _read(path)
+    digest = hashlib.sha256(text).hexdigest()
+    module = _executed(path, text, digest)
+    return _task_in(module, str(path)), digest
+
+
+def _task_in(module: types.ModuleType, where: str) -> type[Task]:
+    """Return the one task a module defines; imported classes do not count."""
+    from halfstep.train.task import Task
+
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        names = ", ".join(value.__name__ for value in found) or "none"
+        raise WrongUse(
+            f"{where} holds {len(found)} tasks ({names})",
+            allowed="a file with exactly one class that derives from Task",
+            do="write `class MyTask(Task)` in it, or leave one and move the others",
+        )
+    return _checked(found[0], where)
+
+
+def _own() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(tasks.__path__) if not m.ispkg and not m.name.startswith("_")]
+
+
+def _with_options() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(options.__path__)]
+
+
+def _installed() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in found and found[point.name].value != point.value:
+            raise Contradiction(
+                f"task {point.name!r} comes with {_owner(found[point.name])}, and with {_owner(point)}",
+                allowed="one task of a name",
+                do="uninstall one of the two packages",
+            )
+        found[point.name] = point
+    return found
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.value
+
+
+def _imported(name: str) -> type[Task]:
+    try:
+        module = importlib.import_module(f"{tasks.__name__}.{name}")
+    except ImportError as error:
+        # Only a missing package of an extra is the user's to install; any other ImportError is a bug.
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        raise missing from error
+    return _task_in(module, module.__name__)
+
+
+def _checked(found: object, where: str) -> type[Task]:
+    from halfstep.train.task import Task
+
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise WrongUse(
+            f"{where} gives {type(found).__name__}, not a task", allowed="a class that derives from Task", do="fix it"
+        )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if not missing and not hasattr(found, "metric"):
+        missing = ["metric"]
+    if missing:
+        raise WrongUse(
+            f"{found.__name__} in {where} lacks {', '.join(missing)}",
+            allowed="a task with model, source, loss and metric",
+            do="write what is missing; docs/add-a-task.md shows a whole one",
+        )
+    return found
+
+
+def _read(path: Path) -> bytes:
+    allowed = "a Python file of at most 1 MiB"
+    if not path.is_file():
+        raise WrongUse(f"no file at {path}", allowed=allowed, do="check the path given to --task")
+    with path.open("rb") as file:
+        # One byte more than allowed shows a larger file without reading all of it.
+        text = file.read(LARGEST_FILE + 1)
+    if path.suffix != ".py" or len(text) > LARGEST_FILE:
+        raise WrongUse(f"{path} is not a task", allowed=allowed, do="give the .py file that holds your Task class")
+    return text
+
+
+def _executed(path: Path, text: bytes, digest: str) -> types.ModuleType:
+    # Registered in sys.modules, where dataclasses and pickle look classes up; the digest separates files of one name.
+    module = types.ModuleType(f"halfstep_task_{path.stem}_{digest[:12]}")
+    module.__file__ = str(path.resolve())
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(text, module.__file__, "exec"), vars(module))
+    except HalfstepError:
+        raise
+    except Exception as error:
+        del sys.modules[module.__name__]
+        raise WrongUse(
+            f"{path} stopped with {type(error).__name__}: {error}",
+            allowed="a Python file that runs to its end when it is imported",
+            do=f"python {path}  shows where",
+        ) from error
+    return module

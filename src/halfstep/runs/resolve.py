@@ -1,0 +1,179 @@
+"""Resolve a recipe and the user's settings to one complete recipe, without loading torch.
+
+A mistyped setting is thus reported at once. Only `sizing: auto` asks torch for the device, after all other checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pkgutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from halfstep.data.layout import data_place
+from halfstep.errors import BadData, BadRecipe, HalfstepError, WrongUse, missing_extra
+from halfstep.recipe.overrides import Override, key_for, read_flags, typed_again
+from halfstep.recipe.resolve import ChosenSetting, Resolved, resolve
+from halfstep.recipe.schema import NO_FILE, WEIGHTS
+from halfstep.recipe.sources import RawRecipe, read_recipe
+from halfstep.runs.registry import task_options, task_schema
+from halfstep.tasks import sizing
+from halfstep.terminal import progress
+from halfstep.train.run_folder import NEW, check_run
+
+Settings = Mapping[str, Any] | Iterable[str]
+"""`{"train.batch_size": 4}`, or as on the command line: `["train.batch_size=4", "--bf16"]`."""
+
+
+def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = None) -> Resolved:
+    """Return the recipe with all settings applied; `schema` is that of a user's own task.
+
+    Raise `BadRecipe`, `BadData` or `WrongUse` where it cannot be resolved.
+    """
+    schema = schema or task_schema(_named_task(found))
+    if isinstance(settings, Mapping):
+        overrides = [Override(key_for(key, schema), value) for key, value in settings.items()]
+    else:
+        overrides = read_flags(list(settings), schema)
+    # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
+    size = functools.partial(_sized, must_exist=any(one.key == "data.path" for one in overrides))
+    return resolve(found.raw, schema, overrides, found.label, size)
+
+
+def in_short(chosen: Sequence[ChosenSetting]) -> list[str]:
+    """Return one line about the chosen settings, or none; the journal has the reasons."""
+    if not chosen:
+        return []
+    values = ", ".join(f"{one.key.rpartition('.')[2]} {_short(one.value)}" for one in chosen)
+    return [f"sized to the set and the machine: {values}"]
+
+
+def _short(value: Any) -> str:
+    return f"of {len(value)}" if isinstance(value, list) else f"{value}"
+
+
+def _sized(recipe: Any, given: Mapping[str, Any], *, must_exist: bool) -> Sequence[ChosenSetting]:
+    """Choose the settings a recipe leaves open, for its data set and this machine."""
+    rules = _rules(recipe.task)
+    # With every setting given, neither the data nor the device is looked at.
+    if given.keys() >= rules.KEYS:
+        return ()
+    facts = _facts(recipe, rules.DATA, must_exist)
+    from halfstep.train.machine import this_machine
+
+    chosen: Sequence[ChosenSetting] = rules.sized(facts, this_machine(recipe.train.device), given)
+    return chosen
+
+
+def _rules(task: str) -> Any:
+    known = [module.name for module in pkgutil.iter_modules(sizing.__path__)]
+    if task not in known:
+        raise BadRecipe(
+            f"sizing=auto with task={task}",
+            allowed="sizing=auto for segmentation and classification",
+            do="write sizing=none, and give train.epochs",
+        )
+    return importlib.import_module(f"{sizing.__name__}.{task}")
+
+
+def _facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
+    from halfstep.data.layout import data_place, find_layout
+    from halfstep.data.set_facts import set_facts
+    from halfstep.tasks.sizing.choices import UNKNOWN
+
+    data = recipe.data
+    if data.name not in kinds:
+        return UNKNOWN
+    try:
+        masks = getattr(data, "masks", None)
+        layout = find_layout(data_place(data.path), recipe.task, None if masks is None else data_place(masks))
+    except BadData:
+        if must_exist:
+            raise
+        return UNKNOWN
+    with progress("looking at the data", "masks") as told:
+        return set_facts(layout, told)
+
+
+def _named_task(found: RawRecipe) -> str:
+    named = found.raw.get("task")
+    if not isinstance(named, str):
+        raise WrongUse(f"{found.label} names no task", allowed="task: segmentation", do="add a line `task: NAME`")
+    return named
+
+
+# -- beforehand -------------------------------------------------------------------------------------------------------
+# Checks that need no torch, which takes seconds to load.
+
+
+EVERY_RUN = ("safetensors", "matplotlib")
+DRAWN = ("shapes", "maps")
+"""Data that is generated, not read from disk."""
+
+
+def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) -> None:
+    """Raise the error a run would fail with before its first step, as far as it can be known; change nothing."""
+    recipe = resolved.recipe
+    # A resumed run has its weights in the checkpoint and needs no file.
+    begins = new or _state(resolved, accepted) == NEW
+    options = task_options(recipe.task)
+    if options is None:
+        return
+    _check_packages((*EVERY_RUN, *options.NEEDS))
+    options.check(recipe)
+    _check_data(recipe.data)
+    if begins and recipe.model.weights not in NO_FILE:
+        _check_weights(recipe.model.weights)
+
+
+def _state(resolved: Resolved, accepted: Collection[str]) -> str:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return NEW  # another rank may have opened the folder already; rank 0 checks it later for all
+    return check_run(resolved.recipe, resolved.label, drawn=resolved.drawn, accepted=accepted)
+
+
+def _check_packages(names: Iterable[str]) -> None:
+    for name in names:
+        # find_spec looks a package up without importing it.
+        if find_spec(name) is None:
+            error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+            raise missing_extra(error) or error
+
+
+def _check_data(data: Any) -> None:
+    if data.name in DRAWN:
+        return
+    place = data_place(data.path)
+    if not place.exists():
+        raise BadData(
+            f"data.path is {data.path}, and there is nothing at {place.absolute()}",
+            allowed="a folder that is there",
+            do="give the folder that holds your data: --data_dir FOLDER",
+        )
+
+
+def _check_weights(path: str) -> None:
+    if not Path(path).expanduser().is_file():
+        raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
+
+
+# -- typing again -----------------------------------------------------------------------------------------------------
+# Build the next command to type: the typed settings with some replaced. Loads no torch.
+
+
+def but_for_precision(recipe: str, words: Sequence[str]) -> list[str]:
+    """Return recipe and settings without the precision, for a command that sets it in its own way."""
+    return with_changes(recipe, words, "precision=auto")[:-1]  # the new setting is the last word
+
+
+def with_changes(recipe: str, words: Sequence[str], *changes: str) -> list[str]:
+    """Return the recipe and its settings, each set once: `["unet", "--lr", "0.1", "precision=bf16"]`."""
+    try:
+        schema = task_schema(str(read_recipe(recipe).raw["task"]))
+    except HalfstepError:  # the recipe file is gone: keep the words as typed
+        return [recipe, *words, *changes]
+    return [recipe, *typed_again(words, changes, schema)]

@@ -1,0 +1,82 @@
+"""Show on one line of stderr what a command is doing. It appears at once, so this module imports little."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from shutil import get_terminal_size
+
+from halfstep.printable import in_line
+
+OnProgress = Callable[[int, int], None]
+"""A callback that is given (done, total)."""
+Now = Callable[[str], None]
+"""Called with the current activity; an empty string removes the line."""
+_ERASED = "\r\x1b[2K"
+_shown = ""
+"""The line that is displayed now, without a newline: it is erased before anything else is printed."""
+
+
+def unwatched(doing: str) -> None:
+    """Show nothing: for calls that nobody waits for."""
+
+
+def waiting(title: str) -> Now:
+    """Return a function that shows what `title` is doing. Only rank 0 prints."""
+    return partial(_now, title)
+
+
+def tell(line: str) -> None:
+    """Show a status line: on a terminal it replaces the previous one, in a log it is one more line."""
+    global _shown
+    line = in_line(line)
+    if _moves():
+        show(line)
+    elif line != _shown and _speaks():
+        _shown = line
+        _write(f"{line}\n")
+
+
+def show(line: str) -> None:
+    """Show a status line on a terminal, and nothing in a log."""
+    global _shown
+    if _moves():
+        _shown = in_line(line)
+        # One column less than the width: a full line would wrap, and the erase code clears a single row.
+        _write(f"{_ERASED}{_shown[: get_terminal_size().columns - 1]}")
+
+
+def clear() -> None:
+    """Erase the status line."""
+    global _shown
+    if _shown and _moves():
+        _write(_ERASED)
+    _shown = ""
+
+
+def _now(title: str, doing: str) -> None:
+    if doing:
+        tell(f"{title}: {doing}")
+    else:
+        clear()
+
+
+def _moves() -> bool:
+    # TERM=dumb means that the terminal does not interpret the codes that erase a line.
+    return _speaks() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _speaks() -> bool:
+    # sys.stderr is None under pythonw; torchrun sets RANK.
+    return sys.stderr is not None and os.environ.get("RANK", "0") == "0"
+
+
+def _write(text: str) -> None:
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    try:
+        sys.stderr.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stderr.flush()
+    except OSError:  # the reader has closed its end
+        pass

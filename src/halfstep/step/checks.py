@@ -1,0 +1,228 @@
+"""Refuse or report, before a step, what is known to be wrong."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import TornUpdate, WrongUse
+from halfstep.finding import Finding
+from halfstep.formats import is_narrow
+from halfstep.observe.reachable import global_names, held_by
+from halfstep.step.optimizer_slot import owned_by
+
+
+def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], ranks: int) -> list[Finding]:
+    """Refuse what would train nothing, or train it wrongly in silence; return findings about what probably will.
+
+    Raises WrongUse.
+    """
+    _check_wrapper(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for name, optimizer in optimizers.items():
+        _check_closure(name, optimizer)
+        owned = owned_by(optimizer)
+        _check_belongs(name, owned, names)
+        _check_there(owned, names, ranks)
+        _check_wide([p for p in owned if p.requires_grad], names)
+        _check_hooks(name, owned, names)
+    _check_distinct(optimizers, names)
+    return _stale(model, optimizers)
+
+
+def check_trainable(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Raise WrongUse if no optimizer has a trainable parameter; one of several may be frozen, as in a GAN."""
+    owned = [p for optimizer in optimizers.values() for p in owned_by(optimizer)]
+    if not any(p.requires_grad for p in owned):
+        raise WrongUse(
+            f"optimizers {', '.join(map(repr, optimizers))} hold {len(owned)} parameters, all of them frozen",
+            allowed="an optimizer over parameters of the model that require a gradient",
+            do="requires_grad_(True) on what is trained, before the Stepper is built",
+        )
+
+
+def idle_island(path: str) -> Finding:
+    """Return the finding for an island in which nothing ran."""
+    evidence = f"nothing ran in the island {path!r}: its weights are used elsewhere, in the precision of the run"
+    return Finding("island.idle", "warning", evidence, "make the module that uses them an island")
+
+
+def check_surroundings(device: torch.device) -> None:
+    """Raise WrongUse where a step could not learn: inside autocast, no_grad or inference_mode."""
+    # Casts of weights are cached until the outermost autocast ends, so later steps would compute with old weights.
+    if torch.is_autocast_enabled(device.type):
+        raise WrongUse(
+            "a step inside torch.autocast, which keeps using the weights that it cast first",
+            allowed="autocast round the forward pass only, which halfstep opens by itself",
+            do="take the loop out of `with torch.autocast(...)`",
+        )
+    if not torch.is_grad_enabled():
+        raise WrongUse(
+            "a step under torch.no_grad() or inference_mode()",
+            allowed="a step where gradients are recorded",
+            do="take the training loop out of it",
+        )
+
+
+def check_window(*, torn: bool, in_one: bool, empty: bool) -> None:
+    """Raise TornUpdate or WrongUse if a window cannot begin, or its settings cannot change, in this state."""
+    if torn:
+        raise TornUpdate(
+            "an optimizer, schedule or average was interrupted in the last update: the weights are neither old nor new",
+            do="load the last checkpoint into a new Stepper",
+        )
+    if in_one or empty:
+        raise WrongUse(
+            "step() in the middle of an open window" if in_one else "a Window without micro-batches",
+            allowed="one window at a time, of one micro-batch or more",
+            do="stepper.apply() or stepper.discard() first" if in_one else "skip empty windows",
+        )
+
+
+def check_only(name: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Raise WrongUse if no optimizer has this name."""
+    if name not in optimizers:
+        names = ", ".join(map(repr, optimizers))
+        raise WrongUse(f"only={name!r}", allowed=names, do="name one of this Stepper's optimizers")
+
+
+def no_loss(names: Sequence[str], losses: Mapping[str, object]) -> WrongUse:
+    """Return the error for optimizers that the loss function returned no loss for."""
+    missing = [name for name in names if name not in losses]
+    return WrongUse(
+        f"no loss for {missing}; got {sorted(map(str, losses))}",
+        allowed=f"one loss for all, or a dict with {list(names)}",
+        do="return one loss for each optimizer, or step(..., only=name)",
+    )
+
+
+def check_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
+    """Raise WrongUse if other code clipped or stepped between `backward()` and `apply()`."""
+    if weights_moved:
+        raise WrongUse(
+            "weights that changed between backward() and apply(): optimizer.step() was called beside the Stepper",
+            allowed="updates by stepper.apply() only; this window is dropped, but that update has happened",
+            do="take optimizer.step() and scaler.step() out of the loop",
+        )
+    if gradients_moved:
+        raise WrongUse(
+            "gradients that changed between backward() and apply(), where they still carry the loss scale",
+            allowed="gradients as backward left them; this window is dropped",
+            do="Stepper(..., clip_norm=1.0) in place of clip_grad_norm_, or on_gradients=fn for other edits",
+        )
+
+
+def _check_wrapper(model: nn.Module) -> None:
+    """Refuse wrappers that keep gradients, or whole parameters, where a step does not see them."""
+    if isinstance(model, nn.DataParallel):
+        raise WrongUse(
+            "a model in torch.nn.DataParallel, which copies it to every device in each forward",
+            allowed="a plain model under torchrun, a model in DistributedDataParallel, or fully_shard(model)",
+            do="Stepper(model.module, ...), started with torchrun --nproc-per-node",
+        )
+    # Not imported here: that takes most of a second, and without the import FSDP1 cannot be in use.
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp1 is not None and any(isinstance(module, fsdp1) for module in model.modules()):
+        raise WrongUse(
+            "a model in FullyShardedDataParallel (FSDP1), which keeps its shards in flat parameters",
+            allowed="FSDP2: torch.distributed.fsdp.fully_shard",
+            do="for block in model.blocks: fully_shard(block); fully_shard(model); Stepper(model, ...)",
+        )
+
+
+def _check_closure(name: str, optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needed = closure is not None and closure.default is inspect.Parameter.empty
+    # SAM and its variants come from many packages; all of them have these two methods.
+    two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
+    if needed or two_steps or isinstance(optimizer, torch.optim.LBFGS):
+        raise WrongUse(
+            f"optimizer {name!r} is {type(optimizer).__name__}, which evaluates the loss several times an update",
+            allowed="optimizers that step once from given gradients",
+            do="use AdamW, SGD or another first-order optimizer",
+        )
+
+
+def _check_hooks(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
+    """Refuse an optimizer in backward: it updates before it is known whether the gradients are finite."""
+    for p in owned:
+        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        if hasattr(p, "_in_backward_optimizers") or any(map(_steps_an_optimizer, hooks.values())):
+            raise WrongUse(
+                f"{names.get(id(p), 'a parameter')} of optimizer {name!r} has an optimizer in backward",
+                allowed="an optimizer that is stepped once, after all gradients were judged",
+                do="remove the hook of register_post_accumulate_grad_hook that calls optimizer.step()",
+            )
+
+
+def _steps_an_optimizer(hook: Any) -> bool:
+    """Return whether a hook calls `step` of an optimizer; one that only reads gradients may lead to one as well."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return code is not None and "step" in global_names(code) and bool(held_by(hook, torch.optim.Optimizer))
+
+
+def _check_belongs(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
+    if not any(id(p) in names for p in owned):
+        raise WrongUse(
+            f"optimizer {name!r} holds {len(owned)} parameters, none of them of this model",
+            allowed="an optimizer over parameters of the model that require a gradient",
+            do="build the optimizer after the model is final: optim.AdamW(model.parameters())",
+        )
+
+
+def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: int) -> None:
+    meta = [names.get(id(p), "?") for p in trained if p.is_meta]
+    if meta:
+        raise WrongUse(
+            f"{', '.join(meta[:5])} on the meta device, which holds no numbers",
+            allowed="parameters on a device that computes",
+            do="model.to_empty(device=...) and load the weights, then build the optimizer",
+        )
+    # Their gradients would not be synchronized, and the ranks would drift apart silently.
+    foreign = sum(id(p) not in names for p in trained)
+    if foreign and ranks > 1:
+        raise WrongUse(
+            f"{foreign} parameters in the optimizer that are not the model's, on several processes",
+            allowed="parameters of the model, whose gradients are synchronised",
+            do="make the module that holds them (a loss with weights, say) a part of the model",
+        )
+
+
+def _check_wide(trained: list[torch.Tensor], names: Mapping[int, str]) -> None:
+    narrow = [names.get(id(p), "(not of the model)") for p in trained if is_narrow(p.dtype)]
+    if narrow:
+        more = f" and {len(narrow) - 5} more" if len(narrow) > 5 else ""
+        raise WrongUse(
+            f"trainable weights stored in 16 bits: {', '.join(narrow[:5])}{more}",
+            allowed="16-bit storage for frozen weights only; small updates to trained ones would round away",
+            do="model.float() before building the optimizer, or load with dtype=torch.float32",
+        )
+
+
+def _stale(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Finding]:
+    """Find an optimizer with parameters of another model while some of this one are in none: a part was replaced."""
+    held = {id(p) for optimizer in optimizers.values() for p in owned_by(optimizer)}
+    own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    left_out = [name for key, name in own.items() if key not in held]
+    foreign = len(held - {id(p) for p in model.parameters()})
+    if not (left_out and foreign):
+        return []
+    evidence = f"the optimizer holds {foreign} parameters of another model and leaves out {', '.join(left_out[:5])}"
+    return [Finding("optimizer.stale", "warning", evidence, "build the optimizer after the model is final")]
+
+
+def _check_distinct(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> None:
+    owner: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for p in owned_by(optimizer):
+            if owner.setdefault(id(p), name) != name:
+                raise WrongUse(
+                    f"{names.get(id(p), 'a parameter')} belongs to optimizers {owner[id(p)]!r} and {name!r}",
+                    allowed="each parameter in one optimizer",
+                    do="split the parameters",
+                )

@@ -1,0 +1,239 @@
+"""The average of the weights and the step counters: both change only with an applied update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from halfstep.errors import StateMismatch, WrongUse, same_keys
+from halfstep.observe.recorder import as_written
+from halfstep.precision.precision import widen
+from halfstep.step.buffers import SMALL, Buffers, differ, version_of
+
+
+class StepCounts:
+    """How many steps were attempted, applied and skipped, and why."""
+
+    def __init__(self) -> None:
+        self.attempted = 0
+        self.applied = 0
+        self.skipped: Counter[str] = Counter()
+        self.skipped_in_a_row = 0
+
+    def count(self, reason: str | None) -> None:
+        """Count a step that was applied, or skipped for `reason`."""
+        if reason is None:
+            self.applied += 1
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped[reason] += 1
+            self.skipped_in_a_row += 1
+
+    def __repr__(self) -> str:
+        why = ", ".join(f"{reason} {many}" for reason, many in self.skipped.items())
+        skipped = f"{sum(self.skipped.values())} skipped" + (f" ({why})" if why else "")
+        return f"Counts({self.attempted} attempted, {self.applied} applied, {skipped})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters as plain data."""
+        return {**vars(self), "skipped": dict(self.skipped)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load counters; raise StateMismatch if their names differ."""
+        same_keys("counters", vars(self), state)
+        vars(self).update({**state, "skipped": Counter(state["skipped"])})
+
+
+class Ema:
+    """An exponential moving average of a model's parameters in fp32, with its buffers copied.
+
+    In 16 bits an average with decay 0.9999 never changes: each change is below half the spacing of the format. Raises
+    WrongUse for a decay outside of (0, 1), and for lazy parameters.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not 0.0 < decay < 1.0:
+            raise WrongUse(f"an average with decay={decay}", allowed="a number between 0 and 1", do="Ema(model, 0.999)")
+        self.decay, self._model = decay, model
+        self._parameters: list[Tensor] = []
+        self._averages: list[Tensor] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Update the set of parameters after some were added, removed, frozen or unfrozen.
+
+        A parameter that was trained once stays averaged while it is frozen: GANs freeze one half in every other step.
+        New ones start with their weights.
+        """
+        known = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
+        named = {as_written(n): p for n, p in self._model.named_parameters() if p.requires_grad or id(p) in known}
+        lazy = [name for name, p in named.items() if is_lazy(p)]
+        if lazy:
+            raise WrongUse(
+                f"an average of {', '.join(lazy[:5])}, which have no shape before the first batch",
+                allowed="parameters that are there",
+                do="run a batch through the model, then build the optimizer and Ema(model)",
+            )
+        self._names, self._parameters = list(named), list(named.values())
+        self._averages = [known.get(id(p), widen(p.detach()).clone()) for p in self._parameters]
+        self._buffers = Buffers(self._model)
+        self._copies = _clones(self._named_buffers())
+        self._sources: list[Tensor] = []
+        self._small: list[tuple[Tensor, Tensor]] = []
+        self._large: list[tuple[Tensor, Tensor, int]] = []
+
+    @torch.no_grad()
+    def update(self, parameters: Sequence[Tensor] | None = None) -> None:
+        """Update the averages after an applied update, only for `parameters` if these are given."""
+        averages, current = self._averages, self._parameters
+        if parameters is not None:
+            moved = set(map(id, parameters))
+            places = [i for i, p in enumerate(current) if id(p) in moved]
+            averages, current = [averages[i] for i in places], [current[i] for i in places]
+        if not averages:
+            return
+        # In place: no temporary of the size of the model.
+        torch._foreach_lerp_(averages, current, 1.0 - self.decay)
+        self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        """Copy small buffers each time, and large ones, such as masks, if they were written since."""
+        now = list(self._buffers)
+        same = len(now) == len(self._sources) and all(map(is_, now, self._sources))
+        if not same or any([copy.shape != buffer.shape for copy, buffer in self._small]):
+            self._look_at_buffers()
+        if self._small:
+            torch._foreach_copy_([copy for copy, _ in self._small], [buffer for _, buffer in self._small])
+        for place, (copy, buffer, version) in enumerate(self._large):
+            if buffer._version != version:
+                copy.copy_(buffer)
+                self._large[place] = copy, buffer, buffer._version
+
+    def _look_at_buffers(self) -> None:
+        """Rebuild the pairs after buffers were registered, replaced or resized."""
+        named = self._named_buffers()
+        if not _same_shapes(self._copies, named):
+            self._copies = _clones(named)
+        self._sources = list(self._buffers)
+        pairs = [(self._copies[name], buffer) for name, buffer in named.items()]
+        self._small = [pair for pair in pairs if pair[1].numel() <= SMALL or version_of(pair[1]) < 0]
+        known = {id(buffer) for _, buffer in self._small}
+        self._large = [(copy, buffer, -1) for copy, buffer in pairs if id(buffer) not in known]
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Copy large buffers that were written through `.data`, without a version change, before they are read."""
+        for copy, buffer, _ in self._large:
+            if copy.shape == buffer.shape and differ(copy, buffer):
+                copy.copy_(buffer)
+
+    def _named_buffers(self) -> dict[str, Tensor]:
+        return {as_written(name): buffer for name, buffer in self._buffers.named().items()}
+
+    def averages_some_of(self, model: nn.Module) -> bool:
+        """Return whether any parameter of `model` is averaged here."""
+        own = set(map(id, self._parameters))
+        return any(id(p) in own for p in model.parameters())
+
+    @contextmanager
+    @torch.no_grad()
+    def in_place(self) -> Iterator[None]:
+        """Put the averages into the model inside the context, and restore its own weights afterwards."""
+        self._catch_up()
+        own = [p.detach().clone() for p in self._parameters]
+        own_buffers = _clones(self._named_buffers())
+        try:
+            self._put(self._averages, self._copies)
+            yield
+        finally:
+            self._put(own, own_buffers)
+
+    def averages(self) -> dict[str, Tensor]:
+        """Return the averaged parameters by name."""
+        return dict(zip(self._names, self._averages, strict=True))
+
+    def average_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the average of one parameter, or None if it is not averaged."""
+        pairs = zip(self._parameters, self._averages, strict=True)
+        return next((average for p, average in pairs if p is parameter), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state. It holds references, as torch's own: copy it if training continues."""
+        self._catch_up()
+        kept = {"averages": self.averages(), "buffers": dict(self._copies)}
+        return {"decay": self.decay, **kept, "fleeting": sorted(set(self._copies) & _fleeting(self._model))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state; raise StateMismatch for the averages or buffers of another model."""
+        if not _same_shapes(self.averages(), state["averages"]):
+            differing = sorted(set(state["averages"]) ^ set(self._names)) or ["shapes"]
+            raise StateMismatch(
+                f"averages of another model: {', '.join(differing[:5])} differ",
+                allowed=f"the {len(self._names)} trainable parameters of this model",
+                do="build the model that was saved",
+            )
+        # Non-persistent buffers may be registered only by the model's first batch.
+        modules = {as_written(path) for path, _ in self._model.named_modules()}
+        later = {name for name in state.get("fleeting", ()) if name.rpartition(".")[0] in modules}
+        unknown = sorted(set(state["buffers"]) - set(map(as_written, self._buffers.names())) - later)
+        if unknown:
+            raise StateMismatch(
+                f"buffers of another model: {', '.join(unknown[:5])}",
+                allowed="buffers that this model registers",
+                do="build the model that was saved",
+            )
+        self.decay = float(state["decay"])
+        with torch.no_grad():
+            for name, average in self.averages().items():
+                average.copy_(state["averages"][name])
+        # Without sources the next update pairs the loaded copies with the model's buffers again.
+        self._copies, self._sources = _clones(state["buffers"]), []
+        self._large = []
+
+    def _put(self, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        for target, value in zip(self._parameters, parameters, strict=True):
+            # Into the parameters themselves: the optimizer and DistributedDataParallel hold references to them.
+            target.detach().copy_(value)
+        for name, buffer in self._buffers.named().items():
+            if as_written(name) in buffers:
+                self._put_buffer(name, buffer, buffers[as_written(name)])
+        # Otherwise an autocast that is still open would use casts of the weights from before the swap.
+        torch.clear_autocast_cache()
+
+    def _put_buffer(self, name: str, buffer: Tensor, value: Tensor) -> None:
+        try:
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+                return
+        except RuntimeError:  # expanded: several of its elements share one place in memory
+            pass
+        path, _, own = name.rpartition(".")
+        self._model.get_submodule(path)._buffers[own] = value.clone()  # its size has changed since
+
+
+def _fleeting(model: nn.Module) -> set[str]:
+    """Return the names of non-persistent buffers."""
+    own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
+    return {as_written(path + name) for path, module in own for name in module._non_persistent_buffers_set}
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _same_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(ours[name].shape == theirs[name].shape for name in ours)
+
+
+def checked_average(ema: Ema | None, model: nn.Module) -> Ema | None:
+    """Return `ema`; raise WrongUse if it averages another model."""
+    if ema is not None and not ema.averages_some_of(model):
+        raise WrongUse("an Ema of another model", allowed="an Ema of the model that is trained", do="ema=Ema(model)")
+    return ema

@@ -1,0 +1,266 @@
+"""The losses of a step: what a loss function may return, and how micro-batches become one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from halfstep.errors import WrongUse, same_keys
+from halfstep.formats import widest
+from halfstep.precision.precision import Precision, widen
+from halfstep.step.loss_scale import DynamicScale, LossScale, NoScale
+from halfstep.step.ranks import Ranks
+
+Count = float | Tensor
+
+
+class Counted(NamedTuple):
+    """A loss that is a sum, with the number of elements that were summed.
+
+    Micro-batches and ranks of unequal size are then weighted correctly: the update is that of one large batch.
+    """
+
+    sum: Tensor
+    count: Count  # type: ignore[assignment]  # the field's own word; a tuple's method of this name is not needed
+
+
+class _Out(NamedTuple):
+    loss: Any
+    aux: Any = None
+
+
+class Out(_Out):
+    """A loss, with anything else that should come back as `report.aux`: logits, an accuracy, a dict of terms.
+
+    Tensors in `aux` are detached, so that they keep no graph alive, and DistributedDataParallel expects no gradient
+    through them.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, loss: Any, aux: Any = None) -> Out:
+        return super().__new__(cls, loss, pytree.tree_map_only(Tensor, Tensor.detach, aux))
+
+
+def loss_and_aux(result: Any) -> tuple[Any, Any]:
+    """Split the result of a loss function into loss and aux.
+
+    Raises WrongUse for anything else; a plain tuple is refused, because it could mean (loss, metric) or (sum, count).
+    """
+    if isinstance(result, Out):
+        return loss_and_aux(result.loss)[0], result.aux
+    # Hugging Face's ModelOutput is a dict as well, but one with an attribute `loss`.
+    if isinstance(result, (Tensor, Counted)) or (isinstance(result, dict) and not hasattr(result, "loss")):
+        return result, None
+    # Outputs of Hugging Face models, and named tuples with a field `loss`.
+    loss = getattr(result, "loss", None)
+    if isinstance(loss, (Tensor, Counted)):
+        return loss, None
+    raise _not_a_loss(result)
+
+
+class LossSlot:
+    """One loss by name: its scale, and its sum over the micro-batches of a window."""
+
+    def __init__(self, name: str, scale: LossScale) -> None:
+        self.name, self.scale = name, scale
+        self._first = scale, scale.state_dict()
+        self.base_count: float | None = None
+        """N0: the divisor of sums before backward, so that they fit the format; agreed once, then constant."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset for a new window."""
+        self.total: Tensor | None = None
+        self.count: Count | None = None
+        self.microbatches = 0
+        self.divided = 1
+        self.value = self.factor = math.nan
+        self._unscaled, self._found_now = 1.0, False
+        self._asks: Callable[[], float | None] | None = None
+
+    def scale_anew(self, precision: Precision, *, as_built: bool) -> None:
+        """Start with a new scale for another precision, or with the initial one."""
+        if as_built:
+            self.scale, first = self._first
+            self.scale.load_state_dict(first)
+        else:
+            self.scale = scale_for(precision)
+
+    def scaled(self, loss: Any, divide: int, ranks: Ranks, window: int) -> Tensor:
+        """Return the tensor to run backward on.
+
+        `divide` is the number of micro-batches in the window, where it is known. Raises WrongUse for an unusable loss,
+        and for plain and counted losses in one window.
+        """
+        counted = isinstance(loss, Counted)
+        if self.microbatches and counted != (self.count is not None):
+            raise _mixed()
+        value = _scalar(loss.sum if isinstance(loss, Counted) else loss)
+        if isinstance(loss, Counted):
+            # Divided before backward: the gradients of a plain sum may overflow fp16. The exact count is known only
+            # after the agreement, and is folded into unscaling.
+            ready = value / self._divisor(loss.count, divide, ranks, window)
+        else:
+            ready = value / divide if divide > 1 else value
+        self.microbatches += 1
+        self.divided = divide
+        # Summed on the device; the host reads it once, in the agreement.
+        seen = value.detach()
+        self.total = seen if self.total is None else self.total + seen
+        # Without a scale nothing is added to the graph, so that fp32 stays bitwise equal to a plain loop.
+        return ready if self.scale.value == 1.0 else ready * self.scale.value
+
+    def _divisor(self, count: Count, microbatches: int, ranks: Ranks, window: int) -> float:
+        count = count.detach() if isinstance(count, Tensor) else float(count)
+        self.count = count if self.count is None else self.count + count
+        if self.base_count is None:
+            # Once in a run: all ranks must divide by the same number before their gradients are summed. Through the
+            # store rather than by a collective, because a rank may fail on its way here.
+            # A host read, in the first window only.
+            mine: float | None = float(count) * microbatches * ranks.size
+            mine = mine if mine is not None and 0.0 < mine < math.inf else None
+            if ranks.size > 1:
+                ranks.offer(window, self.name, mine)
+                mine = ranks.first_of(window, self.name)
+            self.base_count, self._found_now = mine, True
+        return self.base_count or 1.0
+
+    def forget(self) -> None:
+        """Forget the base count if it was found in the window that was dropped."""
+        if self._found_now:
+            self.base_count = None
+
+    def unscale_ahead(self, ranks: Ranks) -> float:
+        """Return the missing factor of gradients before the agreement; sums cost a collective for their counts."""
+        if self.count is None:
+            self._unscaled = self.divided / self.microbatches / self.scale.value
+        else:
+            assert self.total is not None, "a count comes with its sum"
+            count = ranks.agree(_wide(self.count, self.total.device)).item()
+            self._unscaled = ranks.size * (self.base_count or 1.0) / (count if count > 0.0 else 1.0) / self.scale.value
+        return self._unscaled
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the loss."""
+        assert self.total is not None, "asked before a loss was seen"
+        return self.total.device
+
+    def numbers(self) -> list[Tensor]:
+        """Return the total, and the count if there is one."""
+        assert self.total is not None, "asked before a loss was seen"
+        return [self.total] if self.count is None else [self.total, _wide(self.count, self.total.device)]
+
+    def numbers_on_ranks(self) -> list[Tensor]:
+        """Return the sum and its count, or the mean and -1. Summed over ranks, NaN and inf are preserved."""
+        assert self.total is not None, "asked before a loss was seen"
+        if self.count is not None:
+            return [self.total, _wide(self.count, self.total.device)]
+        return [self.total / self.microbatches, _wide(-1.0, self.total.device)]
+
+    def take_no_part(self, device: torch.device, ranks: Ranks, window: int) -> None:
+        """Set up a window without a batch: this rank adds nothing to the total, and offers no count."""
+        self.total, self.count = torch.zeros((), device=device), 0.0
+        if self.base_count is None:
+            ranks.offer(window, self.name, None)
+            self._asks = lambda: ranks.first_of(window, self.name)
+
+    def read(self, total: float, count: float | None, ranks: int = 1, with_a_batch: int = 1) -> None:
+        """Compute the loss, and the factor that gradients lack, from the agreed numbers."""
+        if count is None:
+            # Gradients were averaged over all ranks, including those that had no batch and contributed zeros.
+            divided = self.divided / (self.microbatches or self.divided)
+            self.value = total / with_a_batch
+            self.factor = divided / self.scale.value * (ranks / with_a_batch) / self._unscaled
+            return
+        if self.base_count is None and self._asks is not None:
+            # Only after the agreement: by then every rank has made its offer.
+            self.base_count = self._asks()
+        # No element counted means no loss: torch's own mean over nothing is NaN too.
+        usable = 0.0 < count < math.inf
+        self.value = total / count if usable else math.nan
+        counted = count if usable else 1.0
+        # DDP and FSDP2 average over ranks, and a sum must not be averaged: hence `ranks`.
+        self.factor = ranks * (self.base_count or 1.0) / counted / self.scale.value / self._unscaled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and the base count."""
+        return {"loss_scale": self.scale.state_dict(), "base_count": self.base_count}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise StateMismatch for a state that does not fit; nothing is changed."""
+        same_keys(f"the loss {self.name!r}", self.state_dict(), state)
+        # Loading into a copy runs all checks of the scale without changing it.
+        LossSlot(self.name, _copy_of(self.scale)).load_state_dict(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the scale and the base count."""
+        self.scale.load_state_dict(state["loss_scale"])
+        self.base_count = state["base_count"]
+
+
+def scale_for(precision: Precision, given: LossScale | None = None) -> LossScale:
+    """Return the loss scale of a precision, or `given` if it fits; raise WrongUse if it does not.
+
+    Only fp16 has one: without it small gradients underflow there, and elsewhere it has no benefit.
+    """
+    if given is None:
+        return DynamicScale() if precision.scaled else NoScale()
+    if isinstance(given, NoScale) == precision.scaled:
+        raise WrongUse(
+            f"{type(given).__name__} with precision {precision.name}",
+            allowed="a loss scale with fp16, and only there",
+            do="leave loss_scale out, or give StaticScale(1.0) to see fp16 without one",
+        )
+    return given
+
+
+def _copy_of(scale: LossScale) -> LossScale:
+    copy = object.__new__(type(scale))
+    copy.__dict__.update(scale.__dict__)
+    return copy
+
+
+def _wide(count: Count, device: torch.device) -> Tensor:
+    """Return a count as a tensor in the widest dtype of its device, so that it is exact."""
+    return torch.as_tensor(count, dtype=widest(device), device=device)
+
+
+_ALLOWED = (
+    "a scalar tensor with a graph behind it, halfstep.Counted(sum, count), halfstep.Out(loss, aux=...), or a dict"
+)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+        return widen(loss)
+    raise _not_a_loss(loss)
+
+
+def _not_a_loss(given: Any) -> WrongUse:
+    if isinstance(given, tuple):
+        return WrongUse(
+            f"a tuple of {len(given)} as the loss, which could be (loss, metric) or (sum, count)",
+            allowed=_ALLOWED,
+            do="return halfstep.Out(loss, aux=accuracy), or halfstep.Counted(loss_sum, count)",
+        )
+    what = f"a {type(given).__name__}"
+    if isinstance(given, Tensor):
+        what = f"a tensor of shape {tuple(given.shape)}" if given.ndim else "a scalar that does not require grad"
+    return WrongUse(
+        f"{what} as the loss", allowed=_ALLOWED, do="return loss.mean(), and call the model outside torch.no_grad()"
+    )
+
+
+def _mixed() -> WrongUse:
+    return WrongUse(
+        "a plain loss and a Counted one in one window",
+        allowed="the same for every micro-batch of a window",
+        do="return halfstep.Counted(loss.sum(), number_of_elements), or loss.mean()",
+    )

@@ -1,0 +1,243 @@
+"""The ranks that train one model: how they agree, and how one of them reports a failure.
+
+Collectives carry numbers and need every rank; the store, which every process group has, carries text and needs no other
+rank. A rank that cannot reach the next collective leaves its message there, and waiting ranks look for one now and
+then.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep import distributed
+from halfstep.errors import RankFailed
+
+LOOK = datetime.timedelta(seconds=0.5)
+"""How long a rank waits in a collective before it checks whether another one has failed."""
+_FAIL_TOGETHER = 1.5
+"""Seconds within which ranks that fail for the same reason do so."""
+_GONE, _NOBODY_KNOWS = "gone", "?"
+
+_EVERYBODY = nullcontext()
+_made: Counter[str] = Counter()
+"""Instances per group, for the prefix of their keys: keys must not mix, and all ranks create them in the same order."""
+
+
+class Ranks:
+    """The ranks of one process group, or all ranks if it is None; a single process is a group too."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        with distributed.within(group):
+            self.size, self.rank = distributed.size(), distributed.rank()
+        self._store = _store_of(group) if self.size > 1 else None
+
+    def here(self) -> AbstractContextManager[None]:
+        """Return a context in which the functions of `halfstep.distributed` refer to these ranks."""
+        return _EVERYBODY if self.group is None else distributed.within(self.group)
+
+    # -- numbers ------------------------------------------------------------------------------------------------
+
+    def agree(self, numbers: Tensor) -> Tensor:
+        """Return the sum over all ranks in float64; raise RankFailed if one of them is gone."""
+        if self.size == 1:
+            return numbers
+        total = numbers.to(torch.float64, copy=True)
+        with self.explained():
+            # Asynchronous: a blocking call could not be left when another rank fails, before the backend's own timeout.
+            self.wait(dist.all_reduce(total, group=self.group, async_op=True))
+        return total
+
+    def wait(self, work: Any, *, until: float | None = None) -> None:
+        """Wait until a collective is done, while checking for failed ranks; raise TimeoutError after `until`.
+
+        With a GPU the host does not wait here, but where it reads the numbers.
+        """
+        while until is None or time.monotonic() < until:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                # A timeout of `wait` raises the same RuntimeError as a failed collective, which is completed.
+                if work.is_completed():
+                    raise
+                self.look()
+        raise TimeoutError("the other ranks did not come")
+
+    def send_from_rank_zero(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with rank 0's, in place."""
+        with self.explained():
+            self.wait(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a tensor of any size over all ranks, in place."""
+        with self.explained():
+            self.wait(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def collectives(self) -> int:
+        """Return how many collectives of the group were begun on this rank."""
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        return int(group._get_sequence_number_for_group())
+
+    # -- words --------------------------------------------------------------------------------------------------
+
+    def tell(self, window: int, words: str) -> None:
+        """Publish why this rank failed in this window."""
+        if self._store is not None:
+            self._store.set(f"{window}/{self.rank}", words)
+
+    def ask_anew(self, window: int) -> None:
+        """Publish that this failure left something incomplete, which all ranks must rebuild after the window."""
+        if self._store is not None:
+            self._store.set(f"{window}/anew", "")
+
+    def asked_anew(self, window: int) -> bool:
+        """Return whether any rank asked for a rebuild after this window."""
+        return self._store is not None and bool(self._store.check([f"{window}/anew"]))
+
+    def everybody_failed(self, window: int, place: str) -> bool:
+        """Return whether every rank failed in this window at the same `place`: then no rank waits for another.
+
+        That is the case if all of them made the same wrong call, or share a mistake in the loss function.
+        """
+        store: Any = self._store
+        store.set(f"{window}/place/{self.rank}", place)
+        keys = [f"{window}/place/{rank}" for rank in range(self.size)]
+        until = time.monotonic() + _FAIL_TOGETHER
+        while not store.check(keys):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return len({store.get(key) for key in keys}) == 1
+
+    def leave(self, words: str) -> None:
+        """Publish that this rank takes part in nothing any more, so that the others stop waiting for it."""
+        if self._store is not None:
+            self._store.set(_GONE, f"{self.rank} {words}")
+
+    def look(self) -> None:
+        """Raise RankFailed if a rank has left."""
+        if self._store is None or not self._store.check([_GONE]):
+            return
+        failed, _, words = self._store.get(_GONE).decode().partition(" ")
+        if failed == _NOBODY_KNOWS:
+            raise rank_failed(words, None, usable=False)
+        raise rank_failed(f"rank {failed} failed in this window: {words}", int(failed), usable=False)
+
+    def failed(self, window: int) -> RankFailed:
+        """Return the error that names the ranks that failed in a window."""
+        told = self._told(window)
+        if not told:
+            return rank_failed("a rank failed in this window, and nobody knows why", None, usable=True)
+        names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in told)
+        return rank_failed(names, told[0][0], usable=True)
+
+    def _told(self, window: int) -> list[tuple[int, str]]:
+        """Return the ranks that left a message about a window, with their messages."""
+        store = self._store
+        if store is None:
+            return []
+        keys = {rank: f"{window}/{rank}" for rank in range(self.size)}
+        return [(rank, store.get(key).decode()) for rank, key in keys.items() if store.check([key])]
+
+    def publish(self, what: str, words: str) -> None:
+        """Publish this rank's current text under a name."""
+        if self._store is not None:
+            self._store.set(f"{what}/{self.rank}", words)
+
+    def published(self, what: str) -> list[str]:
+        """Return the current texts of all ranks that published one."""
+        store: Any = self._store
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        return [store.get(key).decode() for key in keys if store.check([key])]
+
+    def offer(self, window: int, what: str, value: float | None) -> None:
+        """Publish this rank's value for `first_of`; None if it has none, so that no rank waits for it."""
+        if self._store is not None:
+            self._store.set(f"{window}/{what}/{self.rank}", "" if value is None else repr(value))
+
+    def first_of(self, window: int, what: str) -> float | None:
+        """Return the value of the lowest rank that has one. Not a collective: a rank may fail on its way here."""
+        for rank in range(self.size):
+            if (text := self._from(rank, window, what)) != "":
+                return float(text)
+        return None
+
+    def _from(self, rank: int, window: int, what: str) -> str:
+        store: Any = self._store
+        key, failed = f"{window}/{what}/{rank}", f"{window}/{rank}"
+        while not store.check([key]):
+            if store.check([failed]):
+                return ""
+            self.look()
+            _pause(store, key)
+        return str(store.get(key).decode())
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise RankFailed for a connection that breaks inside: another rank is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not connection_broke(error):
+                raise
+            raise self._gone() from error
+
+    def _gone(self) -> RankFailed:
+        """Return the error for a broken connection, and publish it for ranks that have none to the lost one."""
+        given = "another rank is gone: its connection closed while this one waited for it"
+        try:
+            self.look()
+            if self._store is not None:
+                self._store.set(_GONE, f"{_NOBODY_KNOWS} another rank is gone: a connection to it closed")
+        except RankFailed as known:
+            return known
+        except RuntimeError:  # the store went with it
+            pass
+        return rank_failed(given, None, usable=False)
+
+
+def connection_broke(error: BaseException) -> bool:
+    """Return whether torch raised this error because another rank went away."""
+    # gloo raises a plain RuntimeError, which only its message tells from others.
+    network = isinstance(error, (dist.DistNetworkError, dist.DistBackendError))
+    return network or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def rank_failed(given: str, rank: int | None, *, usable: bool) -> RankFailed:
+    """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
+    if usable:
+        allowed = "nothing has moved on any rank, and the process group can be used"
+        error = RankFailed(given, allowed=allowed, do="look at that rank's own error; train on if it does")
+    else:
+        allowed = "nothing has moved on this rank, but the process group cannot be used any more"
+        error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
+    error.rank, error.usable = rank, usable
+    return error
+
+
+def _pause(store: Any, key: str) -> None:
+    try:
+        store.wait([key], LOOK)
+    except RuntimeError:  # not there yet
+        return
+
+
+def _store_of(group: Any) -> Any:
+    whole = dist.distributed_c10d._get_default_group() if group is None else group
+    store = dist.distributed_c10d._get_process_group_store(whole)
+    name = str(whole.group_name)
+    _made[name] += 1
+    # Keys of two Steppers in one group, or of an earlier Stepper, must not be taken for this one's.
+    return dist.distributed_c10d.PrefixStore(f"halfstep/{name}/{_made[name]}", store)

@@ -1,0 +1,345 @@
+"""Synchronize a model under FSDP2's fully_shard: count its collectives, and repeat them where a rank fails.
+
+FSDP2 gathers parameters in forward and backward, so the others wait for a rank in every layer. A rank that fails runs
+the last successful micro-batch once more, for its collectives only, and leaves out those that it had already begun.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep import distributed
+from halfstep.errors import WrongUse
+from halfstep.precision.island import islands
+from halfstep.step.agreement import backward_from
+from halfstep.step.gradients import Gradients
+from halfstep.step.ranks import Ranks
+from halfstep.step.sync import LossFunction, Synchroniser
+
+PATIENCE = 4.0
+"""Seconds that a failed rank waits for the others in its collectives; three windows' time if that is longer."""
+GATHER, REDUCE = "gather", "reduce"
+
+
+class Traffic:
+    """The FSDP2 collectives of the current micro-batch, and what happens to them on this rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.start()
+
+    def start(self, *, done: Sequence[tuple[str, int]] = (), silent: bool = False, until: float | None = None) -> None:
+        """Begin a micro-batch. `done`: collectives that were begun before; `silent`: send gradients as zeros."""
+        self.seen: list[tuple[str, int]] = []
+        self.silent, self._done, self._until = silent, list(done), until
+
+    def skips(self, kind: str, elements: int) -> bool:
+        """Count one more collective; return whether the others have it from this rank already."""
+        self.seen.append((kind, elements))
+        place = len(self.seen)
+        if place > len(self._done):
+            return False
+        if self._done[place - 1] != (kind, elements):
+            raise RuntimeError("another run of the loss function gathered other parameters")
+        return True
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective, while checking for failed ranks."""
+        with self.ranks.explained():
+            self.ranks.wait(work, until=self._until)
+
+
+class _Gather:
+    """FSDP2's all-gather, or the user's replacement for it, counted."""
+
+    def __init__(self, inner: Any, traffic: Traffic) -> None:
+        self.inner, self._traffic = inner, traffic
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.allocate(*args, **kwargs)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        if self._traffic.skips(GATHER, output_tensor.numel()):
+            output_tensor.zero_()
+            return None
+        if async_op or output_tensor.device.type != "cpu":
+            return self.inner(output_tensor, input_tensor, group, async_op)
+        # On a GPU the host does not wait in a collective; here it would, so it checks for failed ranks meanwhile.
+        self._traffic.wait(self.inner(output_tensor, input_tensor, group, True))
+        return None
+
+
+class _Reduce:
+    """FSDP2's reduce-scatter, or the user's replacement for it, counted."""
+
+    def __init__(self, inner: Any, traffic: Traffic) -> None:
+        self.inner, self._traffic = inner, traffic
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.allocate(*args, **kwargs)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        if self._traffic.skips(REDUCE, input_tensor.numel()):
+            output_tensor.zero_()
+            return None
+        if self._traffic.silent:
+            input_tensor.zero_()  # not a product with zero: the values may be NaN
+        if async_op or output_tensor.device.type != "cpu":
+            return self.inner(output_tensor, input_tensor, group, op, async_op)
+        self._traffic.wait(self.inner(output_tensor, input_tensor, group, op, True))
+        return None
+
+
+class Sharded(Synchroniser):
+    """A model under FSDP2's fully_shard."""
+
+    model: Any
+    backward_goes_everywhere = True
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        super().__init__(model)
+        self._ranks, self._traffic = ranks, Traffic(ranks)
+        self._good: tuple[LossFunction, Any] | None = None
+        """The last successful loss function and micro-batch, for a rank that fails or has none."""
+        self._expected: dict[bool, list[tuple[str, int]]] = {}
+        self._length, self._took = -1, 0.0
+        self._end()
+        self._look()
+
+    def _end(self) -> None:
+        self._window = self._runs = 0
+        self._finished = False
+        self._current: tuple[LossFunction, Any, bool] | None = None
+
+    def follow(self) -> Synchroniser:
+        """Replace the collectives of new parameter groups."""
+        self._look()
+        return self
+
+    def _look(self) -> None:
+        outside = [n for n, p in self.model.named_parameters() if p.requires_grad and not distributed.is_shard(p)]
+        if outside:
+            raise WrongUse(
+                f"trainable parameters that FSDP2 does not hold: {', '.join(outside[:5])}",
+                allowed="every trainable parameter in fully_shard, which synchronises what it holds",
+                do="fully_shard(model) without ignored_params, or freeze them",
+            )
+        self._groups = list(_groups(self.model))
+        _keep_islands_wide(self.model)
+        for group in self._groups:
+            group._all_gather_comm = _Gather(_inner(group._all_gather_comm), self._traffic)
+            group._reduce_scatter_comm = _Reduce(_inner(group._reduce_scatter_comm), self._traffic)
+        shards = [p for p in self.model.parameters() if distributed.is_shard(p)]
+        meshes = {group.mesh_info.mesh.ndim for group in self._groups}
+        self._only_ours = max(meshes) == 1 and all(p.device_mesh.ndim == 1 for p in shards)
+        """Whether all collectives of a window go through `_Gather` and `_Reduce`: one mesh dimension only."""
+
+    # -- a window -----------------------------------------------------------------------------------------------
+
+    def begin(self, microbatches: int) -> None:
+        """Begin a window, and publish how many micro-batches it has."""
+        self._end()
+        self._window, self._since = microbatches, time.perf_counter()
+        self._traffic.start()
+        self._publish(microbatches)
+
+    def _publish(self, microbatches: int) -> None:
+        """Publish the number of micro-batches when it changes: a rank without a batch has to know it."""
+        if microbatches != self._length:
+            self._ranks.publish("micro-batches", str(microbatches))
+            self._length = microbatches
+
+    def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
+        """Run the loss function; gradients are reduced in the last micro-batch only."""
+        self._went_well()
+        self._runs += 1
+        self._current = loss_fn, batch, last
+        self._traffic.start()
+        with self.forward(last):
+            return loss_fn(self.model, batch)
+
+    def forward(self, last: bool) -> AbstractContextManager[object]:
+        """Return a context for the caller's forward; gradients are reduced in the last micro-batch only."""
+        # FSDP2's no_sync: gradients accumulate unsharded until the last micro-batch.
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def finish(self, gradients: Sequence[Gradients]) -> None:
+        """Record that the window succeeded, and how long it took."""
+        self._went_well()
+        self._finished = True
+        self._took = time.perf_counter() - self._since
+
+    def _went_well(self) -> None:
+        if self._current is not None:
+            loss_fn, batch, last = self._current
+            self._good, self._expected[last] = (loss_fn, batch), self._traffic.seen
+            self._current = None
+
+    # -- a rank without a batch, or that failed -----------------------------------------------------------------
+
+    def without_batch(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> None:
+        """Run an earlier batch once per micro-batch of the others, and send zeros as gradients."""
+        loss_fn, batch = self._remembered()
+        place, length = 0, 1
+        while place < length:
+            self._traffic.start(silent=True)
+            self.model.set_requires_gradient_sync(True)
+            with autocast:
+                losses = loss_fn(self.model, batch)
+            if place == 0:  # the others have begun the window too, since they sent their parameters
+                length = max(1, *map(int, self._ranks.published("micro-batches")))
+            self.model.set_requires_gradient_sync(place == length - 1)
+            backward_from(losses)
+            place += 1
+        self._traffic.start()
+
+    def _remembered(self) -> tuple[LossFunction, Any]:
+        if self._good is None:
+            raise WrongUse(
+                "step(None) in the first window of a model under FSDP2",
+                allowed="a rank without a batch gathers parameters by running an earlier batch once more",
+                do="give every rank a batch in its first window",
+            )
+        return self._good
+
+    def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
+        """Repeat the last successful micro-batch for the collectives that the others wait in.
+
+        Returns False if there is none, or if its collectives are not those that were begun.
+        """
+        if self._finished:
+            return True
+        done = self._traffic.seen if self._current is not None else []
+        if self._good is None or self._window == 0 or not self._can_skip(done):
+            return False
+        until = time.monotonic() + max(PATIENCE, 3 * self._took)
+        begun = self._runs - 1 if self._current is not None else self._runs
+        try:
+            for place in range(begun, self._window):
+                self.abandon()
+                # The repeated run draws its gradients from an old batch: zeros are sent in their place.
+                self._traffic.start(done=done, silent=True, until=until)
+                self.model.set_requires_gradient_sync(place == self._window - 1)
+                with autocast:
+                    losses = self._good[0](self.model, self._good[1])
+                backward_from(losses)
+                # Only the interrupted micro-batch had begun collectives.
+                done = []
+        except Exception:
+            return False
+        return True
+
+    def _can_skip(self, done: Sequence[tuple[str, int]]) -> bool:
+        """Return whether the collectives begun here are those that the last successful run would have begun."""
+        if not done:
+            return True
+        # Collectives of tensor parallel, and the reduction over replicas, cannot be left out.
+        return self._only_ours and any(list(done) == known[: len(done)] for known in self._expected.values())
+
+    @property
+    def begun(self) -> str:
+        """The collectives that were begun in this window."""
+        return f"{self._runs} {self._finished} {self._traffic.seen if self._current is not None else []}"
+
+    # -- nothing stays ------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Reshard the parameters, and drop all gradients that FSDP2 holds."""
+        _reset(self.model)
+        for group in self._groups:
+            # FSDP2 keeps gradients in three places, and each would be added to the next window.
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                parameter.sharded_param.grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+    def settle(self) -> None:
+        """Reshard parameters that are still gathered."""
+        # A forward pass outside of a step leaves the root's parameters gathered; so does a failed one.
+        if not all(group.is_sharded for group in self._groups):
+            self.abandon()
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard parameters that a forward pass outside of a step left gathered."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    under_fsdp2 = module is not None and isinstance(model, module.FSDPModule)
+    if under_fsdp2 and not all(group.is_sharded for group in _groups(model)):
+        _reset(model)
+
+
+def _groups(model: Any) -> Iterator[Any]:
+    for state in _states(model):
+        yield from _groups_of(state)
+
+
+def _states(model: Any) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule  # slow to load, and loaded already where it is needed
+
+    sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [module._get_fsdp_state() for module in sharded]
+    return list({id(state): state for state in states}.values())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _keep_islands_wide(model: Any) -> None:
+    """Make FSDP2 gather the weights of islands as they are stored, not in its 16-bit `param_dtype`."""
+    for path, module in islands(model).items():
+        inside = set(module.modules())
+        for state in _states(model):
+            for group in _groups_of(state):
+                if _narrows(group, module):
+                    # FSDP2 fixes the policy in its first forward, and a group has one policy for all of its modules.
+                    if state._is_root is not None or not inside.issuperset(group.modules):
+                        raise _narrow_island(path, group.mp_policy.param_dtype)
+                    group.mp_policy = state._mp_policy = replace(group.mp_policy, param_dtype=None)
+
+
+def _narrows(group: Any, island: nn.Module) -> bool:
+    """Return whether this group holds weights of an island and gathers them in fewer bits than they are stored in."""
+    narrow = group.mp_policy.param_dtype
+    held = {id(p.sharded_param) for p in group.fsdp_params}
+    return any(id(p) in held and narrow not in (None, p.dtype) for p in island.parameters())
+
+
+def _narrow_island(path: str, narrow: object) -> WrongUse:
+    return WrongUse(
+        f"the island {path!r} in a shard that FSDP2 gathers in {narrow}",
+        allowed="an island that is sharded by itself, and has not run yet",
+        do=f"fully_shard(model.{path}, mp_policy=MixedPrecisionPolicy()) before fully_shard(model)",
+    )
+
+
+def _inner(comm: Any) -> Any:
+    return comm.inner if isinstance(comm, (_Gather, _Reduce)) else comm
+
+
+def _reset(model: Any) -> None:
+    """Reshard the parameters and reset FSDP2 to the state between two forward passes, wherever an error left it."""
+    state = model._get_fsdp_state()
+    if state._is_root is None:
+        return  # no forward pass yet
+    # Not in every supported version of torch.
+    if hasattr(state, "_reset_iter_state"):
+        state._reset_iter_state()
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

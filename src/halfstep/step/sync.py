@@ -1,0 +1,99 @@
+"""Make gradients the same on all ranks; one class per situation, so that the step has no branch on it.
+
+torch's own machinery does the work: DistributedDataParallel around a module whose forward *is* the loss function, so
+that `model.encode(...)` inside it synchronizes as well as `model(...)`; FSDP2 where the model is sharded already. Every
+class knows which collectives of a window remain, so that a failed rank can join them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from halfstep.errors import WrongUse
+from halfstep.step.gradients import Gradients
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+class Synchroniser(ABC):
+    """A runner of loss functions that averages gradients over ranks in the last micro-batch."""
+
+    cure: str = ""
+    """The advice where gradients differ between ranks."""
+
+    backward_goes_everywhere: bool = False
+    """Whether backward cannot be restricted to some parameters, so that unwanted gradients are cleared."""
+    asks_anew: bool = False
+    """Whether `complete` left something that all ranks have to rebuild together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def begin(self, microbatches: int) -> None:
+        """Begin a window; `microbatches` is 0 if their number is not known."""
+        return
+
+    @abstractmethod
+    def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
+        """Run one micro-batch, in the function form of the step."""
+
+    @abstractmethod
+    def forward(self, last: bool) -> AbstractContextManager[object]:
+        """Return the context for a forward pass that the caller writes."""
+
+    def finish(self, gradients: Sequence[Gradients]) -> None:
+        """Finish the window after the last backward."""
+        return
+
+    def without_batch(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> None:
+        """Replace `run` and backward on a rank without a batch: it adds nothing to the others' gradients."""
+        raise WrongUse(
+            "step(None) where no other process could have a batch, or with the caller's own forward pass",
+            allowed="step(None) on several processes with the function form",
+            do="end the loop where the batches end",
+        )
+
+    def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
+        """Join the remaining collectives of the window, in which the others wait, after this rank failed.
+
+        Returns False if that is impossible: they must be informed in another way.
+        """
+        return True
+
+    @property
+    def begun(self) -> str:
+        """The collectives begun here in this window, as text that is equal on ranks at the same point."""
+        return ""
+
+    def abandon(self) -> None:
+        """Remove everything that a dropped window left."""
+        return
+
+    def anew(self) -> None:
+        """Rebuild what a rank's failure left incomplete; called on every rank if one of them asked for it."""
+        self.asks_anew = False
+
+    def settle(self) -> None:
+        """Prepare parameters for being looked at."""
+        return
+
+    def follow(self) -> Synchroniser:
+        """Return the synchroniser to use after parameters were added, removed or unfrozen."""
+        return self
+
+
+class Alone(Synchroniser):
+    """A single rank: nothing to synchronize."""
+
+    def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
+        """Run the loss function."""
+        return loss_fn(self.model, batch)
+
+    def forward(self, last: bool) -> AbstractContextManager[object]:
+        """Return an empty context."""
+        return nullcontext()

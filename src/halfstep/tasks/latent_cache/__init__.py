@@ -1,0 +1,1 @@
+"""Encode images once with a frozen autoencoder and cache their latents on disk."""

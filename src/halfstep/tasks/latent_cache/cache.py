@@ -1,0 +1,437 @@
+"""Cache the latents of every sample of a source on disk, under a key of everything they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from halfstep import distributed
+from halfstep.data.fingerprint import fingerprint
+from halfstep.data.source import BadSample, Files, Sample, Source, files_of, key_of, without_image
+from halfstep.errors import BadData, NotBegun, StorageFailed
+from halfstep.files import cache_folder, write_json
+from halfstep.journal.numbers import size as in_words
+from halfstep.safetensors_header import content
+from halfstep.status_line import OnProgress
+from halfstep.tasks.latent_cache.encoding import Encoding, evenly, here, ready_image
+from halfstep.train.signals import asked_to_stop
+from halfstep.train.task import unheard
+from halfstep.train.weights import save_weights
+
+# -- key --------------------------------------------------------------------------------------------------------------
+# The cache key: a hash of everything the latents depend on.
+
+
+VERSION = "2"
+"""The version of the file layout; a new version does not find older files."""
+LOOKED_AT = 32
+"""How many images are hashed as the autoencoder sees them: generated samples have no file, and readers change."""
+
+
+def words_of(encoding: Encoding, source: Source, parts: Mapping[str, str]) -> dict[str, str]:
+    """Return everything the latents of a source depend on: the caller's `parts`, and the data itself."""
+    (found,) = fingerprint(source).parts
+    words = {
+        **parts,
+        "version": VERSION,
+        "samples": str(found.samples),
+        "names": found.order,
+        "files": found.digest,
+        "images": _looks(encoding, source),
+    }
+    if not found.whole:
+        # The fingerprint of a large set does not read every byte; modification times catch the other changes.
+        words["times"] = _times(source)
+    return words
+
+
+def cache_key(words: Mapping[str, str]) -> str:
+    """Return the SHA-256 of what `words_of` returned; it names the cache folder."""
+    return hashlib.sha256(json.dumps(dict(words), sort_keys=True).encode()).hexdigest()
+
+
+def _looks(encoding: Encoding, source: Source) -> str:
+    digest = hashlib.sha256()
+    for number in evenly(len(source), LOOKED_AT):
+        image = ready_image(source, number, encoding.image_of)
+        if image is None:
+            digest.update(b"unreadable")
+        else:
+            digest.update(f"{tuple(image.shape)}".encode())
+            digest.update(content(image))
+    return digest.hexdigest()
+
+
+def _times(source: Source) -> str:
+    digest = hashlib.sha256()
+    for name, path in sorted(
+        {(name, os.fspath(path)) for i in range(len(source)) for name, path in files_of(source, i)}
+    ):
+        try:
+            # File names need not be valid UTF-8; their length before them keeps two lists of names from hashing alike.
+            digest.update(f"{len(name)}:{name} {os.stat(path).st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
+        except OSError:  # a sample that cannot be read is replaced when its turn comes
+            digest.update(f"{len(name)}:{name} unreadable\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+# -- chunks -----------------------------------------------------------------------------------------------------------
+# Files of a few hundred latents each, written atomically and verified before use.
+
+
+PER_CHUNK = 256
+ABOUT = "about.json"
+"""A description of what the files depend on, for users; halfstep itself does not read it."""
+MOMENTS, GOOD = "moments", "good"
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The files of one set of latents, in a folder named after their key.
+
+    Each file holds its own SHA-256. Concurrent runs that encode the same set overwrite each other's files, perhaps with
+    other last digits, so one index of all hashes would be wrong in between.
+    """
+
+    folder: Path
+    key: str
+    samples: int
+
+    def __len__(self) -> int:
+        return -(-self.samples // PER_CHUNK)
+
+    def path(self, chunk: int) -> Path:
+        """Return the file of a chunk."""
+        return self.folder / f"{chunk:06d}.safetensors"
+
+    def numbers(self, chunk: int) -> range:
+        """Return the sample numbers of a chunk."""
+        return range(chunk * PER_CHUNK, min((chunk + 1) * PER_CHUNK, self.samples))
+
+    def write(self, chunk: int, rows: Sequence[Tensor | None]) -> None:
+        """Write the moments of a chunk, None for unreadable samples. Raise `StorageFailed` where writing fails."""
+        # A chunk without a readable sample still needs a shape: one channel of means and one of log variances.
+        first = next((row for row in rows if row is not None), torch.zeros(2, 1, 1))
+        moments = torch.stack([torch.zeros_like(first) if row is None else row for row in rows])
+        good = torch.tensor([row is not None for row in rows])
+        about = {"key": self.key, "chunk": str(chunk), "sha256": _digest(moments, good)}
+        try:
+            save_weights({MOMENTS: moments, GOOD: good}, self.path(chunk), about)
+        except (OSError, SafetensorError) as error:
+            raise no_room(f"{self.path(chunk)} could not be written: {error}") from error
+
+    def open(self, chunk: int) -> Any:
+        """Open a chunk memory-mapped, and check its key and its shape.
+
+        Raise `BadData` where the file belongs to other latents; SafetensorError or OSError where it is incomplete.
+        """
+        opened = safe_open(self.path(chunk), "pt")  # type: ignore[no-untyped-call]
+        about = opened.metadata() or {}
+        if (about.get("key"), about.get("chunk")) != (self.key, str(chunk)) or set(opened.keys()) != {MOMENTS, GOOD}:
+            raise refused(self.path(chunk), "it holds other latents than its name says")
+        count = len(self.numbers(chunk))
+        if any(opened.get_slice(name).get_shape()[:1] != [count] for name in (MOMENTS, GOOD)):
+            raise refused(self.path(chunk), f"it does not hold {count} samples")
+        return opened
+
+    def is_there(self, chunk: int) -> bool:
+        """Return whether a chunk has all its bytes; its values are not checked."""
+        try:
+            self.open(chunk)
+        except (OSError, SafetensorError):
+            return False
+        return True
+
+    def is_whole(self, chunk: int) -> bool:
+        """Return whether a chunk can be used; False where it must be encoded. Raise `BadData` where it is corrupt or
+        foreign.
+
+        A truncated file is an unfinished copy, which is encoded again. A complete file with other values was changed by
+        someone, which the user must know.
+        """
+        try:
+            opened = self.open(chunk)
+            moments, good = opened.get_tensor(MOMENTS), opened.get_tensor(GOOD)
+        except (OSError, SafetensorError):
+            return False
+        if not bool(torch.isfinite(moments).all()):
+            raise refused(self.path(chunk), "it holds numbers that are not finite")
+        if opened.metadata().get("sha256") != _digest(moments, good):
+            raise refused(self.path(chunk), "its numbers have another SHA-256 than was written")
+        return True
+
+    def unread(self, chunk: int) -> list[int]:
+        """Return the numbers of the samples that could not be read when the chunk was encoded."""
+        good = self.open(chunk).get_tensor(GOOD).tolist()
+        return [number for number, was_read in zip(self.numbers(chunk), good, strict=True) if not was_read]
+
+    def describe(self, about: Mapping[str, str]) -> None:
+        """Write what the files depend on, unless it is written already. Raise `StorageFailed` where it cannot be
+        written.
+        """
+        path = self.folder / ABOUT
+        if path.is_file():
+            return
+        try:
+            write_json(path, {"key": self.key, "about": dict(about)})
+        except OSError as error:
+            raise no_room(f"{path} could not be written: {error}") from error
+
+
+def refused(path: Path, why: str) -> BadData:
+    """Return the error for a cache file that must not be used."""
+    return BadData(
+        f"{path} is not used: {why}",
+        allowed="latents that halfstep wrote there",
+        do=f"find out who changed it, then rm {path} and start again: it is encoded anew",
+    )
+
+
+def no_room(given: str) -> StorageFailed:
+    """Return the error for a cache folder that cannot be written."""
+    return StorageFailed(
+        given,
+        allowed="a cache folder that can be written to, with room for the latents",
+        do="make room, or set XDG_CACHE_HOME to a folder on a larger disk, or write data.cache_latents=false",
+    )
+
+
+def _digest(moments: Tensor, good: Tensor) -> str:
+    digest = hashlib.sha256(f"{tuple(moments.shape)}".encode())
+    for tensor in (moments, good):
+        digest.update(content(tensor))
+    return digest.hexdigest()
+
+
+# -- cache ------------------------------------------------------------------------------------------------------------
+
+
+FOLDER = "latents"
+MOST_OPEN = 64
+"""How many files a process keeps open at once."""
+FAIR = 4096
+"""How many samples are enough to estimate a standard deviation, where moments need only be read."""
+SPARE = 1.05
+"""Disk space against the size of the values: files have headers, and the disk has other users."""
+
+
+class CachedLatents:
+    """The cached moments of samples by number. Files are opened on first read, so the object can be sent to workers."""
+
+    def __init__(self, chunks: Chunks, notes: list[str]) -> None:
+        self.chunks, self.notes = chunks, notes
+        self._opened: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self.chunks.samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open safetensors handles cannot be pickled; each worker opens its own.
+        return {**vars(self), "_opened": {}}
+
+    def moments(self, number: int) -> Tensor | None:
+        """Return the moments of a sample in fp32; None where it could not be read when the set was encoded.
+
+        Raise `BadData` where the file is gone or holds non-finite values.
+        """
+        chunk, row = divmod(number, PER_CHUNK)
+        path = self.chunks.path(chunk)
+        try:
+            opened = self._open(chunk)
+            if not bool(opened.get_slice(GOOD)[row : row + 1]):
+                return None
+            moments: Tensor = opened.get_slice(MOMENTS)[row : row + 1][0].clone()
+        except (OSError, SafetensorError) as error:
+            raise BadData(
+                f"{path} cannot be read any more: {error}",
+                allowed="latents that stay where they are while a run uses them",
+                do="start the run again with the same command: what is missing is encoded anew",
+            ) from error
+        if not bool(torch.isfinite(moments).all()):
+            raise refused(path, f"it holds numbers that are not finite, in row {row}")
+        return moments
+
+    def spread(self, most: int = FAIR) -> Iterator[Tensor]:
+        """Yield the moments of samples spread evenly over the source; each rank yields its share."""
+        for number in evenly(len(self), most)[distributed.rank() :: distributed.size()]:
+            moments = self.moments(number)
+            if moments is not None:
+                yield moments
+
+    def _open(self, chunk: int) -> Any:
+        if chunk not in self._opened:
+            if len(self._opened) >= MOST_OPEN:
+                # Dicts keep insertion order: the file opened first is closed.
+                del self._opened[next(iter(self._opened))]
+            self._opened[chunk] = self.chunks.open(chunk)
+        return self._opened[chunk]
+
+
+def cached(
+    encoding: Encoding, source: Source, *, parts: Mapping[str, str], told: OnProgress = unheard
+) -> CachedLatents:
+    """Find the cached latents of a source and encode the missing ones. Collective: every rank calls it and shares the
+    work.
+
+    `parts` is what the latents depend on beside the data: the autoencoder's digest, the `format` it computes in, the
+    size of the images. `told` receives the progress on rank 0. Raise `BadData`, `StorageFailed`, or `NotBegun` on a
+    signal.
+    """
+    # The key must be equal on all ranks, or each would look for another folder.
+    words = distributed.rank_zero_or_raise(lambda: words_of(encoding, source, parts))
+    key = cache_key(words)
+    chunks = Chunks(cache_folder() / FOLDER / key, key, len(source))
+    lacking = distributed.all_gather_or_raise(lambda: _lacking(encoding, source, chunks))
+    missing = sorted({chunk for some in lacking for chunk in some})
+    filling = Filling(encoding, source, chunks, parts["format"], told)
+    filling.fill(missing, distributed.rank(), distributed.size())
+    # Hosts without a shared disk see only what their own ranks wrote; each host encodes what it lacks.
+    unseen = distributed.all_gather_or_raise(lambda: [chunk for chunk in missing if not chunks.is_there(chunk)])
+    filling.fill(unseen[distributed.rank()], *here())
+    # Rank 0 writes the description; on hosts that do not see its disk, the first local rank does.
+    distributed.all_gather_or_raise(lambda: chunks.describe(words) if distributed.rank() == 0 else None)
+    distributed.all_gather_or_raise(lambda: chunks.describe(words) if here()[0] == 0 else None)
+    return CachedLatents(chunks, [_note(chunks, len(missing))])
+
+
+class Filling:
+    """Encodes missing chunks, one per rank and turn, so that all ranks learn at once of one that failed."""
+
+    def __init__(self, encoding: Encoding, source: Source, chunks: Chunks, computed_in: str, told: OnProgress) -> None:
+        self.encoding, self.source, self.chunks, self.computed_in = encoding, source, chunks, computed_in
+        # One progress bar for all ranks.
+        self.told = told if distributed.rank() == 0 else unheard
+
+    def fill(self, missing: list[int], rank: int, size: int) -> None:
+        """Encode `missing`; collective. Each rank encodes every `size`-th chunk, starting at `rank`."""
+        # Every rank takes the same number of turns, even with nothing to encode: each turn is a collective.
+        turns = max(distributed.all_gather_or_raise(lambda: -(-len(missing) // size)))
+        if not turns:
+            return
+        distributed.all_gather_or_raise(lambda: self._begin(missing))
+        mine, samples = missing[rank::size], len(self._numbers(missing))
+        with closing(self.encoding.rows(self.source, self._numbers(mine))) as rows:
+            for turn in range(turns):
+                heard = distributed.all_gather_or_raise(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
+                self.told(samples * (turn + 1) // turns, samples)
+                _go_on(heard, self.chunks)
+
+    def _begin(self, missing: list[int]) -> None:
+        """Raise `StorageFailed` before encoding where the disk has no room."""
+        if not missing:
+            return
+        example = torch.zeros(1, *self.encoding.shape(self.source), device=self.encoding.device)
+        samples = len(self._numbers(missing))
+        needed = int(samples * self.encoding.moments(example)[0].numel() * 4 * SPARE)
+        folder = self.chunks.folder
+        # The folder may not exist yet: the nearest existing parent is on the same disk.
+        free = shutil.disk_usage(next(place for place in folder.parents if place.is_dir())).free
+        if needed > free:
+            text = f"the latents of {samples:,} samples take {in_words(needed)} in {folder}"
+            raise no_room(f"{text}, and the disk has {in_words(free)} left")
+
+    def _numbers(self, chunks: list[int]) -> list[int]:
+        return [number for chunk in chunks for number in self.chunks.numbers(chunk)]
+
+    def _next(self, chunks: list[int], rows: Iterator[tuple[int, Tensor | None]]) -> str | None:
+        """Encode and write chunks; return the signal by which this rank was asked to stop."""
+        for chunk in chunks:
+            found = [next(rows) for _ in self.chunks.numbers(chunk)]
+            for number, moments in found:
+                self._finite(number, moments)
+            self.chunks.write(chunk, [moments for _, moments in found])
+        return asked_to_stop()
+
+    def _finite(self, number: int, moments: Tensor | None) -> None:
+        if moments is None or bool(torch.isfinite(moments).all()):
+            return
+        island = "keep the autoencoder in fp32: write model.autoencoder_island=frozen"
+        weights = "take an autoencoder from before it went wrong, or train it again"
+        raise BadData(
+            f"{self.source.name(number)}: its latents, encoded in {self.computed_in}, are not finite",
+            allowed="finite latents; what is kept would spoil every run that finds it",
+            do=weights if self.computed_in == "fp32" else island,
+        )
+
+
+def _lacking(encoding: Encoding, source: Source, chunks: Chunks) -> list[int]:
+    """Return the chunks that must be encoded, among those this rank has to check on its host."""
+    first, step = here()
+
+    def serves(chunk: int) -> bool:
+        return chunks.is_whole(chunk) and not any(map(is_good_now, chunks.unread(chunk)))
+
+    def is_good_now(number: int) -> bool:
+        # A temporary disk error must not exclude a sample forever: try it again in every run.
+        return ready_image(source, number, encoding.image_of) is not None
+
+    return [chunk for chunk in range(first, len(chunks), step) if not serves(chunk)]
+
+
+def _go_on(heard: list[str | None], chunks: Chunks) -> None:
+    """Raise `NotBegun` on all ranks where one of them was asked to stop; the chunks written so far remain."""
+    signal = next(filter(None, heard), None)
+    if signal is not None:
+        raise NotBegun(
+            f"stopped by {signal} while latents were encoded; those that were are kept in {chunks.folder}",
+            do="start it again with the same command: only what is missing is encoded",
+        )
+
+
+def _note(chunks: Chunks, encoded: int) -> str:
+    what = f"{encoded} of {len(chunks)} files encoded now" if encoded else "found, nothing encoded"
+    return f"latents of {chunks.samples:,} samples in {chunks.folder}: {what}"
+
+
+# -- source -----------------------------------------------------------------------------------------------------------
+# A source that yields latents in place of images once they are cached.
+
+
+class LatentSource:
+    """The samples of a source; once `latents` is set, each has `moments` instead of `image`, and the image is not read.
+
+    A run creates its sources before the model and encodes after it: `latents` is set in between. Workers start later
+    and receive the object in its final state.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.latents: CachedLatents | None = None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> Sample:
+        """Return a sample with its moments. Raise `BadSample` where it has none."""
+        if self.latents is None:
+            return self.source.read(index)
+        moments = self.latents.moments(index)
+        if moments is None:
+            self.source.read(index)  # raises the precise error
+            raise BadSample(self.name(index), "it has no latents: it could not be read when they were encoded")
+        return {**without_image(self.source, index), "moments": moments}
+
+    def without_image(self, index: int) -> Sample:
+        """Return a sample without decoding its image."""
+        return without_image(self.source, index)
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    def key(self, index: int) -> str:
+        return key_of(self.source, index)
+
+    def files_of(self, index: int) -> Files:
+        """Return the files of the underlying source: the data's fingerprint must not depend on the cache."""
+        return files_of(self.source, index)

@@ -1,0 +1,260 @@
+"""Normalize images for a model and turn tensors back into pictures; masks, shrinking and tiling."""
+
+from __future__ import annotations
+
+import colorsys
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from torchvision.transforms import v2  # type: ignore[import-untyped]
+
+from halfstep.data.image_io import scaled
+from halfstep.data.source import Files, Sample, Source, files_of, key_of
+from halfstep.precision.precision import widen
+from halfstep.train.task import Picture
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The mean and standard deviation a model expects of each channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalised(self, image: Tensor) -> Tensor:
+        """Normalize an image with values in 0..1; integers are scaled to that range first."""
+        return (scaled(image) - self._column(self.mean, image)) / self._column(self.std, image)
+
+    def shown(self, normalised: Tensor) -> Picture:
+        """Return a picture (height × width × 3, uint8) from a normalized image."""
+        restored = normalised.detach().float() * self._column(self.std, normalised)
+        return as_picture(restored + self._column(self.mean, normalised))
+
+    def _column(self, values: Sequence[float], like: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=like.device).view(-1, 1, 1)
+
+
+def usual(channels: int) -> Pixels:
+    """Return ImageNet's statistics for three channels; otherwise a mean of 0.5 and a deviation of 0.25."""
+    if channels == 3:
+        return Pixels(IMAGENET_MEAN, IMAGENET_STD)
+    return Pixels((0.5,) * channels, (0.25,) * channels)
+
+
+def as_picture(image: Tensor) -> Picture:
+    """Return channels × height × width as an RGB picture: the first three channels, or the first one as gray."""
+    image = scaled(image).detach().float()
+    colours = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)
+    # The conversion of NaN to uint8 is undefined.
+    bounded = colours.nan_to_num().clamp(0.0, 1.0).mul(255.0).round().to(torch.uint8)
+    picture: Picture = bounded.permute(1, 2, 0).contiguous().cpu().numpy()
+    return picture
+
+
+def side_by_side(pictures: Sequence[Picture], gap: int = 4) -> Picture:
+    """Join pictures of one height in a row with white gaps."""
+    height = pictures[0].shape[0]
+    white = np.full((height, gap, 3), 255, dtype=np.uint8)
+    row = [part for picture in pictures for part in (white, picture)]
+    return np.concatenate(row[1:], axis=1)
+
+
+# -- colours ----------------------------------------------------------------------------------------------------------
+# One color per class, distinct for color-blind viewers too.
+
+
+Mask = np.ndarray[Any, Any]
+
+# Okabe and Ito's palette, after black for the background.
+_FIRST = [(0, 0, 0), (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0)]
+_FIRST.append((204, 121, 167))
+IGNORED, MISTAKE = (128, 128, 128), (220, 30, 30)
+
+
+def palette(classes: int) -> list[tuple[int, int, int]]:
+    """Return one color per class; the first is black."""
+    return [_FIRST[n] if n < len(_FIRST) else _turned(n) for n in range(classes)]
+
+
+def painted(mask: Mask, classes: int) -> Picture:
+    """Return a mask of class indices in color; values outside the classes are gray."""
+    colours = np.array([*palette(classes), IGNORED], dtype=np.uint8)
+    picture: Picture = colours[np.where((mask >= 0) & (mask < classes), mask, classes)]
+    return picture
+
+
+def laid_over(image: Picture, mask: Mask, classes: int) -> Picture:
+    """Return the image with every class but the first blended in its color."""
+    # The sum of two uint8 values overflows uint8.
+    mixed = (image.astype(np.uint16) + painted(mask, classes)) // 2
+    picture: Picture = np.where((mask > 0)[..., None], mixed, image).astype(np.uint8)
+    return picture
+
+
+def marked(image: Picture, wrong: Mask) -> Picture:
+    """Return the image in pale gray with mistakes marked in color."""
+    grey = image.mean(-1, keepdims=True) / 2 + 127
+    picture: Picture = np.where(wrong[..., None], MISTAKE, grey).astype(np.uint8)
+    return picture
+
+
+def _turned(number: int) -> tuple[int, int, int]:
+    """Return a color whose hue is a multiple of the golden angle, so hues do not repeat."""
+    # 0.381966 of a turn is the golden angle.
+    red, green, blue = colorsys.hsv_to_rgb(number * 0.381966 % 1.0, 0.65, 0.95)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+# -- shrunk -----------------------------------------------------------------------------------------------------------
+# Shrink large photographs with their masks, and cache the small version in memory.
+
+
+MOST_BYTES = 2**30
+"""The most bytes to cache. Decoding a large photograph takes longer than training on its crop."""
+
+
+def shrunk(image: Tensor, mask: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
+    """Return image and mask with at most `longest` pixels on the longer side.
+
+    The image is averaged; mask values are picked, since an average of class indices is another class.
+    """
+    share = (longest or max(mask.shape)) / max(mask.shape)
+    if share >= 1.0:
+        return image, mask
+    size = [max(1, round(side * share)) for side in mask.shape]
+    image = image if image.dtype == torch.uint8 else scaled(image)
+    smaller = v2.functional.resize(mask.unsqueeze(0), size, v2.InterpolationMode.NEAREST_EXACT).squeeze(0)
+    return v2.functional.resize(image, size, antialias=True), smaller
+
+
+class Shrunk:
+    """A source whose samples have at most `longest` pixels on the longer side; cached in memory while there is room."""
+
+    def __init__(self, source: Source, longest: int) -> None:
+        self.source, self.longest = source, longest
+        self._kept: dict[int, Sample] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> Sample:
+        """Return a sample in its reduced size, from memory where it was read before."""
+        if index in self._kept:
+            return self._kept[index]
+        whole = self.source.read(index)
+        image, mask = shrunk(whole["image"], whole["mask"], self.longest)
+        sample = {**whole, "image": image, "mask": mask}
+        # Workers live for one epoch and read each sample once, so a cache in a worker would only cost memory.
+        if image.shape != whole["image"].shape and get_worker_info() is None:
+            self._keep(index, sample)
+        return sample
+
+    def _keep(self, index: int, sample: Sample) -> None:
+        size = sum(part.nbytes for part in sample.values())
+        if self._bytes + size <= MOST_BYTES:
+            self._kept[index], self._bytes = sample, self._bytes + size
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    def key(self, index: int) -> str:
+        return key_of(self.source, index)
+
+    def files_of(self, index: int) -> Files:
+        return files_of(self.source, index)
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------
+# Evaluate large images in overlapping tiles, joined without seams.
+# Outputs are widened to fp32 for tiles and whole images alike, because one batch may hold both.
+
+
+AT_ONCE = 4
+"""Tiles per forward pass: memory is bounded by the tile, not by the image."""
+FAINTEST = 1e-3
+"""The weight of a tile at its very edge, so that no pixel is divided by zero."""
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int = 1) -> Tensor:
+    """Return `model(images)` (batch × channels × height × width), in tiles where an image is larger than one.
+
+    Tiles overlap by `overlap` pixels and are blended with a smooth window. Sizes are padded to a multiple of `stride`,
+    and the padding is removed again. The result is fp32 or wider, with any number of tiles.
+    """
+    height, width = images.shape[-2:]
+    if height <= tile and width <= tile:
+        return _padded(model, images, stride)
+    tops, lefts = _starts(height, tile, overlap), _starts(width, tile, overlap)
+    places = list(itertools.product(range(len(images)), tops, lefts))
+    high, wide = min(tile, height), min(tile, width)
+    window = torch.outer(_ramp(high, images), _ramp(wide, images))
+    total, weight = None, images.new_zeros(height, width, dtype=window.dtype)
+    for chunk in _chunks(places):
+        crops = torch.stack([images[n, :, y : y + high, x : x + wide] for n, y, x in chunk])
+        outs = _padded(model, crops, stride)
+        if total is None:
+            total = outs.new_zeros(len(images), outs.shape[1], height, width)
+        for (n, y, x), out in zip(chunk, outs, strict=True):
+            total[n, :, y : y + high, x : x + wide] += out * window
+            # All images of a batch have the same tiles, so the weights are summed for the first only.
+            if n == 0:
+                weight[y : y + high, x : x + wide] += window
+    assert total is not None
+    return total / weight
+
+
+def each_in_its_size(forward: Forward, images: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
+    """Run `forward` on images padded to one size, each without its padding; the padded area of the result is zero.
+
+    The prediction for an image therefore does not depend on the other images of its batch.
+    """
+    out = None
+    # Images of one size share a forward pass.
+    for size in sorted(set(sizes)):
+        numbers = [n for n, other in enumerate(sizes) if other == size]
+        part = widen(forward(images[numbers, :, : size[0], : size[1]]))
+        if out is None:
+            out = part.new_zeros(len(images), part.shape[1], *images.shape[-2:])
+        out[numbers, :, : size[0], : size[1]] = part
+    assert out is not None
+    return out
+
+
+def _padded(model: Forward, images: Tensor, stride: int) -> Tensor:
+    height, width = images.shape[-2:]
+    below, right = -height % stride, -width % stride
+    if not (below or right):
+        return widen(model(images))
+    # Replicated borders: zeros would look like an edge to the model.
+    return widen(model(F.pad(images, (0, right, 0, below), mode="replicate"))[..., :height, :width])
+
+
+def _starts(length: int, tile: int, overlap: int) -> list[int]:
+    """Return the tile offsets: evenly spaced, from the first pixel to the last."""
+    if length <= tile:
+        return [0]
+    count = math.ceil((length - overlap) / (tile - overlap))
+    return [round(i * (length - tile) / (count - 1)) for i in range(count)]
+
+
+def _ramp(length: int, like: Tensor) -> Tensor:
+    places = (torch.arange(length, device=like.device, dtype=torch.float32) + 0.5) / length
+    return torch.sin(math.pi * places).square().clamp(min=FAINTEST)
+
+
+def _chunks(places: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    for begin in range(0, len(places), AT_ONCE):
+        yield places[begin : begin + AT_ONCE]

@@ -1,0 +1,72 @@
+"""Fetch pretrained weights through the library that knows them, or explain which file to place where."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from halfstep.errors import BadData
+from halfstep.files import cache_folder
+
+PATIENCE = 5.0
+"""Seconds to reach the hub. Its own client retries for 45 seconds before it gives up."""
+
+
+def fetched(build: Callable[[], nn.Module], name: str, repository: str, other: str = "") -> nn.Module:
+    """Return the result of `build`, which fetches weights from the hub's `repository` or from the address `other`.
+
+    Raise `BadData` with the file to place by hand where they cannot be fetched.
+    """
+    try:
+        with _quick_to_give_up():
+            return build()
+    # The hub's own errors derive from OSError; timm and torch.hub also raise RuntimeError.
+    except (OSError, RuntimeError) as error:
+        place = cache_folder() / "weights" / f"{name}.safetensors"
+        address = _address(repository) if repository else other
+        raise BadData(
+            f"the pretrained weights of {name} are not on this machine and cannot be fetched: {_reason(error)}",
+            allowed="a connection to the hub, or the file itself: model.weights may be a path",
+            do=f"place {address or 'the file'} at {place} and set model.weights={place}",
+        ) from error
+
+
+@contextmanager
+def _quick_to_give_up() -> Iterator[None]:
+    from huggingface_hub import constants
+
+    # huggingface_hub reads its environment variable at import, so the constant itself must be set.
+    before = constants.HF_HUB_OFFLINE
+    # In offline mode the client still uses its cache and does not retry.
+    constants.HF_HUB_OFFLINE = before or not _reachable(constants.ENDPOINT)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _reachable(address: str) -> bool:
+    request = urllib.request.Request(address, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=PATIENCE).close()
+    except urllib.error.HTTPError:
+        return True  # an HTTP error is an answer: the hub is reachable
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _address(repository: str) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first sentence of an error; the others are about the client's own options."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first.partition(". ")[0][:160]

@@ -1,0 +1,285 @@
+"""Build the training and validation sources that the data section of a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfstep.data.embeddings import Embedded
+from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Images, folders_under
+from halfstep.data.image_files import existing, files, folders, image_files
+from halfstep.data.layout import data_place
+from halfstep.data.movi import MoviShards
+from halfstep.data.shards import Shards
+from halfstep.data.source import BadSample, Source, split
+from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
+from halfstep.data.synthetic.radio_maps import RadioMaps
+from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
+from halfstep.data.video import SUFFIXES, FrameFolders, VideoFiles, Windows, mask_folder, split_recordings
+from halfstep.errors import BadData, BadRecipe
+from halfstep.train.task import Split
+
+# -- clips ------------------------------------------------------------------------------------------------------------
+# Sources of video clips.
+
+
+CLIPS = f"a folder of frames or of such folders; a video or a folder of them ({', '.join(SUFFIXES)})"
+"""The inputs of `clips_in`, in words."""
+
+
+def clips(data: Any) -> dict[Split, Source]:
+    """Return sources of `image` (frames × 3 × height × width), with a `mask` where objects are known (0 is
+    background).
+    """
+    if data.name in ("sprites", "shapes"):
+        stamps: Stamps = ShapeStamps() if data.name == "shapes" else SpriteStamps(data_place(data.path))
+        return shared(MovingSprites(stamps, data.samples, data.size, data.frames, data.objects), data.val)
+    if data.name == "movi":
+        return _movi(data)
+    if isinstance(data.val, str):
+        return both(data, lambda root: _windows(root, data, data.name == "videos"))
+    windows = _windows(to_share(data_place(data.path), data), data, data.name == "videos")
+    train, val = split_recordings(windows, data.val)
+    return {"train": train, "val": val}
+
+
+def has_masks(data: Any) -> bool:
+    """Return whether the validation clips have object masks; no sample is read."""
+    if data.name in ("sprites", "shapes"):
+        return True
+    if data.name == "videos":
+        return False
+    if data.name == "movi":
+        return _movi_shards(data, "val").has_masks
+    root = data_place(data.path)
+    judged = for_validation(root, data.val) if isinstance(data.val, str) else to_share(root, data)
+    return mask_folder(judged) is not None
+
+
+def clips_in(place: Path, data: Any) -> Windows:
+    """Return the clips at a path: a video, a folder of videos, a folder of frames, or a folder of such folders.
+
+    Raise `BadData` where there are none.
+    """
+    are_videos = _is_video(place) if place.is_file() else bool(files(existing(place, "the folder"), SUFFIXES))
+    if not are_videos and (place.is_file() or not image_files(place)):
+        raise BadData(f"{place} holds no clip", allowed=CLIPS, do="give the path of one of these")
+    return _windows(place, data, are_videos)
+
+
+def _movi(data: Any) -> dict[Split, Source]:
+    """Return MOVi sources. Shard names contain their split; a fraction divides the training shards."""
+    train = Windows(_movi_shards(data, "train"), data.frames, data.every)
+    if isinstance(data.val, str):
+        return {"train": train, "val": Windows(_movi_shards(data, "val"), data.frames, data.every)}
+    own, rest = split_recordings(train, data.val)
+    return {"train": own, "val": rest}
+
+
+def _movi_shards(data: Any, split: Split) -> MoviShards:
+    named = data.val if split == "val" and isinstance(data.val, str) else "train"
+    return MoviShards(data_place(data.path), named)
+
+
+def _is_video(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES
+
+
+def _windows(root: Path, data: Any, are_videos: bool) -> Windows:
+    recordings = VideoFiles(root) if are_videos else FrameFolders(root)
+    return Windows(recordings, data.frames, data.every)
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
+
+
+Make = Callable[[Path], Source]
+_SPLITS = frozenset(("train", "val", "test"))
+_CONDITIONS = {"class": ("folder", "shards", "shapes"), "image": ("pairs", "maps")}
+"""The kinds of data that have a condition; conditions not listed work with any data."""
+DRAWN_FOR_VALIDATION = 0.2
+"""The validation share of generated samples where the recipe names a folder, which they do not have."""
+
+
+def masked(data: Any) -> dict[Split, Source]:
+    """Return sources of images with masks for a segmentation recipe."""
+    meaning = {"classes": data.classes, "ignore_index": data.ignore_index, "palette": data.palette}
+
+    def pairs(root: Path) -> Source:
+        # data.masks belongs to the training images; a separate validation folder has its own masks.
+        given = data.masks is not None and root == data_place(data.path)
+        images, masks = (root, data_place(data.masks)) if given else folders_under(root)
+        return ImageMaskPairs(images, masks, channels=data.channels, **meaning)
+
+    if data.name == "shapes":
+        return shared(drawn_masks(data), data.val)
+    make: Make = pairs if data.name == "pairs" else lambda root: Shards(root, data.channels, **meaning)
+    return _complete(both(data, make), "mask")
+
+
+def drawn_masks(data: Any) -> ShapeMasks:
+    """Return the generated segmentation samples that `data` describes."""
+    return ShapeMasks(data.samples, data.size, data.classes, data.channels)
+
+
+def drawn_labels(data: Any) -> ShapeLabels:
+    """Return the generated classification samples that `data` describes."""
+    return ShapeLabels(data.samples, data.size, data.classes or 4, data.channels)
+
+
+def drawn_pictures(data: Any) -> ShapePictures:
+    """Return the generated diffusion samples that `data` describes."""
+    return ShapePictures(data.samples, data.size, data.classes or 4, data.channels)
+
+
+def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source], list[str]]:
+    """Return sources of images with labels for a classification recipe, and the class names.
+
+    Classes that are `known` from training keep their numbers, and no others are allowed.
+    """
+    if data.name == "shapes":
+        drawn = drawn_labels(data)
+        return shared(drawn, data.val), drawn.classes
+    names = list(known)
+
+    def folder(root: Path) -> Source:
+        # `both` builds the training source first; the validation source reuses its class numbers.
+        found = ImageFolder(root, data.channels, classes=names or None)
+        names[:] = found.classes
+        return found
+
+    def shards(root: Path) -> Source:
+        found = Shards(root, data.channels, parts=("label",))
+        # Both splits number the classes alike (classes.txt, or the numbers themselves); the longer list has all names.
+        names.extend(found.classes[len(names) :])
+        return found
+
+    sources = both(data, folder if data.name == "folder" else shards)
+    return _complete(sources, "label"), _as_many(names, data)
+
+
+def pictured(data: Any, condition: str) -> tuple[dict[Split, Source], list[str]]:
+    """Return sources of images with their condition for a diffusion recipe, and the class names.
+
+    Raise `BadRecipe` where the data does not have the condition.
+    """
+    _possible(data, condition)
+    if condition == "class" and data.name == "shapes":
+        drawn_by_class = drawn_pictures(data)
+        return shared(drawn_by_class, data.val), drawn_by_class.classes
+    if condition == "class":
+        return labelled(data)
+
+    def asked_for(source: Source, under: str = "") -> Source:
+        return Embedded(source, data_place(data.embeddings), under) if condition == "embedding" else source
+
+    def made(root: Path) -> Source:
+        # One embeddings file serves both splits, which may contain images of the same name: prefix the split's folder.
+        apart = root.is_dir() and root != data_place(data.path)
+        return asked_for(_images(root, data, condition), f"{root.name}/" if apart else "")
+
+    if data.name == "shapes":
+        return shared(asked_for(drawn_pictures(data)), data.val), []
+    if data.name == "maps":
+        drawn = RadioMaps(data.samples, data.size, data.channels, data.condition_channels)
+        return shared(asked_for(drawn), data.val), []
+    return both(data, made), []
+
+
+def _possible(data: Any, condition: str) -> None:
+    fitting = _CONDITIONS.get(condition, (data.name,))
+    if data.name not in fitting:
+        raise BadRecipe(
+            f"model.condition={condition} with data.name={data.name}",
+            allowed=f"data.name={' or data.name='.join(fitting)} for this condition",
+            do=f"write data.name={fitting[0]}, or model.condition=none",
+        )
+    if condition == "embedding" and data.embeddings is None:
+        raise BadRecipe(
+            "model.condition=embedding without data.embeddings",
+            allowed="a .safetensors file with a tensor for each image, by its name",
+            do="write data.embeddings=FILE.safetensors, or model.condition=none",
+        )
+
+
+def _images(root: Path, data: Any, condition: str) -> Source:
+    """Return the images below a folder, without other parts of a sample that are not needed."""
+    if data.name == "shards":
+        return Shards(root, data.channels, parts=())
+    if data.name == "folder":
+        return Images(root, data.channels)
+    if condition != "image":
+        return Images(root / "images", data.channels)
+    return ImagePairs(*folders_under(root, "condition"), data.channels, data.condition_channels)
+
+
+def both(data: Any, make: Make) -> dict[Split, Source]:
+    """Return both splits, from separate folders or by splitting one folder, built with `make`.
+
+    Raise `BadData` where a validation folder exists without a training folder beside it.
+    """
+    root = data_place(data.path)
+    if not isinstance(data.val, str):
+        return shared(make(to_share(root, data)), data.val)
+    apart = (root / "train").is_dir()
+    # Joining an absolute path yields the path itself, which may exist without being below `root`.
+    if not apart and not Path(data.val).is_absolute() and (root / data.val).is_dir():
+        raise BadData(
+            f"{root} holds the folder {data.val}, and no folder train beside it",
+            allowed=f"{root}/train and {root}/{data.val}; or all samples in one folder, and a share for validation",
+            do="write data.val=0.2, or move the training samples into a folder train",
+        )
+    train = make(root / "train" if apart else root)
+    return {"train": train, "val": make(for_validation(root, data.val))}
+
+
+def for_validation(root: Path, val: str) -> Path:
+    """Return the validation folder: below `root` where it exists there, otherwise anywhere."""
+    inside = root / val
+    return inside if inside.is_dir() else data_place(val)
+
+
+def to_share(root: Path, data: Any) -> Path:
+    """Return the folder to split; where a folder `train` exists, that one, since split names are not classes."""
+    inside = root / "train"
+    if getattr(data, "masks", None) is not None or not inside.is_dir():
+        return root
+    # A class or a clip may be called train as well: it holds images directly and has siblings that are not splits.
+    named = data.name in ("folder", "frames") and not folders(inside) and not _SPLITS.issuperset(folders(root))
+    return root if named else inside
+
+
+def shared(source: Source, val: float | str) -> dict[Split, Source]:
+    """Split one source into training and validation."""
+    train, rest = split(source, DRAWN_FOR_VALIDATION if isinstance(val, str) else val)
+    return {"train": train, "val": rest}
+
+
+def _complete(sources: dict[Split, Source], part: str) -> dict[Split, Source]:
+    """Raise `BadData` before the first step where samples lack a part; shards may contain anything."""
+    for source in sources.values():
+        try:
+            found = part in source.read(0)
+        except BadSample:
+            continue  # unreadable samples are replaced and counted later
+        if not found:
+            raise BadData(
+                f"{source.name(0)} has no {part}",
+                allowed=f"samples with an image and a {part}",
+                do="check data.path and the task of the recipe",
+            )
+    return sources
+
+
+def _as_many(names: list[str], data: Any) -> list[str]:
+    if data.classes is None or data.classes == len(names):
+        return names
+    if data.name == "folder" or data.classes < len(names):
+        raise BadRecipe(
+            f"data.classes={data.classes}, where {data.path} has {len(names)} classes",
+            allowed="as many classes as there are, or no data.classes at all",
+            do=f"write data.classes={len(names)}, or leave it out",
+        )
+    # Shards may lack some of the classes, so more may be declared than are found; a folder shows all of its classes.
+    return names + [str(number) for number in range(len(names), data.classes)]

@@ -1,0 +1,78 @@
+"""Activation checkpointing: recompute the activations of a block in backward instead of storing them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpoint_activations(model: nn.Module) -> int:
+    """Recompute the activations of every block of `model` in backward; return the number of blocks."""
+    found = list(blocks(model))
+    for block in found:
+        # The instance's forward is replaced, not the module: names in the state dict stay the same.
+        block.forward = functools.partial(_checkpointed, block, block.forward)  # type: ignore[method-assign]
+    return len(found)
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost submodules that are worth checkpointing; a single layer has nothing to save."""
+    for child in model.children():
+        # ModuleList and ModuleDict have no forward to wrap.
+        if isinstance(child, _LISTS) or _holds_blocks(child):
+            yield from blocks(child)
+        elif _has_parts(child):
+            yield child
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Return whether `module` is a chain of blocks or a nested model such as a U-Net.
+
+    Checkpointed as one block, it would recompute everything at once and save nothing.
+    """
+    if isinstance(module, nn.Sequential):
+        return any(map(_has_parts, module))
+    return any(isinstance(child, _LISTS) and any(map(_has_parts, child.children())) for child in module.children())
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _checkpointed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    # Under `no_grad` no activations are stored, so recomputation would only cost time.
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _statistics_kept(block)
+
+    # The reentrant variant needs an input that requires grad, takes no keyword arguments and has no context_fn.
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextmanager
+def _statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Keep the running statistics of batch normalization unchanged while the forward pass is repeated."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    kept = [(norm, norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in norms]
+    try:
+        for norm, *buffers in kept:
+            # Clones take the update of the second pass; the originals already counted this batch in the first.
+            norm.running_mean, norm.running_var, norm.num_batches_tracked = (
+                None if buffer is None else buffer.clone() for buffer in buffers
+            )
+        yield
+    finally:
+        for norm, mean, variance, batches in kept:
+            norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, variance, batches

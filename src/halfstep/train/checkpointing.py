@@ -1,0 +1,181 @@
+"""Take the checkpoints of a run, record them in the journal, and count failed saves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+from halfstep.checkpoint.commit import NotCommitted
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
+from halfstep.checkpoint.quarantine import Ruined, set_aside_since
+from halfstep.checkpoint.saver import Saver, SaveResult
+from halfstep.errors import HalfstepError, Stopped, StorageFailed
+from halfstep.journal import events
+from halfstep.journal.events import Journal
+from halfstep.train.environment import environment
+from halfstep.train.state import RunObjects, State
+
+MOST_FAILURES = 3
+"""Consecutive saves that may fail before the run ends: after that, too much work is at risk."""
+
+
+def diverged(given: str) -> HalfstepError:
+    """Return the error of a run that has no finite weights to save."""
+    return HalfstepError(
+        given,
+        allowed="weights that are finite",
+        do="add --new to begin again, with a lower optimizer.lr, or with train.clip_norm",
+    )
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank calls the same methods at the same steps."""
+
+    def __init__(self, live: RunObjects, saver: Saver, journal: Journal) -> None:
+        self._live, self._saver, self._journal = live, saver, journal
+        self._environment = environment(live.parts.stepper.device)
+        # Below every attempt: nothing was requested yet, also not at attempt 0.
+        self._asked_for = -1
+        self._held_back = False
+        self.failures = 0
+        self._failure = NotCommitted("it was never begun")
+        self.last: SaveResult | None = None
+        """The newest checkpoint on disk."""
+        self.doubt = ""
+        """For a run that was stopped while steps failed: what was saved or not saved, and why."""
+
+    def save(self) -> None:
+        """Save the state of the run between two steps."""
+        self._asked_for = self._live.progress.attempts
+        self._saver.save(State.of(self._live).snapshot(self._asked_for, self._environment))
+
+    def save_unless(self, alarmed: bool) -> None:
+        """Save, unless `alarmed`: then the weights may be corrupt, and the previous checkpoint stays the newest."""
+        if not alarmed:
+            self._held_back = False
+            self.save()
+        # One note per alarm, not one per step that would have been saved.
+        elif not self._held_back:
+            self._held_back = True
+            stays = f"{self.name} stays the newest" if self.name else "there is none yet"
+            text = f"no checkpoint of step {self._live.progress.attempts} while steps fail: {stays}"
+            self._journal.note(text, "warning")
+
+    def set_aside(self, since: int, ruined: Ruined = lambda attempt: False) -> bool:
+        """Retire the checkpoints taken at or after attempt `since` and the ruined ones; return whether any is left."""
+        # A save in the background may still commit a generation that has to be retired.
+        self.finish()
+        if self.last is None or self.last.generation is None:
+            return False
+        left = set_aside_since(self.last.generation.path.parent, since, ruined)
+        if left is not None and left != self.last.generation:
+            self._journal.note(f"{_name(self.last)} is set aside: its weights are spoilt", "info")
+            self.last = SaveResult(left.attempt, left, None, seconds=0.0, blocked=0.0, bytes=0)
+        return left is not None
+
+    def hear(self) -> None:
+        """Record finished saves in the journal; raise StorageFailed after too many consecutive failures."""
+        self._tell(self._saver.news())
+
+    def finish(self) -> None:
+        """Wait for the save in progress, then record it like `hear`."""
+        self._tell(self._saver.finish())
+
+    def resumed(self, generation: CheckpointDir) -> None:
+        """Record that the run resumes from `generation`, which therefore needs no new save."""
+        self._asked_for = generation.attempt
+        self.last = SaveResult(generation.attempt, generation, None, seconds=0.0, blocked=0.0, bytes=0)
+
+    @property
+    def name(self) -> str | None:
+        """The name of the newest checkpoint on disk, or None."""
+        return None if self.last is None else _name(self.last)
+
+    def close(self) -> None:
+        """Wait for the save in progress and record it. Called at the end of every run, also of a failed one."""
+        self._saver.close()
+        with contextlib.suppress(StorageFailed):  # the run already ends for another reason
+            self._tell(self._saver.news())
+
+    def stop(self, signal: str, planned: int, alarmed: bool = False) -> None:
+        """Save and end the run with Stopped; nothing is saved twice, or while the weights may be corrupt."""
+        # With no checkpoint at all, doubtful weights are better than none: `doubt` records it.
+        if self._asked_for != self._live.progress.attempts and not (alarmed and self._asked_for >= 0):
+            self.save()
+        if alarmed:
+            self.finish()
+            self.doubt = self._in_doubt()
+        self.stopped(signal, planned)
+
+    def _in_doubt(self) -> str:
+        now = self._live.progress.attempts
+        if self.last is None or self.last.attempt < now:
+            return f"step {now:,} was not saved: steps fail, and its weights may be spoilt"
+        return f"{_name(self.last)} was saved while steps failed, for want of an older one: its weights may be spoilt"
+
+    def stopped(self, signal: str, planned: int) -> None:
+        """End the run with its last checkpoint: raise Stopped, or StorageFailed where that save failed."""
+        self.finish()
+        # The save of this stop failed where the newest checkpoint is older than what was requested.
+        if self.last is None or self.last.attempt < self._asked_for:
+            if self._failure.for_its_numbers:
+                raise self._stopped_without_numbers(signal, planned)
+            raise StorageFailed(
+                f"the run was asked to stop by {signal}, and its last state could not be saved: {self._failure}",
+                allowed="a disk with room for a checkpoint",
+                do="make room, and start the run again with the same command: it goes on from an earlier checkpoint",
+            )
+        newest = f"{self.last.attempt:,} of {planned:,}: saved as {_name(self.last)}"
+        if self.doubt:
+            newest = f"{self._live.progress.attempts:,} of {planned:,}: {self.doubt}; the newest is {_name(self.last)}"
+        raise Stopped(f"stopped by {signal} at step {newest}", do="start it again with the same command to go on")
+
+    def _stopped_without_numbers(self, signal: str, planned: int) -> HalfstepError:
+        """Return the error for weights that are non-finite: the disk is fine, and more room would not help."""
+        at = f"stopped by {signal} at step {self._live.progress.attempts:,} of {planned:,}"
+        if self.last is None:
+            return diverged(f"{at}, and nothing could be saved: the weights are not finite ({self._failure})")
+        return Stopped(
+            f"{at}: the newest checkpoint is {_name(self.last)}; "
+            f"the state since then is not finite and was not kept ({self._failure})",
+            do="start it again with the same command to go on from there; if that ends alike, change the recipe",
+        )
+
+    def _tell(self, told: Iterable[SaveResult]) -> None:
+        for saved in told:
+            if saved.failure is None:
+                self.failures, self.last = 0, saved
+                self._journal.tell(
+                    events.SAVED,
+                    file=f"{CHECKPOINTS}/{_name(saved)}",
+                    what="checkpoint",
+                    attempt=saved.attempt,
+                    seconds=saved.seconds,
+                    blocked=saved.blocked,
+                    bytes=saved.bytes,
+                )
+            else:
+                self._failed(saved)
+
+    def _failed(self, saved: SaveResult) -> None:
+        assert saved.failure is not None
+        self._failure = saved.failure
+        # A refused save is no storage failure: it does not count toward MOST_FAILURES.
+        if saved.failure.for_its_numbers:
+            text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones stay"
+            self._journal.tell(events.NOTE, text=text, level="warning")
+            return
+        self.failures += 1
+        text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({self.failures} of {MOST_FAILURES} in a row)"
+        self._journal.tell(events.NOTE, text=text, level="warning")
+        if self.failures >= MOST_FAILURES:
+            raise StorageFailed(
+                f"{self.failures} checkpoints in a row could not be written, the last of step {saved.attempt}: "
+                f"{saved.failure}",
+                allowed="a disk that can be written to, with room for a checkpoint more than are kept",
+                do="make room, and start the run again with the same command: it goes on from the last whole one",
+            )
+
+
+def _name(saved: SaveResult) -> str:
+    return saved.generation.name if saved.generation is not None else "nothing"

@@ -1,1 +1,0 @@
-"""Samples: where they come from, in which order, and what happens to the bad ones."""

@@ -1,0 +1,185 @@
+"""Accumulate the mean loss, skips and metrics of an epoch; an epoch split by a resume gives the same sums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from halfstep.errors import StateMismatch, same_keys
+from halfstep.step.report import StepReport
+from halfstep.train.evaluation import values
+from halfstep.train.metrics import Metric, Metrics
+
+
+class EpochMetrics:
+    """The sums of the epoch so far."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics: Any = metrics
+        """A `Metrics`, or a MetricCollection of torchmetrics."""
+        self.counts = MetricSums(metrics)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new epoch."""
+        self.total, self.applied, self.count = 0.0, 0, 0
+        self.skipped: Counter[str] = Counter()
+        self.metrics.reset()
+
+    def add(self, report: StepReport) -> None:
+        """Add the report of one step; only the loss of an applied step counts toward the mean."""
+        self.count += 1
+        if report.applied:
+            self.total, self.applied = self.total + report.loss, self.applied + 1
+        elif report.reason is not None:
+            self.skipped[report.reason] += 1
+
+    def values(self) -> dict[str, float]:
+        """Return the mean loss of the applied steps, and the metrics."""
+        loss = self.total / self.applied if self.applied else float("nan")
+        return {"loss": loss, **self.metric_values()}
+
+    def metric_values(self) -> dict[str, float]:
+        """Return the metrics so far; empty before the first applied step, since some cannot compute without one."""
+        return values(self.metrics) if self.applied else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums so far, with the metrics by name."""
+        return {
+            "total": self.total,
+            "applied": self.applied,
+            "count": self.count,
+            "skipped": dict(self.skipped),
+            "groups": self._groups(),
+            "metrics": {name: _state(metric) for name, metric in self._each()},
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise StateMismatch where `state` belongs to other metrics; change nothing."""
+        same_keys("the epoch so far", self.state_dict(), state)
+        same_keys("metrics", [name for name, _ in self._each()], state["metrics"])
+        for name, metric in self._each():
+            _check(f"metric {name!r}", _state(metric), state["metrics"][name])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `check_state` accepted."""
+        self.total, self.applied, self.count = state["total"], state["applied"], state["count"]
+        self.skipped = Counter(state["skipped"])
+        for name, metric in self._each():
+            for path, part in _parts(metric):
+                _put(part, state["metrics"][name][path])
+        if state["groups"] is not None:
+            # torchmetrics decides once, from the first update, which metrics share their state: a resume keeps that.
+            self.metrics._groups = dict(enumerate([list(names) for names in state["groups"]]))
+            self.metrics._groups_checked = True
+
+    def _groups(self) -> list[list[str]] | None:
+        if isinstance(self.metrics, Metrics) or not self.metrics._groups_checked:
+            return None
+        return [list(names) for names in self.metrics.compute_groups.values()]
+
+    def _each(self) -> list[tuple[str, Any]]:
+        if isinstance(self.metrics, Metrics):
+            return list(self.metrics.items())
+        # Metrics of one compute group share their state; access by name gives each its own copy again.
+        return [(str(name), metric) for name, metric in self.metrics.items(keep_base=True)]
+
+
+class MetricSums:
+    """The sums of the metrics as state that a Stepper rolls back: a skipped step must not count in them."""
+
+    def __init__(self, metrics: Any) -> None:
+        self._metrics = metrics if isinstance(metrics, Metrics) else _Foreign(metrics)
+
+    def state_dict(self) -> Any:
+        """Return a snapshot; nothing is copied."""
+        return self._metrics.snapshot()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Roll the metrics back to a snapshot."""
+        self._metrics.put_back(state)
+
+
+class _Foreign:
+    """A MetricCollection of torchmetrics, which updates its state in place."""
+
+    def __init__(self, metrics: Any) -> None:
+        # Not `metrics.items()`, which copies the state of metrics in one compute group.
+        self._metrics = [part for module in metrics.children() for _, part in _parts(module)]
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        # Lists only grow, so their length suffices to roll back, however long they are.
+        return [
+            {"_update_count": metric._update_count, **{name: _short(v) for name, v in metric.metric_state.items()}}
+            for metric in self._metrics
+        ]
+
+    def put_back(self, state: list[dict[str, Any]]) -> None:
+        for metric, saved in zip(self._metrics, state, strict=True):
+            for name, value in saved.items():
+                setattr(metric, name, getattr(metric, name)[: value.length] if isinstance(value, _Length) else value)
+            # torchmetrics caches the result of compute(); the cached value is of the state that was rolled back.
+            metric._computed = None
+
+
+class _Length(NamedTuple):
+    length: int
+
+
+def _short(value: Any) -> Any:
+    return _Length(len(value)) if isinstance(value, list) else value
+
+
+def _parts(metric: Any) -> list[tuple[str, Any]]:
+    """Return a metric and its submetrics, each with its path."""
+    if isinstance(metric, Metric):
+        return [("", metric)]
+    return [(path, part) for path, part in metric.named_modules() if hasattr(part, "metric_state")]
+
+
+def _state(metric: Any) -> dict[str, Any]:
+    if isinstance(metric, Metric):
+        return {"": metric.metric_state}
+    return {path: {"updates": part._update_count, **part.metric_state} for path, part in _parts(metric)}
+
+
+def _check(what: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    same_keys(what, own, saved)
+    for path, parts in own.items():
+        same_keys(what, parts, saved[path])
+        for name, value in parts.items():
+            if not _fits(value, saved[path][name]):
+                raise StateMismatch(
+                    f"{what}: {name} was {_form(saved[path][name])}",
+                    allowed=f"{_form(value)}, as it is now",
+                    do="measure with the metrics that the run was begun with, or add --new for a run of its own",
+                )
+
+
+def _fits(own: Any, saved: Any) -> bool:
+    if not isinstance(own, Tensor) or not isinstance(saved, Tensor):
+        return type(own) is type(saved)
+    # A scalar state may become a table with the first batch.
+    return own.dtype == saved.dtype and (own.ndim == 0 or own.shape == saved.shape)
+
+
+def _form(value: Any) -> str:
+    return f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _put(metric: Any, state: Mapping[str, Any]) -> None:
+    if isinstance(metric, Metric):
+        metric.load_state(state)
+        return
+    for name, value in state.items():
+        if name != "updates":
+            # A copy: metrics update in place, and the loaded tensors belong to the caller.
+            setattr(metric, name, [_own(v, metric) for v in value] if isinstance(value, list) else _own(value, metric))
+    metric._update_count, metric._computed = state["updates"], None
+
+
+def _own(value: Tensor, metric: Any) -> Tensor:
+    return value.to(metric.device, copy=True)

@@ -1,0 +1,1 @@
+"""Record failed steps in the run's folder with everything needed to replay them on any machine."""

@@ -1,0 +1,297 @@
+"""End a run whose guard gave up: name the last good checkpoint and the one command to type."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halfstep import distributed
+from halfstep.errors import Diverged, HalfstepError, OutOfMemory
+from halfstep.guard.alarms.spike import REFUSED
+from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE
+from halfstep.journal import events
+from halfstep.journal.jsonl import JOURNAL, kept_events
+from halfstep.out_of_memory import as_error, is_out_of_memory
+from halfstep.recipe.sources import read_recipe
+from halfstep.train.checkpointing import Checkpoints
+from halfstep.train.guarding import in_the_data
+from halfstep.train.loop import Loop
+
+# -- advising ---------------------------------------------------------------------------------------------------------
+# Build the command that may fix a run: how it is launched, and a lower learning rate.
+
+
+LOWER = 10
+"""The divisor for a learning rate that was too high; also the factor above its recipe's that counts as a mistake."""
+
+
+def launcher(processes: int) -> list[str]:
+    """Return the words that launch halfstep with so many ranks."""
+    if processes == 1:
+        return ["halfstep"]
+    return ["torchrun", "--nproc-per-node", str(processes), "-m", "halfstep"]
+
+
+def lower_rate(rate: float, rates: Sequence[float] = (), written: float | None = None) -> str:
+    """Return a learning rate to try instead of `rate`, which failed.
+
+    `rates` are those of the last steps, `written` is the one in the recipe file. An lr far above the recipe's is
+    replaced by the recipe's. Otherwise the result is a tenth of the highest lr reached: during warm-up the configured
+    lr was never used, and during decay the lr of the last step is too low to be the cause.
+    """
+    if written is not None and 0 < LOWER * written <= rate:
+        return f"{written:g}"
+    reached = max(rates, default=0.0)
+    tenth = min(rate, reached if reached > 0 else rate) / LOWER
+    # Nine decimals absorb the rounding of the division: 0.0006 / 10 must not become 5e-05.
+    digit, _, exponent = f"{tenth:.9e}".partition("e")
+    return f"{float(f'{digit[0]}e{exponent}'):g}"  # truncated to one digit, so never higher
+
+
+def written_rate(command: str) -> float | None:
+    """Return the learning rate in the file that `halfstep train RECIPE` names; None where there is none."""
+    words = shlex.split(command)
+    if words[:2] != ["halfstep", "train"] or len(words) < 3:
+        return None
+    try:
+        section: Any = read_recipe(words[2]).raw.get("optimizer")
+    except HalfstepError:
+        return None
+    rate: Any = section.get("lr") if isinstance(section, dict) else None
+    try:
+        return float(rate)  # YAML 1.1 reads 2e-3 as a string
+    except (TypeError, ValueError):
+        return None
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+# Judge the weights in a checkpoint by the losses in the journal.
+
+
+FAR = 10.0
+"""Weights are ruined where their loss is this many times the first loss of the run."""
+
+
+class Losses:
+    """The losses of one run over all its launches. Without a journal nothing is known, and nothing is ruined."""
+
+    def __init__(self, folder: Path) -> None:
+        self._after: dict[int, float] = {}
+        """The lowest loss of the weights that each attempt left."""
+        self._first: float | None = None
+        waiting: list[int] = []
+        """The attempts that left the weights in their present state."""
+        for attempt, loss, applied in _steps(folder):
+            if not waiting:
+                waiting = [attempt - 1]
+            if math.isfinite(loss):
+                self._first = loss if self._first is None else self._first
+                for one in waiting:
+                    self._after[one] = min(loss, self._after.get(one, math.inf))
+            # A skipped step leaves the weights of the step before: the next loss is that of all of them.
+            waiting = [attempt] if applied else [*waiting, attempt]
+
+    def ruined(self, attempt: int) -> bool:
+        """Return whether the weights after `attempt` have a loss far above the first loss of the run."""
+        first, after = self._first, self._after.get(attempt)
+        if not first or after is None:
+            return False
+        # A difference, not a ratio: the first loss may be negative.
+        return after - first > (FAR - 1) * abs(first)
+
+
+def _steps(folder: Path) -> list[tuple[int, float, bool]]:
+    """Return attempt, loss and whether it was applied; the loss of a step that failed numerically is NaN."""
+    told = []
+    for event in kept_events(folder / JOURNAL):
+        attempt, loss, applied = (event.get(key) for key in ("attempt", "loss", "applied"))
+        if event["event"] == events.STEP and type(attempt) is int:
+            # A loss refused as a spike is finite, and measures the weights.
+            counts = applied is True or event.get("reason") == REFUSED
+            told.append((attempt, _number(loss) if counts else math.nan, applied is True))
+    return told
+
+
+def _number(loss: Any) -> float:
+    return float(loss) if isinstance(loss, (int, float)) else math.nan
+
+
+# -- memory ended -----------------------------------------------------------------------------------------------------
+# End a run that ran out of memory: name what it was doing, and a command that splits the step.
+
+
+OUT_OF_MEMORY = "out_of_memory"
+BATCH, MICROBATCHES, RECOMPUTE = "train.batch_size", "train.microbatches", "train.checkpoint_activations"
+
+
+def memory_ended(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
+    """Return the error to raise instead of an out-of-memory error; None for any other error."""
+    if not is_out_of_memory(error):
+        return None
+    train, precision = loop.recipe.train, loop.parts.choice.precision.name
+    what = "evaluating" if loop.is_evaluating else "in a step with"
+    line = functools.partial(typed, loop.keeper.folder, command, leave=ACCEPT)
+    do = line(_smaller(loop))
+    failed = as_error(error, f"{what} micro-batches of {train.batch_size} samples in {precision}", do)
+    if failed is not None:
+        failed.command, failed.precision = line, precision
+        failed.batch, failed.microbatches = 0 if loop.is_evaluating else train.batch_size, train.microbatches
+    return failed
+
+
+def in_pieces(batch: int, microbatches: int, at_most: int) -> dict[str, Any]:
+    """Return settings for the same step in smaller micro-batches: the largest divisor of `batch` up to `at_most`."""
+    size = next(size for size in range(max(at_most, 1), 0, -1) if batch % size == 0)
+    return {BATCH: size, MICROBATCHES: microbatches * batch // size}
+
+
+def _smaller(loop: Loop) -> dict[str, Any]:
+    """Return smaller settings where only the failure is known: half the batch, then recomputation, then resolution."""
+    train = loop.recipe.train
+    if train.batch_size > 1:
+        return in_pieces(train.batch_size, train.microbatches, train.batch_size // 2)
+    if not train.checkpoint_activations and not train.compile:
+        return {RECOMPUTE: "true"}
+    section, _, name = loop.task.resolution.partition(".")
+    size = getattr(getattr(loop.recipe, section, None), name, None) if name else None
+    return {loop.task.resolution: size // 2} if isinstance(size, int) and size > 1 else {}
+
+
+# -- giving up --------------------------------------------------------------------------------------------------------
+
+
+REPAIR = "repair"
+_CURED = (PRECISION, COMPILER, HARDWARE)
+"""Causes that the guard can remedy itself."""
+_IN_THE_WEIGHTS = (DIVERGENCE, STATE)
+"""Causes for which a recent checkpoint may be as bad as the weights."""
+_ALSO = {
+    "guard": ("guard.mode", "mode"),
+    "optimizer.lr": ("lr", "learning_rate"),
+    "train.batch_size": ("batch_size", "BATCH_SIZE_PER_GPU"),
+    "train.microbatches": ("microbatches", "accumulation_steps", "gradient_accumulation_steps"),
+    "train.checkpoint_activations": ("checkpoint_activations",),
+}
+"""Aliases of a setting on the command line."""
+
+
+class Leave(NamedTuple):
+    """A permission for a launch, as a flag on the command line and as an argument in Python."""
+
+    flag: str
+    argument: str
+
+
+ACCEPT, _NEW = Leave("--accept-recipe-change", "accept_recipe_change"), Leave("--new", "new")
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The end of a run, in words."""
+
+    why: str
+    kept: str
+    do: str
+    checkpoint: str | None
+    cause: str
+    verdict: Any
+
+    @property
+    def error(self) -> Diverged:
+        """The error to raise."""
+        made = Diverged(f"{self.why}\n{self.kept}", do=self.do)
+        made.verdict = self.verdict
+        return made
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields of the journal's last event."""
+        return {name: getattr(self, name) for name in ("why", "kept", "do", "checkpoint", "cause")}
+
+
+def given_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
+    """Return how the run ends; checkpoints that hold the failed weights are set aside.
+
+    Every rank calls it at the same step.
+    """
+    cause, checkpoints, since = error.cause, loop.checkpoints, loop.guarding.applied_at
+    # A save in the background may hold the weights that failed.
+    checkpoints.finish()
+    is_spoilt = False
+    if cause in _IN_THE_WEIGHTS and not _is_in_the_code(error) and since and checkpoints.last is not None:
+        # The weights are at fault: checkpoints saved with them, or on the way to them, are useless.
+        is_spoilt = not checkpoints.set_aside(since, Losses(loop.keeper.folder).ruined)
+    do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if is_spoilt else ACCEPT)
+    good, kept = None if is_spoilt else checkpoints.name, _kept(checkpoints, is_spoilt)
+    if do and cause == DIVERGENCE and not _is_in_the_code(error):
+        kept = f"{kept}; try a lower learning rate"
+    return GivenUp(_why(loop, cause, error), kept, do or error.do, good, cause, error.verdict)
+
+
+def _why(loop: Loop, cause: str, error: Diverged) -> str:
+    """Return the reason; the checkpoint to resume from is named after it."""
+    why = error.why or error.given
+    return why + in_the_data(loop.guarding.guilty) if cause == DATA else why
+
+
+def _is_in_the_code(error: Diverged) -> bool:
+    return any(cure["kind"] == "fix_code" for cure in (error.verdict or {}).get("cures", ()))
+
+
+def _kept(checkpoints: Checkpoints, is_spoilt: bool) -> str:
+    if checkpoints.last is None:
+        return "no checkpoint was written yet: the run begins again from step 0"
+    if is_spoilt:
+        return "the weights were spoilt before the oldest checkpoint was taken: the run must begin again"
+    at = f"{checkpoints.last.attempt:,}"
+    return f"the last good checkpoint is {checkpoints.name}, of step {at}: the run goes on from it"
+
+
+def _command(loop: Loop, cause: str, command: str, leave: Leave) -> str | None:
+    """Return the full command where one setting is the remedy; None where the guard's message is better advice."""
+    if cause in _CURED and loop.guarding.mode != REPAIR:
+        return typed(loop.keeper.folder, command, {"guard": REPAIR}, None)
+    if cause == DIVERGENCE:
+        guardian = loop.guarding.guardian
+        rates = guardian.history().rates if guardian is not None else ()
+        rate = lower_rate(loop.recipe.optimizer.lr, rates, written_rate(command))
+        return typed(loop.keeper.folder, command, {"optimizer.lr": rate}, leave)
+    return None
+
+
+def typed(folder: Path, command: str, changes: Mapping[str, object], leave: Leave | None) -> str:
+    """Return the command that resumes the run in `folder` with changed settings, from the original command."""
+    # A run started from Python has no command line to repeat.
+    if not command.startswith("halfstep "):
+        more = f", {leave.argument}=True" if leave else ""
+        return f"halfstep.fit(..., settings={dict(changes)!r}{more})"
+    line = _launched(shlex.split(command))
+    words = _without(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in (key, *_ALSO.get(key, ()))})
+    if _NEW.flag in line and leave is not _NEW:  # it would start another run
+        words = [*_without(words, set(), {"run.dir", "dir"}), f"run.dir={folder}"]
+    settings = [f"{key}={value}" for key, value in changes.items()]
+    return shlex.join([*words, *settings, *([leave.flag] if leave else [])])
+
+
+def _launched(words: list[str]) -> list[str]:
+    """Return the command with its launcher: a checkpoint of several ranks cannot be resumed on one."""
+    return [*launcher(distributed.size()), *words[1:]]
+
+
+def _without(words: Sequence[str], flags: Collection[str], names: Collection[str]) -> list[str]:
+    """Return a command without these flags and these settings."""
+    kept, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, _ = word.lstrip("-").partition("=")
+        if word in flags or (name in names and (equals or word.startswith("--"))):
+            # "--lr 0.1" is two words: the value goes with its option.
+            if word not in flags and not equals and left:
+                left.pop(0)
+        else:
+            kept.append(word)
+    return kept

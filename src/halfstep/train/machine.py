@@ -1,0 +1,71 @@
+"""Describe the machine that a run is sized for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+GIGA = 2**30
+CORE, ACCELERATOR = 30e9, 5e12
+"""Floating-point operations per second in training: a laptop core and a small GPU reach them, and most exceed them."""
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""The memory limit of a container, where it is below that of its host."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware that decides how large a run may be; it may describe another machine than this one."""
+
+    cores: int
+    memory: int
+    """Bytes for training: the accelerator's own memory, or the host's."""
+    has_accelerator: bool = False
+    devices: int = 1
+    """Ranks that train together, each on a device of this kind."""
+
+    @property
+    def speed(self) -> float:
+        """A cautious estimate of the operations per second of all devices; it affects duration, not results."""
+        return self.devices * (ACCELERATOR if self.has_accelerator else CORE * self.cores)
+
+    def __str__(self) -> str:
+        what = "accelerator" if self.has_accelerator else "core"
+        number = self.devices if self.has_accelerator else self.cores
+        return f"{number} {what}{'s' * (number != 1)}, {self.memory / GIGA:.0f} GB"
+
+
+def this_machine(device: str) -> Machine:
+    """Return the machine that this rank runs on; `device` is the recipe's setting."""
+    # Imported here, since importing torch takes seconds and sizing by hand does not need it.
+    import psutil
+    import torch
+
+    from halfstep.train.process_group import cores_each, device_of
+
+    place, ranks = device_of(device), int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.empty(0, device=place).is_cpu:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # Ranks on one host share its memory; an accelerator's memory is each rank's own.
+        return Machine(cores_each(), min(psutil.virtual_memory().total, _limit()) // here, devices=ranks)
+    return Machine(cores_each(), _accelerator_memory(place), has_accelerator=True, devices=ranks)
+
+
+def _accelerator_memory(place: object) -> int:
+    """Return the memory of an accelerator; one without properties, such as Apple's, shares the host's memory."""
+    import psutil
+    import torch
+
+    module = getattr(torch, torch.device(str(place)).type)
+    tell = getattr(module, "get_device_properties", None)
+    # Half of it: the host needs the other half.
+    return int(tell(place).total_memory) if tell else int(psutil.virtual_memory().total) // 2
+
+
+def _limit() -> int:
+    try:
+        text = _LIMIT.read_text().strip()
+    except OSError:
+        return 2**62
+    # cgroup v2 writes "max" where there is no limit.
+    return int(text) if text.isdigit() else 2**62

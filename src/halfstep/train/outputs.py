@@ -1,0 +1,196 @@
+"""Write the files of a run: the best and last weights, pictures, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from halfstep import distributed
+from halfstep.data.loader import ValLoader
+from halfstep.data.source import Sample
+from halfstep.draw.images import write_png
+from halfstep.draw.sheet import PicturedSample, sheet
+from halfstep.errors import HalfstepError, StorageFailed
+from halfstep.files import write_json, write_text
+from halfstep.journal import events
+from halfstep.journal.events import Journal
+from halfstep.journal.jsonl import as_line
+from halfstep.precision.precision import Precision
+from halfstep.step.ema import Ema
+from halfstep.train.checkpointing import diverged
+from halfstep.train.evaluation import Choosing, ChosenSample, beginning, caption, told_in_words
+from halfstep.train.run_folder import RESULT
+from halfstep.train.task import Task
+from halfstep.train.weights import finite, save_weights
+
+BEST, LAST, LAST_AVERAGE = "best.safetensors", "last.safetensors", "last-ema.safetensors"
+NOT_WRITTEN = (OSError, SafetensorError)
+"""Errors of a failed write; safetensors raises its own."""
+FACTS = "task.json"
+"""The file with what a task needs to predict without its data."""
+
+
+class RunOutputs:
+    """The writer of a run's files; only rank 0 writes."""
+
+    def __init__(self, folder: Path, journal: Journal, pictures: int, infinite: Collection[str] | None = None) -> None:
+        """`infinite` are the buffers that held infinities when the model was built; None where that is not known."""
+        self.folder, self._journal, self._pictures, self._infinite = folder, journal, pictures, infinite
+        self._first = distributed.rank() == 0
+        self._shown: Sample | None = None
+        self._unwritten: dict[str, HalfstepError] = {}
+        """Files that are missing or outdated, and why."""
+
+    @property
+    def draws(self) -> bool:
+        """Return whether this rank draws pictures."""
+        return self._first and self._pictures > 0
+
+    def best(self, model: nn.Module, ema: Ema | None, epoch: int, metrics: dict[str, float]) -> None:
+        """Save the weights that were evaluated: the averaged ones where there are any."""
+        with worn(ema):
+            self._save(model, BEST, "best", {"epoch": str(epoch), **{k: repr(v) for k, v in metrics.items()}})
+
+    def last(self, model: nn.Module, ema: Ema | None) -> None:
+        """Save the present weights, and their average where there is one."""
+        self._save(model, LAST, "last", {})
+        if ema is not None:
+            with ema.in_place():
+                self._save(model, LAST_AVERAGE, "last", {})
+
+    def _save(self, model: nn.Module, name: str, what: str, metadata: dict[str, str]) -> None:
+        if not self._first:
+            return
+        # An older file with finite weights is worth more than a new one without.
+        if not finite(model, self._infinite):
+            text = f"{name} is kept as it was: the weights now hold numbers that are not finite"
+            if not (self.folder / name).exists():
+                text = f"{name} is not written: the weights hold numbers that are not finite"
+                self._unwritten[name] = diverged(text)
+            self._journal.tell(events.NOTE, text=text, level="warning")
+            return
+        self._write(name, what, lambda path: save_weights(model, path, metadata))
+
+    def _write(self, name: str, what: str, write: Callable[[Path], None]) -> None:
+        """Write a file, or record the failure: the next checkpoint decides whether the run can go on."""
+        try:
+            write(self.folder / name)
+        except NOT_WRITTEN as error:
+            self._unwritten[name] = _storage_failed(name, _in_words(error))
+            text = f"{name} is kept as it was: {_in_words(error)}"
+            self._journal.tell(events.NOTE, text=text, level="warning")
+            return
+        self._unwritten.pop(name, None)
+        self._journal.tell(events.SAVED, file=name, what=what)
+
+    def pictures(
+        self,
+        task: Task,
+        model: nn.Module,
+        val: ValLoader,
+        precision: Precision,
+        epoch: int,
+        choosing: Choosing | None = None,
+        heading: str = "",
+    ) -> None:
+        """Draw outputs for validation samples: the worst and typical ones, or the first where none is judged."""
+        if not self.draws:
+            return
+        chosen = choosing.chosen(self._pictures) if choosing is not None else []
+        batch, captions, note = self._looked_at(val, chosen, choosing)
+        if not batch:  # the samples became unreadable since the evaluation
+            return
+        model.eval()
+        with precision.inference(next(model.parameters()).device):
+            drawn = task.shown(model, batch)
+        model.train()
+        if drawn:
+            name = f"pictures/epoch-{epoch:04d}.png"
+            entries = [
+                PicturedSample(one.panels, caption(words, one), one.frame)
+                for one, words in zip(drawn, captions, strict=False)
+            ]
+            image = sheet(entries, f"epoch {epoch}{heading}", note, task.legend())
+            self._write(name, "picture", lambda path: write_png(path, image))
+
+    def _looked_at(
+        self, val: ValLoader, chosen: list[ChosenSample], choosing: Choosing | None
+    ) -> tuple[Sample, list[str], str]:
+        """Return the batch, the start of each caption, and a note on all of them."""
+        if not chosen or choosing is None:
+            if self._shown is None:
+                # The same samples after every epoch, so that pictures can be compared.
+                self._shown = {name: tensor[: self._pictures] for name, tensor in next(iter(val)).tensors.items()}
+            return self._shown, [""] * self._pictures, ""
+        batch = val.read([one.number for one in chosen])
+        why = {one.number: one.why for one in chosen}
+        source = val.samples.source
+        captions = [beginning(why[number], source.name(number)) for number in batch.ids]
+        return batch.tensors, captions, told_in_words(chosen, choosing.total)
+
+    def facts(self, task: Task) -> None:
+        """Write what the task needs to predict without its data; raise StorageFailed where that fails."""
+        if self._first:
+            with _or_storage_failed(FACTS):
+                write_json(self.folder / FACTS, task.facts())
+
+    def result(self, content: dict[str, Any]) -> None:
+        """Write the result, which marks a finished run.
+
+        Raises the earlier error where the last or best weights are not on disk, and StorageFailed where writing fails.
+        """
+        if not self._first:
+            return
+        # The result marks the run as finished: missing weights would not be written later.
+        for name in (LAST, LAST_AVERAGE, BEST):
+            if name in self._unwritten:
+                raise self._unwritten[name]
+        self._compare_best(content.get("best") or {})
+        with _or_storage_failed(RESULT):
+            write_text(self.folder / RESULT, as_line(content))
+
+    def _compare_best(self, best: dict[str, Any]) -> None:
+        """Note where the file does not hold the best weights: an earlier launch may have had no space for them."""
+        epoch, kept = best.get("epoch") or 0, _epoch_of(self.folder / BEST)
+        if epoch and kept != str(epoch):
+            text = f"the best epoch was {epoch}, and its weights were not kept: {BEST} is of epoch {kept or '(none)'}"
+            self._journal.tell(events.NOTE, text=text, level="warning")
+
+
+def _epoch_of(path: Path) -> str | None:
+    """Return the epoch in the metadata of weights that `best` wrote; None where there are none."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("epoch")
+    except NOT_WRITTEN:
+        return None
+
+
+@contextmanager
+def _or_storage_failed(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _storage_failed(name, _in_words(error)) from error
+
+
+def _storage_failed(name: str, why: str) -> StorageFailed:
+    return StorageFailed(
+        f"{name} could not be written: {why}",
+        allowed="a disk that can be written to",
+        do="make room, and start the run again with the same command: it goes on from its last checkpoint",
+    )
+
+
+def _in_words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).strip().partition("\n")[0] or type(error).__name__
+
+
+def worn(ema: Ema | None) -> AbstractContextManager[None]:
+    """Return a context in which the model has its averaged weights, where there are any."""
+    return ema.in_place() if ema is not None else nullcontext()

@@ -1,0 +1,74 @@
+"""Start a run: join the process group, select the device, and protect the caller's random state."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from halfstep import distributed
+from halfstep.precision.hardware import describe
+
+AUTO = "auto"
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Join the ranks that torchrun started, where it did, and leave the group at the end."""
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    # A caller that has its own process group keeps it.
+    if not launched or dist.is_initialized():
+        yield
+        return
+    # Collectives run on the current device of each rank, so it is set first.
+    _take_own_device()
+    dist.init_process_group(backends())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore all random generators at the end: a run seeds them for itself."""
+    own = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(own):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of this rank; an accelerator without an index means each rank's own."""
+    _take_own_device()
+    return torch.device(describe(None if name == AUTO else name).place)
+
+
+def backends() -> str | None:
+    """Return the backends: gloo on the host for texts and decisions, the accelerator's own for gradients."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return f"{torch.empty(0).device}:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+
+
+def _take_own_device() -> None:
+    if torch.accelerator.is_available():
+        # Modulo: several ranks may share one device.
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.accelerator.set_device_index(local % torch.accelerator.device_count())
+
+
+def cores_each() -> int:
+    """Return the cores of this host for each rank on it."""
+    return max(1, distributed.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,1 +1,0 @@
-"""A recipe: one complete run as data."""

@@ -1,0 +1,252 @@
+"""Resume an unfinished run: find its newest whole checkpoint, compare it with the run, and restore it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from halfstep import distributed
+from halfstep.checkpoint.commit import sweep
+from halfstep.checkpoint.manifest import read_manifest
+from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk
+from halfstep.checkpoint.quarantine import sweep_aside
+from halfstep.checkpoint.reading import newest_whole, none_whole, read_state
+from halfstep.errors import StateMismatch, WrongUse
+from halfstep.guard.repair.remedies import Remedies
+from halfstep.journal import events
+from halfstep.journal.jsonl import JOURNAL, cut_back, kept_events, last_time, sizes
+from halfstep.recipe.changes import EXTEND
+from halfstep.train.environment import AutoChoices, differences, environment
+from halfstep.train.guarding import cures_in
+from halfstep.train.loop import Loop
+from halfstep.train.outputs import LAST
+from halfstep.train.restore import lengthened, restore
+from halfstep.train.setup import AnyRecipe
+from halfstep.train.state import State
+
+T = TypeVar("T")
+_DRAFT = re.compile(
+    r"\.(best\.safetensors|last\.safetensors|last-ema\.safetensors|recipe\.yaml|result\.json|task\.json"
+    r"|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png)\.[0-9]+"
+)
+"""Temporary files of a run that was killed while writing; see `files.replacing`."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to resume from, read and verified; nothing was changed yet."""
+
+    generation: CheckpointDir
+    state: State
+    environment: dict[str, Any]
+    passed_over: list[str]
+    """Newer checkpoints that are damaged, and why."""
+
+    @property
+    def measured(self) -> AutoChoices:
+        """The values measured when the run began."""
+        return AutoChoices.from_dict(self.state.measured)
+
+    def measured_for(self, recipe: AnyRecipe) -> AutoChoices | None:
+        """Return the measured values, unless the requested precision has changed: then they are measured again."""
+        return self.measured if self.state.recipe.get("precision") == recipe.precision else None
+
+    def cures_for(self, recipe: AnyRecipe) -> Remedies | None:
+        """Return the remedies of the run's guard; None for another precision, which they were not made for."""
+        return cures_in(self.state.guards) if self.state.recipe.get("precision") == recipe.precision else None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """How a run was resumed, for its journal."""
+
+    attempt: int = 0
+    epoch: int = 0
+    checkpoint: str | None = None
+    repeated: int | None = None
+    """Steps that are done again."""
+    because: list[str] = field(default_factory=list)
+    """Why the bits may differ from those without the interruption."""
+    changed: list[str] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    """Seconds that the run had taken at the checkpoint."""
+    extended: dict[str, Any] | None = None
+    """Where this launch extends the run from and to, with its learning rate, and the earlier result."""
+
+    @property
+    def is_new_length_or_settings(self) -> bool:
+        """Return whether the run goes on with another length or other settings than the checkpoint has."""
+        return bool(self.changed) or self.extended is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for the journal, with whether the resume is exact."""
+        return {**asdict(self), "exact": not self.because and not self.changed}
+
+
+def find(folder: Path) -> FoundCheckpoint | None:
+    """Return the newest whole checkpoint of a run; None where it was never saved. Every rank calls it.
+
+    Raises StateMismatch for another number of ranks, and NoCheckpoint where checkpoints existed and none is whole.
+    """
+    decided = distributed.rank_zero_or_raise(lambda: _chosen(folder))
+    if decided["name"] is None:
+        return None
+    generation = CheckpointDir(folder / CHECKPOINTS / decided["name"], decided["attempt"], decided["number"])
+    manifest = read_manifest(generation)
+    # Each rank has files of its own, with its own buffers and random state.
+    if manifest.world != distributed.size():
+        raise StateMismatch(
+            f"{generation.name} was saved by {manifest.world} processes",
+            allowed=f"as many as there are now: {distributed.size()}",
+            do=f"torchrun --nproc-per-node {manifest.world} ..., or add --new for a folder of its own",
+        )
+    rank, where = distributed.rank(), str(generation.path)
+    state = distributed.fail_together(lambda: State.from_parts(*read_state(generation, rank), where=where))
+    return FoundCheckpoint(generation, state, dict(manifest.environment), decided["passed_over"])
+
+
+def _chosen(folder: Path) -> dict[str, Any]:
+    """Choose a checkpoint on rank 0, which holds the lock; clear temporary files and set damaged ones aside."""
+    place, disk = folder / CHECKPOINTS, Disk()
+    verdict, damaged = newest_whole(place)
+    if verdict is None:
+        _refuse_lost(folder)
+    for one in damaged:
+        # One that cannot be renamed stays where it is, and is skipped again the next time.
+        with contextlib.suppress(OSError):
+            disk.rename(one.generation.path, one.generation.path.with_name(one.generation.name + BAD))
+    # Only now: where checkpoints existed and none is whole, the folder is left as it is.
+    sweep(place, disk)
+    sweep_aside(place, disk)
+    _remove_drafts(folder, disk)
+    passed_over = [f"{one.generation.name}: {one.problem}" for one in damaged]
+    if verdict is None:
+        return {"name": None, "passed_over": passed_over}
+    generation = verdict.generation
+    return {
+        "name": generation.name,
+        "attempt": generation.attempt,
+        "number": generation.number,
+        "passed_over": passed_over,
+    }
+
+
+def _refuse_lost(folder: Path) -> None:
+    """Raise NoCheckpoint where a run was saved and has no checkpoint: it must not start over silently."""
+    if _was_saved(folder):
+        raise none_whole(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
+    # The journal would mention a checkpoint; weights alone may be older than the first one.
+    if not (folder / JOURNAL).exists() and (folder / LAST).exists():
+        raise none_whole(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, though {LAST} is there"])
+
+
+def _remove_drafts(folder: Path, disk: Disk) -> None:
+    for place in (folder, folder / "pictures"):
+        drafts: list[Path] = []
+        with contextlib.suppress(OSError):
+            drafts += [path for path in place.iterdir() if _DRAFT.fullmatch(path.name)]
+        for path in drafts:
+            with contextlib.suppress(OSError):
+                disk.remove(path)
+
+
+def _was_saved(folder: Path) -> bool:
+    return any(_tells_of_one(event) for event in kept_events(folder / JOURNAL))
+
+
+def _tells_of_one(event: events.Event) -> bool:
+    # A resume cuts the event of its own checkpoint out of the journal; the event of the resume stays.
+    resumed = event.get("resumed")
+    return event.get("what") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))
+
+
+def take_up(
+    loop: Loop,
+    found: FoundCheckpoint | None,
+    folder: Path,
+    accepted: Collection[str],
+    before: dict[str, Any] | None = None,
+) -> Resumed:
+    """Restore the checkpoint into a loop built for it, and cut the journal back to it; or start from step 0.
+
+    Everything is checked before the run or its folder changes: raises StateMismatch, BadData or WrongUse. `before` is
+    the result of a finished run that is extended.
+    """
+    if found is None:
+        _cut(folder, {})
+        return Resumed()
+    changed = distributed.fail_together(lambda: restore(loop.live, found.state, accepted))
+    extended = _extended(loop, found, before) if EXTEND in accepted else None
+    # Read before the journal is cut, which drops these steps.
+    repeated = (
+        max(0, _last_attempt(folder, _size_at(found)) - found.generation.attempt) if distributed.rank() == 0 else 0
+    )
+    _cut(folder, found.state.cursor["journal"])
+    loop.checkpoints.resumed(found.generation)
+    loop.guarding.taken_up(found.generation.attempt, found.generation.name)
+    return Resumed(
+        attempt=found.generation.attempt,
+        epoch=loop.progress.epoch,
+        checkpoint=found.generation.name,
+        repeated=repeated,
+        because=differences(found.environment, environment(loop.stepper.device)),
+        changed=changed,
+        passed_over=found.passed_over,
+        seconds=last_time(folder / JOURNAL),
+        extended=extended,
+    )
+
+
+def _extended(loop: Loop, found: FoundCheckpoint, before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what this launch adds to a run; None where it resumes an extension that was begun before."""
+    if not lengthened(loop.live, found.state):
+        return None
+    at, train = loop.progress.attempts, loop.recipe.train
+    if at >= loop.planned:
+        raise WrongUse(
+            f"--extend to {loop.planned} steps in all, and the run has taken {at} already",
+            allowed="the whole length that the run is to have, with what it has had",
+            do=f"--extend --steps {at + loop.train.steps_per_epoch} adds one epoch",
+        )
+    if before is not None and loop.progress.in_epoch < loop.train.steps_per_epoch:
+        _keep_best(loop, before.get("best"))
+    latest = loop.recipe.schedule.extensions[-1:]
+    return {
+        "from": at,
+        "to": loop.planned,
+        "epochs": train.epochs,
+        "rewarm": any(one.rewarm for one in latest),
+        "lr": loop.parts.lr,
+        "highest_lr": max(loop.parts.schedule.base_lrs),
+        "before": before,
+    }
+
+
+def _keep_best(loop: Loop, best: Any) -> None:
+    """Keep the best weights of an end in the middle of an epoch, which is not evaluated again."""
+    value, epoch = (best.get("value"), best.get("epoch")) if isinstance(best, dict) else (None, None)
+    if isinstance(value, float) and isinstance(epoch, int):
+        loop.progress.best, loop.progress.best_epoch = value, epoch
+
+
+def _cut(folder: Path, sizes: dict[str, int]) -> None:
+    if distributed.rank() == 0:
+        cut_back(folder, sizes)
+
+
+def _size_at(found: FoundCheckpoint) -> int:
+    """Return the size of the journal at the checkpoint; an invalid one is refused where the journal is cut."""
+    size = found.state.cursor["journal"].get(JOURNAL)
+    return size if type(size) is int and size >= 0 else 0
+
+
+def _last_attempt(folder: Path, after: int = 0) -> int:
+    """Return the last attempt in the journal after its first `after` bytes."""
+    written = kept_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
+    steps = [event.get("attempt") for event in written if event["event"] == events.STEP]
+    return max((attempt for attempt in steps if type(attempt) is int), default=0)

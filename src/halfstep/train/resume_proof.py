@@ -1,0 +1,300 @@
+"""Prove k + k = 2k: a run that is saved and resumed half-way equals the uninterrupted one bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint.paths import CheckpointDir
+from halfstep.checkpoint.reading import read_state
+from halfstep.errors import StorageFailed, WrongUse
+from halfstep.guard.repair.remedies import Remedies
+from halfstep.journal import events
+from halfstep.status_line import OnProgress
+from halfstep.train.environment import AutoChoices
+from halfstep.train.guarding import cures_in
+from halfstep.train.loop import Loop
+from halfstep.train.process_group import generators_kept
+from halfstep.train.restore import restore
+from halfstep.train.resume import find, take_up
+from halfstep.train.state import COMPONENTS, State
+
+Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
+"""Builds a loop in a folder, with what was measured when the run began and the remedies of its guard."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that differs between the two runs."""
+
+    what: str
+    in_one_go: str
+    resumed: str
+
+    def __str__(self) -> str:
+        return f"{self.what} is {self.in_one_go} in one go, and {self.resumed} resumed"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of comparing k + k steps with 2k."""
+
+    steps: int
+    """The number k."""
+    begin: int
+    """Attempts of the run before the comparison."""
+    tensors: int
+    losses: tuple[float, ...]
+    """The losses of the 2k uninterrupted steps."""
+    loss: Difference | None
+    """The first loss that differs."""
+    state: Difference | None
+    """The first value of the state that differs."""
+    repeatable: bool
+    """Whether the first k steps, which nothing interrupts, gave the same losses twice."""
+
+    @property
+    def equal(self) -> bool:
+        """Return whether nothing differs."""
+        return self.loss is None and self.state is None
+
+
+@dataclass(frozen=True)
+class _Part:
+    losses: list[float]
+    state: State
+
+
+def prove(
+    build: Build, whole: Sequence[CheckpointDir], steps: int, folder: Path, told: OnProgress = lambda *_: None
+) -> Proof:
+    """Take 2k steps; then k steps, a save, a new build and k more; compare all losses and states.
+
+    Starts at the newest of the `whole` checkpoints with 2k steps left, or at step 0. Writes into `folder`.
+    Raises WrongUse for a run that is too short, and StorageFailed where the save fails.
+    """
+    with generators_kept():
+        measured = AutoChoices.from_dict(_read(whole[0]).measured) if whole else None
+        loop = build(_made(folder / "one"), measured, None)
+        begin = _begin(whole, loop.planned, steps)
+        cures = None if begin is None else cures_in(_read(begin).guards)
+        # The model has to be built with the remedies in place, and only the checkpoint knows them.
+        if cures is not None and cures.placed:
+            loop = build(folder / "one", measured, cures)
+        # 2k steps in one go, and 2k in two parts.
+        counted = _Counted(told, 4 * steps)
+        one = _whole_part(loop, begin, 2 * steps, counted)
+        # Removed before the second way begins: the disk needs room for one run at a time.
+        shutil.rmtree(folder / "one")
+        two = _in_two_parts(build, _made(folder / "two"), (loop.live.measured, cures), begin, steps, counted)
+    return _judged(one, two, steps, begin.attempt if begin else 0)
+
+
+# -- the two ways -----------------------------------------------------------------------------------------------------
+
+
+def _begin(whole: Sequence[CheckpointDir], planned: int, steps: int) -> CheckpointDir | None:
+    if planned < 2 * steps:
+        raise _too_short(f"a run of {planned} steps", planned, steps)
+    return next((one for one in whole if planned - one.attempt >= 2 * steps), None)
+
+
+def _whole_part(loop: Loop, begin: CheckpointDir | None, count: int, counted: _Counted) -> _Part:
+    _put(loop, begin)
+    with _Going(loop, counted) as going:
+        return _Part(going.on(count), State.of(loop.live))
+
+
+def _in_two_parts(
+    build: Build,
+    folder: Path,
+    known: tuple[AutoChoices, Remedies | None],
+    begin: CheckpointDir | None,
+    steps: int,
+    counted: _Counted,
+) -> _Part:
+    first = build(folder, *known)
+    _put(first, begin)
+    with _Going(first, counted) as going:
+        losses = going.on(steps)
+        _save(first)
+    # Through the disk, with a new build: nothing of the first half may survive in memory.
+    found = find(folder)
+    assert found is not None
+    second = build(folder, found.measured, cures_in(found.state.guards))
+    take_up(second, found, folder, ())
+    with _Going(second, counted) as going:
+        return _Part(losses + going.on(steps), State.of(second.live))
+
+
+class _Going:
+    """A loop that advances a few steps at a time, and closes what it opened."""
+
+    def __init__(self, loop: Loop, counted: _Counted) -> None:
+        self._loop, self._attempts, self._counted = loop, loop.attempts(), counted
+
+    def on(self, count: int) -> list[float]:
+        losses = []
+        for report in islice(self._attempts, count):
+            losses.append(report.loss)
+            self._counted()
+        if len(losses) < count:
+            raise _too_short("a run that evaluate.patience ends", len(losses), count // 2)
+        return losses
+
+    def __enter__(self) -> _Going:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._attempts.close()  # type: ignore[attr-defined]
+        self._loop.checkpoints.close()
+
+
+class _Counted:
+    def __init__(self, told: OnProgress, of: int) -> None:
+        self._told, self._done, self._of = told, 0, of
+
+    def __call__(self) -> None:
+        self._done += 1
+        self._told(self._done, self._of)
+
+
+class _Notes:
+    """A listener for the notes of a save."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def hear(self, event: events.Event) -> None:
+        if event["event"] == events.NOTE:
+            self.texts.append(str(event["text"]))
+
+    def close(self) -> None: ...
+
+
+def _save(loop: Loop) -> None:
+    """Save with the real commit, and wait for it."""
+    notes = _Notes()
+    loop.journal.listeners.append(notes)
+    loop.checkpoints.save()
+    loop.checkpoints.finish()
+    if loop.checkpoints.last is None or loop.checkpoints.last.attempt != loop.progress.attempts:
+        raise StorageFailed(
+            f"there is nothing to resume from: {notes.texts[-1] if notes.texts else 'the save failed'}",
+            allowed="a finite state, and room for three checkpoints in the folder for temporary files",
+            do="set TMPDIR to a folder with room; where the state is not finite, take a run that has not gone wrong",
+        )
+
+
+def _put(loop: Loop, begin: CheckpointDir | None) -> None:
+    # Read again each time: an optimizer keeps using the tensors that it loads.
+    if begin is not None:
+        restore(loop.live, _read(begin))
+
+
+def _read(generation: CheckpointDir) -> State:
+    return State.from_parts(*read_state(generation, 0), where=str(generation.path))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _too_short(what: str, there: int, steps: int) -> WrongUse:
+    return WrongUse(
+        f"{steps} + {steps} steps of {what}",
+        allowed=f"at most {there // 2} + {there // 2} of the {there} steps that there are",
+        do=f"--steps {there // 2}" if there > 1 else "take a longer run",
+    )
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def _judged(one: _Part, two: _Part, steps: int, begin: int) -> Proof:
+    pairs = enumerate(zip(one.losses, two.losses, strict=True))
+    # Compared as hexadecimal text: NaN equals itself there.
+    unlike = next(((at, a, b) for at, (a, b) in pairs if a.hex() != b.hex()), None)
+    loss = None
+    if unlike is not None:
+        at, a, b = unlike
+        loss = Difference(f"the loss of step {begin + at + 1:,}", repr(a), repr(b))
+    return Proof(
+        steps,
+        begin,
+        tensors=sum(isinstance(value, Tensor) for _, value in _leaves_of(one.state)),
+        losses=tuple(one.losses),
+        loss=loss,
+        state=first_difference(one.state, two.state),
+        repeatable=unlike is None or unlike[0] >= steps,
+    )
+
+
+def first_difference(one: State, two: State) -> Difference | None:
+    """Return the first place, in the order of the components, where two states differ in a bit."""
+    ours, theirs = dict(_leaves_of(one)), dict(_leaves_of(two))
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in ours or name not in theirs:
+            words = ["there" if name in side else "absent" for side in (ours, theirs)]
+            return Difference(name, words[0], words[1])
+        found = _unlike(name, ours[name], theirs[name])
+        if found is not None:
+            return found
+    return None
+
+
+def _leaves_of(state: State) -> Iterator[tuple[str, Any]]:
+    for name in COMPONENTS:
+        yield from _leaves(getattr(state, name), name)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield tensors and plain values with the names they have in a checkpoint."""
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        inner = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        inner = list(enumerate(value))
+    if not inner:
+        yield name, value
+    for key, one in inner:
+        yield from _leaves(one, f"{name}/{key}")
+
+
+def _unlike(name: str, one: Any, two: Any) -> Difference | None:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return _unlike_tensors(name, one.detach().cpu(), two.detach().cpu())
+    # Compared as text: NaN equals itself there, and 0.0 differs from -0.0.
+    same = type(one) is type(two) and repr(one) == repr(two)
+    return None if same else Difference(name, repr(one)[:80], repr(two)[:80])
+
+
+def _unlike_tensors(name: str, one: Tensor, two: Tensor) -> Difference | None:
+    if _facts(one) != _facts(two):
+        return Difference(name, _facts(one), _facts(two))
+    # Bytes, since `==` calls 0.0 and -0.0 equal and NaN unequal.
+    differs = (_bytes(one) != _bytes(two)).any(1).nonzero()
+    if not len(differs):
+        return None
+    first = int(differs[0])
+    place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(first), one.shape))
+    numbers = [repr(tensor.reshape(-1)[first].item()) for tensor in (one, two)]
+    return Difference(f"{name}[{place}]" if place else name, numbers[0], numbers[1])
+
+
+def _facts(tensor: Tensor) -> str:
+    sides = "×".join(map(str, tensor.shape)) or "one number"
+    return f"{sides} in {str(tensor.dtype).removeprefix('torch.')}, strides {tuple(tensor.stride())}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of each element, one row per element."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())

@@ -1,0 +1,257 @@
+"""Stop a run on a signal: acknowledge it at once, and end the run at the next safe point."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from halfstep.errors import INTERRUPTED, NotBegun
+
+# -- hearing ----------------------------------------------------------------------------------------------------------
+# Receive signals in a thread as they arrive: Python runs no handler while a kernel computes.
+
+
+OnSignal = Callable[[int, int], None]
+ENDED = 0
+"""A byte that is no signal number; it ends the thread."""
+_open: Hearing | None = None
+
+
+class Hearing:
+    """A thread that calls `told(number, nth)` for each of these signals. Created and closed in the main thread.
+
+    The C handler writes the number of each signal to a socket before Python's handlers run. Other signals are passed on
+    to the previous wakeup descriptor, such as that of an event loop.
+    """
+
+    def __init__(self, numbers: Collection[int], told: OnSignal) -> None:
+        global _open
+        self._numbers, self._told = numbers, told
+        self._reader, self._writer = socket.socketpair()
+        # set_wakeup_fd requires it: a full socket must never block the C handler.
+        self._writer.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="halfstep signals", daemon=True)
+        _open = self
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore the previous wakeup descriptor, and end the thread."""
+        global _open
+        _open = None
+        signal.set_wakeup_fd(self._before)
+        # A byte ends the thread; closing alone would not while a forked process holds the socket open.
+        with contextlib.suppress(OSError):
+            self._writer.send(bytes([ENDED]))
+        self._writer.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def send_again(self) -> None:
+        """Make Python run its SIGINT handler once more, from the thread; pending signals are merged into one."""
+        if hasattr(signal, "pthread_kill"):  # also interrupts a blocking call of the main thread
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            _thread.interrupt_main(signal.SIGINT)
+        self._reader.recv(1)  # this signal is written to the socket too
+
+    def _listen(self) -> None:
+        counts: Counter[int] = Counter()
+        with self._reader:
+            while numbers := self._reader.recv(64):
+                for number in numbers:
+                    if number == ENDED:
+                        return
+                    if number in self._numbers:
+                        counts[number] += 1
+                        self._told(number, counts[number])
+                    elif self._before >= 0:
+                        with contextlib.suppress(OSError):
+                            os.write(self._before, bytes([number]))
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, from any thread; only rank 0 prints."""
+    # From the environment: a signal may arrive before the process group exists.
+    if os.environ.get("RANK", "0") != "0":
+        return
+    # The terminal has printed ^C on the current line.
+    begin = "\n" if sys.stderr is sys.__stderr__ and sys.stderr is not None and sys.stderr.isatty() else ""
+    with contextlib.suppress(Exception):
+        print(f"{begin}{text}", file=sys.stderr, flush=True)
+
+
+def _forget() -> None:
+    """Clear the wakeup descriptor in a forked process, such as a data worker: the socket belongs to the parent."""
+    if _open is not None:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+# -- stopping ---------------------------------------------------------------------------------------------------------
+
+
+HEARD = (signal.SIGTERM, signal.SIGINT)
+PATIENCE = 30.0
+"""Seconds that a run has to exit after a KeyboardInterrupt before another Ctrl-C raises again."""
+BEFORE_STEPS, AFTER_STEP = "before the first step", "after this step"
+AFTER_BATCH, AFTER_PICTURES = "after this batch of the evaluation", "after the pictures"
+SAVED = "when the last state is saved"
+GRACE = 2.0
+"""Seconds that Python has to handle a second Ctrl-C before the process is ended without it."""
+SHOW_CURSOR = "\x1b[?25h"
+
+
+@dataclass
+class _Heard:
+    first: str | None = None
+    interrupts: int = 0
+    """How often Python ran its handler for Ctrl-C."""
+    raised: float | None = None
+    """The time of the last KeyboardInterrupt."""
+    when: str = BEFORE_STEPS
+    """When a run that gets a signal now will stop."""
+
+
+_active: _Heard | None = None
+"""The state of the main thread's Stopping; a nested one shares it."""
+
+
+class Stopping:
+    """A context in which SIGTERM and Ctrl-C only set `asked`; a second Ctrl-C raises KeyboardInterrupt at once.
+
+    A nested one has the same `asked`, also where it was set before. Other threads cannot receive signals; there it
+    shows the state of the main thread's.
+
+    Python handles signals between two bytecode instructions, and a kernel may delay that for minutes. So a thread
+    acknowledges them, and calls `last_resort` where the second Ctrl-C is not handled in time.
+    """
+
+    def __init__(self, last_resort: Callable[[], None] = lambda: None) -> None:
+        self._heard = _Heard()
+        self._outer: _Heard | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._last_resort = last_resort
+        self._hearing: Hearing | None = None
+
+    @property
+    def asked(self) -> str | None:
+        """The name of the first signal that requested a stop."""
+        return self._heard.first
+
+    def will_stop(self, when: str) -> None:
+        """Set when a run that gets a signal from now on will stop; shown in the acknowledgment."""
+        self._heard.when = when
+
+    def leave_unbegun(self) -> None:
+        """Raise NotBegun where a stop was requested before the first step: there is nothing to save."""
+        if self.asked is not None:
+            raise NotBegun(
+                f"stopped by {self.asked} before the first step, so that nothing was saved",
+                do="start it again with the same command",
+            )
+
+    def __enter__(self) -> Stopping:
+        global _active
+        self._heard = _active or _Heard()
+        if threading.current_thread() is threading.main_thread():
+            self._outer, _active = _active, self._heard
+            if self._outer is None:
+                self._hearing = Hearing(HEARD, self._acknowledge)
+            for number in HEARD:
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        if self._hearing is not None:
+            hearing, self._hearing = self._hearing, None
+            hearing.close()  # first: it may be about to repeat a Ctrl-C
+        if self._before:
+            _active = self._outer
+        while self._before:
+            number, handler = self._before.popitem()
+            # None stands for a handler that was not set from Python, and cannot be set again from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        heard = self._heard
+        heard.first = heard.first or signal.Signals(number).name
+        if number == signal.SIGINT:
+            heard.interrupts += 1
+            # An exception in __enter__ or __exit__ would leave handlers installed.
+            if heard.interrupts > 1 and not _is_leaving(heard) and not _is_at_the_door(frame):
+                heard.raised = time.monotonic()
+                raise KeyboardInterrupt
+
+    # -- in the thread that acknowledges ------------------------------------------------------------------------
+
+    def _acknowledge(self, number: int, nth: int) -> None:
+        """Print at once what the nth signal of this kind leads to."""
+        if number == signal.SIGTERM:
+            if nth == 1:
+                say(f"SIGTERM: stopping {self._heard.when}")
+        elif nth == 1:
+            say(f"stopping {self._heard.when}; Ctrl-C again to stop now")
+        elif nth == 2:
+            say("stopping now")
+            self._see_to_it()
+        else:
+            say("already stopping")
+
+    def _see_to_it(self) -> None:
+        """Enforce a second Ctrl-C: Python merges two that arrive in one kernel, and a long kernel may still run."""
+        end = time.monotonic() + GRACE
+        while (hearing := self._hearing) is not None and self._heard.raised is None:
+            hearing.send_again()
+            time.sleep(GRACE / 10)
+            if time.monotonic() > end and self._heard.raised is None:
+                self._last_resort()
+
+
+def end_process() -> None:
+    """End this process from any thread, at any point; checkpoints are whole at every moment."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(SHOW_CURSOR, end="", file=sys.__stderr__, flush=True)
+    say("stopped in the middle of a step; the same command goes on from the last checkpoint, if there is one")
+    # Not sys.exit, which only ends the calling thread.
+    os._exit(INTERRUPTED)
+
+
+def asked_to_stop() -> str | None:
+    """Return the name of the signal that requested a stop; for long work without a Stopping of its own."""
+    return None if _active is None else _active.first
+
+
+def _is_leaving(heard: _Heard) -> bool:
+    """Return whether a KeyboardInterrupt is in progress: a third Ctrl-C would interrupt the cleanup."""
+    return heard.raised is not None and time.monotonic() - heard.raised < PATIENCE
+
+
+_DOOR = (Stopping.__enter__.__code__, Stopping.__exit__.__code__)
+
+
+def _is_at_the_door(frame: FrameType | None) -> bool:
+    """Return whether a Stopping is being entered or left: an exception would leave its handlers installed."""
+    while frame is not None:
+        if frame.f_code in _DOOR:
+            return True
+        frame = frame.f_back
+    return False

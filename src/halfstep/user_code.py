@@ -1,0 +1,85 @@
+"""Find the line of the user's code that is running: the innermost one outside of torch, Python and halfstep."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+HALFSTEP = str(Path(__file__).parent) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+NO_FILE = "<"
+"""The first character of the file name of code that is in no file, such as `<string>`."""
+_ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "replay") + os.sep)
+"""Code that runs a loss function: frames outside of these, such as the main program, did not request the operation."""
+_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)
+_PYTHONS = sysconfig.get_path("stdlib") + os.sep
+
+
+def running_line() -> str | None:
+    """Return `file:line` of the running user code; None where there is none, as in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _enters_backward(frame):
+        file = frame.f_code.co_filename
+        if file.startswith(_ASKS):
+            return None
+        if is_theirs(file):
+            return f"{shown(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def is_theirs(file: str) -> bool:
+    """Return whether a file is the user's or an installed package's; timm's models count as what the user runs."""
+    return not file.startswith(_NOT_THEIRS) and (file.startswith(_PACKAGES) or not file.startswith(_PYTHONS))
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file is the user's own to change, and not of an installed package."""
+    return is_theirs(file) and not file.startswith(_PACKAGES)
+
+
+def shown(file: str) -> str:
+    """Return a file's path relative to the working directory or to the package folder that it is in."""
+    for folder in (*_PACKAGES, os.getcwd() + os.sep):
+        if file.startswith(folder):
+            return file[len(folder) :]
+    return file
+
+
+def _enters_backward(frame: FrameType) -> bool:
+    """Return whether this frame starts the autograd engine: frames outside of it did not request the operation."""
+    return frame.f_code.co_name == "_engine_run_backward"
+
+
+# -- code lines -------------------------------------------------------------------------------------------------------
+# Find the lines that an error passed through, so that the message can quote the user's own.
+
+
+__all__ = ["HALFSTEP", "MEASURING", "NO_FILE", "TORCH", "Line", "lines_outside", "place", "place_and_text"]
+
+MEASURING = (TORCH, *(str(Path(HALFSTEP) / floor) for floor in ("measure", "observe", "precision")))
+"""Code around the user's or a task's while a step is traced on fake tensors."""
+
+Line = traceback.FrameSummary
+
+
+def lines_outside(error: BaseException, *folders: str) -> list[Line]:
+    """Return the lines of a traceback that are outside of `folders`, the innermost last."""
+    return [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(folders)]
+
+
+def place(line: Line) -> str:
+    """Return a line as `file:line`."""
+    return f"{line.filename}:{line.lineno}"
+
+
+def place_and_text(line: Line) -> str:
+    """Return a line as `file:line: text`, with the text where it can be read."""
+    return f"{place(line)}: `{line.line}`" if line.line else place(line)

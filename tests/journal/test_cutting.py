@@ -1,0 +1,143 @@
+"""Cutting the journal and the log back to where they were when a checkpoint was taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep.errors import FolderTaken, StateMismatch
+from halfstep.journal.events import Journal
+from halfstep.journal.jsonl import JOURNAL, LOG, as_line, cut_back, kept_events, last_time, read_events, sizes
+from halfstep.journal.listeners import listeners
+from tests.journal.told import step, whole_run
+
+
+def folder_with(path: Path, journal: bytes, log: bytes) -> Path:
+    (path / JOURNAL).write_bytes(journal)
+    (path / LOG).write_bytes(log)
+    return path
+
+
+def test_a_folder_without_files_has_sizes_and_stays_empty(tmp_path: Path) -> None:
+    assert sizes(tmp_path) == {JOURNAL: 0, LOG: 0}
+    assert sizes(tmp_path / "none") == {JOURNAL: 0, LOG: 0}
+    cut_back(tmp_path / "none", {JOURNAL: 7, LOG: 0})
+    cut_back(tmp_path, {JOURNAL: 7, LOG: 0})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("at", range(1, 50, 6))
+def test_sizes_at_any_moment_of_a_run_bring_that_moment_back(tmp_path: Path, at: int) -> None:
+    journal = Journal(listeners(tmp_path, tracker="none", console=None))
+    events = whole_run("nan")
+    then: dict[str, int] = {}
+    before: dict[str, bytes] = {}
+    for told, event in enumerate(events, start=1):
+        journal.tell(**{name: value for name, value in event.items() if name != "time"})
+        if told == at:
+            then = sizes(tmp_path)
+            before = {name: (tmp_path / name).read_bytes() for name in then}
+    journal.close()
+    assert len(read_events(tmp_path / JOURNAL)) == len(events)
+    cut_back(tmp_path, then)
+    assert {name: (tmp_path / name).read_bytes() for name in then} == before
+    assert len(read_events(tmp_path / JOURNAL)) == at
+
+
+@pytest.mark.parametrize(
+    ("size", "left"),
+    [(0, b""), (1, b""), (2, b""), (3, b"ab\n"), (4, b"ab\n"), (6, b"ab\ncd\n"), (7, b"ab\ncd\n"), (8, b"ab\ncd\n")],
+)
+def test_a_size_inside_a_line_moves_back_to_its_beginning(tmp_path: Path, size: int, left: bytes) -> None:
+    cut_back(folder_with(tmp_path, b"ab\ncd\nef", b"ab\ncd\nef"), {JOURNAL: size, LOG: size})
+    assert (tmp_path / JOURNAL).read_bytes() == (tmp_path / LOG).read_bytes() == left
+
+
+def test_a_shorter_file_loses_a_cut_line_and_no_more(tmp_path: Path) -> None:
+    cut_back(folder_with(tmp_path, b"ab\ncd", b"ab\n"), {JOURNAL: 10**30, LOG: 10**6})
+    assert (tmp_path / JOURNAL).read_bytes() == b"ab\n"
+    assert (tmp_path / LOG).read_bytes() == b"ab\n"
+
+
+def test_zeros_that_a_loss_of_power_left_are_cut_off(tmp_path: Path) -> None:
+    line = as_line(step(1)).encode()
+    cut_back(folder_with(tmp_path, line + bytes(100_000), b""), {JOURNAL: len(line) + 90_000, LOG: 0})
+    assert (tmp_path / JOURNAL).read_bytes() == line
+
+
+def test_lines_longer_than_a_block(tmp_path: Path) -> None:
+    long = b"x" * 200_000 + b"\n"
+    cut_back(folder_with(tmp_path, long + long, long), {JOURNAL: 400_001, LOG: 200_000})
+    assert (tmp_path / JOURNAL).read_bytes() == long
+    assert (tmp_path / LOG).read_bytes() == b""
+
+
+def test_a_file_without_a_size_was_not_there(tmp_path: Path) -> None:
+    cut_back(folder_with(tmp_path, b"ab\n", b"cd\n"), {LOG: 3})
+    assert sizes(tmp_path) == {JOURNAL: 0, LOG: 3}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"../a": 0},
+        {"best.safetensors": 0},
+        {"": 0},
+        {JOURNAL: -1},
+        {JOURNAL: True},
+        {LOG: 1.0},
+        {LOG: "3"},
+        {LOG: None},
+    ],
+)
+def test_other_names_and_sizes_are_refused_before_anything_is_cut(tmp_path: Path, bad: dict[str, Any]) -> None:
+    (tmp_path / "run").mkdir()
+    folder = folder_with(tmp_path / "run", b"ab\n", b"cd\n")
+    (tmp_path / "a").write_bytes(b"mine\n")
+    with pytest.raises(StateMismatch, match=r"journal\.jsonl and train\.log"):
+        cut_back(folder, {JOURNAL: 0, **bad})
+    assert sizes(folder) == {JOURNAL: 3, LOG: 3}
+    assert (tmp_path / "a").read_bytes() == b"mine\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is read-only for root")
+def test_a_file_that_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
+    (folder_with(tmp_path, b"ab\n", b"") / JOURNAL).chmod(0o444)
+    with pytest.raises(FolderTaken, match=r"run\.dir"):
+        cut_back(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "time"),
+    [
+        (b"", 0.0),
+        (b"\n", 0.0),
+        (b'{"event":"note","time":4.5}', 0.0),
+        (b'{"event":"note","time":4.5}\n', 4.5),
+        (b'{"event":"note","time":4.5}\n{"event":"note","time":7}\n{"event":"no', 7.0),
+        (b'{"event":"note","time":4.5,"text":"' + b"x" * 200_000 + b'"}\n', 4.5),
+        (b'{"event":"note"}\n', 0.0),
+        (b'{"event":"note","time":"NaN"}\n', 0.0),
+        (b'{"event":"note","time":"Infinity"}\n', 0.0),
+        (b'{"event":"note","time":-3}\n', 0.0),
+        (b'{"event":"note","time":null}\n', 0.0),
+        (b"[1]\n", 0.0),
+    ],
+)
+def test_the_last_time(tmp_path: Path, content: bytes, time: float) -> None:
+    (tmp_path / JOURNAL).write_bytes(content)
+    assert last_time(tmp_path / JOURNAL) == time
+
+
+def test_without_a_journal_time_begins_at_zero_and_nothing_is_kept(tmp_path: Path) -> None:
+    assert last_time(tmp_path / JOURNAL) == 0.0
+    assert list(kept_events(tmp_path / JOURNAL)) == []
+
+
+def test_a_damaged_line_is_passed_over_when_a_run_goes_on(tmp_path: Path) -> None:
+    lines = [as_line(step(1)).encode(), b"\x00\xff{\n", b"[]\n", as_line(step(2)).encode(), b'{"event"']
+    (tmp_path / JOURNAL).write_bytes(b"".join(lines))
+    assert [event["attempt"] for event in kept_events(tmp_path / JOURNAL)] == [1, 2]

@@ -1,0 +1,101 @@
+"""Sixty photographs of one's own: train, look, predict, measure."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from tests.journeys.desk import Desk
+from tests.journeys.terminal import Terminal, surroundings
+from tests.journeys.trained import Trained
+
+pytestmark = pytest.mark.full
+
+
+def images(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in {".png", ".jpg"})
+
+
+@pytest.fixture(scope="module")
+def predicted(segmented: Trained) -> Terminal:
+    return segmented.desk.run("predict", segmented.run, "photos/images")
+
+
+def test_a_run_on_messy_photographs_comes_to_its_end(segmented: Trained) -> None:
+    said = " ".join(segmented.screen.split())
+    assert "Traceback" not in said
+    assert re.search(r"IoU", said)
+    for what in ("curves.png", "best.safetensors", "recipe.yaml", "result.json"):
+        assert (segmented.folder / what).stat().st_size > 0
+    assert images(segmented.folder / "pictures")
+
+
+def test_the_last_lines_say_what_to_type_next_and_it_can_be_typed(segmented: Trained) -> None:
+    typed = re.findall(r"halfstep (\w+) (\S+)", " ".join(segmented.screen.split("\n")[-24:]))
+    assert {"predict", "evaluate", "export"} <= {command for command, _ in typed}, segmented.screen
+    assert any(Path(where).name == "segment" for _, where in typed), typed
+
+
+def test_no_line_is_wider_than_the_terminal(predicted: Terminal) -> None:
+    assert predicted.screen.broken_lines == []
+
+
+def test_every_photograph_gets_a_mask_of_the_size_that_people_see(segmented: Trained, predicted: Terminal) -> None:
+    masks = {path.stem: path for path in segmented.folder.rglob("*.png") if "photos" not in path.parts}
+    for photograph in images(segmented.desk.folder / "photos" / "images"):
+        found = [path for stem, path in masks.items() if stem.startswith(photograph.stem)]
+        assert found, f"{photograph.name}: no mask in {segmented.folder}\n{predicted.text}"
+        upright = ImageOps.exif_transpose(Image.open(photograph))
+        assert upright.size in {Image.open(path).size for path in found}, photograph.name
+
+
+def test_a_second_predict_does_not_overwrite_in_silence(segmented: Trained, predicted: Terminal) -> None:
+    folders = {path.parent for path in segmented.folder.rglob("*.png")}
+    before = {path: path.stat().st_mtime_ns for folder in folders for path in folder.iterdir() if path.is_file()}
+    with segmented.desk.type("predict", segmented.run, "photos/images") as terminal:
+        code = terminal.finish(60)
+    changed = [path for path, time in before.items() if path.stat().st_mtime_ns != time]
+    assert code != 0 or not changed or terminal.shows(r"overw|replac|already|again"), terminal.text
+
+
+def test_evaluate_has_a_figure_for_each_class(segmented: Trained) -> None:
+    terminal = segmented.desk.run("evaluate", segmented.run)
+    assert terminal.shows(r"IoU")
+    numbers = re.findall(r"\b[01]\.\d{2,}\b|\b\d{1,2}\.\d+ ?%", terminal.text)
+    assert len(numbers) >= 3, terminal.text
+
+
+LOADED = """
+import sys, numpy, halfstep
+from PIL import Image
+loaded = halfstep.load("runs/segment")
+mask = loaded.predict(Image.open(sys.argv[1]))
+numpy.save(sys.argv[2], numpy.asarray(mask))
+"""
+
+
+def test_load_in_python_predicts_what_the_command_predicts(
+    segmented: Trained, predicted: Terminal, tmp_path: Path
+) -> None:
+    photograph = next(path for path in images(segmented.desk.folder / "photos" / "images") if "(1)" in path.name)
+    words = [sys.executable, "-c", LOADED, str(photograph), str(tmp_path / "mask.npy")]
+    subprocess.run(words, cwd=segmented.desk.folder, env=surroundings(), check=True)
+    mask = np.squeeze(np.load(tmp_path / "mask.npy"))
+    with Image.open(photograph) as opened:
+        assert mask.shape[:2] == opened.size[::-1]
+    candidates = [np.asarray(Image.open(path)) for path in written_for(segmented.desk, photograph)]
+    assert any((mask == one).mean() >= 0.999 for one in candidates if one.shape == mask.shape)
+
+
+def written_for(desk: Desk, photograph: Path) -> list[Path]:
+    return [path for path in desk.files(f"{glob_safe(photograph.stem)}*.png") if "photos" not in path.parts]
+
+
+def glob_safe(name: str) -> str:
+    return re.sub(r"([\[*?])", r"[\1]", name)

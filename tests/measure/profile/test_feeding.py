@@ -1,0 +1,71 @@
+"""Steps with data: waiting, reading, and workers that start anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from halfstep.errors import WrongUse
+from halfstep.measure.candidate import Candidate
+from halfstep.measure.case import CaseData, case_of
+from halfstep.measure.profile.feeding import fed
+from halfstep.measure.setting import StepSetting
+from tests.support.cases import linear
+
+
+def test_waiting_for_data_is_told_from_computing() -> None:
+    case = case_of(*linear())
+
+    def batches() -> Iterator[Any]:
+        for _ in range(3):  # shorter than what is asked of it
+            time.sleep(0.05)
+            yield case.batch
+
+    def read() -> Any:
+        time.sleep(0.05)
+        return case.batch
+
+    arm = Candidate(case, StepSetting("fp32", microbatches=2), observe=False)
+    found = fed(arm, CaseData(batches, read, workers=0), seconds=0.5)
+    assert found.wait >= 0.1  # two batches a step
+    assert found.read >= 0.1
+    assert found.read_cpu < found.read / 2
+    assert found.wait_share > 0.5
+    assert found.warming is not None
+    assert not any(found.warming.compiled)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_workers_that_start_anew_are_told_from_reading(length: int) -> None:
+    case = case_of(*linear())
+
+    def batches() -> Iterator[Any]:
+        time.sleep(0.05)  # as processes do that start
+        for _ in range(length):
+            yield case.batch
+
+    found = fed(
+        Candidate(case, StepSetting("fp32"), observe=False),
+        CaseData(batches, lambda: case.batch, workers=2),
+        seconds=1.0,
+    )
+    assert found.restarting >= 0.9 * 0.05 / length
+    assert found.wait < 0.04
+    assert (
+        fed(
+            Candidate(case, StepSetting("fp32"), observe=False),
+            CaseData(batches, lambda: case.batch, workers=0),
+            seconds=0.3,
+        ).restarting
+        == 0.0
+    )
+
+
+def test_data_without_a_batch_is_an_error_not_a_loop() -> None:
+    case = case_of(*linear())
+    arm = Candidate(case, StepSetting("fp32"), observe=False)
+    with pytest.raises(WrongUse, match="no batch"):
+        fed(arm, CaseData(lambda: iter(()), lambda: case.batch, workers=0), seconds=0.1)

@@ -1,0 +1,27 @@
+"""A model over several devices, by fake tensors: everything that is agreed on ends on one of them."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from halfstep.step.gradients import Gradients, on
+
+
+def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.empty(4, 4, device=place)) for place in ("cuda:0", "cuda:1", "cpu")]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        loss = torch.empty((), device="cuda:1")
+        gradients = Gradients(parameters)
+        assert gradients.collect()
+        agreed = torch.stack([on(loss.device, n) for n in (gradients.norm(), loss, gradients.squared_share())])
+        assert agreed.device == loss.device
+        gradients.multiply_(0.5)
+        gradients.clamp_(1.0)
+
+
+def test_numbers_that_are_on_one_device_stay_the_same_tensors() -> None:
+    numbers = [torch.ones(()), torch.zeros(())]
+    assert all(on(number.device, number) is number for number in numbers)

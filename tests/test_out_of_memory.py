@@ -1,0 +1,221 @@
+"""Memory that does not suffice: one error for every way in which torch says it, and a line with smaller pieces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.cli._commands import Commands
+from halfstep.cli.pages.out_of_memory import _changes, _ledger, _verdict
+from halfstep.errors import OUT_OF_MEMORY, OutOfMemory
+from halfstep.journal.jsonl import read_events
+from halfstep.measure.case import Case, case_of
+from halfstep.measure.memory.devices import device_named
+from halfstep.measure.memory.report import way_out, within_reach
+from halfstep.out_of_memory import as_error, is_out_of_memory
+from halfstep.train.give_up import in_pieces
+from tests.support.tiny_task import Tiny
+
+RECIPE = """
+task: tiny
+precision: fp32
+train: {epochs: 2, batch_size: 16, num_workers: 0, seed: 5}
+run: {pictures: 0}
+"""
+
+
+def too_much() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def caught(do: Any) -> BaseException:
+    with pytest.raises(BaseException) as raised:
+        do()
+    return raised.value
+
+
+def test_each_way_of_saying_it_is_recognised_and_no_other() -> None:
+    assert type(caught(too_much)) is RuntimeError, "torch has a type for it by now: recognise that"
+    assert is_out_of_memory(caught(too_much))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    for other in (RuntimeError("shapes do not match"), ValueError(), KeyboardInterrupt()):
+        assert not is_out_of_memory(other)
+        assert as_error(other, "", "") is None
+
+
+def test_what_the_failed_work_held_is_let_go() -> None:
+    held: list[Any] = []
+
+    def work() -> None:
+        class Large: ...
+
+        large = Large()
+        import weakref
+
+        held.append(weakref.ref(large))
+        too_much()
+
+    error = caught(work)
+    assert held[0]() is not None
+    assert as_error(error, "here", "less") is not None
+    assert held[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "at_most", "wanted"),
+    [(8, 1, 4, (4, 2)), (8, 2, 7, (4, 4)), (7, 1, 3, (1, 7)), (6, 1, 5, (3, 2)), (1, 1, 0, (1, 1))],
+)
+def test_a_step_in_pieces_has_the_same_samples(
+    batch: int, microbatches: int, at_most: int, wanted: tuple[int, int]
+) -> None:
+    found = in_pieces(batch, microbatches, at_most)
+    assert tuple(found.values()) == wanted
+    assert found["train.batch_size"] * found["train.microbatches"] == batch * microbatches
+
+
+class Greedy(Tiny):
+    """Takes too much in training after three steps, or in evaluation."""
+
+    where = "train"
+    steps = 0
+
+    def loss(self, model: torch.nn.Module, batch: Any, metrics: Any = None) -> Any:
+        self.steps += model.training
+        if (self.where == "train") == model.training and (self.steps > 3 or not model.training):
+            too_much()
+        return super().loss(model, batch, metrics)
+
+
+class GreedyEvaluation(Greedy):
+    where = "val"
+
+
+@pytest.mark.parametrize(("task", "word"), [(Greedy, "in a step with"), (GreedyEvaluation, "evaluating")])
+def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Tiny], word: str) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(OutOfMemory) as raised:
+        halfstep.fit(recipe, task=task, settings={"run.dir": str(tmp_path / "run")}, quiet=True)
+    error = raised.value
+    assert error.exit_code == OUT_OF_MEMORY == 81
+    assert f"out of memory {word} micro-batches of 16 samples in fp32" in error.given
+    assert error.do == (
+        "halfstep.fit(..., settings={'train.batch_size': 8, 'train.microbatches': 2}, accept_recipe_change=True)"
+    )
+    end = read_events(tmp_path / "run" / "journal.jsonl")[-1]
+    assert (end["event"], end["reason"], end["why"]) == ("end", "out_of_memory", error.given)
+    assert "Out of memory after" in (tmp_path / "run" / "train.log").read_text()
+    again = halfstep.fit(
+        recipe,
+        task=Tiny,
+        settings={"run.dir": str(tmp_path / "run"), "train.batch_size": 8, "train.microbatches": 2},
+        accept_recipe_change=True,
+        quiet=True,
+    )
+    assert again.reason == "finished"
+
+
+def test_any_command_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+    app.callback()(lambda debug=False: None)
+    app.command("greedy")(too_much)
+    with pytest.raises(SystemExit) as ended:
+        app(["greedy"])
+    assert ended.value.code == 81
+    assert "out of memory: RuntimeError" in capsys.readouterr().err
+
+
+def case() -> Case:
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 3, padding=1) for _ in range(8)))
+    return case_of(model, lambda model, batch: model(batch).square().mean(), torch.randn(32, 3, 32, 32))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 2.0])
+def test_the_largest_batch_that_fits_is_found_by_ledgers(share: float) -> None:
+    here = device_named("here")
+    whole = way_out(case, "fp32", 32, here, 2**40)
+    assert whole.batch > 32
+    assert whole.as_dict()["peak"] == sum(whole.as_dict()["at_peak"].values()) > 2**20
+    found = way_out(case, "fp32", 32, here, int(whole.failed.peak * share))
+    assert (found.batch == 0, found.batch >= 32) == (share == 0.0, share > 1.0)
+    if share == 0.4:
+        assert 8 <= found.batch <= 14, "activations are nearly all of it"
+
+
+def test_what_is_within_reach_is_no_more_than_there_is() -> None:
+    here = device_named("here")
+    assert 0 < within_reach(here) <= here.usable
+
+
+FAILED = {"at_peak": {"weights": 100, "activations": 2**30, "batch": 0}, "peak": 2**30 + 100, "moment": "the update"}
+
+
+@pytest.mark.parametrize(
+    ("found", "said", "sizes"),
+    [
+        (
+            {"batch": 5, "recomputed": 0},
+            "largest batch that fits is 5",
+            {"train.batch_size": 4, "train.microbatches": 4},
+        ),
+        ({"batch": 90, "recomputed": 0}, "90 fits, and 8 did not", {"train.batch_size": 4, "train.microbatches": 4}),
+        (
+            {"batch": 0, "recomputed": 1},
+            "computed again",
+            {"train.batch_size": 1, "train.microbatches": 16, "train.checkpoint_activations": "true"},
+        ),
+        ({"batch": 0, "recomputed": 0}, "not even one", {}),
+    ],
+)
+def test_the_line_to_type_has_what_fits(found: dict[str, int], said: str, sizes: dict[str, Any]) -> None:
+    failed = OutOfMemory("out of memory")
+    failed.batch, failed.microbatches = 8, 2
+    everything = {**FAILED, **found, "limit": 2**29}
+    assert said in _verdict(failed, everything)
+    assert _changes(failed, everything) == sizes
+    assert "activations" in "\n".join(_ledger(everything))
+    assert "batch" not in "\n".join(_ledger(everything))
+
+
+LIMITED = """
+import resource
+import psutil
+from halfstep.train.loop import Loop
+steps = Loop.steps
+def limited(self):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 200 * 2**20, before[1]))
+    try:
+        yield from steps(self)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+Loop.steps = limited
+from halfstep.cli.main import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+@pytest.mark.slow
+def test_the_command_ends_with_the_ledger_and_the_line_to_type(tmp_path: Path) -> None:
+    words = ["segmentation_tiny", "--fp32", "--size", "64", "--crop", "64", "--width", "32", "--samples", "120"]
+    command = [sys.executable, "-c", LIMITED, "train", *words, "--batch_size", "80", f"run.dir={tmp_path / 'run'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+    assert done.returncode == 81, done.stderr
+    assert "out of memory in a step with micro-batches of 80 samples in fp32" in done.stderr
+    assert "by the estimate, at its peak" in done.stderr
+    last = done.stderr.strip().splitlines()[-1].split()
+    assert last[:4] == ["do:", "halfstep", "train", "segmentation_tiny"]
+    assert last[-3:] == ["train.batch_size=40", "train.microbatches=2", "--accept-recipe-change"]
+    assert "--batch_size" not in last
