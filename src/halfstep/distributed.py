@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -42,11 +41,6 @@ def size() -> int:
 def rank() -> int:
     """Return the rank of this process."""
     return dist.get_rank(_group.get()) if _together() else 0
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def agree(numbers: Tensor) -> Tensor:

@@ -49,6 +49,28 @@ def test_a_run_that_was_interrupted_before_its_first_epoch_leaves_what_it_told(t
     assert [e["event"] for e in read_events(tmp_path / JOURNAL)] == ["start", "step"]
 
 
+class Unreachable:
+    """A tracker whose server cannot be reached, as it finds out when the last messages are sent."""
+
+    def hear(self, event: Event) -> None:
+        """Queue nothing."""
+
+    def close(self) -> None:
+        raise RuntimeError("http://127.0.0.1:9 cannot be reached")
+
+
+def test_a_tracker_that_fails_at_the_end_is_reported_by_all_others(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    kept = listeners(tmp_path, tracker="none", console=Console(file=screen))
+    journal = Journal([*kept[:-1], Unreachable(), kept[-1]])
+    tell(journal, whole_run())
+    journal.close()
+    reported = "Unreachable stopped: http://127.0.0.1:9 cannot be reached"
+    assert screen.getvalue().count(reported) == (tmp_path / LOG).read_text().count(reported) == 1
+    assert read_events(tmp_path / JOURNAL)[-1]["text"] == reported
+    assert journal.listeners == []
+
+
 class Drawings:
     """Counts instead of drawing; each drawing takes as long as it is told to, on a clock of its own."""
 

@@ -32,9 +32,11 @@ RAW = (b"\x1b]0;owned", b"\x1b[2J", "\u202e".encode(), "\x9b2J".encode())
 def other(segmented: Trained) -> Path:
     """Twelve healthy photographs, and as many hostile names as there are, each with its mask."""
     folder = photographs(segmented.desk.folder / "other_photos", 12, seed=77)
-    for name in HOSTILE.values():
-        shutil.copy(folder / "images" / "scan-5.final.png", folder / "images" / name)
-        shutil.copy(folder / "masks" / "scan-5.final.png", folder / "masks" / name)
+    for kind in ("images", "masks"):
+        for name in HOSTILE.values():
+            planted = folder / kind / name  # a name with a slash is a folder with half of the harm in it
+            planted.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / kind / "scan-5.final.png", planted)
     return folder
 
 
@@ -59,7 +61,7 @@ def test_a_table_has_every_class(evaluated: tuple[Terminal, set[Path]]) -> None:
 
 def test_a_csv_has_a_line_for_every_image(evaluated: tuple[Terminal, set[Path]], other: Path) -> None:
     terminal, written = evaluated
-    wanted = {path.name for path in (other / "images").glob("*.[pjPJ][npNP]*g".replace("*g", "*"))}
+    wanted = [path for path in (other / "images").rglob("*") if path.suffix.lower() in {".png", ".jpg"}]
     tables = [path for path in written if path.suffix == ".csv"]
     assert tables, terminal.text
     most = max((table_of(path) for path in tables), key=len)
@@ -89,13 +91,13 @@ def test_hostile_names_do_nothing_in_evaluate(evaluated: tuple[Terminal, set[Pat
 def test_hostile_names_do_nothing_in_predict(segmented: Trained, other: Path) -> None:
     terminal = segmented.desk.run("predict", segmented.run, "other_photos/images", "--out", "masks_of_others")
     harmless(terminal)
-    written = [path for path in segmented.desk.files("*[[]*b[]]*.png") if "other_photos" not in path.parts]
+    written = [path for path in segmented.desk.files("*b[]]*.png") if "other_photos" not in path.parts]
     assert written, terminal.text
 
 
 def test_hostile_names_do_nothing_in_data_check(segmented: Trained, other: Path, desk: Desk) -> None:
     folder = Path(shutil.copytree(other, desk.folder / "other"))
-    for path in (folder / "masks").iterdir():
+    for path in (folder / "masks").rglob("*.png"):
         path.unlink()  # so that every name is told
     with desk.type("data", "check", "other") as terminal:
         assert terminal.finish(60) not in {0, 1, 64, 70}, terminal.text

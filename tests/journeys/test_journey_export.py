@@ -32,7 +32,8 @@ def predicted(segmented: Trained, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def mask_for(photograph: Path, written: set[Path]) -> Path:
-    (found,) = [path for path in written if path.stem in {photograph.stem, f"{photograph.stem}_mask"}]
+    named = {photograph.with_suffix(".png").name, f"{photograph.name}.png"}
+    (found,) = [path for path in written if path.parent.name == "masks" and path.name in named]
     return found
 
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from halfstep.errors import CANNOT_CREATE
 from tests.journeys.desk import Desk
 from tests.journeys.terminal import TELL_IMPORTS, imported
 from tests.journeys.trained import SEGMENT, Trained
@@ -24,7 +25,7 @@ def finished(segmented: Trained, desk: Desk) -> Desk:
 
 
 def test_a_finished_run_says_so_before_torch_is_loaded(finished: Desk) -> None:
-    terminal = finished.run(*SEGMENT, environment=TELL_IMPORTS)
+    terminal = finished.run(*SEGMENT, code=CANNOT_CREATE, environment=TELL_IMPORTS)
     assert terminal.shows(r"finished")
     assert not imported(terminal) & {"torch", "torchvision", "torchmetrics", "matplotlib"}
 

@@ -23,7 +23,8 @@ def test_tensorboard_has_curves_pictures_and_the_recipe(segmented: Trained) -> N
     tags = kept.Tags()
     assert any(re.search("loss", tag, re.IGNORECASE) for tag in tags["scalars"]), tags
     validation = [tag for tag in tags["scalars"] if re.search("iou", tag, re.IGNORECASE) and "val" in tag.lower()]
-    assert len(kept.Scalars(validation[0])) == 3
+    evaluated = [event for event in segmented.desk.events(segmented.run, "epoch") if event["val"]]
+    assert len(kept.Scalars(validation[0])) == len(evaluated) >= 2
     assert tags["images"], tags
     assert kept.Images(tags["images"][0])[0].encoded_image_string.startswith(b"\x89PNG")
     texts = [kept.Tensors(tag)[0].tensor_proto.string_val[0] for tag in tags["tensors"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from halfstep.data.layout import find_layout
@@ -168,6 +171,27 @@ def test_a_folder_that_was_typed_must_be_there(tmp_path: Path) -> None:
 def test_other_tasks_have_no_such_rules() -> None:
     with pytest.raises(BadRecipe, match="sizing=auto with task=diffusion"):
         resolved_recipe(read_recipe("diffusion_tiny"), ["sizing=auto"])
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from halfstep.train import machine
+machine._DEV = Path(sys.argv[1])
+print(machine.this_machine("auto"), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have to ask torch")
+def test_torch_is_loaded_only_where_a_driver_is(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)]
+    said = [subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()]
+    (tmp_path / "dri").mkdir()
+    (tmp_path / "dri" / "renderD128").touch()
+    said.append(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
+    assert [one[-1] for one in said] == ["False", "True"]
+    if not torch.accelerator.is_available():
+        assert said[0][:-1] == said[1][:-1]
 
 
 def test_this_machine_is_described() -> None:

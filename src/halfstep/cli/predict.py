@@ -81,7 +81,9 @@ def _print(report: dict[str, Any]) -> None:
             Text.assemble(("left out", "yellow"), in_line(f" {bad['file']}: {bad['reason']}")), soft_wrap=True
         )
     unit = "clips" if "clips" in report else "images"
-    what = " and ".join([f"{kind}s" for kind in report["pictures"]] + ["a table"])
+    pictures = ", ".join(f"{kind}s" for kind in report["pictures"])
+    what = f"{pictures} and a table" if pictures else "a table"
     many = f"{report[unit]} {unit if report[unit] != 1 else unit[:-1]}"
-    out = (in_line(report["out"]), "bold")
-    console.print(Text.assemble((many, "bold"), f"{where}: {what} in ", out), soft_wrap=True)
+    console.print(Text.assemble((many, "bold"), where))
+    # Not wrapped: a path is selected with the mouse.
+    console.print(Text.assemble(f"  {what} in ", (in_line(report["out"]), "bold")), soft_wrap=True)

@@ -109,15 +109,19 @@ class Journal:
 
     def close(self) -> None:
         """Close and remove all listeners."""
-        for listener in tuple(self.listeners):
+        # The last one first: trackers follow the console and the log, which so report what a tracker could not send.
+        while self.listeners:
+            listener = self.listeners.pop()
             try:
                 listener.close()
             except Exception as failure:
-                self._leave_out(listener, failure)
-        self.listeners.clear()
+                self._report(listener, failure)
 
     def _leave_out(self, listener: Listener, failure: Exception) -> None:
         self.listeners.remove(listener)
         with contextlib.suppress(Exception):
             listener.close()
+        self._report(listener, failure)
+
+    def _report(self, listener: Listener, failure: Exception) -> None:
         self.tell(NOTE, text=f"{type(listener).__name__} stopped: {failure or type(failure).__name__}", level="warning")

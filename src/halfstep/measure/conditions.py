@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from halfstep import distributed
 from halfstep._version import __version__
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
+from halfstep.train.machine import cores
 
 _ELSEWHERE = {"cpu": ("cuda.", "cudnn."), "cuda": ("mkldnn.",)}
 """Prefixes of the flags that have no effect on a device of this kind."""
@@ -30,7 +30,7 @@ def conditions(device: torch.device | str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "cores": distributed.cores(),
+        "cores": cores(),
         # Windows has no load average.
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "flags": read_flags(),

@@ -15,7 +15,7 @@ from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.data.order import Order
 from halfstep.data.source import Collate, Source
 from halfstep.errors import BadData, RanksDisagree
-from halfstep.train.process_group import cores_each
+from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe
 from halfstep.train.task import Split, Task
 
@@ -119,10 +119,9 @@ def _fingerprint(*sources: Source) -> dict[str, Any]:
 
 def _at_most_cores(asked: int) -> tuple[int, str]:
     """Limit the workers to the cores: more only take turns, and torch warns about them in every epoch."""
-    cores = distributed.cores()
-    if asked <= cores:
+    if asked <= (most := cores()):
         return asked, ""
-    return cores, f"num_workers {cores}: {asked} were asked for, and this machine has {cores} cores"
+    return most, f"num_workers {most}: {asked} were asked for, and this machine has {most} cores"
 
 
 def _workers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,19 @@ CORE, ACCELERATOR = 30e9, 5e12
 """Floating-point operations per second in training: a laptop core and a small GPU reach them, and most exceed them."""
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The memory limit of a container, where it is below that of its host."""
+_NODES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci*", "habana*")
+"""The device files that drivers of accelerators create on Linux."""
+_DEV = Path("/dev")
+
+
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_each() -> int:
+    """Return the cores of this host for each rank on it."""
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @dataclass(frozen=True)
@@ -37,18 +51,27 @@ class Machine:
 
 def this_machine(device: str) -> Machine:
     """Return the machine that this rank runs on; `device` is the recipe's setting."""
-    # Imported here, since importing torch takes seconds and sizing by hand does not need it.
     import psutil
+
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # Ranks on one host share its memory; an accelerator's memory is each rank's own.
+    host = Machine(cores_each(), min(psutil.virtual_memory().total, _limit()) // here, devices=ranks)
+    if device == "auto" and _no_driver():
+        return host
+    # Imported only now: torch takes seconds to load, and a command that is refused afterwards does not need it.
     import torch
 
-    from halfstep.train.process_group import cores_each, device_of
+    from halfstep.train.process_group import device_of
 
-    place, ranks = device_of(device), int(os.environ.get("WORLD_SIZE", "1"))
+    place = device_of(device)
     if torch.empty(0, device=place).is_cpu:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # Ranks on one host share its memory; an accelerator's memory is each rank's own.
-        return Machine(cores_each(), min(psutil.virtual_memory().total, _limit()) // here, devices=ranks)
+        return host
     return Machine(cores_each(), _accelerator_memory(place), has_accelerator=True, devices=ranks)
+
+
+def _no_driver() -> bool:
+    """Return whether this host certainly has no accelerator; other systems than Linux have to ask torch."""
+    return sys.platform == "linux" and not any(True for pattern in _NODES for _ in _DEV.glob(pattern))
 
 
 def _accelerator_memory(place: object) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from halfstep import distributed
 from halfstep.precision.hardware import describe
 
 AUTO = "auto"
@@ -67,8 +66,3 @@ def _take_own_device() -> None:
         # Modulo: several ranks may share one device.
         local = int(os.environ.get("LOCAL_RANK", "0"))
         torch.accelerator.set_device_index(local % torch.accelerator.device_count())
-
-
-def cores_each() -> int:
-    """Return the cores of this host for each rank on it."""
-    return max(1, distributed.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

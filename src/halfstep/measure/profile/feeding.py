@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep import distributed
 from halfstep.errors import WrongUse
 from halfstep.measure.batches import placed
 from halfstep.measure.candidate import Candidate
@@ -18,6 +17,7 @@ from halfstep.measure.case import CaseData
 from halfstep.measure.profile.facts import Feeding, Warming
 from halfstep.measure.timing import STABLE, Stopwatch
 from halfstep.step.window import Window
+from halfstep.train.machine import cores
 
 # -- warming ----------------------------------------------------------------------------------------------------------
 # Time the first steps one by one, and check whether torch compiles again in each of them.
@@ -118,7 +118,7 @@ def fed(arm: Candidate, data: CaseData, seconds: float) -> Feeding:
         read=read * each,
         read_cpu=read_cpu * each,
         workers=data.workers,
-        cores=distributed.cores(),
+        cores=cores(),
         threads=threads,
         warming=Warming(times, counts, compiling, next((why for why in reversed(reasons) if why), "")),
         restarting=_restarting(every, wait) if data.workers else 0.0,
