@@ -21,14 +21,8 @@ def printed_python(screen: str) -> str:
     """The lines from the first import on, as far as they are Python."""
     lines = screen.splitlines()
     first = next(i for i, line in enumerate(lines) if re.match(r"\s*(import|from) \w", line))
-    best = ""
-    for last in range(first + 1, len(lines) + 1):
-        block = textwrap.dedent("\n".join(lines[first:last]))
-        if is_python(block):
-            best = block
-        elif not lines[last - 1].startswith((" ", "\t")) and not open_bracket(block):
-            break
-    return best.strip()
+    blocks = (textwrap.dedent("\n".join(lines[first:last])) for last in range(len(lines), first, -1))
+    return next(block for block in blocks if is_python(block)).strip()
 
 
 def is_python(text: str) -> bool:
@@ -39,13 +33,13 @@ def is_python(text: str) -> bool:
     return True
 
 
-def open_bracket(text: str) -> bool:
-    return sum(text.count(opening) for opening in "([{") > sum(text.count(closing) for closing in ")]}")
-
-
 def run_outside(code: str, folder: Path) -> str:
     """Runs code in a process that cannot import halfstep, and returns what it printed."""
-    words = [sys.executable, "-c", WITHOUT_HALFSTEP + code]
+    return run_python(WITHOUT_HALFSTEP + code, folder)
+
+
+def run_python(code: str, folder: Path) -> str:
+    words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=folder, env=surroundings(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{done.stderr[-2000:]}\nof:\n{code}"
     return done.stdout

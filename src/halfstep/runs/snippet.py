@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pprint
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from halfstep.train.task import Task
 
 PHOTO = "photo.jpg"
 """The image the code opens; users replace it with their own."""
+COLUMNS = 80
+"""The width of a terminal. Code that it breaks cannot be selected as it was printed, so templates stay within."""
 
 _PIXELS = """\
 def pixels(file):  # height × width × channels, {order}, upright
@@ -20,43 +23,51 @@ def pixels(file):  # height × width × channels, {order}, upright
 {cut}    return np.atleast_3d(np.asarray(image, np.float32)) / 255
 """
 _PAGES = """\
-def pixels(file):  # height × width × channels: a TIFF with a grey page for each channel
-    pages = np.stack([np.array(page) for page in ImageSequence.Iterator(Image.open(file))], -1)
-    return pages / np.float32(np.iinfo(pages.dtype).max)
+def pixels(file):  # height × width × channels
+    # a TIFF with a grey page for each channel
+    pages = [np.array(page) for page in ImageSequence.Iterator(Image.open(file))]
+    return np.stack(pages, -1) / np.float32(np.iinfo(pages[0].dtype).max)
 """
 _CUT = """\
-    wide, high = image.size  # the shorter side becomes {resize}, and the middle {crop} × {crop} is looked at
+    # the shorter side becomes {resize}, and the middle {crop} × {crop} is looked at
+    wide, high = image.size
     short = min(wide, high)
-    image = image.resize((int({resize} * wide / short), int({resize} * high / short)), Image.BILINEAR)
-    left, top = round((image.width - {crop}) / 2), round((image.height - {crop}) / 2)
+    size = int({resize} * wide / short), int({resize} * high / short)
+    image = image.resize(size, Image.BILINEAR)
+    left, top = (round((side - {crop}) / 2) for side in image.size)
     image = image.crop((left, top, left + {crop}, top + {crop}))
 """
 _PREPARED = """\
 def prepared(file):  # 1 × {channels} × height × width, float32
-    x = (pixels(file) - np.float32({mean})) / np.float32({std})
+    mean = np.float32({mean})
+    std = np.float32({std})
+    x = (pixels(file) - mean) / std
     return np.ascontiguousarray(x.transpose(2, 0, 1)[None])
 """
 _TILES = """\
 def answer(x, tile={tile}, overlap={overlap}):  # large images in tiles that overlap
     def starts(length):
         n = max(1, math.ceil((length - overlap) / (tile - overlap)))
-        return [round(i * (length - tile) / (n - 1)) if n > 1 else 0 for i in range(n)]
+        return [round(i * (length - tile) / max(n - 1, 1)) for i in range(n)]
     def ramp(n):
         return np.maximum(np.sin(np.pi * (np.arange(n) + 0.5) / n) ** 2, 1e-3)
     high, wide = x.shape[2:]
     h, w = min(tile, high), min(tile, wide)
-    window, total, weight = np.outer(ramp(h), ramp(w)), np.zeros((1, {outputs}, high, wide)), np.zeros((high, wide))
+    window = np.outer(ramp(h), ramp(w))
+    total, weight = np.zeros((1, {outputs}, high, wide)), np.zeros((high, wide))
     for top in starts(high):
         for left in starts(wide):
             here = (..., slice(top, top + h), slice(left, left + w))
             more = ((0, 0), (0, 0), (0, -h % {multiple}), (0, -w % {multiple}))
-            total[here] += forward(np.pad(x[here], more, "edge"))[..., :h, :w] * window
+            logits = forward(np.pad(x[here], more, "edge"))
+            total[here] += logits[..., :h, :w] * window
             weight[here] += window
     return total / weight
 """
 _CHANCES = """\
 logits = forward(prepared("{photo}"))[0]
-chances = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+chances = np.exp(logits - logits.max())
+chances /= chances.sum()
 for number in chances.argsort()[::-1][:5]:
     print(f"{{classes[number]}}: {{chances[number]:.3f}}")
 """
@@ -98,8 +109,8 @@ def _program(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
 
 
 def _session(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
-    opened = f'session = ort.InferenceSession({json.dumps(str(file))}, providers=["CPUExecutionProvider"])'
-    return ["import onnxruntime as ort"], opened
+    arguments = f'    {json.dumps(str(file))}, providers=["CPUExecutionProvider"]'
+    return ["import onnxruntime as ort"], f"session = ort.InferenceSession(\n{arguments}\n)"
 
 
 _LOADING = {"safetensors": _weights, "torch_export": _program, "onnx": _session}
@@ -158,8 +169,8 @@ def _using(signature: Signature) -> list[str]:
     if signature.answer == "mask":
         many = {"outputs": signature.outputs, "multiple": taken.multiple, "tile": taken.tile, "overlap": taken.overlap}
         lines += ["", _TILES.format(**many)]
-    classes = f"classes = {signature.classes!r}"
-    return [*lines, "", classes, _answer(signature).rstrip()]
+    names = pprint.pformat(signature.classes, width=COLUMNS - len("classes = "), indent=4, compact=True)
+    return [*lines, "", f"classes = {names}", _answer(signature).rstrip()]
 
 
 def _pixels(taken: Preprocessing) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -291,6 +292,8 @@ def show(report: dict[str, Any], written: Sequence[Path]) -> None:
         _say(console, (f"{finding['severity']} {finding['id']}", "yellow"), in_line(f": {finding['evidence']}"))
     for file in written:
         _say(console, "written: ", (in_line(file), "bold"))
+    if "classes" in report and not written:
+        _say(console, ("\n--csv FILE writes a row for each sample, --picture FILE.png draws the worst", "dim"))
 
 
 def _say(console: Console, *parts: str | tuple[str, str]) -> None:
@@ -374,7 +377,12 @@ def _worst(console: Console, report: dict[str, Any]) -> None:
     console.print("\nthe worst:")
     for row in report["worst"]:
         words = [f"{key} {_figure(value)}" for key, value in row.items() if key != "file"]
-        _say(console, f"  {in_line(row['file'])}  {', '.join(words)}")
+        _say(console, f"  {in_line(_from_here(row['file']))}  {', '.join(words)}")
+
+
+def _from_here(file: str) -> str:
+    """Return the path as it would be typed in the current folder; names of samples that are no files stay."""
+    return file.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def _figure(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.padding import Padding
 from rich.text import Text
 
 from halfstep.printable import in_line
@@ -20,14 +21,14 @@ def show(report: dict[str, Any]) -> None:
     size = f"{report['tensors']} tensors, {report['bytes'] / 1e6:,.1f} MB, {report['format']}"
     console.print(Text.assemble("\n", (in_line(report["file"]), "bold"), f": {size}"), soft_wrap=True)
     lines = [
-        f"  {report['model']} from {_origin(report)}",
+        f"{report['model']} from {_origin(report)}",
         *_meaning(report),
         *_comparison(report["checked"]),
         *_precision(report),
-        f"  sha256 {report['sha256']}",
+        f"sha256 {report['sha256']}",
     ]
     for line in lines:
-        console.print(in_line(line), soft_wrap=True)
+        console.print(Padding(Text(in_line(line)), (0, 0, 0, 2), expand=False))
 
 
 def _origin(report: dict[str, Any]) -> str:
@@ -43,14 +44,14 @@ def _meaning(report: dict[str, Any]) -> list[str]:
     """Return lines about input and output, which the file's metadata contains too."""
     taken, classes = report["preprocessing"], report["classes"]
     if taken is None:
-        return ["  its task does not say what the model takes: the file has the weights alone"]
+        return ["its task does not say what the model takes: the file has the weights alone"]
     size = f"shorter side to {taken['resize']}, middle {taken['crop']} × {taken['crop']}, " if taken["resize"] else ""
     mean, std = ([round(value, 4) for value in taken[name]] for name in ("mean", "std"))
     more = f" and {len(classes) - NAMES} more" if len(classes) > NAMES else ""
     return [
-        f"  in: {taken['order']}, {size}0 to 1, minus {mean}, divided by {std}; {taken['layout']}",
-        f"  out: {report['output']}",
-        f"  classes: {', '.join(classes[:NAMES])}{more}",
+        f"in: {taken['order']}, {size}0 to 1, minus {mean}, divided by {std}; {taken['layout']}",
+        f"out: {report['output']}",
+        f"classes: {', '.join(classes[:NAMES])}{more}",
     ]
 
 
@@ -59,9 +60,9 @@ def _comparison(checked: dict[str, Any] | None) -> list[str]:
         return []
     difference, agreement = f"{checked['max_difference']:.2g}", f"{checked['agreement']:.2%}"
     return [
-        f"  checked on {checked['images']} {checked['source']}: the same class in {agreement}, "
+        f"checked on {checked['images']} {checked['source']}: the same class in {agreement}, "
         f"numbers at most {difference} apart",
-        f"  takes {checked['takes']}",
+        f"takes {checked['takes']}",
     ]
 
 
@@ -70,4 +71,4 @@ def _precision(report: dict[str, Any]) -> list[str]:
     if report["trained_in"] == "fp32":
         return []
     asked = report["trained_in"]
-    return [f"  computes in fp32; the run's recipe says {asked}: `halfstep predict --precision fp32` is the same"]
+    return [f"computes in fp32; the run's recipe says {asked}: `halfstep predict --precision fp32` is the same"]
