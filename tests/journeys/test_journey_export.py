@@ -56,7 +56,8 @@ def agreement(code: str, folder: Path, masks: dict[Path, Path]) -> list[float]:
         # Our own U-Net is in no other package; the weights alone need it.
         run = run_python if "halfstep" in code else run_outside
         run(mine + saved, folder)
-        shares.append(equal(np.squeeze(np.load(out)), np.asarray(Image.open(mask))))
+        with Image.open(mask) as written:
+            shares.append(equal(np.squeeze(np.load(out)), np.asarray(written)))
     return shares
 
 
