@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep import distributed
-from halfstep.errors import RankFailed
+from halfstep.errors import RankFailed, in_one_line
 
 LOOK = datetime.timedelta(seconds=0.5)
 """How long a rank waits in a collective before it checks whether another one has failed."""
@@ -241,3 +241,77 @@ def _store_of(group: Any) -> Any:
     _made[name] += 1
     # Keys of two Steppers in one group, or of an earlier Stepper, must not be taken for this one's.
     return dist.distributed_c10d.PrefixStore(f"halfstep/{name}/{_made[name]}", store)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+# Report a failure to the other ranks, so that errors are part of the one decision.
+# Where the ranks can still meet, a failed rank votes in the window's agreement: every rank then drops the window, and
+# the process group stays usable. Where they cannot, it leaves a message in the store, and the others stop waiting.
+
+
+class Together:
+    """The end of a window on every rank after one of them failed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._gone: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise RankFailed if the process group became unusable in an earlier window."""
+        if self._gone is not None:
+            given = f"a window after one in which ranks parted: {in_one_line(self._gone)}"
+            raise rank_failed(given, None, usable=False)
+
+    def fail(
+        self,
+        window: int,
+        error: BaseException,
+        complete: Callable[[], bool],
+        vote: Callable[[], object],
+        begun: Callable[[], str],
+    ) -> None:
+        """Inform the other ranks of an error here.
+
+        `complete` joins the collectives in which they wait, `vote` votes to abort in the agreement, and `begun` returns
+        which collectives this rank had begun.
+        """
+        # Read first: `complete` begins further collectives.
+        place = begun()
+        if not _tell(self.ranks, window, error):
+            self._part(error)
+        # No rank waits either if all of them failed at the same place, as with a mistake in the loss function.
+        elif self._meets(complete, vote) or self.ranks.everybody_failed(window, place):
+            return
+        else:
+            self.ranks.leave(in_one_line(error))
+            self._part(error)
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    "the other ranks waited for this one in a collective: the process group cannot be used any more"
+                )
+
+    def _meets(self, complete: Callable[[], bool], vote: Callable[[], object]) -> bool:
+        try:
+            if not complete():
+                return False
+            vote()
+        except Exception:
+            return False
+        return True
+
+    def _part(self, error: BaseException) -> None:
+        self._gone = error
+        if not isinstance(error, RankFailed):
+            with self.ranks.explained():
+                if connection_broke(error):
+                    raise error
+
+
+def _tell(ranks: Ranks, window: int, error: BaseException) -> bool:
+    """Publish an error for the other ranks; return False if it came from them, or if they cannot be reached."""
+    if isinstance(error, RankFailed):
+        return error.usable
+    if connection_broke(error):
+        return False
+    ranks.tell(window, in_one_line(error))
+    return True

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from halfstep import distributed
 from halfstep.errors import WrongUse
 from halfstep.precision.island import islands
-from halfstep.step.agreement import backward_from
-from halfstep.step.gradients import Gradients
+from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
 from halfstep.step.sync import LossFunction, Synchroniser
 
@@ -197,7 +196,7 @@ class Sharded(Synchroniser):
             if place == 0:  # the others have begun the window too, since they sent their parameters
                 length = max(1, *map(int, self._ranks.published("micro-batches")))
             self.model.set_requires_gradient_sync(place == length - 1)
-            backward_from(losses)
+            _backward_from(losses)
             place += 1
         self._traffic.start()
 
@@ -230,7 +229,7 @@ class Sharded(Synchroniser):
                 self.model.set_requires_gradient_sync(place == self._window - 1)
                 with autocast:
                     losses = self._good[0](self.model, self._good[1])
-                backward_from(losses)
+                _backward_from(losses)
                 # Only the interrupted micro-batch had begun collectives.
                 done = []
         except Exception:
@@ -267,6 +266,23 @@ class Sharded(Synchroniser):
         # A forward pass outside of a step leaves the root's parameters gathered; so does a failed one.
         if not all(group.is_sharded for group in self._groups):
             self.abandon()
+
+
+def _backward_from(output: Any) -> None:
+    """Run backward from anything a loss function returned: only the collectives matter, not the gradients."""
+    total = [leaf.sum() for leaf in _leaves(output) if leaf.requires_grad]
+    if total:
+        sum(total[1:], total[0]).backward()  # type: ignore[no-untyped-call]
+
+
+def _leaves(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if is_dataclass(output) and not isinstance(output, type):
+        output = [getattr(output, field.name) for field in fields(output)]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [leaf for item in output for leaf in _leaves(item)] if isinstance(output, (list, tuple)) else []
 
 
 def reshard(model: nn.Module) -> None:

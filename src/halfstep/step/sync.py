@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.step.gradients import Gradients
+from halfstep.step.optimizer_slot import Gradients
 
 LossFunction = Callable[[Any, Any], Any]
 

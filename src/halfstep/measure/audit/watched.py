@@ -31,7 +31,7 @@ from halfstep.observe.precision_check import WorkByFormat
 from halfstep.observe.recorder import Operation, Recorder, as_it_is
 from halfstep.precision.island import lift_island, settle
 from halfstep.precision.precision import Precision
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 
 # -- work -------------------------------------------------------------------------------------------------------------
 # Record the work of each module in a step: FLOPs and results by format, and bytes saved for backward.
