@@ -18,7 +18,7 @@ import halfstep
 from halfstep.cli.main import build
 from halfstep.formats import FORMATS
 from halfstep.measure.memory.estimate import gpu_pretended
-from halfstep.precision.capability import Device
+from halfstep.precision.hardware import Device
 from halfstep.precision.select import choose_precision
 from halfstep.step.loss import DynamicScale, StaticScale
 

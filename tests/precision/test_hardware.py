@@ -6,8 +6,7 @@ import torch
 
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.precision import hardware
-from halfstep.precision.capability import FORMAT_NAMES, Device, ability, facts
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, describe, facts
 from tests.support.devices import ROWS, TPU, Row, named
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from halfstep.errors import WrongUse
 from halfstep.precision import flags, probe
 from halfstep.precision.hardware import describe
-from halfstep.precision.probe import measure
-from halfstep.precision.probe_cache import Measurements, cache_file, keep, kept, key_of
+from halfstep.precision.probe import Measurements, cache_file, keep, kept, key_of, measure
 from tests.support.cpu import emulates_bf16
 from tests.support.devices import named
 

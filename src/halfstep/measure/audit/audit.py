@@ -31,8 +31,7 @@ from halfstep.observe.emulate import BACKWARD, Event
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Spotted
 from halfstep.observe.recorder import Recorder
-from halfstep.precision.capability import Device
-from halfstep.precision.hardware import present
+from halfstep.precision.hardware import Device, present
 from halfstep.precision.island import islands
 from halfstep.precision.names import AUTO, precision_names, read_precision
 from halfstep.precision.precision import Precision, precision_named
