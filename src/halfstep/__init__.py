@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from halfstep.measure.plan.plan import plan as plan
     from halfstep.measure.profile.profile import profile as profile
     from halfstep.measure.survival import survival as survival
-    from halfstep.observe.observation import Observation as Observation
+    from halfstep.observe.precision_check import Observation as Observation
     from halfstep.precision.island import island as island
     from halfstep.precision.precision import Precision as Precision
     from halfstep.precision.precision import widen as widen
@@ -56,7 +56,7 @@ _HOMES = {
     "HalfstepError": "errors",
     "Limits": "guard.streak",
     "Meters": "guard.monitors.monitors",
-    "Observation": "observe.observation",
+    "Observation": "observe.precision_check",
     "Out": "step.loss",
     "Precision": "precision.precision",
     "StaticScale": "step.loss",

@@ -90,15 +90,17 @@ class Ranks:
 
     # -- words --------------------------------------------------------------------------------------------------
 
+    def _set(self, key: str, words: str) -> None:
+        if self._store is not None:
+            self._store.set(key, words)
+
     def tell(self, window: int, words: str) -> None:
         """Publish why this rank failed in this window."""
-        if self._store is not None:
-            self._store.set(f"{window}/{self.rank}", words)
+        self._set(f"{window}/{self.rank}", words)
 
     def ask_anew(self, window: int) -> None:
         """Publish that this failure left something incomplete, which all ranks must rebuild after the window."""
-        if self._store is not None:
-            self._store.set(f"{window}/anew", "")
+        self._set(f"{window}/anew", "")
 
     def asked_anew(self, window: int) -> bool:
         """Return whether any rank asked for a rebuild after this window."""
@@ -121,8 +123,7 @@ class Ranks:
 
     def leave(self, words: str) -> None:
         """Publish that this rank takes part in nothing any more, so that the others stop waiting for it."""
-        if self._store is not None:
-            self._store.set(_GONE, f"{self.rank} {words}")
+        self._set(_GONE, f"{self.rank} {words}")
 
     def look(self) -> None:
         """Raise RankFailed if a rank has left."""
@@ -151,8 +152,7 @@ class Ranks:
 
     def publish(self, what: str, words: str) -> None:
         """Publish this rank's current text under a name."""
-        if self._store is not None:
-            self._store.set(f"{what}/{self.rank}", words)
+        self._set(f"{what}/{self.rank}", words)
 
     def published(self, what: str) -> list[str]:
         """Return the current texts of all ranks that published one."""
@@ -162,8 +162,7 @@ class Ranks:
 
     def offer(self, window: int, what: str, value: float | None) -> None:
         """Publish this rank's value for `first_of`; None if it has none, so that no rank waits for it."""
-        if self._store is not None:
-            self._store.set(f"{window}/{what}/{self.rank}", "" if value is None else repr(value))
+        self._set(f"{window}/{what}/{self.rank}", "" if value is None else repr(value))
 
     def first_of(self, window: int, what: str) -> float | None:
         """Return the value of the lowest rank that has one. Not a collective: a rank may fail on its way here."""
@@ -199,8 +198,7 @@ class Ranks:
         given = "another rank is gone: its connection closed while this one waited for it"
         try:
             self.look()
-            if self._store is not None:
-                self._store.set(_GONE, f"{_NOBODY_KNOWS} another rank is gone: a connection to it closed")
+            self._set(_GONE, f"{_NOBODY_KNOWS} another rank is gone: a connection to it closed")
         except RankFailed as known:
             return known
         except RuntimeError:  # the store went with it

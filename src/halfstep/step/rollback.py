@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.step.buffers import Buffers, differ
-from halfstep.step.step_inputs import Holdings
 
 # -- written parameters -----------------------------------------------------------------------------------------------
 # Restore parameters that a forward pass writes: momentum encoders, target networks, norm constraints.
@@ -168,10 +167,10 @@ class Rollback:
                 do="give the object these two methods, or make its tensors buffers of a module",
             )
 
-    def look_beside(self, holdings: Holdings) -> None:
+    def look_beside(self, modules: Sequence[nn.Module]) -> None:
         """Cover the modules that the loss function holds."""
-        if holdings.modules != self._beside:
-            self._beside = list(holdings.modules)
+        if modules != self._beside:
+            self._beside = list(modules)
             self.follow()
 
     def follow(self) -> None:
@@ -188,10 +187,6 @@ class Rollback:
         self.parameters.remember()
         if self._with_state:
             self._states = [copy.deepcopy(thing.state_dict()) for thing in self._with_state]
-
-    def before_write(self, written: Iterable[Tensor]) -> None:
-        """Copy parameters that an operation is about to write, while a step is observed."""
-        self.parameters.before_write(written)
 
     def look(self) -> None:
         """Look for unexpected writes, after the last backward and before the decision."""

@@ -55,34 +55,35 @@ class Traffic:
             self.ranks.wait(work, until=self._until)
 
 
-class _Gather:
-    """FSDP2's all-gather, or the user's replacement for it, counted."""
+class _Counted:
+    """A collective of FSDP2, or the user's replacement for it, counted."""
 
     def __init__(self, inner: Any, traffic: Traffic) -> None:
         self.inner, self._traffic = inner, traffic
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner.allocate(*args, **kwargs)
+
+    def _run(self, output_tensor: Tensor, *args: Any, async_op: bool) -> Any:
+        if async_op or output_tensor.device.type != "cpu":
+            return self.inner(output_tensor, *args, async_op)
+        # On a GPU the host does not wait in a collective; here it would, so it checks for failed ranks meanwhile.
+        self._traffic.wait(self.inner(output_tensor, *args, True))
+        return None
+
+
+class _Gather(_Counted):
+    """FSDP2's all-gather."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if self._traffic.skips(GATHER, output_tensor.numel()):
             output_tensor.zero_()
             return None
-        if async_op or output_tensor.device.type != "cpu":
-            return self.inner(output_tensor, input_tensor, group, async_op)
-        # On a GPU the host does not wait in a collective; here it would, so it checks for failed ranks meanwhile.
-        self._traffic.wait(self.inner(output_tensor, input_tensor, group, True))
-        return None
+        return self._run(output_tensor, input_tensor, group, async_op=async_op)
 
 
-class _Reduce:
-    """FSDP2's reduce-scatter, or the user's replacement for it, counted."""
-
-    def __init__(self, inner: Any, traffic: Traffic) -> None:
-        self.inner, self._traffic = inner, traffic
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.allocate(*args, **kwargs)
+class _Reduce(_Counted):
+    """FSDP2's reduce-scatter."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if self._traffic.skips(REDUCE, input_tensor.numel()):
@@ -90,10 +91,7 @@ class _Reduce:
             return None
         if self._traffic.silent:
             input_tensor.zero_()  # not a product with zero: the values may be NaN
-        if async_op or output_tensor.device.type != "cpu":
-            return self.inner(output_tensor, input_tensor, group, op, async_op)
-        self._traffic.wait(self.inner(output_tensor, input_tensor, group, op, True))
-        return None
+        return self._run(output_tensor, input_tensor, group, op, async_op=async_op)
 
 
 class Sharded(Synchroniser):
@@ -342,7 +340,7 @@ def _narrow_island(path: str, narrow: object) -> WrongUse:
 
 
 def _inner(comm: Any) -> Any:
-    return comm.inner if isinstance(comm, (_Gather, _Reduce)) else comm
+    return comm.inner if isinstance(comm, _Counted) else comm
 
 
 def _reset(model: Any) -> None:

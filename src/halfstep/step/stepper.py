@@ -22,7 +22,7 @@ from halfstep.step.loss import ONLY, loss_and_aux
 from halfstep.step.objective import Objective, Votes, refused_by, report_of
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
-from halfstep.step.step_inputs import StepInputs
+from halfstep.step.step_inputs import StepInputs, generator_states, versions_of
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
@@ -103,9 +103,11 @@ class Stepper(StepperBase):
         self._notice_changes(loss_fn)
         # Inside an outer autocast, even a disabled one, torch would keep casts of the weights beyond the update.
         torch.clear_autocast_cache()
-        # Before the first random number is drawn: a replay starts from these states.
-        own = self._holdings.generator_states()
-        self.attempt = StepInputs.of(loss_fn, microbatches, only, self.device, own)
+        # Before the first random number is drawn: a replay starts from these states. torch's generators only: reading
+        # NumPy's and Python's in every step would take many times as long.
+        states, own = generator_states(self.device), self._holdings.generator_states()
+        versions = versions_of(microbatches)
+        self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
         self._rollback.remember()
         self._clear_gradients()
         self._last_objectives, self._objectives, self._aux, self._todo = self._objectives, [], [], []
@@ -119,7 +121,7 @@ class Stepper(StepperBase):
         """React to changes of the model, or of what the loss function holds, since the last step."""
         came_or_left = self._holdings.look(loss_fn)
         if came_or_left:
-            self._rollback.look_beside(self._holdings)
+            self._rollback.look_beside(self._holdings.modules)
         change = self._tracker.change()
         if change:
             self._follow()

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep import distributed
 from halfstep.errors import WrongUse, same_keys, same_presence
 from halfstep.finding import Finding
-from halfstep.observe.observation import Observation
-from halfstep.observe.precision_check import LookAgain, LookSchedule, Watch, may_look_again
+from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
 from halfstep.precision.island import islands, settle
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
@@ -166,7 +165,7 @@ class StepperBase:
             self._scope = self._watch(Watch)
 
     def _watch(self, kind: type[Watch]) -> Watch:
-        before_write = self._rollback.before_write
+        before_write = self._rollback.parameters.before_write
         done, tell = self._watched, self._tell
         return kind(self._scope, self.model, self.precision, done=done, tell=tell, before_write=before_write)
 
