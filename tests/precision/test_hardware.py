@@ -72,7 +72,7 @@ def test_an_emulating_cpu_is_not_called_native(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_torch_is_asked_where_the_system_is_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hardware, "_told_by_torch", lambda: {"amx_bf16": True, "avx2": False, "cpu_name": "OnProgress"})
+    monkeypatch.setattr(hardware, "_torch_facts", lambda: {"amx_bf16": True, "avx2": False, "cpu_name": "OnProgress"})
     here = cpuinfo(monkeypatch, tmp_path, "")
     assert here.name == "OnProgress"
     assert here.isa == {"amx_bf16"}

@@ -253,15 +253,15 @@ class Watch:
         precision: Precision,
         *,
         done: Callable[[AbstractContextManager[object], Observation], None],
-        tell: Callable[[Sequence[Finding]], None],
+        emit: Callable[[Sequence[Finding]], None],
         before_write: BeforeWrite | None = None,
     ) -> None:
-        """Observe a step inside `inner`; `done` gets `inner` and the observation, `tell` gets findings.
+        """Observe a step inside `inner`; `done` gets `inner` and the observation, `emit` gets findings.
 
         `before_write` is called with the tensors that an operation is about to write into.
         """
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
-        self._tell, self._before_write = tell, before_write
+        self._emit, self._before_write = emit, before_write
         self._own_functions = OwnFunctions(self._maker, self._spotted)
         self._recording: tuple[WorkByFormat, Recorder] | None = None
         self._active = ExitStack()
@@ -297,7 +297,7 @@ class Watch:
         if not observation.as_asked:
             self._refuse(observation)
         elif observation.in_doubt:
-            self._tell([doubtful(self._precision.name, observation)])
+            self._emit([doubtful(self._precision.name, observation)])
         self._done(self._inner, observation)
 
     def _refuse(self, observation: Observation) -> None:
@@ -309,11 +309,11 @@ class Watch:
 
     def _spotted(self, finding: Finding, module: str, line: str | None) -> None:
         """Report a finding at once, because the backward that follows may end the step."""
-        self._tell([placed(finding, module, line)])
+        self._emit([placed(finding, module, line)])
 
 
 class LookAgain(Watch):
     """A repeated observation of a running run: findings are reported, and nothing is refused."""
 
     def _refuse(self, observation: Observation) -> None:
-        self._tell([changed(self._precision.name, observation)])
+        self._emit([changed(self._precision.name, observation)])

@@ -331,12 +331,12 @@ def _describe_mps(where: torch.device) -> Device:
 
 def _describe_cpu(where: torch.device) -> Device:
     name, isa = _READ_CPU.get(sys.platform, lambda: ("", frozenset()))()
-    told = _told_by_torch()
+    known = _torch_facts()
     return Device(
         kind="cpu",
-        name=name or str(told.get("cpu_name") or platform.processor() or platform.machine()),
+        name=name or str(known.get("cpu_name") or platform.processor() or platform.machine()),
         place=str(where),
-        isa=isa or frozenset(flag for flag, has in told.items() if has is True),
+        isa=isa or frozenset(flag for flag, has in known.items() if has is True),
         torch=torch.__version__,
     )
 
@@ -363,7 +363,7 @@ def _macos_cpu() -> tuple[str, frozenset[str]]:
 _READ_CPU: dict[str, Callable[[], tuple[str, frozenset[str]]]] = {"linux": _linux_cpu, "darwin": _macos_cpu}
 
 
-def _told_by_torch() -> Mapping[str, Any]:
+def _torch_facts() -> Mapping[str, Any]:
     """Return what torch knows about the CPU; `get_capabilities` is newer than the oldest torch supported."""
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:

@@ -34,7 +34,7 @@ _BASELINE = "fp32"
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 Operation = Callable[[Tensor, Tensor], Tensor]
-Arms = dict[str, Callable[[], None]]
+Calls = dict[str, Callable[[], None]]
 
 OPERATIONS: dict[str, Operation] = {
     "GEMM": functional.linear,
@@ -84,8 +84,8 @@ def measure(device: Device | torch.device | str | None = None, *, fresh: bool = 
     here = device if isinstance(device, Device) else describe(device)
     if not here.place:
         raise WrongUse(f"{here.name} is a description, not a device of this machine", do="measure where the device is")
-    found = None if fresh else kept(here)
-    return found or keep(here, _measure(here))
+    found = None if fresh else read_cache(here)
+    return found or write_cache(here, _measure(here))
 
 
 def _measure(here: Device) -> Measurements:
@@ -112,26 +112,26 @@ def _candidates(here: Device) -> list[str]:
 def _times(operation: str, here: Device, where: torch.device, failures: dict[str, str]) -> dict[str, float]:
     """Return the speed-up of each candidate in one operation; empty if the device has no fp32 kernel for it."""
     shapes = (_ON_CPU if here.kind == "cpu" else _ON_ACCELERATOR)[operation]
-    arms = _arms(operation, [_BASELINE, *_candidates(here)], shapes, where)
+    calls = _calls(operation, [_BASELINE, *_candidates(here)], shapes, where)
     for name in _left_out(operation, here):
-        arms.pop(name, None)
+        calls.pop(name, None)
         failures.setdefault(name, f"{operation} is not timed: it has no kernel worth timing on this device")
-    once = {name: _first(arm, name, operation, failures) for name, arm in arms.items()}
+    once = {name: _first(call, name, operation, failures) for name, call in calls.items()}
     base = once[_BASELINE]
     if base is None:
         return {}
     ran = {name: seconds for name, seconds in once.items() if seconds is not None}
     hopeless = {name: base / seconds for name, seconds in ran.items() if seconds > HOPELESS * base}
-    timed = {name: arms[name] for name in ran if name not in hopeless}
+    timed = {name: calls[name] for name in ran if name not in hopeless}
     return {_BASELINE: 1.0} | hopeless | _paired(timed)
 
 
-def _paired(arms: Arms) -> dict[str, float]:
+def _paired(calls: Calls) -> dict[str, float]:
     """Return medians over as many small batches of interleaved pairs as the time allows, on a busy machine too."""
     deadline = time.perf_counter() + SECONDS / len(OPERATIONS)
-    slowdowns: dict[str, list[float]] = {name: [] for name in arms if name != _BASELINE}
+    slowdowns: dict[str, list[float]] = {name: [] for name in calls if name != _BASELINE}
     for _ in range(_BATCHES):
-        for name, ratio in clock.ratios(arms, baseline=_BASELINE, pairs=2).items():
+        for name, ratio in clock.ratios(calls, baseline=_BASELINE, pairs=2).items():
             slowdowns[name].append(ratio.median)
         if time.perf_counter() >= deadline:
             break
@@ -143,7 +143,7 @@ def _left_out(operation: str, here: Device) -> list[str]:
     return [name for name, operations in table.items() if operation in operations]
 
 
-def _arms(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Arms:
+def _calls(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Calls:
     # A separate generator: choosing a precision must not advance the run's random numbers.
     generator = torch.Generator().manual_seed(0)
     values, weight = (
@@ -168,11 +168,11 @@ def _forward_backward(
         torch.accelerator.synchronize(where)
 
 
-def _first(arm: Callable[[], None], name: str, operation: str, failures: dict[str, str]) -> float | None:
+def _first(call: Callable[[], None], name: str, operation: str, failures: dict[str, str]) -> float | None:
     """Return the seconds of a call after the first one, which compiles and allocates; None if there is no kernel."""
     try:
-        arm()
-        return min(clock.seconds(arm, 1) for _ in range(2))
+        call()
+        return min(clock.seconds(call, 1) for _ in range(2))
     except RuntimeError as error:
         failures[name] = f"{operation} failed: {str(error).strip().splitlines()[0]}"
         return None
@@ -206,12 +206,12 @@ _VERSION = 1
 _log = logging.getLogger("halfstep")
 
 
-def kept(device: Device) -> Measurements | None:
+def read_cache(device: Device) -> Measurements | None:
     """Return the cached measurements of this device, driver and torch, or None."""
     return _read(_entries(cache_file()).get(key_of(device)))
 
 
-def keep(device: Device, found: Measurements) -> Measurements:
+def write_cache(device: Device, found: Measurements) -> Measurements:
     """Store measurements for the next run and return them; a disk that cannot be written is ignored."""
     entries = _entries(cache_file()) | {key_of(device): asdict(found)}
     try:

@@ -88,9 +88,9 @@ class LossSlot:
         self.divided = 1
         self.value = self.factor = math.nan
         self._unscaled, self._found_now = 1.0, False
-        self._asks: Callable[[], float | None] | None = None
+        self._ask_base_count: Callable[[], float | None] | None = None
 
-    def scale_anew(self, precision: Precision, *, as_built: bool) -> None:
+    def reset_scale(self, precision: Precision, *, as_built: bool) -> None:
         """Start with a new scale for another precision, or with the initial one."""
         if as_built:
             self.scale, first = self._first
@@ -165,12 +165,12 @@ class LossSlot:
             return [self.total, _wide(self.count, self.total.device)]
         return [self.total / self.microbatches, _wide(-1.0, self.total.device)]
 
-    def take_no_part(self, device: torch.device, ranks: Ranks, window: int) -> None:
+    def begin_without_batch(self, device: torch.device, ranks: Ranks, window: int) -> None:
         """Set up a window without a batch: this rank adds nothing to the total, and offers no count."""
         self.total, self.count = torch.zeros((), device=device), 0.0
         if self.base_count is None:
             ranks.offer(window, self.name, None)
-            self._asks = lambda: ranks.first_of(window, self.name)
+            self._ask_base_count = lambda: ranks.first_of(window, self.name)
 
     def read(self, total: float, count: float | None, ranks: int = 1, with_a_batch: int = 1) -> None:
         """Compute the loss, and the factor that gradients lack, from the agreed numbers."""
@@ -180,9 +180,9 @@ class LossSlot:
             self.value = total / with_a_batch
             self.factor = divided / self.scale.value * (ranks / with_a_batch) / self._unscaled
             return
-        if self.base_count is None and self._asks is not None:
+        if self.base_count is None and self._ask_base_count is not None:
             # Only after the agreement: by then every rank has made its offer.
-            self.base_count = self._asks()
+            self.base_count = self._ask_base_count()
         # No element counted means no loss: torch's own mean over nothing is NaN too.
         usable = 0.0 < count < math.inf
         self.value = total / count if usable else math.nan

@@ -235,12 +235,12 @@ class Agreement:
         self._length = 16 + 3 * max(0, optimizers - MOST_IN_128_BYTES)
 
     def on(
-        self, objectives: Sequence[Objective], token: int, votes: Votes, bad_buffer: Tensor | None, *, cure: str
+        self, objectives: Sequence[Objective], token: int, votes: Votes, bad_buffer: Tensor | None, *, fix: str
     ) -> Votes:
         """Run the only collective of a step, read it once on the host, and return the votes of all ranks.
 
         Raises RanksDisagree if tokens differ, because the ranks are not at the same step, or if gradients differ;
-        `cure` is the advice for that case.
+        `fix` is the advice for that case.
         """
         # One vector on one device: each further tensor would be one more synchronization with the host.
         device = objectives[0].loss.device
@@ -260,7 +260,7 @@ class Agreement:
         agreed, found = self._sum(numbers)
         if found.abort:
             return found
-        self._read(objectives, agreed, max(1, self._ranks.size - found.no_batch), cure)
+        self._read(objectives, agreed, max(1, self._ranks.size - found.no_batch), fix)
         return found
 
     def abort(self, device: torch.device) -> None:
@@ -291,7 +291,7 @@ class Agreement:
             objective.read(numbers)
         return Votes(votes.stop, bad_buffer=int(bad_buffer is not None and agreed[-1] != 0.0))
 
-    def _read(self, objectives: Sequence[Objective], agreed: list[float], with_a_batch: int, cure: str) -> None:
+    def _read(self, objectives: Sequence[Objective], agreed: list[float], with_a_batch: int, fix: str) -> None:
         fourth, *rest = agreed
         optimizers = sum(len(objective.slots) for objective in objectives)
         numbers, norms = iter(rest), iter(rest[2 * optimizers :])
@@ -300,7 +300,7 @@ class Agreement:
             total += objective.read_on_ranks(numbers, norms, self._ranks.size, with_a_batch)
         # Ranks hold different shards by design.
         if not any(slot.gradients.sharded for objective in objectives for slot in objective.slots):
-            _check_norms(total, fourth, cure)
+            _check_norms(total, fourth, fix)
 
 
 def _check_tokens(total: float, of_squares: float, ranks: int) -> None:
@@ -314,14 +314,14 @@ def _check_tokens(total: float, of_squares: float, ranks: int) -> None:
         )
 
 
-def _check_norms(mean: float, mean_of_squares: float, cure: str) -> None:
+def _check_norms(mean: float, mean_of_squares: float, fix: str) -> None:
     # In float64, over norms that are equal to the bit where gradients are: the tolerance only covers the order of the
     # sum. Non-finite gradients skip the step anyway.
     if math.isfinite(mean_of_squares) and not math.isclose(mean**2, mean_of_squares, rel_tol=1e-9):
         raise RanksDisagree(
             "gradients differ between ranks that hold the same model",
             allowed="a loss that reaches every trainable parameter, on every rank, in every window",
-            do=cure,
+            do=fix,
         )
 
 
@@ -360,7 +360,7 @@ def refused_by(guards: Sequence[Guard], report: StepReport, ranks: Ranks, window
         return next((guard.name for guard in guards if not guard.passes(report)), None)
     refusals, error = _asked(guards, report)
     if error is not None:
-        ranks.tell(window, in_one_line(error))
+        ranks.publish_failure(window, in_one_line(error))
     # After the message was stored: the others look for it as soon as they have this result.
     raised, *refused = ranks.agree(torch.tensor([error is not None, *refusals], dtype=torch.float64)).tolist()
     if error is not None:

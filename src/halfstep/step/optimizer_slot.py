@@ -59,7 +59,7 @@ class ParamTracker:
         self._parameters = list(unique.values())
         self._kinds = [(p.requires_grad, p.dtype) for p in self._parameters]
         owned = {id(p) for optimizer in self._optimizers for p in owned_by(optimizer)}
-        self.strays = [p for p in self._parameters if p.requires_grad and id(p) not in owned]
+        self.unowned = [p for p in self._parameters if p.requires_grad and id(p) not in owned]
         """Trainable parameters that no optimizer owns: their gradients must not accumulate over the steps."""
 
 

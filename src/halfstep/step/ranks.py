@@ -25,9 +25,9 @@ LOOK = datetime.timedelta(seconds=0.5)
 """How long a rank waits in a collective before it checks whether another one has failed."""
 _FAIL_TOGETHER = 1.5
 """Seconds within which ranks that fail for the same reason do so."""
-_GONE, _NOBODY_KNOWS = "gone", "?"
+_GONE, _UNKNOWN = "gone", "?"
 
-_EVERYBODY = nullcontext()
+_ALL_RANKS = nullcontext()
 _made: Counter[str] = Counter()
 """Instances per group, for the prefix of their keys: keys must not mix, and all ranks create them in the same order."""
 
@@ -43,7 +43,7 @@ class Ranks:
 
     def here(self) -> AbstractContextManager[None]:
         """Return a context in which the functions of `halfstep.distributed` refer to these ranks."""
-        return _EVERYBODY if self.group is None else distributed.within(self.group)
+        return _ALL_RANKS if self.group is None else distributed.within(self.group)
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
@@ -94,19 +94,19 @@ class Ranks:
         if self._store is not None:
             self._store.set(key, words)
 
-    def tell(self, window: int, words: str) -> None:
+    def publish_failure(self, window: int, words: str) -> None:
         """Publish why this rank failed in this window."""
         self._set(f"{window}/{self.rank}", words)
 
-    def ask_anew(self, window: int) -> None:
+    def request_rebuild(self, window: int) -> None:
         """Publish that this failure left something incomplete, which all ranks must rebuild after the window."""
-        self._set(f"{window}/anew", "")
+        self._set(f"{window}/rebuild", "")
 
-    def asked_anew(self, window: int) -> bool:
+    def rebuild_requested(self, window: int) -> bool:
         """Return whether any rank asked for a rebuild after this window."""
-        return self._store is not None and bool(self._store.check([f"{window}/anew"]))
+        return self._store is not None and bool(self._store.check([f"{window}/rebuild"]))
 
-    def everybody_failed(self, window: int, place: str) -> bool:
+    def all_failed(self, window: int, place: str) -> bool:
         """Return whether every rank failed in this window at the same `place`: then no rank waits for another.
 
         That is the case if all of them made the same wrong call, or share a mistake in the loss function.
@@ -130,19 +130,19 @@ class Ranks:
         if self._store is None or not self._store.check([_GONE]):
             return
         failed, _, words = self._store.get(_GONE).decode().partition(" ")
-        if failed == _NOBODY_KNOWS:
+        if failed == _UNKNOWN:
             raise rank_failed(words, None, usable=False)
         raise rank_failed(f"rank {failed} failed in this window: {words}", int(failed), usable=False)
 
     def failed(self, window: int) -> RankFailed:
         """Return the error that names the ranks that failed in a window."""
-        told = self._told(window)
-        if not told:
+        failures = self._failures(window)
+        if not failures:
             return rank_failed("a rank failed in this window, and nobody knows why", None, usable=True)
-        names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in told)
-        return rank_failed(names, told[0][0], usable=True)
+        names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in failures)
+        return rank_failed(names, failures[0][0], usable=True)
 
-    def _told(self, window: int) -> list[tuple[int, str]]:
+    def _failures(self, window: int) -> list[tuple[int, str]]:
         """Return the ranks that left a message about a window, with their messages."""
         store = self._store
         if store is None:
@@ -198,7 +198,7 @@ class Ranks:
         given = "another rank is gone: its connection closed while this one waited for it"
         try:
             self.look()
-            self._set(_GONE, f"{_NOBODY_KNOWS} another rank is gone: a connection to it closed")
+            self._set(_GONE, f"{_UNKNOWN} another rank is gone: a connection to it closed")
         except RankFailed as known:
             return known
         except RuntimeError:  # the store went with it
@@ -275,10 +275,10 @@ class Together:
         """
         # Read first: `complete` begins further collectives.
         place = begun()
-        if not _tell(self.ranks, window, error):
+        if not _published(self.ranks, window, error):
             self._part(error)
         # No rank waits either if all of them failed at the same place, as with a mistake in the loss function.
-        elif self._meets(complete, vote) or self.ranks.everybody_failed(window, place):
+        elif self._meets(complete, vote) or self.ranks.all_failed(window, place):
             return
         else:
             self.ranks.leave(in_one_line(error))
@@ -305,11 +305,11 @@ class Together:
                     raise error
 
 
-def _tell(ranks: Ranks, window: int, error: BaseException) -> bool:
+def _published(ranks: Ranks, window: int, error: BaseException) -> bool:
     """Publish an error for the other ranks; return False if it came from them, or if they cannot be reached."""
     if isinstance(error, RankFailed):
         return error.usable
     if connection_broke(error):
         return False
-    ranks.tell(window, in_one_line(error))
+    ranks.publish_failure(window, in_one_line(error))
     return True

@@ -140,8 +140,8 @@ LOSS_FUNCTION = "(loss function)."
 class Rollback:
     """Everything that a step may write: saved before the window, restored if it is not applied."""
 
-    def __init__(self, model: nn.Module, tell: Callable[[Sequence[Finding]], None]) -> None:
-        self._model, self._tell = model, tell
+    def __init__(self, model: nn.Module, emit: Callable[[Sequence[Finding]], None]) -> None:
+        self._model, self._emit = model, emit
         self.buffers, self.parameters = Buffers(), WrittenParameters()
         self._beside: list[nn.Module] = []
         self._included: list[nn.Module] = []
@@ -196,7 +196,7 @@ class Rollback:
     def keep(self) -> None:
         """Accept what forward wrote: the window was applied."""
         if self._first:
-            self._tell([_first_write(self._first, taken_back=True)])
+            self._emit([_first_write(self._first, taken_back=True)])
 
     def restore(self) -> None:
         """Restore the state before the window's first micro-batch, after a skip or an error."""
@@ -207,7 +207,7 @@ class Rollback:
             thing.load_state_dict(copy.deepcopy(state))
         if lost:
             self._first = []
-            self._tell([_first_write(lost, taken_back=False)])
+            self._emit([_first_write(lost, taken_back=False)])
 
 
 def _named(model: nn.Module, beside: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:

@@ -55,7 +55,7 @@ class Traffic:
             self.ranks.wait(work, until=self._until)
 
 
-class _Counted:
+class _CountedComm:
     """A collective of FSDP2, or the user's replacement for it, counted."""
 
     def __init__(self, inner: Any, traffic: Traffic) -> None:
@@ -72,7 +72,7 @@ class _Counted:
         return None
 
 
-class _Gather(_Counted):
+class _Gather(_CountedComm):
     """FSDP2's all-gather."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -82,7 +82,7 @@ class _Gather(_Counted):
         return self._run(output_tensor, input_tensor, group, async_op=async_op)
 
 
-class _Reduce(_Counted):
+class _Reduce(_CountedComm):
     """FSDP2's reduce-scatter."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
@@ -340,7 +340,7 @@ def _narrow_island(path: str, narrow: object) -> WrongUse:
 
 
 def _inner(comm: Any) -> Any:
-    return comm.inner if isinstance(comm, _Counted) else comm
+    return comm.inner if isinstance(comm, _CountedComm) else comm
 
 
 def _reset(model: Any) -> None:

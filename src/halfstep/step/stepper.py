@@ -71,7 +71,7 @@ class Stepper(StepperBase):
                 self._begin(loss_fn, microbatches, only)
                 self._interrupts.allow()
                 if loss_fn is None:
-                    return self._take_part()
+                    return self._step_without_batch()
                 with self._scope:
                     for left, microbatch in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
                         # Closed before backward: autocast belongs around the forward pass only, and backward uses the
@@ -110,7 +110,7 @@ class Stepper(StepperBase):
         self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
         self._rollback.remember()
         self._clear_gradients()
-        self._last_objectives, self._objectives, self._aux, self._todo = self._objectives, [], [], []
+        self._last_objectives, self._objectives, self._aux, self._pending = self._objectives, [], [], []
         self._concluding = False
         self.counts.attempted += 1
         # From here on an error rolls the window back; whatever was done before needs no undoing.
@@ -127,7 +127,7 @@ class Stepper(StepperBase):
             self._follow()
         # Freezing and unfreezing, which GANs do in every step, changes neither the formats nor which tensors are
         # written. Nor does a module without tensors, such as a metric that is passed to the loss function now and then.
-        if any(map(_has_tensors, came_or_left)) or change == MEMBERS or self._looks.due(self.counts.applied):
+        if any(map(_has_tensors, came_or_left)) or change == MEMBERS or self._look_schedule.due(self.counts.applied):
             self._look_again()
 
     def _chosen(self, only: str | None) -> list[OptimizerSlot]:
@@ -142,7 +142,7 @@ class Stepper(StepperBase):
         `followed` counts how often that happened.
         """
         self.followed += 1
-        self._tell(checks.check(self.model, self.optimizers, self.ranks.size))
+        self._emit(checks.check(self.model, self.optimizers, self.ranks.size))
         settle(self.model)
         self._rollback.follow()
         for slot in self._slots.values():
@@ -217,11 +217,11 @@ class Stepper(StepperBase):
 
     def _agree(self, mine: Votes) -> Votes:
         """Reach one decision with all ranks; raise RankFailed if one of them gave up the window."""
-        bad_buffer, cure = self._rollback.buffers.not_finite(), self._synchroniser.cure
-        agreed = self._agreement.on(self._objectives, self._token(), mine, bad_buffer, cure=cure)
+        bad_buffer, fix = self._rollback.buffers.not_finite(), self._synchroniser.fix
+        agreed = self._agreement.on(self._objectives, self._token(), mine, bad_buffer, fix=fix)
         self._agreed = True
         if agreed.abort:
-            self._make_anew()
+            self._rebuild_if_requested()
             raise self.ranks.failed(self._begun)
         self.hands = agreed.stop
         return agreed
@@ -255,7 +255,7 @@ class Stepper(StepperBase):
         # several must decide alike, and another one may have found its own.
         return self.bad_buffer is not None or self.ranks.size > 1
 
-    def _take_part(self) -> StepReport | None:
+    def _step_without_batch(self) -> StepReport | None:
         """Run a window without a batch: join the other ranks' collectives, and add nothing to their gradients."""
         last = self._last_objectives
         # The losses of this window are known to the others only. Those of the last step, for the same optimizers, are
@@ -264,7 +264,7 @@ class Stepper(StepperBase):
         self._objectives = last if same else self._pair(None)
         for objective in self._objectives:
             objective.begin()
-            objective.loss.take_no_part(self.device, self.ranks, self._begun)
+            objective.loss.begin_without_batch(self.device, self.ranks, self._begun)
         self._synchroniser.without_batch([slot.gradients for slot in self._open], self._autocast)
         self._rollback.restore()  # FSDP2 reran an older batch, which wrote buffers
         return self._conclude(None, no_batch=True)
@@ -280,10 +280,10 @@ class Stepper(StepperBase):
             # and fused SGD with momentum leaves uninitialized memory in it. Nor is "applied" decided by a hook on the
             # optimizer, which would fire on such skips too.
             self._apply()
-            self._todo = [self._rollback.keep, *end]
+            self._pending = [self._rollback.keep, *end]
         else:
-            self._todo = [self._rollback.restore, *end]
-        self._work_off()
+            self._pending = [self._rollback.restore, *end]
+        self._run_pending()
 
     def _apply(self) -> None:
         try:
@@ -296,7 +296,7 @@ class Stepper(StepperBase):
         except BaseException:
             # Some weights are new and some old, and there are no copies of parameters and optimizer state to go back
             # to: a copy would double the memory. So the Stepper refuses to continue.
-            self._torn, self._todo = True, [self._close]
+            self._torn, self._pending = True, [self._close]
             raise
 
     def _fail(self, error: BaseException) -> None:
@@ -312,36 +312,36 @@ class Stepper(StepperBase):
         return self._synchroniser.complete([slot.gradients for slot in slots], self._autocast)
 
     def _vote_abort(self) -> None:
-        if self._synchroniser.asks_anew:
+        if self._synchroniser.needs_rebuild:
             # Before the vote: once a rank has the vote, it looks for this key.
-            self.ranks.ask_anew(self._begun)
+            self.ranks.request_rebuild(self._begun)
         self._agreement.abort(self.device)
-        self._make_anew()
+        self._rebuild_if_requested()
 
-    def _make_anew(self) -> None:
-        if self.ranks.asked_anew(self._begun):
-            self._synchroniser.anew()
+    def _rebuild_if_requested(self) -> None:
+        if self.ranks.rebuild_requested(self._begun):
+            self._synchroniser.rebuild()
 
     def _abandon(self) -> None:
         """Drop the window after an error: as if it had never begun."""
-        if self._open and not self._todo:
+        if self._open and not self._pending:
             forget = [objective.loss.forget for objective in self._objectives]
             taken_back = [self._rollback.restore, *forget, self._synchroniser.abandon]
-            self._todo = [*taken_back, self._uncount, self._close]
-        self._work_off()
+            self._pending = [*taken_back, self._uncount, self._close]
+        self._run_pending()
 
     def _uncount(self) -> None:
         self.counts.attempted -= 1
 
-    def _work_off(self) -> None:
+    def _run_pending(self) -> None:
         """Run the remaining calls; one that is interrupted stays in the list and is run again."""
-        while self._todo:
-            self._todo[0]()
-            del self._todo[0]
+        while self._pending:
+            self._pending[0]()
+            del self._pending[0]
 
     def _leave(self) -> None:
         """Finish a step on the way out, also after an error: no window stays open."""
-        if self._open or self._todo:
+        if self._open or self._pending:
             self._interrupts.interruptible = False
             # The modes that the window found: Ctrl-C may arrive while torch leaves `no_grad` or `autocast`.
             torch.set_grad_enabled(True)
@@ -350,11 +350,11 @@ class Stepper(StepperBase):
 
     def _close(self) -> None:
         self._clear_gradients()
-        self._turns.end()
+        self._call_order.end()
         self._open = []
 
     def _clear_gradients(self) -> None:
-        for parameter in self._tracker.strays:
+        for parameter in self._tracker.unowned:
             parameter.grad = None
         for slot in self._slots.values():
             # Of all optimizers, not only of those of this step: backward may have reached the parameters of the others.
@@ -372,7 +372,7 @@ class Stepper(StepperBase):
             if not self._open:
                 with self._or_abandon:
                     self._begin(None, (), only)
-            self._turns.forward(last=last, names=[slot.name for slot in self._chosen(only)])
+            self._call_order.forward(last=last, names=[slot.name for slot in self._chosen(only)])
             with self._or_abandon:
                 self._interrupts.allow()
                 with self._synchroniser.forward(last), self._scope, self._autocast:
@@ -384,21 +384,21 @@ class Stepper(StepperBase):
         The number of micro-batches is not known here, so gradients are divided at the end; fp16 overflows slightly
         earlier.
         """
-        self._turns.backward()
+        self._call_order.backward()
         with self._interrupts, self.ranks.here(), self._or_abandon:
             self._interrupts.allow()
             with self._scope:
                 self._backward(loss, divide=1)
-            self._turns.note(self._open)
+            self._call_order.note(self._open)
 
     def apply(self) -> StepReport:
         """Conclude the window: unscale, check, clip, update, report.
 
         Raises WrongUse if weights or gradients were changed since `backward()`, and otherwise like `step`.
         """
-        self._turns.apply()
+        self._call_order.apply()
         with self._interrupts, self.ranks.here(), self._or_abandon:
-            checks.check_foreign_calls(*self._turns.moved(self._open))
+            checks.check_foreign_calls(*self._call_order.moved(self._open))
             report = self._conclude(None)
             assert report is not None, "this rank had a batch"
             return report

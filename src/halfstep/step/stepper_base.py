@@ -90,20 +90,20 @@ class StepperBase:
         self._slots = _slots(named, schedule, clip_norm, clip_value)
         self._clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
         self._on_gradients = on_gradients
-        self._rollback, self._holdings = Rollback(model, self._tell), Holdings(model)
-        self._observe, self._looks = observe, LookSchedule()
+        self._rollback, self._holdings = Rollback(model, self._emit), Holdings(model)
+        self._observe, self._look_schedule = observe, LookSchedule()
         self.observed: Observation | None = None
         with self.ranks.here():
             # Rank 0 decides and broadcasts, so it has to be this process group's rank 0.
             self._compute_in(choose_precision(precision, device=self.device, strict=strict))
         self._as_built = self.choice
         self._losses = _losses(list(named), self.precision, loss_scale)
-        self._tell(stale)
+        self._emit(stale)
         settle(model)
         self._synchroniser = synchroniser(model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks)
         self._agreement, self._together = Agreement(self.ranks, len(self._slots)), Together(self.ranks)
         self._tracker = ParamTracker(model, named.values())
-        self._interrupts, self._turns = Interrupts(), CallOrder()
+        self._interrupts, self._call_order = Interrupts(), CallOrder()
 
     def _start_without_window(self) -> None:
         """Set what a window changes, as it is before the first one."""
@@ -113,7 +113,7 @@ class StepperBase:
         self._last_objectives: list[Objective] = []
         self._paired: dict[tuple[bool, tuple[str, ...]], list[Objective]] = {}
         self._aux: list[Any] = []
-        self._todo: list[Callable[[], object]] = []
+        self._pending: list[Callable[[], object]] = []
         self._agreed = True
         """Whether the window's agreement is done: from then on all ranks know the same."""
         self._torn, self._concluding, self._begun, self.followed = False, False, 0, 0
@@ -151,7 +151,7 @@ class StepperBase:
         first = self._as_built
         self._compute_in(first if name == first.precision.name else choose_precision(name, device=self.device))
         for loss in self._losses.values():
-            loss.scale_anew(self.precision, as_built=self.choice is first)
+            loss.reset_scale(self.precision, as_built=self.choice is first)
 
     def _compute_in(self, choice: Choice) -> None:
         """Set the precision, and observe what really runs until every optimizer had a step."""
@@ -166,8 +166,8 @@ class StepperBase:
 
     def _watch(self, kind: type[Watch]) -> Watch:
         before_write = self._rollback.parameters.before_write
-        done, tell = self._watched, self._tell
-        return kind(self._scope, self.model, self.precision, done=done, tell=tell, before_write=before_write)
+        done, emit = self._watched, self._emit
+        return kind(self._scope, self.model, self.precision, done=done, emit=emit, before_write=before_write)
 
     def _look_again(self) -> None:
         """Observe the next step again; unlike the first time, nothing that it finds stops the run."""
@@ -175,7 +175,7 @@ class StepperBase:
             self._unseen, self._idle = set(self._slots), set(islands(self.model))
             self._scope = self._watch(LookAgain)
 
-    def _tell(self, findings: Sequence[Finding]) -> None:
+    def _emit(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)
@@ -188,7 +188,7 @@ class StepperBase:
         self._unseen -= {slot.name for slot in self._open}
         if not self._unseen:
             self._scope = inner
-            self._tell([checks.idle_island(path) for path in sorted(self._idle)])
+            self._emit([checks.idle_island(path) for path in sorted(self._idle)])
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:

@@ -67,7 +67,7 @@ def described_step(make_case: Callable[[], Case], precision: Precision) -> Obser
                 # Cached casts are fake tensors, which must not be reused outside this mode.
                 torch.clear_autocast_cache()
             for finding, module, line in told:
-                listeners.lint.tell(finding, module, line)
+                listeners.lint.emit(finding, module, line)
             return listeners.watched(stopped=stopped)
 
 

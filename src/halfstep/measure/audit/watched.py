@@ -196,8 +196,8 @@ def _step(
             recorder = active.enter_context(Recorder(model, listeners, rounding.run if rounding else as_it_is))
             active.enter_context(listeners.works.keeping(lambda: recorder.module))
             if narrow:
-                active.enter_context(OwnFunctions(recorder.maker, listeners.lint.tell))
-            with precision.autocast(device), Calls(device.type, listeners.lint.tell):
+                active.enter_context(OwnFunctions(recorder.maker, listeners.lint.emit))
+            with precision.autocast(device), Calls(device.type, listeners.lint.emit):
                 given = case.loss_fn(model, batch)
             loss = one_loss(given)
             (loss * scale).backward()
