@@ -30,7 +30,7 @@ from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import WARM_UP, Cause, Verdict
 from halfstep.precision.precision import precision_named
-from halfstep.step.loss_scale import DynamicScale, LossScale
+from halfstep.step.loss import DynamicScale, LossScale
 
 if TYPE_CHECKING:
     from benchmarks.plants.plant import Expected, Plant, Scene

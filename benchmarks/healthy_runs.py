@@ -31,7 +31,7 @@ from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
 from halfstep.guard.events import GuardEvent
 from halfstep.guard.verdict import WARM_UP
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 
 Step = tuple[Callable[[nn.Module, Any], Any], Any, str | None]
 """A loss function, a batch, and the one optimizer that takes the step, where there are several."""

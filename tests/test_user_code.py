@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
 from halfstep import user_code
+from halfstep.guard.diagnosis import rerun
 from halfstep.observe import nonfinite_origin
+from halfstep.step import stepper
 from halfstep.user_code import is_own, is_theirs, running_line, shown
 
 HERE = "test_user_code.py"
@@ -33,6 +37,13 @@ def test_code_without_a_file_is_left_out() -> None:
     place: dict[str, object] = {"running_line": running_line}
     exec("found = running_line()", place)
     assert number_of(str(place["found"])) == sys._getframe().f_lineno - 1
+
+
+@pytest.mark.parametrize("runner", [stepper, rerun])
+def test_lines_outside_of_what_runs_a_loss_function_asked_for_nothing(runner: ModuleType) -> None:
+    place: dict[str, object] = {"running_line": running_line}
+    exec(compile("found = running_line()", str(runner.__file__), "exec"), place)
+    assert place["found"] is None
 
 
 def test_backward_has_no_line_unless_a_person_wrote_it() -> None:

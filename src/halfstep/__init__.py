@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from halfstep.measure.plan.plan import plan as plan
     from halfstep.measure.profile.profile import profile as profile
     from halfstep.measure.survival import survival as survival
-    from halfstep.observe.observation import Observation as Observation
+    from halfstep.observe.precision_check import Observation as Observation
     from halfstep.precision.island import island as island
     from halfstep.precision.precision import Precision as Precision
     from halfstep.precision.precision import widen as widen
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from halfstep.runs.load import load as load
     from halfstep.step.ema import Ema as Ema
     from halfstep.step.loss import Counted as Counted
+    from halfstep.step.loss import DynamicScale as DynamicScale
     from halfstep.step.loss import Out as Out
-    from halfstep.step.loss_scale import DynamicScale as DynamicScale
-    from halfstep.step.loss_scale import StaticScale as StaticScale
+    from halfstep.step.loss import StaticScale as StaticScale
     from halfstep.step.report import Guard as Guard
     from halfstep.step.report import StepReport as StepReport
     from halfstep.step.stepper import Stepper as Stepper
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # Names are looked up when first used, so that `halfstep --help` does not wait for torch.
 _HOMES = {
     "Counted": "step.loss",
-    "DynamicScale": "step.loss_scale",
+    "DynamicScale": "step.loss",
     "Ema": "step.ema",
     "Finding": "finding",
     "Guard": "step.report",
@@ -56,10 +56,10 @@ _HOMES = {
     "HalfstepError": "errors",
     "Limits": "guard.streak",
     "Meters": "guard.monitors.monitors",
-    "Observation": "observe.observation",
+    "Observation": "observe.precision_check",
     "Out": "step.loss",
     "Precision": "precision.precision",
-    "StaticScale": "step.loss_scale",
+    "StaticScale": "step.loss",
     "Run": "train.run",
     "StepReport": "step.report",
     "Stepper": "step.stepper",

@@ -15,7 +15,7 @@ HALFSTEP = str(Path(__file__).parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 NO_FILE = "<"
 """The first character of the file name of code that is in no file, such as `<string>`."""
-_ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "replay") + os.sep)
+_ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "diagnosis") + os.sep)
 """Code that runs a loss function: frames outside of these, such as the main program, did not request the operation."""
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)
@@ -61,8 +61,6 @@ def _enters_backward(frame: FrameType) -> bool:
 # -- code lines -------------------------------------------------------------------------------------------------------
 # Find the lines that an error passed through, so that the message can quote the user's own.
 
-
-__all__ = ["HALFSTEP", "MEASURING", "NO_FILE", "TORCH", "Line", "lines_outside", "place", "place_and_text"]
 
 MEASURING = (TORCH, *(str(Path(HALFSTEP) / floor) for floor in ("measure", "observe", "precision")))
 """Code around the user's or a task's while a step is traced on fake tensors."""

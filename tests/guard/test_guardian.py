@@ -18,7 +18,7 @@ from halfstep.errors import Diverged, UnknownName
 from halfstep.guard.events import FailedStep, GuardEvent
 from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.streak import Limits
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import buffered_model, plain_model
 

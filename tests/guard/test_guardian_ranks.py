@@ -14,7 +14,7 @@ from halfstep.errors import Diverged
 from halfstep.guard.events import GuardEvent
 from halfstep.guard.streak import Limits
 from halfstep.precision.island import islands
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of
 from tests.support.ranks import Ranks
 

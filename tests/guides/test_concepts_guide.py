@@ -18,9 +18,9 @@ import halfstep
 from halfstep.cli.main import build
 from halfstep.formats import FORMATS
 from halfstep.measure.memory.estimate import gpu_pretended
-from halfstep.precision.capability import Device
+from halfstep.precision.hardware import Device
 from halfstep.precision.select import choose_precision
-from halfstep.step.loss_scale import DynamicScale, StaticScale
+from halfstep.step.loss import DynamicScale, StaticScale
 
 FORMAT_TABLE = {"fp32": (32, 8, 23, 7), "fp16": (16, 5, 10, 3), "bf16": (16, 8, 7, 2)}
 """The guide's: bits, exponent, mantissa, decimal digits."""

@@ -48,7 +48,7 @@ def spotted(
 
     with Recorder(model, listen, rounding.run), ExitStack() as active:
         active.enter_context(torch.autocast("cpu", dtype=format.dtype))
-        active.enter_context(Calls("cpu", lint.tell))
+        active.enter_context(Calls("cpu", lint.emit))
         model(torch.randn(4, 8) if x is None else x)
     return list(lint.spotted())
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from halfstep.precision import flags
-from halfstep.precision.capability import Device, ability
 from halfstep.precision.flags import fp32_scope
+from halfstep.precision.hardware import Device, ability
 from halfstep.precision.precision import precision_named, spare_half_convolutions
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

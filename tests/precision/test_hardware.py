@@ -6,8 +6,7 @@ import torch
 
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.precision import hardware
-from halfstep.precision.capability import FORMAT_NAMES, Device, ability, facts
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, describe, facts
 from tests.support.devices import ROWS, TPU, Row, named
 
 
@@ -73,7 +72,7 @@ def test_an_emulating_cpu_is_not_called_native(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_torch_is_asked_where_the_system_is_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hardware, "_told_by_torch", lambda: {"amx_bf16": True, "avx2": False, "cpu_name": "OnProgress"})
+    monkeypatch.setattr(hardware, "_torch_facts", lambda: {"amx_bf16": True, "avx2": False, "cpu_name": "OnProgress"})
     here = cpuinfo(monkeypatch, tmp_path, "")
     assert here.name == "OnProgress"
     assert here.isa == {"amx_bf16"}

@@ -5,9 +5,9 @@ import pytest
 
 from halfstep.errors import PrecisionRefused, UnknownName
 from halfstep.precision import select
-from halfstep.precision.capability import Device
+from halfstep.precision.hardware import Device
 from halfstep.precision.precision import precision_named
-from halfstep.precision.probe_cache import Measurements
+from halfstep.precision.probe import Measurements
 from halfstep.precision.select import choose_precision
 from tests.support.devices import ASKED, ROWS, TPU, Row, named
 

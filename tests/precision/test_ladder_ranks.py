@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.errors import HalfstepError
 from halfstep.precision import select
-from halfstep.precision.probe_cache import Measurements
+from halfstep.precision.probe import Measurements
 from tests.support.devices import named
 from tests.support.ranks import Ranks
 

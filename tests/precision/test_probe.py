@@ -12,8 +12,7 @@ from torch import Tensor
 from halfstep.errors import WrongUse
 from halfstep.precision import flags, probe
 from halfstep.precision.hardware import describe
-from halfstep.precision.probe import measure
-from halfstep.precision.probe_cache import Measurements, cache_file, keep, kept, key_of
+from halfstep.precision.probe import Measurements, cache_file, key_of, measure, read_cache, write_cache
 from tests.support.cpu import emulates_bf16
 from tests.support.devices import named
 
@@ -166,7 +165,7 @@ def test_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, amx: Any) -> No
     again = measure(amx)
     assert again == replace(first, cached=True)
     measure(amx, fresh=True)
-    assert kept(amx) != again
+    assert read_cache(amx) != again
 
 
 def entry(speedups: bytes, *, version: int) -> bytes:
@@ -178,7 +177,7 @@ def entry(speedups: bytes, *, version: int) -> bytes:
 def test_a_right_file_is_read(amx: Any) -> None:
     cache_file().parent.mkdir(parents=True)
     cache_file().write_bytes(entry(b'{"bf16": {"GEMM": 2}}', version=1).replace(b"KEY", key_of(amx).encode()))
-    assert kept(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
+    assert read_cache(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +201,9 @@ def test_a_right_file_is_read(amx: Any) -> None:
 def test_a_corrupt_or_foreign_cache_is_ignored_and_replaced(content: bytes, amx: Any) -> None:
     cache_file().parent.mkdir(parents=True)
     cache_file().write_bytes(content.replace(b"KEY", key_of(amx).encode()))
-    assert kept(amx) is None
-    keep(amx, Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0))
-    assert kept(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
+    assert read_cache(amx) is None
+    write_cache(amx, Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0))
+    assert read_cache(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
 
 
 def test_another_device_driver_or_torch_is_another_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +225,9 @@ def test_another_device_driver_or_torch_is_another_entry(monkeypatch: pytest.Mon
 
 def test_entries_of_other_devices_are_kept(amx: Any) -> None:
     one = Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0)
-    keep(named("A100"), one)
-    keep(amx, one)
-    assert kept(named("A100")) == kept(amx) == replace(one, cached=True)
+    write_cache(named("A100"), one)
+    write_cache(amx, one)
+    assert read_cache(named("A100")) == read_cache(amx) == replace(one, cached=True)
     assert len(json.loads(cache_file().read_text())["entries"]) == 2
 
 

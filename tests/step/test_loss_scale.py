@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import DynamicScale, StaticScale, Stepper
 from halfstep.errors import StateMismatch, WrongUse
-from halfstep.step.loss_scale import NoScale
+from halfstep.step.loss import NoScale
 from tests.support.models import plain_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from halfstep.step.gradients import Gradients, on
+from halfstep.step.optimizer_slot import Gradients, on
 
 
 def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:

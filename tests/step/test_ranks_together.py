@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep
 from halfstep import Stepper, Window
 from halfstep.errors import HalfstepError, RankFailed, WrongUse
-from halfstep.step.agreement import Votes
+from halfstep.step.objective import Votes
 from tests.support.digest import digest_of
 from tests.support.failing import Unreadable, batches, local_digest, loss, stepper_for
 from tests.support.ranks import Ranks

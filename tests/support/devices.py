@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfstep.precision.capability import Device
+from halfstep.precision.hardware import Device
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from halfstep.terminal import say
 
 if TYPE_CHECKING:
     from halfstep.doctor.wheel import Build
-    from halfstep.precision.capability import Device
-    from halfstep.precision.probe_cache import Measurements
+    from halfstep.precision.hardware import Device
+    from halfstep.precision.probe import Measurements
     from halfstep.precision.select import Choice
 
 GROUP = "Trouble"
@@ -115,8 +115,7 @@ def examine(
     """
     from halfstep.doctor.wheel import check_build, read_build
     from halfstep.precision import flags
-    from halfstep.precision.capability import facts
-    from halfstep.precision.hardware import describe
+    from halfstep.precision.hardware import describe, facts
     from halfstep.precision.probe import measure
     from halfstep.precision.select import choose_precision
 
@@ -135,7 +134,7 @@ def examine(
 
 
 def _formats(here: Device, measured: Measurements) -> list[dict[str, Any]]:
-    from halfstep.precision.capability import FORMAT_NAMES, ability
+    from halfstep.precision.hardware import FORMAT_NAMES, ability
 
     return [
         {

@@ -35,8 +35,7 @@ from halfstep.precision import flags
 from halfstep.precision.hardware import describe
 from halfstep.precision.island import island
 from halfstep.precision.precision import widen
-from halfstep.step.loss import Counted, loss_and_aux
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import Counted, DynamicScale, loss_and_aux
 from halfstep.step.step_inputs import generator_states, set_generator_states
 
 # -- survival step ----------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
         self._islands_of: dict[str, tuple[object, ...]] = {}
         self._makers: dict[int, Place] = {}
         self._numbered = 0
-        self._told = 0
+        self._recorded = 0
         self._opened = 0
         self._hooks: list[Any] = []
         self._calls = _Calls()
@@ -287,16 +287,16 @@ class Recorder(TorchDispatchMode):
                 return made
         if self._before_write is not None and (written := written_by(func, args, kwargs)):
             self._before_write(written)
-        (place, backward, node), self._told = self._place(), self._told + 1
+        (place, backward, node), self._recorded = self._place(), self._recorded + 1
         result = self._run(func, args, kwargs)
         self._listener(Operation(func, args, kwargs, result, *_parts(place, backward, node)))
         return result
 
     def _run_operator(self, operator: HigherOrderOperator, arguments: tuple[Any, ...], keywords: Any) -> Any:
         """Record the operations of its functions, or, if none was seen, the operator itself as one operation."""
-        (place, backward, node), before = self._place(), self._told
+        (place, backward, node), before = self._place(), self._recorded
         result = operator(*with_functions(arguments, self._seen), **keywords)
-        if self._told == before:
+        if self._recorded == before:
             function: Any = Opaque(operator)
             self._listener(Operation(function, arguments, keywords, result, *_parts(place, backward, node)))
         return result

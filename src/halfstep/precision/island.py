@@ -108,7 +108,7 @@ def lift_island(model: nn.Module, path: str) -> None:
     """Undo `island` for the module at `path`; its weights stay in fp32."""
     module = model.get_submodule(path)
     if isinstance(module, Island):
-        module.__class__ = module._halfstep_shore  # type: ignore[assignment]
+        module.__class__ = module._halfstep_original  # type: ignore[assignment]
         del module._halfstep_inside
 
 
@@ -157,13 +157,13 @@ class Island:
     """The base of the classes that `island` creates."""
 
     _halfstep_inside: bool
-    _halfstep_shore: type[nn.Module]
+    _halfstep_original: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes created at run time cannot be looked up by name: pickle and deepcopy rebuild from the original one.
         reduced: Any = super().__reduce_ex__(protocol)
         _, arguments, *rest = reduced
-        return (_new_island, (self._halfstep_shore, *arguments[1:]), *rest)
+        return (_new_island, (self._halfstep_original, *arguments[1:]), *rest)
 
 
 def _raise_island(module: nn.Module) -> None:
@@ -191,8 +191,8 @@ def _check_can_rise(module: nn.Module) -> None:
     raise WrongUse(given, allowed="modules whose class holds their methods", do=do)
 
 
-def _new_island(shore: type[nn.Module], *arguments: Any) -> nn.Module:
-    cls = _island_class(shore)
+def _new_island(original: type[nn.Module], *arguments: Any) -> nn.Module:
+    cls = _island_class(original)
     return cls.__new__(cls, *arguments)
 
 
@@ -200,16 +200,16 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 """One island class for each module class, so that two islands of a kind have the same type."""
 
 
-def _island_class(shore: type[nn.Module]) -> type[nn.Module]:
-    if shore not in _CLASSES:
-        _CLASSES[shore] = _make_island_class(shore)
-    return _CLASSES[shore]
+def _island_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _CLASSES:
+        _CLASSES[original] = _make_island_class(original)
+    return _CLASSES[original]
 
 
-def _make_island_class(shore: type[nn.Module]) -> type[nn.Module]:
-    entries = {name: _entry(method) for name, method in _public_methods(shore)}
-    body = {"__module__": shore.__module__, "__doc__": shore.__doc__, "_halfstep_shore": shore, **entries}
-    return type(f"Island{shore.__name__}", (Island, shore), body)
+def _make_island_class(original: type[nn.Module]) -> type[nn.Module]:
+    entries = {name: _entry(method) for name, method in _public_methods(original)}
+    body = {"__module__": original.__module__, "__doc__": original.__doc__, "_halfstep_original": original, **entries}
+    return type(f"Island{original.__name__}", (Island, original), body)
 
 
 def _public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfstep import clock
+from halfstep import clock, files
 from halfstep.errors import WrongUse
-from halfstep.precision.capability import FORMAT_NAMES, Device, ability
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, describe
 from halfstep.precision.names import precision_names
 from halfstep.precision.precision import Precision, precision_named, widen
-from halfstep.precision.probe_cache import Measurements, keep, kept
 
 SECONDS = 0.75
 """The time limit of the timed rounds; warm-up comes on top."""
@@ -29,7 +34,7 @@ _BASELINE = "fp32"
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 Operation = Callable[[Tensor, Tensor], Tensor]
-Arms = dict[str, Callable[[], None]]
+Calls = dict[str, Callable[[], None]]
 
 OPERATIONS: dict[str, Operation] = {
     "GEMM": functional.linear,
@@ -51,6 +56,26 @@ _ON_ACCELERATOR: dict[str, Shapes] = {
 _NOT_TIMED_ON_CPU = {"fp16": ("conv2d", "conv3d")}
 
 
+@dataclass(frozen=True)
+class Measurements:
+    """The speed of each format relative to strict fp32, by operation, forward and backward together."""
+
+    speedups: Mapping[str, Mapping[str, float]]
+    failures: Mapping[str, str]
+    """Formats in which some operation could not be timed, and why."""
+    seconds: float
+    how: str = ""
+    """Conditions of the measurement that a reader should know."""
+    cached: bool = False
+
+    def combined(self, format_name: str) -> float | None:
+        """Return the geometric mean over the operations; None for a format that lacks one of them."""
+        ratios = list(self.speedups.get(format_name, {}).values())
+        if not ratios or format_name in self.failures:
+            return None
+        return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
 def measure(device: Device | torch.device | str | None = None, *, fresh: bool = False) -> Measurements:
     """Return the speed-ups over strict fp32 on a device that is present; from the cache unless `fresh`.
 
@@ -59,8 +84,8 @@ def measure(device: Device | torch.device | str | None = None, *, fresh: bool = 
     here = device if isinstance(device, Device) else describe(device)
     if not here.place:
         raise WrongUse(f"{here.name} is a description, not a device of this machine", do="measure where the device is")
-    found = None if fresh else kept(here)
-    return found or keep(here, _measure(here))
+    found = None if fresh else read_cache(here)
+    return found or write_cache(here, _measure(here))
 
 
 def _measure(here: Device) -> Measurements:
@@ -87,26 +112,26 @@ def _candidates(here: Device) -> list[str]:
 def _times(operation: str, here: Device, where: torch.device, failures: dict[str, str]) -> dict[str, float]:
     """Return the speed-up of each candidate in one operation; empty if the device has no fp32 kernel for it."""
     shapes = (_ON_CPU if here.kind == "cpu" else _ON_ACCELERATOR)[operation]
-    arms = _arms(operation, [_BASELINE, *_candidates(here)], shapes, where)
+    calls = _calls(operation, [_BASELINE, *_candidates(here)], shapes, where)
     for name in _left_out(operation, here):
-        arms.pop(name, None)
+        calls.pop(name, None)
         failures.setdefault(name, f"{operation} is not timed: it has no kernel worth timing on this device")
-    once = {name: _first(arm, name, operation, failures) for name, arm in arms.items()}
+    once = {name: _first(call, name, operation, failures) for name, call in calls.items()}
     base = once[_BASELINE]
     if base is None:
         return {}
     ran = {name: seconds for name, seconds in once.items() if seconds is not None}
     hopeless = {name: base / seconds for name, seconds in ran.items() if seconds > HOPELESS * base}
-    timed = {name: arms[name] for name in ran if name not in hopeless}
+    timed = {name: calls[name] for name in ran if name not in hopeless}
     return {_BASELINE: 1.0} | hopeless | _paired(timed)
 
 
-def _paired(arms: Arms) -> dict[str, float]:
+def _paired(calls: Calls) -> dict[str, float]:
     """Return medians over as many small batches of interleaved pairs as the time allows, on a busy machine too."""
     deadline = time.perf_counter() + SECONDS / len(OPERATIONS)
-    slowdowns: dict[str, list[float]] = {name: [] for name in arms if name != _BASELINE}
+    slowdowns: dict[str, list[float]] = {name: [] for name in calls if name != _BASELINE}
     for _ in range(_BATCHES):
-        for name, ratio in clock.ratios(arms, baseline=_BASELINE, pairs=2).items():
+        for name, ratio in clock.ratios(calls, baseline=_BASELINE, pairs=2).items():
             slowdowns[name].append(ratio.median)
         if time.perf_counter() >= deadline:
             break
@@ -118,7 +143,7 @@ def _left_out(operation: str, here: Device) -> list[str]:
     return [name for name, operations in table.items() if operation in operations]
 
 
-def _arms(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Arms:
+def _calls(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Calls:
     # A separate generator: choosing a precision must not advance the run's random numbers.
     generator = torch.Generator().manual_seed(0)
     values, weight = (
@@ -143,11 +168,11 @@ def _forward_backward(
         torch.accelerator.synchronize(where)
 
 
-def _first(arm: Callable[[], None], name: str, operation: str, failures: dict[str, str]) -> float | None:
+def _first(call: Callable[[], None], name: str, operation: str, failures: dict[str, str]) -> float | None:
     """Return the seconds of a call after the first one, which compiles and allocates; None if there is no kernel."""
     try:
-        arm()
-        return min(clock.seconds(arm, 1) for _ in range(2))
+        call()
+        return min(clock.seconds(call, 1) for _ in range(2))
     except RuntimeError as error:
         failures[name] = f"{operation} failed: {str(error).strip().splitlines()[0]}"
         return None
@@ -171,3 +196,71 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# -- cache ------------------------------------------------------------------------------------------------------------
+# One small JSON file, which may be deleted at any time.
+
+
+_VERSION = 1
+_log = logging.getLogger("halfstep")
+
+
+def read_cache(device: Device) -> Measurements | None:
+    """Return the cached measurements of this device, driver and torch, or None."""
+    return _read(_entries(cache_file()).get(key_of(device)))
+
+
+def write_cache(device: Device, found: Measurements) -> Measurements:
+    """Store measurements for the next run and return them; a disk that cannot be written is ignored."""
+    entries = _entries(cache_file()) | {key_of(device): asdict(found)}
+    try:
+        files.write_json(cache_file(), {"version": _VERSION, "entries": entries})
+    except OSError as error:
+        _log.debug("measurements were not kept: %s", error)
+    return found
+
+
+def cache_file() -> Path:
+    """Return the path of the cache."""
+    return files.cache_folder() / "probe.json"
+
+
+def key_of(device: Device) -> str:
+    """Return the cache key: everything that changes the results and is known without measuring."""
+    parts = [device.kind, device.name, device.driver, f"torch {device.torch}"]
+    if device.kind == "cpu":
+        isa = hashlib.sha256(" ".join(sorted(device.isa)).encode()).hexdigest()[:12]
+        # CPUs of one model name can differ in what a virtual machine exposes, and oneDNN can be told to use less.
+        parts += [f"isa {isa}", os.environ.get("ONEDNN_MAX_CPU_ISA", "")]
+    return " | ".join(part for part in parts if part)
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    content = files.read_json(path)
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        return {}
+    entries = content.get("entries")
+    return dict(entries) if isinstance(entries, dict) else {}
+
+
+def _read(entry: Any) -> Measurements | None:
+    try:
+        found = Measurements(
+            {
+                str(name): {str(op): _ratio(value) for op, value in ops.items()}
+                for name, ops in entry["speedups"].items()
+            },
+            {str(name): str(why) for name, why in entry["failures"].items()},
+            float(entry["seconds"]),
+            str(entry["how"]),
+        )
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return None
+    return replace(found, cached=True)
+
+
+def _ratio(value: Any) -> float:
+    if isinstance(value, bool) or not (math.isfinite(float(value)) and float(value) > 0):
+        raise ValueError(f"{value!r} is not a speed-up")
+    return float(value)

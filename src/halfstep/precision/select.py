@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from halfstep import distributed
 from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.finding import Finding
-from halfstep.precision.capability import Device, ability
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import Device, ability, describe
 from halfstep.precision.names import AUTO, FP8, Named, precision_names, read_precision
 from halfstep.precision.precision import Precision, precision_named
-from halfstep.precision.probe import measure
-from halfstep.precision.probe_cache import Measurements
+from halfstep.precision.probe import Measurements, measure
 
 # -- decision ---------------------------------------------------------------------------------------------------------
 # A decision is plain data, so that rank 0 can make it for all ranks.
@@ -44,34 +41,31 @@ class Decision:
         """The chosen precision."""
         return next(rung.name for rung in self.rungs if rung.accepted)
 
-    def as_text(self) -> str:
-        """Return the decision as JSON."""
-        return json.dumps({"rungs": self.rungs, "findings": [finding.as_dict() for finding in self.findings]})
-
 
 def decided_by_rank_zero(decide: Callable[[], Decision]) -> Decision:
-    """Return rank 0's decision on every rank. A refusal is sent too, so that no rank waits forever."""
+    """Return rank 0's decision on every rank; a refusal is sent as one, so that all ranks raise the same error."""
     if distributed.size() == 1:
         return decide()
-    heard = json.loads(distributed.from_rank_zero(_as_text(decide) if distributed.rank() == 0 else ""))
-    if "given" in heard:
-        raise PrecisionRefused(heard["given"], allowed=heard["allowed"], do=heard["do"])
-    rungs = tuple(Considered(*rung) for rung in heard["rungs"])
-    return Decision(rungs, tuple(Finding(**finding) for finding in heard["findings"]))
+    decided = distributed.rank_zero_or_raise(lambda: _as_data(decide))
+    if "given" in decided:
+        raise PrecisionRefused(decided["given"], allowed=decided["allowed"], do=decided["do"])
+    rungs = tuple(Considered(*rung) for rung in decided["rungs"])
+    return Decision(rungs, tuple(Finding(**finding) for finding in decided["findings"]))
 
 
-def _as_text(decide: Callable[[], Decision]) -> str:
+def _as_data(decide: Callable[[], Decision]) -> dict[str, Any]:
     try:
-        return decide().as_text()
+        decision = decide()
     except HalfstepError as error:
-        return json.dumps({"given": error.given, "allowed": error.allowed, "do": error.do})
+        return {"given": error.given, "allowed": error.allowed, "do": error.do}
     # Any error: raised before the broadcast, it would leave the other ranks waiting in it.
     except Exception as error:
-        logging.getLogger("halfstep").exception("rank 0 could not choose a precision")
-        return json.dumps({"given": f"rank 0 could not choose: {error!r}", "allowed": "", "do": "see rank 0's log"})
+        _log.exception("rank 0 could not choose a precision")
+        return {"given": f"rank 0 could not choose: {error!r}", "allowed": "", "do": "see rank 0's log"}
+    return {"rungs": decision.rungs, "findings": [finding.as_dict() for finding in decision.findings]}
 
 
-# -- ladder -----------------------------------------------------------------------------------------------------------
+# -- choice -----------------------------------------------------------------------------------------------------------
 
 
 WORTH_IT = 1.1

@@ -24,11 +24,11 @@ SAMPLE = 64
 """Elements of a large buffer that are copied before each window, to tell whether its permanent copy is current."""
 
 Slots = dict[str, Tensor | None]
-_NOBODY: list[Any] = [object()]
+_NO_MEMBERS: list[Any] = [object()]
 """A list that equals no list of buffers; None would not do, because buffers may be registered as None."""
 
 
-class _Kept:
+class _SavedBuffer:
     """One buffer with its copy."""
 
     __slots__ = ("buffer", "compared", "copy", "each_time", "name", "sample", "sampled", "version")
@@ -78,14 +78,14 @@ class Buffers:
     """The buffers of some modules, and their content at the last `remember`."""
 
     def __init__(self, *models: nn.Module) -> None:
-        self._kept: dict[int, _Kept] = {}
-        self._members: list[Any] = _NOBODY
+        self._saved: dict[int, _SavedBuffer] = {}
+        self._members: list[Any] = _NO_MEMBERS
         self._registered: list[Slots | None] = []
         self._each_time: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._cloned: list[_Kept] = []
-        self._large: list[_Kept] = []
+        self._cloned: list[_SavedBuffer] = []
+        self._large: list[_SavedBuffer] = []
         self._never_finite: dict[str, bool] = {}
-        self.bounded: list[_Kept] = []
+        self.bounded: list[_SavedBuffer] = []
         """Floating buffers that are copied each time and were finite when first seen."""
         self.follow((path, module) for model in models for path, module in model.named_modules())
 
@@ -94,7 +94,7 @@ class Buffers:
         # The `_buffers` dictionaries themselves: walking a model's modules costs more than copying its buffers.
         unique = {id(m): (f"{path}." if path else "", m._buffers) for path, m in modules}
         self._slots: list[tuple[str, Slots]] = list(unique.values())
-        self._members = _NOBODY  # the next window looks again
+        self._members = _NO_MEMBERS  # the next window looks again
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the buffers that are registered now."""
@@ -130,8 +130,8 @@ class Buffers:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for kept in self._cloned:
-            kept.copy = kept.buffer.detach().clone()
+        for saved in self._cloned:
+            saved.copy = saved.buffer.detach().clone()
         copies, buffers = self._each_time
         # resize_ changes the shape of the same tensor.
         if any([copy.shape != buffer.shape for copy, buffer in zip(copies, buffers, strict=True)]):
@@ -147,7 +147,7 @@ class Buffers:
 
     def _look_anew(self, members: list[Tensor | None]) -> None:
         """Rebuild the copies after buffers were registered, replaced or removed."""
-        old, self._kept = self._kept, {}
+        old, self._saved = self._saved, {}
         self._registered = [dict(slots) if slots else None for _, slots in self._slots]
         for path, slots in self._slots:
             for name, buffer in slots.items():
@@ -155,44 +155,44 @@ class Buffers:
                     known = old.get(id(buffer))
                     # An id is reused after its tensor was freed.
                     fits = known is not None and known.buffer is buffer
-                    self._kept[id(buffer)] = known if fits and known is not None else _Kept(path + name, buffer)
+                    self._saved[id(buffer)] = known if fits and known is not None else _SavedBuffer(path + name, buffer)
         self._members = members
         self._sort()
 
     def _sort(self) -> None:
-        kept = self._kept.values()
-        always = [k for k in kept if k.each_time and k.copies_in_place]
-        self._cloned = [k for k in kept if k.each_time and not k.copies_in_place]
-        sampled = [k for k in kept if not k.each_time and k.sampled is not None]
+        saved = self._saved.values()
+        always = [k for k in saved if k.each_time and k.copies_in_place]
+        self._cloned = [k for k in saved if k.each_time and not k.copies_in_place]
+        sampled = [k for k in saved if not k.each_time and k.sampled is not None]
         self._each_time = (
             [k.copy for k in always] + [k.sampled for k in sampled if k.sampled is not None],
             [k.buffer for k in always] + [k.sample for k in sampled if k.sample is not None],
         )
-        self._large = [k for k in kept if not k.each_time]
+        self._large = [k for k in saved if not k.each_time]
         self.bounded = [k for k in always if self._may_overflow(k)]
 
     def _resized(self) -> None:
         """Renew the copies of buffers that were resized in place."""
-        for kept in self._kept.values():
-            if kept.copy.shape != kept.buffer.shape:
-                kept.copy, kept.version = kept.buffer.detach().clone(), version_of(kept.buffer)
-                kept.sample = None if kept.each_time else _sample(kept.buffer)
-                kept.sampled = None if kept.sample is None else kept.sample.clone()
+        for saved in self._saved.values():
+            if saved.copy.shape != saved.buffer.shape:
+                saved.copy, saved.version = saved.buffer.detach().clone(), version_of(saved.buffer)
+                saved.sample = None if saved.each_time else _sample(saved.buffer)
+                saved.sampled = None if saved.sample is None else saved.sample.clone()
         self._sort()
 
-    def _may_overflow(self, kept: _Kept) -> bool:
-        if not (kept.copies_in_place and kept.buffer.is_floating_point() and kept.buffer.numel()):
+    def _may_overflow(self, saved: _SavedBuffer) -> bool:
+        if not (saved.copies_in_place and saved.buffer.is_floating_point() and saved.buffer.numel()):
             return False
-        if kept.name not in self._never_finite:  # checked once per name: some buffers are replaced in every step
-            self._never_finite[kept.name] = not bool(kept.copy.isfinite().all())
-        return not self._never_finite[kept.name]
+        if saved.name not in self._never_finite:  # checked once per name: some buffers are replaced in every step
+            self._never_finite[saved.name] = not bool(saved.copy.isfinite().all())
+        return not self._never_finite[saved.name]
 
-    def _refreshed(self, stale: list[_Kept]) -> list[_Kept]:
-        for kept in stale:
-            kept.version = version_of(kept.buffer)
-            if not kept.copies_in_place:
-                kept.copy = kept.buffer.detach().clone()
-        return [kept for kept in stale if kept.copies_in_place]
+    def _refreshed(self, stale: list[_SavedBuffer]) -> list[_SavedBuffer]:
+        for saved in stale:
+            saved.version = version_of(saved.buffer)
+            if not saved.copies_in_place:
+                saved.copy = saved.buffer.detach().clone()
+        return [saved for saved in stale if saved.copies_in_place]
 
     # -- in the window ------------------------------------------------------------------------------------------
 
@@ -210,10 +210,10 @@ class Buffers:
         A buffer that was non-finite before is not checked again.
         """
         found = [k for k in self.bounded if not bool(k.buffer.isfinite().all())]
-        for kept in found:
-            if bool(kept.copy.isfinite().all()):
-                return kept.name
-            self._never_finite[kept.name] = True
+        for saved in found:
+            if bool(saved.copy.isfinite().all()):
+                return saved.name
+            self._never_finite[saved.name] = True
         self.bounded = [k for k in self.bounded if not self._never_finite[k.name]]
         return None
 
@@ -222,16 +222,16 @@ class Buffers:
         if not self._large:
             return
         new = [k for k in self._large if k.compared]
-        for kept in new:
-            kept.compared -= 1
-            kept.each_time = kept.written_silently()
+        for saved in new:
+            saved.compared -= 1
+            saved.each_time = saved.written_silently()
         if any(k.each_time for k in new):
             self._sort()
 
     def remembered(self) -> dict[str, Tensor | None]:
         """Return the buffers at the last `remember` by name; the tensors are reused, so copy them to keep them."""
         return {
-            path + name: None if buffer is None else self._kept[id(buffer)].copy
+            path + name: None if buffer is None else self._saved[id(buffer)].copy
             for (path, _), before in zip(self._slots, self._registered, strict=True)
             for name, buffer in (before or {}).items()
         }
@@ -244,17 +244,17 @@ class Buffers:
         window.
         """
         lost = [k for k in self._large if not k.current and k.written_silently()]
-        for kept in lost:
-            kept.each_time = True
+        for saved in lost:
+            saved.each_time = True
         # By id, because one buffer may be registered under several names.
-        back = {key: kept.buffer if kept in lost else kept.put_back() for key, kept in self._kept.items()}
+        back = {key: saved.buffer if saved in lost else saved.put_back() for key, saved in self._saved.items()}
         for (_, slots), before in zip(self._slots, self._registered, strict=True):
             wanted = {name: None if b is None else back[id(b)] for name, b in (before or {}).items()}
             if slots.keys() != wanted.keys() or any(slots[name] is not wanted[name] for name in wanted):
                 slots.clear()
                 slots.update(wanted)
-        self._members = _NOBODY if lost else self._members
-        return [kept.name for kept in lost]
+        self._members = _NO_MEMBERS if lost else self._members
+        return [saved.name for saved in lost]
 
 
 def put_buffer(slots: Slots, name: str, value: Tensor | None) -> None:

@@ -168,7 +168,7 @@ class Ema:
         """Return the state. It holds references, as torch's own: copy it if training continues."""
         self._catch_up()
         kept = {"averages": self.averages(), "buffers": dict(self._copies)}
-        return {"decay": self.decay, **kept, "fleeting": sorted(set(self._copies) & _fleeting(self._model))}
+        return {"decay": self.decay, **kept, "fleeting": sorted(set(self._copies) & _non_persistent(self._model))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; raise StateMismatch for the averages or buffers of another model."""
@@ -218,7 +218,7 @@ class Ema:
         self._model.get_submodule(path)._buffers[own] = value.clone()  # its size has changed since
 
 
-def _fleeting(model: nn.Module) -> set[str]:
+def _non_persistent(model: nn.Module) -> set[str]:
     """Return the names of non-persistent buffers."""
     own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
     return {as_written(path + name) for path, module in own for name in module._non_persistent_buffers_set}

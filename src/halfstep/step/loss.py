@@ -1,8 +1,10 @@
-"""The losses of a step: what a loss function may return, and how micro-batches become one number."""
+"""The losses of a step: what a loss function may return, how micro-batches become one number, and loss scales."""
 
 from __future__ import annotations
 
+import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.errors import WrongUse, same_keys
-from halfstep.formats import widest
+from halfstep.errors import StateMismatch, WrongUse, same_keys
+from halfstep.formats import as_fp32, widest
 from halfstep.precision.precision import Precision, widen
-from halfstep.step.loss_scale import DynamicScale, LossScale, NoScale
 from halfstep.step.ranks import Ranks
 
 Count = float | Tensor
+ONLY = "loss"
+"""The name of the loss if there is one, and of the optimizer if there is one."""
 
 
 class Counted(NamedTuple):
@@ -64,6 +67,9 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     raise _not_a_loss(result)
 
 
+# -- one loss in a window ---------------------------------------------------------------------------------------------
+
+
 class LossSlot:
     """One loss by name: its scale, and its sum over the micro-batches of a window."""
 
@@ -82,9 +88,9 @@ class LossSlot:
         self.divided = 1
         self.value = self.factor = math.nan
         self._unscaled, self._found_now = 1.0, False
-        self._asks: Callable[[], float | None] | None = None
+        self._ask_base_count: Callable[[], float | None] | None = None
 
-    def scale_anew(self, precision: Precision, *, as_built: bool) -> None:
+    def reset_scale(self, precision: Precision, *, as_built: bool) -> None:
         """Start with a new scale for another precision, or with the initial one."""
         if as_built:
             self.scale, first = self._first
@@ -101,20 +107,16 @@ class LossSlot:
         counted = isinstance(loss, Counted)
         if self.microbatches and counted != (self.count is not None):
             raise _mixed()
-        value = _scalar(loss.sum if isinstance(loss, Counted) else loss)
-        if isinstance(loss, Counted):
-            # Divided before backward: the gradients of a plain sum may overflow fp16. The exact count is known only
-            # after the agreement, and is folded into unscaling.
-            ready = value / self._divisor(loss.count, divide, ranks, window)
-        else:
-            ready = value / divide if divide > 1 else value
+        value = _scalar(loss.sum if counted else loss)
+        # A sum is divided before backward, because its gradients may overflow fp16. The exact count is known only after
+        # the agreement, and is folded into unscaling.
+        divisor = self._divisor(loss.count, divide, ranks, window) if counted else divide
         self.microbatches += 1
         self.divided = divide
         # Summed on the device; the host reads it once, in the agreement.
         seen = value.detach()
         self.total = seen if self.total is None else self.total + seen
-        # Without a scale nothing is added to the graph, so that fp32 stays bitwise equal to a plain loop.
-        return ready if self.scale.value == 1.0 else ready * self.scale.value
+        return weighted(value, divisor, self.scale.value)
 
     def _divisor(self, count: Count, microbatches: int, ranks: Ranks, window: int) -> float:
         count = count.detach() if isinstance(count, Tensor) else float(count)
@@ -123,8 +125,7 @@ class LossSlot:
             # Once in a run: all ranks must divide by the same number before their gradients are summed. Through the
             # store rather than by a collective, because a rank may fail on its way here.
             # A host read, in the first window only.
-            mine: float | None = float(count) * microbatches * ranks.size
-            mine = mine if mine is not None and 0.0 < mine < math.inf else None
+            mine = base_count(float(count), microbatches, ranks.size)
             if ranks.size > 1:
                 ranks.offer(window, self.name, mine)
                 mine = ranks.first_of(window, self.name)
@@ -164,12 +165,12 @@ class LossSlot:
             return [self.total, _wide(self.count, self.total.device)]
         return [self.total / self.microbatches, _wide(-1.0, self.total.device)]
 
-    def take_no_part(self, device: torch.device, ranks: Ranks, window: int) -> None:
+    def begin_without_batch(self, device: torch.device, ranks: Ranks, window: int) -> None:
         """Set up a window without a batch: this rank adds nothing to the total, and offers no count."""
         self.total, self.count = torch.zeros((), device=device), 0.0
         if self.base_count is None:
             ranks.offer(window, self.name, None)
-            self._asks = lambda: ranks.first_of(window, self.name)
+            self._ask_base_count = lambda: ranks.first_of(window, self.name)
 
     def read(self, total: float, count: float | None, ranks: int = 1, with_a_batch: int = 1) -> None:
         """Compute the loss, and the factor that gradients lack, from the agreed numbers."""
@@ -179,9 +180,9 @@ class LossSlot:
             self.value = total / with_a_batch
             self.factor = divided / self.scale.value * (ranks / with_a_batch) / self._unscaled
             return
-        if self.base_count is None and self._asks is not None:
+        if self.base_count is None and self._ask_base_count is not None:
             # Only after the agreement: by then every rank has made its offer.
-            self.base_count = self._asks()
+            self.base_count = self._ask_base_count()
         # No element counted means no loss: torch's own mean over nothing is NaN too.
         usable = 0.0 < count < math.inf
         self.value = total / count if usable else math.nan
@@ -197,7 +198,7 @@ class LossSlot:
         """Raise StateMismatch for a state that does not fit; nothing is changed."""
         same_keys(f"the loss {self.name!r}", self.state_dict(), state)
         # Loading into a copy runs all checks of the scale without changing it.
-        LossSlot(self.name, _copy_of(self.scale)).load_state_dict(state)
+        LossSlot(self.name, copy.copy(self.scale)).load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the scale and the base count."""
@@ -205,26 +206,17 @@ class LossSlot:
         self.base_count = state["base_count"]
 
 
-def scale_for(precision: Precision, given: LossScale | None = None) -> LossScale:
-    """Return the loss scale of a precision, or `given` if it fits; raise WrongUse if it does not.
-
-    Only fp16 has one: without it small gradients underflow there, and elsewhere it has no benefit.
-    """
-    if given is None:
-        return DynamicScale() if precision.scaled else NoScale()
-    if isinstance(given, NoScale) == precision.scaled:
-        raise WrongUse(
-            f"{type(given).__name__} with precision {precision.name}",
-            allowed="a loss scale with fp16, and only there",
-            do="leave loss_scale out, or give StaticScale(1.0) to see fp16 without one",
-        )
-    return given
+def weighted(value: Tensor, divisor: float, scale: float) -> Tensor:
+    """Return what backward runs on: one micro-batch's share of a window's loss, scaled."""
+    # Where a factor is 1 nothing is added to the graph, so that fp32 stays bitwise equal to a plain loop.
+    ready = value if divisor == 1 else value / divisor
+    return ready if scale == 1.0 else ready * scale
 
 
-def _copy_of(scale: LossScale) -> LossScale:
-    copy = object.__new__(type(scale))
-    copy.__dict__.update(scale.__dict__)
-    return copy
+def base_count(count: float, microbatches: int, ranks: int) -> float | None:
+    """Estimate the elements of a whole window from one micro-batch; None where nothing was counted."""
+    everywhere = count * microbatches * ranks
+    return everywhere if 0.0 < everywhere < math.inf else None
 
 
 def _wide(count: Count, device: torch.device) -> Tensor:
@@ -264,3 +256,198 @@ def _mixed() -> WrongUse:
         allowed="the same for every micro-batch of a window",
         do="return halfstep.Counted(loss.sum(), number_of_elements), or loss.mean()",
     )
+
+
+# -- loss scales ------------------------------------------------------------------------------------------------------
+# One interface for none, static and dynamic, so that the step does not depend on which one it has. halfstep has its
+# own, because a step must know whether it was skipped and all ranks must agree on it. The arithmetic equals torch's to
+# the bit (fp32, same order) as long as the scale stays between floor and cap.
+
+
+class LossScale(ABC):
+    """The factor of the loss before backward; gradients are divided by it before anything else sees them."""
+
+    value: float = 1.0
+
+    @property
+    @abstractmethod
+    def can_fall(self) -> bool:
+        """Whether a lower scale is possible after an overflow."""
+
+    @abstractmethod
+    def update(self, *, overflow: bool) -> None:
+        """Adjust the scale after an attempted step whose loss was finite."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class NoScale(LossScale):
+    """No loss scale, for formats with fp32's range: the factor is always 1."""
+
+    can_fall = False
+
+    def update(self, *, overflow: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Accept an empty state; raise StateMismatch for the state of a loss scale."""
+        if state:
+            raise StateMismatch(
+                f"a loss scale was saved ({', '.join(state)}), but this run has none",
+                allowed="an empty state",
+                do="resume in fp16, or drop the loss scale's state on purpose",
+            )
+
+
+class StaticScale(LossScale):
+    """A constant loss scale. An overflow skips the step and leaves the scale as it is."""
+
+    def __init__(self, scale: float) -> None:
+        self.value = _positive("scale", scale)
+
+    @property
+    def can_fall(self) -> bool:
+        # Only names the reason of a skip: with a scale above 1 the overflow may be the scale's doing.
+        return self.value > 1.0
+
+    def update(self, *, overflow: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale."""
+        return {"scale": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the scale; raise StateMismatch if there is none."""
+        self.value = _positive("scale", _require(state, "scale")["scale"])
+
+
+class DynamicScale(LossScale):
+    """A loss scale that falls on an overflow and rises after `growth_interval` clean steps, within [floor, cap].
+
+    `torch.amp.GradScaler` has neither bound: 166 bad batches take it to exactly 0.0, and the next clean one writes NaN
+    into the weights. Raises WrongUse for values out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        # Below 1 a scale would shrink the gradients that it is there to protect.
+        floor: float = 1.0,
+        cap: float = 2.0**24,
+    ) -> None:
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.floor = _positive("floor", floor)
+        self.cap = _positive("cap", cap)
+        # torch keeps its scale in an fp32 tensor; rounding here keeps the two equal to the bit.
+        self.value = as_fp32(_positive("init_scale", init_scale))
+        self.growth_tracker = 0
+        self._check()
+
+    @property
+    def can_fall(self) -> bool:
+        return self.value > self.floor
+
+    def update(self, *, overflow: bool) -> None:
+        """Adjust the scale as `torch.amp.GradScaler` does, within the bounds."""
+        if overflow:
+            self.value = max(self.floor, as_fp32(self.value * self.backoff_factor))
+            self.growth_tracker = 0
+        # The comparison of torch's kernel, so that a loaded growth tracker behaves the same.
+        elif self.growth_tracker + 1 == self.growth_interval:
+            self.value = min(self.cap, as_fp32(self.value * self.growth_factor))
+            self.growth_tracker = 0
+        else:
+            self.growth_tracker += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's keys, and the two bounds that torch does not have."""
+        return {
+            "scale": self.value,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.growth_tracker,
+            "floor": self.floor,
+            "cap": self.cap,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load our own state, or that of a `torch.amp.GradScaler`, which has no floor and cap.
+
+        Raises StateMismatch for missing keys and for a scale that is not a finite number.
+        """
+        _require(state, "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        cap = float(state.get("cap", self.cap))
+        loaded = DynamicScale(
+            init_scale=cap,  # any value within the bounds; the real one is set below
+            growth_factor=float(state["growth_factor"]),
+            backoff_factor=float(state["backoff_factor"]),
+            growth_interval=int(state["growth_interval"]),
+            floor=float(state.get("floor", self.floor)),
+            cap=cap,
+        )
+        scale = float(state["scale"])
+        if not math.isfinite(scale) or scale < 0:
+            raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start the scale anew")
+        loaded.value = min(max(as_fp32(scale), loaded.floor), loaded.cap)
+        loaded.growth_tracker = int(state["_growth_tracker"])
+        # Only after every check: a refused state leaves the scale as it was.
+        self.__dict__.update(loaded.__dict__)
+
+    def _check(self) -> None:
+        allowed = "growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1, floor <= init_scale <= cap"
+        right = (
+            self.growth_factor > 1
+            and 0 < self.backoff_factor < 1
+            and self.growth_interval >= 1
+            and self.floor <= self.value <= self.cap
+        )
+        if not right:
+            raise WrongUse(f"a loss scale with {self.state_dict()}", allowed=allowed, do="correct the knob that is off")
+
+
+def _positive(name: str, number: Any) -> float:
+    value = float(number)
+    if not 0 < value < math.inf:
+        raise WrongUse(f"{name}={number!r}", allowed="a positive, finite number", do=f"{name}=65536.0, for example")
+    return value
+
+
+def _require(state: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise StateMismatch(
+            f"a loss scale's state without {', '.join(missing)}",
+            allowed=f"a mapping with {', '.join(keys)}",
+            do="an empty state comes from a scaler that was disabled: save it from an fp16 run",
+        )
+    return state
+
+
+def scale_for(precision: Precision, given: LossScale | None = None) -> LossScale:
+    """Return the loss scale of a precision, or `given` if it fits; raise WrongUse if it does not.
+
+    Only fp16 has one: without it small gradients underflow there, and elsewhere it has no benefit.
+    """
+    if given is None:
+        return DynamicScale() if precision.scaled else NoScale()
+    if isinstance(given, NoScale) == precision.scaled:
+        raise WrongUse(
+            f"{type(given).__name__} with precision {precision.name}",
+            allowed="a loss scale with fp16, and only there",
+            do="leave loss_scale out, or give StaticScale(1.0) to see fp16 without one",
+        )
+    return given

@@ -1,33 +1,30 @@
-"""One loss and the optimizers that it trains: differentiated, judged and clipped together."""
+"""One loss and the optimizers that it trains: differentiated, agreed on by all ranks, judged, clipped and applied."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from halfstep.errors import WrongUse
+from halfstep.errors import RanksDisagree, WrongUse, in_one_line
 from halfstep.formats import FP32
 from halfstep.step.ema import StepCounts
-from halfstep.step.gradients import clip_factor
 from halfstep.step.loss import LossSlot
-from halfstep.step.optimizer_slot import OptimizerSlot
+from halfstep.step.optimizer_slot import OptimizerSlot, clip_factor, on
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
     GRADIENT_NOT_FINITE,
     GRADIENT_OVERFLOW,
     LOSS_NOT_FINITE,
+    Guard,
     OptimizerReport,
     StepReport,
 )
-
-V = TypeVar("V")
-ByName: TypeAlias = V | Mapping[str, V] | None
-"""One value for all, one for each by name, or none."""
 
 
 class Objective:
@@ -55,8 +52,8 @@ class Objective:
             return self.slots[0].gradients.trainable
         return [p for slot in self.slots for p in slot.gradients.trainable]
 
-    def backward(self, loss: Any, *, divide: int, ranks: Ranks, window: int, retain_graph: bool) -> None:
-        """Run backward from a loss, into the parameters of its own optimizers."""
+    def backward(self, loss: Any, divide: int, ranks: Ranks, *, window: int, retain_graph: bool) -> None:
+        """Run backward from a loss, into the parameters of its own optimizers and no others."""
         ready = self.loss.scaled(loss, divide, ranks, window)
         if self.everywhere:
             # Without `inputs`: FSDP2 cannot restrict backward to some parameters, and one loss has no need to.
@@ -159,12 +156,9 @@ class Objective:
             # Unscaling and clipping in one factor: one pass over the gradients, and one rounding.
             slot.multiplier = self.loss.factor * together * own
             if slot.gradients.local:
-                slot.ready()
-
-    def apply(self) -> None:
-        """Step the optimizers and their schedules."""
-        for slot in self.slots:
-            slot.apply()
+                slot.gradients.multiply_(slot.multiplier)
+                if slot.clip_value is not None:
+                    slot.gradients.clamp_(slot.clip_value)
 
     def adjust(self) -> None:
         """Adjust the scale from the gradients: a non-finite loss says nothing about it."""
@@ -172,13 +166,166 @@ class Objective:
             self.loss.scale.update(overflow=not self.norm <= FP32.largest)
 
 
-def differentiate(objectives: Sequence[Objective], losses: Any, *, divide: int, ranks: Ranks, window: int) -> None:
-    """Run backward from each loss, into the parameters of its own optimizers and no others."""
-    last = objectives[-1]
-    for objective in objectives:
-        loss = losses[objective.loss.name] if isinstance(losses, dict) else losses
-        # The losses share one forward graph, which the last backward frees.
-        objective.backward(loss, divide=divide, ranks=ranks, window=window, retain_graph=objective is not last)
+def _names(slots: Sequence[OptimizerSlot]) -> str:
+    return ", ".join(repr(slot.name) for slot in slots)
+
+
+def _no_gradient(slots: Sequence[OptimizerSlot]) -> WrongUse:
+    return WrongUse(
+        f"no parameter of optimizer {_names(slots)} has a gradient",
+        allowed="at least one parameter that the loss depends on",
+        do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
+    )
+
+
+def _all_frozen(slots: Sequence[OptimizerSlot]) -> WrongUse:
+    return WrongUse(
+        f"a step for optimizer {_names(slots)}, all of whose parameters are frozen",
+        allowed="at least one parameter with requires_grad",
+        do="requires_grad_(True) on what this step trains, or name another optimizer with only=",
+    )
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+# Agree with all ranks before an update: one small vector, summed once and read once.
+
+
+_MOST = 2**13
+"""Ranks whose votes can be counted: four counters of 13 bits fit the exact integers of a float64."""
+
+
+@dataclass(frozen=True)
+class Votes:
+    """The number of ranks that report something besides their numbers; packed into one number."""
+
+    stop: int = 0
+    """Ranks that ask all ranks to stop after this step."""
+    abort: int = 0
+    """Ranks that failed in this window."""
+    no_batch: int = 0
+    """Ranks that had no batch and contributed zeros."""
+    bad_buffer: int = 0
+    """Ranks with a buffer that this window made non-finite."""
+
+    def packed(self) -> int:
+        # Without bad_buffer, which is a flag on the device and is added there: packing it here would need a host read.
+        """Return this rank's votes as one number."""
+        return self.stop + _MOST * (self.abort + _MOST * self.no_batch)
+
+    @classmethod
+    def unpacked(cls, total: float) -> Votes:
+        """Return the number of votes of each kind in a sum of packed votes."""
+        rest, counts = int(total), []
+        for _ in range(4):
+            rest, count = divmod(rest, _MOST)
+            counts.append(count)
+        return cls(*counts)
+
+
+MOST_IN_128_BYTES = 4
+"""Optimizers that fit a vector of 16 numbers; each further one may add a loss, a count and a norm."""
+
+
+class Agreement:
+    """The vector of a step. It has the same length on every rank, so that a failed rank can vote too."""
+
+    def __init__(self, ranks: Ranks, optimizers: int) -> None:
+        self._ranks = ranks
+        # Fixed when the Stepper is built: a failed rank does not know what its window would have held.
+        self._length = 16 + 3 * max(0, optimizers - MOST_IN_128_BYTES)
+
+    def on(
+        self, objectives: Sequence[Objective], token: int, votes: Votes, bad_buffer: Tensor | None, *, fix: str
+    ) -> Votes:
+        """Run the only collective of a step, read it once on the host, and return the votes of all ranks.
+
+        Raises RanksDisagree if tokens differ, because the ranks are not at the same step, or if gradients differ;
+        `fix` is the advice for that case.
+        """
+        # One vector on one device: each further tensor would be one more synchronization with the host.
+        device = objectives[0].loss.device
+        if self._ranks.size == 1:
+            return self._alone(objectives, votes, bad_buffer, device)
+        body = [on(device, number).double() for objective in objectives for number in objective.numbers_on_ranks()]
+        shares = [on(device, share).double() for o in objectives for share in o.squared_shares()]
+        squared = torch.stack(shares).sum()
+        vote = torch.tensor([token, token**2, votes.packed()], dtype=torch.float64, device=device)
+        if bad_buffer is not None:
+            vote[2] += on(device, bad_buffer) * float(_MOST**3)
+        # Padded to one pair for each possible loss, so that a rank without a batch finds the norms at the same place.
+        body += [torch.zeros_like(squared)] * (2 * (len(shares) - len(objectives)))
+        # n times the sum of squares equals the square of the sum only if all ranks have the same norm: two numbers
+        # compare all ranks, at any world size.
+        numbers = torch.cat([vote, torch.stack([squared.square() * self._ranks.size, *body, *shares])])
+        agreed, found = self._sum(numbers)
+        if found.abort:
+            return found
+        self._read(objectives, agreed, max(1, self._ranks.size - found.no_batch), fix)
+        return found
+
+    def abort(self, device: torch.device) -> None:
+        """Vote that this rank has failed: no rank applies this window, whatever step it is at."""
+        # Token 0: with an abort in the sum, tokens are not compared.
+        self._sum(torch.tensor([0.0, 0.0, Votes(abort=1).packed()], dtype=torch.float64, device=device))
+
+    def _sum(self, numbers: Tensor) -> tuple[list[float], Votes]:
+        # all_reduce needs the same length everywhere, also from a rank that has nothing but its vote.
+        padded = numbers.new_zeros(self._length)
+        padded[: len(numbers)] = numbers
+        agreed: list[float] = self._ranks.agree(padded).tolist()  # host read
+        found = Votes.unpacked(agreed[2])
+        if not found.abort:
+            _check_tokens(agreed[0], agreed[1], self._ranks.size)
+        return agreed[3:], found
+
+    def _alone(
+        self, objectives: Sequence[Objective], votes: Votes, bad_buffer: Tensor | None, device: torch.device
+    ) -> Votes:
+        # One tensor for all numbers: the host waits for the device once.
+        flat = [on(device, number) for objective in objectives for number in objective.numbers()]
+        if bad_buffer is not None:
+            flat.append(on(device, bad_buffer))
+        agreed: list[float] = torch.stack(flat).tolist()  # host read
+        numbers = iter(agreed)
+        for objective in objectives:
+            objective.read(numbers)
+        return Votes(votes.stop, bad_buffer=int(bad_buffer is not None and agreed[-1] != 0.0))
+
+    def _read(self, objectives: Sequence[Objective], agreed: list[float], with_a_batch: int, fix: str) -> None:
+        fourth, *rest = agreed
+        optimizers = sum(len(objective.slots) for objective in objectives)
+        numbers, norms = iter(rest), iter(rest[2 * optimizers :])
+        total = 0.0
+        for objective in objectives:
+            total += objective.read_on_ranks(numbers, norms, self._ranks.size, with_a_batch)
+        # Ranks hold different shards by design.
+        if not any(slot.gradients.sharded for objective in objectives for slot in objective.slots):
+            _check_norms(total, fourth, fix)
+
+
+def _check_tokens(total: float, of_squares: float, ranks: int) -> None:
+    # Exact small integers: by Cauchy-Schwarz the two sides are equal only if all tokens are.
+    if int(of_squares) * ranks != int(total) ** 2:
+        raise RanksDisagree(
+            "ranks are at different steps: one of them caught an error, was given another `only`, got more "
+            "batches, or applied what another skipped",
+            allowed="the same calls on every rank, and guards that decide from what the report says",
+            do="let an error end the process; a rank that has no batch left calls stepper.step(None)",
+        )
+
+
+def _check_norms(mean: float, mean_of_squares: float, fix: str) -> None:
+    # In float64, over norms that are equal to the bit where gradients are: the tolerance only covers the order of the
+    # sum. Non-finite gradients skip the step anyway.
+    if math.isfinite(mean_of_squares) and not math.isclose(mean**2, mean_of_squares, rel_tol=1e-9):
+        raise RanksDisagree(
+            "gradients differ between ranks that hold the same model",
+            allowed="a loss that reaches every trainable parameter, on every rank, in every window",
+            do=fix,
+        )
+
+
+# -- verdict ----------------------------------------------------------------------------------------------------------
 
 
 def report_of(objectives: Sequence[Objective], counts: StepCounts, reason: str | None, aux: Any) -> StepReport:
@@ -203,44 +350,34 @@ def report_of(objectives: Sequence[Objective], counts: StepCounts, reason: str |
     )
 
 
-def value_for(values: ByName[V], name: str, names: Sequence[str], what: str) -> V | None:
-    """Return the setting of one optimizer; a value without names is for all. Raises WrongUse for unknown names."""
-    if not isinstance(values, Mapping):
-        return values
-    unknown = set(values) - set(names)
-    if unknown:
-        raise WrongUse(
-            f"{what} for {sorted(unknown)}, which no optimizer is called",
-            allowed=str(list(names)),
-            do="use the optimizers' names",
-        )
-    return values.get(name)
+def refused_by(guards: Sequence[Guard], report: StepReport, ranks: Ranks, window: int) -> str | None:
+    """Return the name of the first guard that refuses a step on any rank, or None.
+
+    A guard that raises on one rank ends the window on all: the others raise RankFailed. Guards that decide from the
+    report alone declare `same_on_all_ranks = True`; only others cost an agreement.
+    """
+    if ranks.size == 1 or all(getattr(guard, "same_on_all_ranks", False) for guard in guards):
+        return next((guard.name for guard in guards if not guard.passes(report)), None)
+    refusals, error = _asked(guards, report)
+    if error is not None:
+        ranks.publish_failure(window, in_one_line(error))
+    # After the message was stored: the others look for it as soon as they have this result.
+    raised, *refused = ranks.agree(torch.tensor([error is not None, *refusals], dtype=torch.float64)).tolist()
+    if error is not None:
+        raise error
+    if raised:
+        raise ranks.failed(window)
+    return next((guard.name for guard, ranks_against in zip(guards, refused, strict=True) if ranks_against), None)
 
 
-def positive(name: str, given: Any) -> float | None:
-    """Return a limit on gradients as a float, or None; raise WrongUse if it is not positive."""
-    if given is None:
-        return None
-    if not isinstance(given, (int, float)) or not given > 0:
-        raise WrongUse(f"{name}={given!r}", allowed="a positive number, or None", do=f"{name}=1.0")
-    return float(given)
-
-
-def _names(slots: Sequence[OptimizerSlot]) -> str:
-    return ", ".join(repr(slot.name) for slot in slots)
-
-
-def _no_gradient(slots: Sequence[OptimizerSlot]) -> WrongUse:
-    return WrongUse(
-        f"no parameter of optimizer {_names(slots)} has a gradient",
-        allowed="at least one parameter that the loss depends on",
-        do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
-    )
-
-
-def _all_frozen(slots: Sequence[OptimizerSlot]) -> WrongUse:
-    return WrongUse(
-        f"a step for optimizer {_names(slots)}, all of whose parameters are frozen",
-        allowed="at least one parameter with requires_grad",
-        do="requires_grad_(True) on what this step trains, or name another optimizer with only=",
-    )
+def _asked(guards: Sequence[Guard], report: StepReport) -> tuple[list[bool], BaseException | None]:
+    """Return which guards refuse; asking stops at the first refusal, as with one process."""
+    refusals = [False] * len(guards)
+    try:
+        for place, guard in enumerate(guards):
+            if not guard.passes(report):
+                refusals[place] = True
+                break
+    except BaseException as error:
+        return [False] * len(guards), error
+    return refusals, None

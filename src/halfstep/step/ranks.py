@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep import distributed
-from halfstep.errors import RankFailed
+from halfstep.errors import RankFailed, in_one_line
 
 LOOK = datetime.timedelta(seconds=0.5)
 """How long a rank waits in a collective before it checks whether another one has failed."""
 _FAIL_TOGETHER = 1.5
 """Seconds within which ranks that fail for the same reason do so."""
-_GONE, _NOBODY_KNOWS = "gone", "?"
+_GONE, _UNKNOWN = "gone", "?"
 
-_EVERYBODY = nullcontext()
+_ALL_RANKS = nullcontext()
 _made: Counter[str] = Counter()
 """Instances per group, for the prefix of their keys: keys must not mix, and all ranks create them in the same order."""
 
@@ -43,7 +43,7 @@ class Ranks:
 
     def here(self) -> AbstractContextManager[None]:
         """Return a context in which the functions of `halfstep.distributed` refer to these ranks."""
-        return _EVERYBODY if self.group is None else distributed.within(self.group)
+        return _ALL_RANKS if self.group is None else distributed.within(self.group)
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
@@ -90,21 +90,23 @@ class Ranks:
 
     # -- words --------------------------------------------------------------------------------------------------
 
-    def tell(self, window: int, words: str) -> None:
+    def _set(self, key: str, words: str) -> None:
+        if self._store is not None:
+            self._store.set(key, words)
+
+    def publish_failure(self, window: int, words: str) -> None:
         """Publish why this rank failed in this window."""
-        if self._store is not None:
-            self._store.set(f"{window}/{self.rank}", words)
+        self._set(f"{window}/{self.rank}", words)
 
-    def ask_anew(self, window: int) -> None:
+    def request_rebuild(self, window: int) -> None:
         """Publish that this failure left something incomplete, which all ranks must rebuild after the window."""
-        if self._store is not None:
-            self._store.set(f"{window}/anew", "")
+        self._set(f"{window}/rebuild", "")
 
-    def asked_anew(self, window: int) -> bool:
+    def rebuild_requested(self, window: int) -> bool:
         """Return whether any rank asked for a rebuild after this window."""
-        return self._store is not None and bool(self._store.check([f"{window}/anew"]))
+        return self._store is not None and bool(self._store.check([f"{window}/rebuild"]))
 
-    def everybody_failed(self, window: int, place: str) -> bool:
+    def all_failed(self, window: int, place: str) -> bool:
         """Return whether every rank failed in this window at the same `place`: then no rank waits for another.
 
         That is the case if all of them made the same wrong call, or share a mistake in the loss function.
@@ -121,27 +123,26 @@ class Ranks:
 
     def leave(self, words: str) -> None:
         """Publish that this rank takes part in nothing any more, so that the others stop waiting for it."""
-        if self._store is not None:
-            self._store.set(_GONE, f"{self.rank} {words}")
+        self._set(_GONE, f"{self.rank} {words}")
 
     def look(self) -> None:
         """Raise RankFailed if a rank has left."""
         if self._store is None or not self._store.check([_GONE]):
             return
         failed, _, words = self._store.get(_GONE).decode().partition(" ")
-        if failed == _NOBODY_KNOWS:
+        if failed == _UNKNOWN:
             raise rank_failed(words, None, usable=False)
         raise rank_failed(f"rank {failed} failed in this window: {words}", int(failed), usable=False)
 
     def failed(self, window: int) -> RankFailed:
         """Return the error that names the ranks that failed in a window."""
-        told = self._told(window)
-        if not told:
+        failures = self._failures(window)
+        if not failures:
             return rank_failed("a rank failed in this window, and nobody knows why", None, usable=True)
-        names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in told)
-        return rank_failed(names, told[0][0], usable=True)
+        names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in failures)
+        return rank_failed(names, failures[0][0], usable=True)
 
-    def _told(self, window: int) -> list[tuple[int, str]]:
+    def _failures(self, window: int) -> list[tuple[int, str]]:
         """Return the ranks that left a message about a window, with their messages."""
         store = self._store
         if store is None:
@@ -151,8 +152,7 @@ class Ranks:
 
     def publish(self, what: str, words: str) -> None:
         """Publish this rank's current text under a name."""
-        if self._store is not None:
-            self._store.set(f"{what}/{self.rank}", words)
+        self._set(f"{what}/{self.rank}", words)
 
     def published(self, what: str) -> list[str]:
         """Return the current texts of all ranks that published one."""
@@ -162,8 +162,7 @@ class Ranks:
 
     def offer(self, window: int, what: str, value: float | None) -> None:
         """Publish this rank's value for `first_of`; None if it has none, so that no rank waits for it."""
-        if self._store is not None:
-            self._store.set(f"{window}/{what}/{self.rank}", "" if value is None else repr(value))
+        self._set(f"{window}/{what}/{self.rank}", "" if value is None else repr(value))
 
     def first_of(self, window: int, what: str) -> float | None:
         """Return the value of the lowest rank that has one. Not a collective: a rank may fail on its way here."""
@@ -199,8 +198,7 @@ class Ranks:
         given = "another rank is gone: its connection closed while this one waited for it"
         try:
             self.look()
-            if self._store is not None:
-                self._store.set(_GONE, f"{_NOBODY_KNOWS} another rank is gone: a connection to it closed")
+            self._set(_GONE, f"{_UNKNOWN} another rank is gone: a connection to it closed")
         except RankFailed as known:
             return known
         except RuntimeError:  # the store went with it
@@ -241,3 +239,77 @@ def _store_of(group: Any) -> Any:
     _made[name] += 1
     # Keys of two Steppers in one group, or of an earlier Stepper, must not be taken for this one's.
     return dist.distributed_c10d.PrefixStore(f"halfstep/{name}/{_made[name]}", store)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+# Report a failure to the other ranks, so that errors are part of the one decision.
+# Where the ranks can still meet, a failed rank votes in the window's agreement: every rank then drops the window, and
+# the process group stays usable. Where they cannot, it leaves a message in the store, and the others stop waiting.
+
+
+class Together:
+    """The end of a window on every rank after one of them failed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._gone: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise RankFailed if the process group became unusable in an earlier window."""
+        if self._gone is not None:
+            given = f"a window after one in which ranks parted: {in_one_line(self._gone)}"
+            raise rank_failed(given, None, usable=False)
+
+    def fail(
+        self,
+        window: int,
+        error: BaseException,
+        complete: Callable[[], bool],
+        vote: Callable[[], object],
+        begun: Callable[[], str],
+    ) -> None:
+        """Inform the other ranks of an error here.
+
+        `complete` joins the collectives in which they wait, `vote` votes to abort in the agreement, and `begun` returns
+        which collectives this rank had begun.
+        """
+        # Read first: `complete` begins further collectives.
+        place = begun()
+        if not _published(self.ranks, window, error):
+            self._part(error)
+        # No rank waits either if all of them failed at the same place, as with a mistake in the loss function.
+        elif self._meets(complete, vote) or self.ranks.all_failed(window, place):
+            return
+        else:
+            self.ranks.leave(in_one_line(error))
+            self._part(error)
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    "the other ranks waited for this one in a collective: the process group cannot be used any more"
+                )
+
+    def _meets(self, complete: Callable[[], bool], vote: Callable[[], object]) -> bool:
+        try:
+            if not complete():
+                return False
+            vote()
+        except Exception:
+            return False
+        return True
+
+    def _part(self, error: BaseException) -> None:
+        self._gone = error
+        if not isinstance(error, RankFailed):
+            with self.ranks.explained():
+                if connection_broke(error):
+                    raise error
+
+
+def _published(ranks: Ranks, window: int, error: BaseException) -> bool:
+    """Publish an error for the other ranks; return False if it came from them, or if they cannot be reached."""
+    if isinstance(error, RankFailed):
+        return error.usable
+    if connection_broke(error):
+        return False
+    ranks.publish_failure(window, in_one_line(error))
+    return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import WrongUse
-from halfstep.step.gradients import Gradients
+from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
 from halfstep.step.sync import LossFunction, Synchroniser
 
@@ -41,7 +41,7 @@ class Replicated(Synchroniser):
     through.
     """
 
-    cure = "Stepper(..., ddp={'find_unused_parameters': True}), or freeze what the loss does not use"
+    fix = "Stepper(..., ddp={'find_unused_parameters': True}), or freeze what the loss does not use"
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any], ranks: Ranks) -> None:
         super().__init__(model)
@@ -121,14 +121,14 @@ class Replicated(Synchroniser):
                 self.without_batch(gradients, autocast)
             return True
         _reduce_rest(self._job, begun, self._ranks)
-        self.asks_anew = True
+        self.needs_rebuild = True
         return True
 
-    def anew(self) -> None:
+    def rebuild(self) -> None:
         """Replace a wrapper whose reduction was interrupted."""
         # A reducer that was interrupted cannot be used again. All ranks build a new one together, for they must agree
         # on its buckets. `init_sync=False` sends nothing else, since nothing has changed.
-        self.asks_anew = False
+        self.needs_rebuild = False
         self._job = DistributedDataParallel(_Job(self.model), **{**self._options, "init_sync": False})
 
 
@@ -136,7 +136,7 @@ class Wrapped(Synchroniser):
     """A model that the user wrapped in DistributedDataParallel: only its own forward synchronizes."""
 
     model: DistributedDataParallel
-    cure = (
+    fix = (
         "call the wrapper, not its .module; wrap anew after unfreezing; find_unused_parameters=True where some are not"
     )
 
@@ -194,7 +194,7 @@ class Wrapped(Synchroniser):
 class Averaged(Synchroniser):
     """Several losses, each with its own backward: gradients are averaged after the last one."""
 
-    cure = "let every process compute every loss, from the same modules"
+    fix = "let every process compute every loss, from the same modules"
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(model)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.step.buffers import Buffers, differ
-from halfstep.step.step_inputs import Holdings
 
 # -- written parameters -----------------------------------------------------------------------------------------------
 # Restore parameters that a forward pass writes: momentum encoders, target networks, norm constraints.
@@ -141,8 +140,8 @@ LOSS_FUNCTION = "(loss function)."
 class Rollback:
     """Everything that a step may write: saved before the window, restored if it is not applied."""
 
-    def __init__(self, model: nn.Module, tell: Callable[[Sequence[Finding]], None]) -> None:
-        self._model, self._tell = model, tell
+    def __init__(self, model: nn.Module, emit: Callable[[Sequence[Finding]], None]) -> None:
+        self._model, self._emit = model, emit
         self.buffers, self.parameters = Buffers(), WrittenParameters()
         self._beside: list[nn.Module] = []
         self._included: list[nn.Module] = []
@@ -168,10 +167,10 @@ class Rollback:
                 do="give the object these two methods, or make its tensors buffers of a module",
             )
 
-    def look_beside(self, holdings: Holdings) -> None:
+    def look_beside(self, modules: Sequence[nn.Module]) -> None:
         """Cover the modules that the loss function holds."""
-        if holdings.modules != self._beside:
-            self._beside = list(holdings.modules)
+        if modules != self._beside:
+            self._beside = list(modules)
             self.follow()
 
     def follow(self) -> None:
@@ -189,10 +188,6 @@ class Rollback:
         if self._with_state:
             self._states = [copy.deepcopy(thing.state_dict()) for thing in self._with_state]
 
-    def before_write(self, written: Iterable[Tensor]) -> None:
-        """Copy parameters that an operation is about to write, while a step is observed."""
-        self.parameters.before_write(written)
-
     def look(self) -> None:
         """Look for unexpected writes, after the last backward and before the decision."""
         self.buffers.compare()
@@ -201,7 +196,7 @@ class Rollback:
     def keep(self) -> None:
         """Accept what forward wrote: the window was applied."""
         if self._first:
-            self._tell([_first_write(self._first, taken_back=True)])
+            self._emit([_first_write(self._first, taken_back=True)])
 
     def restore(self) -> None:
         """Restore the state before the window's first micro-batch, after a skip or an error."""
@@ -212,7 +207,7 @@ class Rollback:
             thing.load_state_dict(copy.deepcopy(state))
         if lost:
             self._first = []
-            self._tell([_first_write(lost, taken_back=False)])
+            self._emit([_first_write(lost, taken_back=False)])
 
 
 def _named(model: nn.Module, beside: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from halfstep import distributed
 from halfstep.errors import WrongUse
 from halfstep.precision.island import islands
-from halfstep.step.agreement import backward_from
-from halfstep.step.gradients import Gradients
+from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
 from halfstep.step.sync import LossFunction, Synchroniser
 
@@ -56,34 +55,35 @@ class Traffic:
             self.ranks.wait(work, until=self._until)
 
 
-class _Gather:
-    """FSDP2's all-gather, or the user's replacement for it, counted."""
+class _CountedComm:
+    """A collective of FSDP2, or the user's replacement for it, counted."""
 
     def __init__(self, inner: Any, traffic: Traffic) -> None:
         self.inner, self._traffic = inner, traffic
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner.allocate(*args, **kwargs)
+
+    def _run(self, output_tensor: Tensor, *args: Any, async_op: bool) -> Any:
+        if async_op or output_tensor.device.type != "cpu":
+            return self.inner(output_tensor, *args, async_op)
+        # On a GPU the host does not wait in a collective; here it would, so it checks for failed ranks meanwhile.
+        self._traffic.wait(self.inner(output_tensor, *args, True))
+        return None
+
+
+class _Gather(_CountedComm):
+    """FSDP2's all-gather."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if self._traffic.skips(GATHER, output_tensor.numel()):
             output_tensor.zero_()
             return None
-        if async_op or output_tensor.device.type != "cpu":
-            return self.inner(output_tensor, input_tensor, group, async_op)
-        # On a GPU the host does not wait in a collective; here it would, so it checks for failed ranks meanwhile.
-        self._traffic.wait(self.inner(output_tensor, input_tensor, group, True))
-        return None
+        return self._run(output_tensor, input_tensor, group, async_op=async_op)
 
 
-class _Reduce:
-    """FSDP2's reduce-scatter, or the user's replacement for it, counted."""
-
-    def __init__(self, inner: Any, traffic: Traffic) -> None:
-        self.inner, self._traffic = inner, traffic
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.allocate(*args, **kwargs)
+class _Reduce(_CountedComm):
+    """FSDP2's reduce-scatter."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if self._traffic.skips(REDUCE, input_tensor.numel()):
@@ -91,10 +91,7 @@ class _Reduce:
             return None
         if self._traffic.silent:
             input_tensor.zero_()  # not a product with zero: the values may be NaN
-        if async_op or output_tensor.device.type != "cpu":
-            return self.inner(output_tensor, input_tensor, group, op, async_op)
-        self._traffic.wait(self.inner(output_tensor, input_tensor, group, op, True))
-        return None
+        return self._run(output_tensor, input_tensor, group, op, async_op=async_op)
 
 
 class Sharded(Synchroniser):
@@ -197,7 +194,7 @@ class Sharded(Synchroniser):
             if place == 0:  # the others have begun the window too, since they sent their parameters
                 length = max(1, *map(int, self._ranks.published("micro-batches")))
             self.model.set_requires_gradient_sync(place == length - 1)
-            backward_from(losses)
+            _backward_from(losses)
             place += 1
         self._traffic.start()
 
@@ -230,7 +227,7 @@ class Sharded(Synchroniser):
                 self.model.set_requires_gradient_sync(place == self._window - 1)
                 with autocast:
                     losses = self._good[0](self.model, self._good[1])
-                backward_from(losses)
+                _backward_from(losses)
                 # Only the interrupted micro-batch had begun collectives.
                 done = []
         except Exception:
@@ -267,6 +264,23 @@ class Sharded(Synchroniser):
         # A forward pass outside of a step leaves the root's parameters gathered; so does a failed one.
         if not all(group.is_sharded for group in self._groups):
             self.abandon()
+
+
+def _backward_from(output: Any) -> None:
+    """Run backward from anything a loss function returned: only the collectives matter, not the gradients."""
+    total = [leaf.sum() for leaf in _leaves(output) if leaf.requires_grad]
+    if total:
+        sum(total[1:], total[0]).backward()  # type: ignore[no-untyped-call]
+
+
+def _leaves(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if is_dataclass(output) and not isinstance(output, type):
+        output = [getattr(output, field.name) for field in fields(output)]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [leaf for item in output for leaf in _leaves(item)] if isinstance(output, (list, tuple)) else []
 
 
 def reshard(model: nn.Module) -> None:
@@ -326,7 +340,7 @@ def _narrow_island(path: str, narrow: object) -> WrongUse:
 
 
 def _inner(comm: Any) -> Any:
-    return comm.inner if isinstance(comm, (_Gather, _Reduce)) else comm
+    return comm.inner if isinstance(comm, _CountedComm) else comm
 
 
 def _reset(model: Any) -> None:

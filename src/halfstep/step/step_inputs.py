@@ -128,20 +128,6 @@ class StepInputs(NamedTuple):
     own_generators: Sequence[tuple[torch.Generator, Tensor]] = ()
     """The generators that the loss function holds, with their states before the first micro-batch."""
 
-    @classmethod
-    def of(
-        cls,
-        loss_fn: LossFunction | None,
-        microbatches: Sequence[Any],
-        only: str | None,
-        device: torch.device,
-        own_generators: Sequence[tuple[torch.Generator, Tensor]],
-    ) -> StepInputs:
-        """Return a step that begins now; its losses are known once the loss function has returned."""
-        # torch's generators only: reading NumPy's and Python's in every step would take many times as long.
-        states, versions = generator_states(device), versions_of(microbatches)
-        return cls(loss_fn, microbatches, only, states, {}, versions, {}, own_generators)
-
     def has(self, objectives: Sequence[Objective]) -> None:
         """Set the losses of this step."""
         assert self.reaches is not None, "read from disk, and asked about a step that begins"

@@ -1,79 +1,34 @@
-"""The Stepper: turns batches into updates that are applied completely or not at all."""
+"""The Stepper: turns batches into updates that are applied completely or not at all.
+
+Everything between `_begin` and `_close` may fail, on this rank or on another one, and must leave the state before the
+window or the state after it: applied on every rank, or rolled back on every rank.
+"""
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from halfstep import distributed
-from halfstep.errors import WrongUse, same_keys, same_presence
-from halfstep.finding import Finding
-from halfstep.observe.observation import Observation
-from halfstep.observe.precision_check import LookAgain, LookSchedule, Watch, may_look_again
-from halfstep.precision.island import islands, settle
-from halfstep.precision.precision import Precision
-from halfstep.precision.select import Choice, choose_precision
+from halfstep.errors import WrongUse
+from halfstep.precision.island import settle
 from halfstep.step import checks
-from halfstep.step.agreement import Agreement, Together
-from halfstep.step.buffers import Buffers
-from halfstep.step.ema import Ema, StepCounts, checked_average
-from halfstep.step.loss import LossSlot, scale_for
-from halfstep.step.loss_scale import LossScale
-from halfstep.step.objective import ByName, positive, value_for
-from halfstep.step.optimizer_slot import OptimizerSlot, ParamTracker
-from halfstep.step.ranks import Ranks
-from halfstep.step.replicated import Averaged, Replicated, Wrapped
-from halfstep.step.report import Guard, StepReport
-from halfstep.step.rollback import Rollback
-from halfstep.step.sharded import Sharded, reshard
-from halfstep.step.step_inputs import Holdings
-from halfstep.step.sync import Alone, LossFunction, Synchroniser
-from halfstep.step.transaction import ONLY, Interrupts, Transaction
-from halfstep.step.window import CallOrder, Window
-
-# -- synchroniser -----------------------------------------------------------------------------------------------------
-# Choose how gradients are synchronized for this model and these ranks.
+from halfstep.step.loss import ONLY, loss_and_aux
+from halfstep.step.objective import Objective, Votes, refused_by, report_of
+from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
+from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
+from halfstep.step.step_inputs import StepInputs, generator_states, versions_of
+from halfstep.step.stepper_base import StepperBase
+from halfstep.step.sync import LossFunction
+from halfstep.step.window import Window
 
 
-def synchroniser(model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks) -> Synchroniser:
-    """Return the synchroniser that fits this model and these ranks; raise WrongUse if only parts are sharded."""
-    if ranks.size == 1:
-        return Alone(model)
-    if any(map(distributed.is_shard, model.parameters())):
-        _check_sharding(model)
-        return Sharded(model, ranks)
-    if isinstance(model, DistributedDataParallel):
-        return Wrapped(model, ranks)
-    # Several optimizers may have several losses, each with its own backward; DistributedDataParallel expects one
-    # backward for each forward.
-    return Replicated(model, ddp, ranks) if optimizers == 1 else Averaged(model, ranks)
-
-
-def _check_sharding(model: nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule  # slow to load, and loaded already where it is needed
-
-    if not isinstance(model, FSDPModule):
-        raise WrongUse(
-            "a model of which only parts are sharded",
-            allowed="fully_shard on the model itself",
-            do="fully_shard(model) after its parts",
-        )
-
-
-# -- stepper ----------------------------------------------------------------------------------------------------------
-
-
-Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
-
-
-class Stepper(Transaction):
+class Stepper(StepperBase):
     """The training step: each update happens completely, in the requested precision, or not at all.
 
     ```python
@@ -88,118 +43,6 @@ class Stepper(Transaction):
     function holds, optimizer state, schedule and average. State outside of torch is not rolled back: Python numbers and
     lists, files, metrics; `include()` covers objects with a `state_dict`.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers | None = None,
-        *,
-        optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
-        precision: str | Precision | Choice = "auto",
-        strict: bool = False,
-        clip_norm: ByName[float] = None,
-        clip_value: ByName[float] = None,
-        schedule: ByName[Any] = None,
-        ema: Ema | None = None,
-        loss_scale: ByName[LossScale] = None,
-        guards: Sequence[Guard] = (),
-        on_gradients: Callable[[list[Tensor]], object] | None = None,
-        observe: bool = True,
-        ddp: Mapping[str, Any] | None = None,
-        process_group: Any = None,
-    ) -> None:
-        """Build a Stepper; `optimizer` is one optimizer, or a dict of several by name.
-
-        With several optimizers, a loss function that returns one loss trains all of them with one backward, and a
-        number as `clip_norm` clips them by their common norm; a dict of losses trains each by its own. `schedule`,
-        `clip_norm`, `clip_value` and `loss_scale` may be dicts by name. `strict` refuses a substitute for the
-        precision. `on_gradients` is called with the parameters that have a gradient, after unscaling and before the
-        finite check. `observe` checks which precision really runs in the first step. `ddp` holds options for
-        DistributedDataParallel, which wraps a plain model on several ranks. `process_group` names the ranks if they are
-        not all.
-
-        Raises WrongUse for a combination that would train nothing or train it wrongly, and PrecisionRefused for a
-        precision that the device does not support.
-        """
-        super().__init__()
-        self.ranks = Ranks(process_group)
-        # A forward pass before this leaves FSDP2's parameters gathered, and the checks below look at the shards.
-        reshard(model)
-        named = _named(optimizer, optimizers)
-        stale = checks.check(model, named, self.ranks.size)
-        checks.check_trainable(model, named)
-        self.model, self.guards, self.counts = model, list(guards), StepCounts()
-        self.ema = checked_average(ema, model)
-        self.device = next(model.parameters()).device
-        self.findings: list[Finding] = []
-        self._slots = _slots(named, schedule, clip_norm, clip_value)
-        self._clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
-        self._on_gradients = on_gradients
-        self._rollback, self._holdings = Rollback(model, self._tell), Holdings(model)
-        self._observe, self._looks = observe, LookSchedule()
-        self.observed: Observation | None = None
-        with self.ranks.here():
-            # Rank 0 decides and broadcasts, so it has to be this process group's rank 0.
-            self._compute_in(choose_precision(precision, device=self.device, strict=strict))
-        self._as_built = self.choice
-        self._losses = _losses(list(named), self.precision, loss_scale)
-        self._tell(stale)
-        settle(model)
-        self._synchroniser = synchroniser(model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks)
-        self._agreement, self._together = Agreement(self.ranks, len(self._slots)), Together(self.ranks)
-        self._tracker = ParamTracker(model, named.values())
-        self._interrupts, self._turns = Interrupts(), CallOrder()
-
-    def __repr__(self) -> str:
-        optimizers = ", ".join(f"{name}={type(slot.optimizer).__name__}" for name, slot in self._slots.items())
-        ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
-        state = ", torn" if self._torn else ", window open" if self._open else ""
-        return (
-            f"Stepper({type(self.model).__name__}, {optimizers}, precision={self.precision.name}, "
-            f"device={self.device}{ranks}{state}, {self.counts!r})"
-        )
-
-    def include(self, thing: Any) -> None:
-        """Roll back this object on a skipped step, too: a module, or an object with `state_dict()`.
-
-        Modules that the loss function holds are found automatically. The state of other objects is copied before each
-        window, so it should be small. Raises WrongUse for anything else.
-        """
-        checks.check_window(torn=False, in_one=bool(self._open), empty=False)
-        self._rollback.include(thing)
-
-    def change_precision(self, name: str) -> None:
-        """Continue in another precision, or in the original one again, from the next step on.
-
-        A loss scale starts anew. Raises WrongUse inside a window.
-        """
-        checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
-        first = self._as_built
-        self._compute_in(first if name == first.precision.name else choose_precision(name, device=self.device))
-        for loss in self._losses.values():
-            loss.scale_anew(self.precision, as_built=self.choice is first)
-
-    def _compute_in(self, choice: Choice) -> None:
-        """Set the precision, and observe what really runs until every optimizer had a step."""
-        self.choice, self.precision = choice, choice.precision
-        self.findings += [finding for finding in choice.findings if finding not in self.findings]
-        self.precision.prepare(self.model, self.device)
-        self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)
-        self._unseen, self._idle = set(self._slots), set(islands(self.model))
-        # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
-        if self._observe:
-            self._scope = self._watch(Watch)
-
-    def _watch(self, kind: type[Watch]) -> Watch:
-        before_write = self._rollback.before_write
-        done, tell = self._watched, self._tell
-        return kind(self._scope, self.model, self.precision, done=done, tell=tell, before_write=before_write)
-
-    def _look_again(self) -> None:
-        """Observe the next step again; unlike the first time, nothing that it finds stops the run."""
-        if self._observe and not isinstance(self._scope, Watch) and may_look_again(self.model):
-            self._unseen, self._idle = set(self._slots), set(islands(self.model))
-            self._scope = self._watch(LookAgain)
 
     # -- the function form --------------------------------------------------------------------------------------
 
@@ -228,7 +71,7 @@ class Stepper(Transaction):
                 self._begin(loss_fn, microbatches, only)
                 self._interrupts.allow()
                 if loss_fn is None:
-                    return self._take_part()
+                    return self._step_without_batch()
                 with self._scope:
                     for left, microbatch in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
                         # Closed before backward: autocast belongs around the forward pass only, and backward uses the
@@ -245,6 +88,278 @@ class Stepper(Transaction):
             finally:
                 self._leave()
 
+    # -- one window, from beginning to end ----------------------------------------------------------------------
+
+    def _begin(self, loss_fn: LossFunction | None, microbatches: Sequence[Any], only: str | None) -> None:
+        self._begun += 1
+        self._agreed = False
+        # A window that some rank will never enter would hang in its first collective, so this comes first.
+        self._together.check()
+        checks.check_surroundings(self.device)
+        checks.check_window(torn=self._torn, in_one=False, empty=loss_fn is not None and not microbatches)
+        slots = self._chosen(only)
+        self._synchroniser.settle()
+        # Before `remember`, which saves the tensors in the lists that this rebuilds.
+        self._notice_changes(loss_fn)
+        # Inside an outer autocast, even a disabled one, torch would keep casts of the weights beyond the update.
+        torch.clear_autocast_cache()
+        # Before the first random number is drawn: a replay starts from these states. torch's generators only: reading
+        # NumPy's and Python's in every step would take many times as long.
+        states, own = generator_states(self.device), self._holdings.generator_states()
+        versions = versions_of(microbatches)
+        self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
+        self._rollback.remember()
+        self._clear_gradients()
+        self._last_objectives, self._objectives, self._aux, self._pending = self._objectives, [], [], []
+        self._concluding = False
+        self.counts.attempted += 1
+        # From here on an error rolls the window back; whatever was done before needs no undoing.
+        self._open = slots
+        self._synchroniser.begin(len(microbatches) if loss_fn else 0)
+
+    def _notice_changes(self, loss_fn: LossFunction | None) -> None:
+        """React to changes of the model, or of what the loss function holds, since the last step."""
+        came_or_left = self._holdings.look(loss_fn)
+        if came_or_left:
+            self._rollback.look_beside(self._holdings.modules)
+        change = self._tracker.change()
+        if change:
+            self._follow()
+        # Freezing and unfreezing, which GANs do in every step, changes neither the formats nor which tensors are
+        # written. Nor does a module without tensors, such as a metric that is passed to the loss function now and then.
+        if any(map(_has_tensors, came_or_left)) or change == MEMBERS or self._look_schedule.due(self.counts.applied):
+            self._look_again()
+
+    def _chosen(self, only: str | None) -> list[OptimizerSlot]:
+        if only is None:
+            return list(self._slots.values())
+        checks.check_only(only, self.optimizers)
+        return [self._slots[only]]
+
+    def _follow(self) -> None:
+        """Rebuild what depends on modules and parameters, after some were added, removed or unfrozen.
+
+        `followed` counts how often that happened.
+        """
+        self.followed += 1
+        self._emit(checks.check(self.model, self.optimizers, self.ranks.size))
+        settle(self.model)
+        self._rollback.follow()
+        for slot in self._slots.values():
+            slot.follow()
+        if self.ema is not None:
+            self.ema.follow()
+        self._synchroniser = self._synchroniser.follow()
+        self._tracker.look()
+
+    def _backward(self, result: Any, divide: int) -> None:
+        losses, aux = loss_and_aux(result)
+        self._aux.append(aux)
+        objectives = self._pair(losses)
+        if not self._objectives:
+            self._objectives = objectives
+            for objective in objectives:
+                objective.begin()
+            assert self.attempt is not None, "a window is open"
+            self.attempt.has(objectives)
+        elif objectives is not self._objectives:
+            raise WrongUse(
+                "one loss and a dict of losses in one window",
+                allowed="the same losses for every micro-batch",
+                do="return the same names from every call of the loss function",
+            )
+        last = objectives[-1]
+        for objective in objectives:
+            loss = losses[objective.loss.name] if isinstance(losses, dict) else losses
+            # The losses share one forward graph, which the last backward frees.
+            objective.backward(loss, divide, self.ranks, window=self._begun, retain_graph=objective is not last)
+
+    def _pair(self, losses: Any) -> list[Objective]:
+        """Match losses with optimizers: one loss trains all optimizers of the step, a dict trains each by its own."""
+        several = isinstance(losses, dict) and len(self._open) > 1
+        if several and self._synchroniser.backward_goes_everywhere:
+            raise WrongUse(
+                "several losses in one step of a model under fully_shard",
+                allowed="one loss, for one optimizer or several; or several losses in turns",
+                do="return their sum, or step(loss_fn, batch, only=name) for each",
+            )
+        # The same objects each time, so that another kind of losses within one window is noticed by identity.
+        key = several, tuple(slot.name for slot in self._open)
+        known = self._paired.get(key)
+        if known is None:
+            groups = [[slot] for slot in self._open] if several else [self._open]
+            known = self._paired[key] = [self._objective(group) for group in groups]
+        if isinstance(losses, dict) and not all(objective.loss.name in losses for objective in known):
+            raise checks.no_loss([o.loss.name for o in known], losses)
+        return known
+
+    def _objective(self, slots: list[OptimizerSlot]) -> Objective:
+        loss = self._losses[slots[0].name if len(slots) == 1 else ONLY]
+        everywhere = len(slots) == len(self._slots) or self._synchroniser.backward_goes_everywhere
+        return Objective(loss, slots, clip_norm=self._clip_norm, everywhere=everywhere)
+
+    def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
+        # From here on no rank may leave for a reason of its own: Ctrl-C has to wait.
+        self._interrupts.interruptible, self._concluding = False, True
+        self._synchroniser.finish([slot.gradients for slot in self._open])
+        if self._on_gradients is not None:
+            # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
+            self._on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
+        self._rollback.look()
+        agreed = self._agree(Votes(stop=int(self.hand), no_batch=int(no_batch)))
+        # Every rank has run out of batches: this window never happened.
+        if agreed.no_batch == self.ranks.size:
+            self._abandon()
+            return None
+        report = self._judge(agreed, aux)
+        self._decide(report)
+        return report
+
+    def _agree(self, mine: Votes) -> Votes:
+        """Reach one decision with all ranks; raise RankFailed if one of them gave up the window."""
+        bad_buffer, fix = self._rollback.buffers.not_finite(), self._synchroniser.fix
+        agreed = self._agreement.on(self._objectives, self._token(), mine, bad_buffer, fix=fix)
+        self._agreed = True
+        if agreed.abort:
+            self._rebuild_if_requested()
+            raise self.ranks.failed(self._begun)
+        self.hands = agreed.stop
+        return agreed
+
+    def _token(self) -> int:
+        """Return a number that all ranks share if they are at the same step, for the same optimizers and past."""
+        which = 0 if len(self._open) == len(self._slots) else 1 + list(self._slots).index(self._open[0].name)
+        # 19 bits, so that squares summed over 2**13 ranks stay below 2**53, where float64 is exact.
+        return (self._begun % 256 * 8 + which) * 256 + self.counts.applied % 256
+
+    def _judge(self, agreed: Votes, aux: Any) -> StepReport:
+        """Check that everything is finite, unscale and clip, then ask the guards."""
+        objectives = self._objectives
+        reason = next((r for r in (objective.reason() for objective in objectives) if r is not None), None)
+        # Last, because a non-finite loss explains a non-finite buffer, but not the other way round.
+        if reason is None and agreed.bad_buffer and self._bad_buffer():
+            reason = BUFFER_NOT_FINITE
+        report = report_of(objectives, self.counts, reason, aux)
+        if not report.applied:
+            return report
+        for objective in objectives:
+            # Only now: a NaN norm must never become a clip factor.
+            objective.ready()
+        refused = refused_by(self.guards, report, self.ranks, self._begun)
+        return report if refused is None else report_of(objectives, self.counts, GUARD + refused, aux)
+
+    def _bad_buffer(self) -> bool:
+        """Return whether this window made a buffer non-finite, here or on another rank."""
+        self.bad_buffer = self._rollback.buffers.first_not_finite()
+        # The flag on the device does not know whether the buffer was non-finite before the window. One rank can look;
+        # several must decide alike, and another one may have found its own.
+        return self.bad_buffer is not None or self.ranks.size > 1
+
+    def _step_without_batch(self) -> StepReport | None:
+        """Run a window without a batch: join the other ranks' collectives, and add nothing to their gradients."""
+        last = self._last_objectives
+        # The losses of this window are known to the others only. Those of the last step, for the same optimizers, are
+        # the best guess.
+        same = [slot for objective in last for slot in objective.slots] == self._open
+        self._objectives = last if same else self._pair(None)
+        for objective in self._objectives:
+            objective.begin()
+            objective.loss.begin_without_batch(self.device, self.ranks, self._begun)
+        self._synchroniser.without_batch([slot.gradients for slot in self._open], self._autocast)
+        self._rollback.restore()  # FSDP2 reran an older batch, which wrote buffers
+        return self._conclude(None, no_batch=True)
+
+    # -- the end of a window ------------------------------------------------------------------------------------
+
+    def _decide(self, report: StepReport) -> None:
+        """Apply or roll back, count, adjust the scale, close. Once begun, the work is always finished."""
+        # Calls in a list rather than statements: if one of them is interrupted, `_leave` continues with the rest.
+        end = [lambda: self.counts.count(report.reason), *(o.adjust for o in self._objectives), self._close]
+        if report.applied:
+            # The optimizer is not called at all on a skip. Fused kernels that skip by themselves still create state,
+            # and fused SGD with momentum leaves uninitialized memory in it. Nor is "applied" decided by a hook on the
+            # optimizer, which would fire on such skips too.
+            self._apply()
+            self._pending = [self._rollback.keep, *end]
+        else:
+            self._pending = [self._rollback.restore, *end]
+        self._run_pending()
+
+    def _apply(self) -> None:
+        try:
+            for objective in self._objectives:
+                for slot in objective.slots:
+                    slot.apply()
+            if self.ema is not None:
+                everything = len(self._open) == len(self._slots)
+                self.ema.update(None if everything else [p for slot in self._open for p in slot.gradients.parameters])
+        except BaseException:
+            # Some weights are new and some old, and there are no copies of parameters and optimizer state to go back
+            # to: a copy would double the memory. So the Stepper refuses to continue.
+            self._torn, self._pending = True, [self._close]
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Inform the other ranks of an error here: every rank drops the window, as if it had never begun."""
+        self._interrupts.interruptible = False
+        if self.ranks.size > 1 and not self._agreed:
+            self._agreed = True
+            self._together.fail(self._begun, error, self._complete, self._vote_abort, lambda: self._synchroniser.begun)
+
+    def _complete(self) -> bool:
+        """Join the collectives of this window in which the other ranks wait."""
+        slots = self._open or list(self._slots.values())
+        return self._synchroniser.complete([slot.gradients for slot in slots], self._autocast)
+
+    def _vote_abort(self) -> None:
+        if self._synchroniser.needs_rebuild:
+            # Before the vote: once a rank has the vote, it looks for this key.
+            self.ranks.request_rebuild(self._begun)
+        self._agreement.abort(self.device)
+        self._rebuild_if_requested()
+
+    def _rebuild_if_requested(self) -> None:
+        if self.ranks.rebuild_requested(self._begun):
+            self._synchroniser.rebuild()
+
+    def _abandon(self) -> None:
+        """Drop the window after an error: as if it had never begun."""
+        if self._open and not self._pending:
+            forget = [objective.loss.forget for objective in self._objectives]
+            taken_back = [self._rollback.restore, *forget, self._synchroniser.abandon]
+            self._pending = [*taken_back, self._uncount, self._close]
+        self._run_pending()
+
+    def _uncount(self) -> None:
+        self.counts.attempted -= 1
+
+    def _run_pending(self) -> None:
+        """Run the remaining calls; one that is interrupted stays in the list and is run again."""
+        while self._pending:
+            self._pending[0]()
+            del self._pending[0]
+
+    def _leave(self) -> None:
+        """Finish a step on the way out, also after an error: no window stays open."""
+        if self._open or self._pending:
+            self._interrupts.interruptible = False
+            # The modes that the window found: Ctrl-C may arrive while torch leaves `no_grad` or `autocast`.
+            torch.set_grad_enabled(True)
+            torch.set_autocast_enabled(self.device.type, False)
+            self._abandon()
+
+    def _close(self) -> None:
+        self._clear_gradients()
+        self._call_order.end()
+        self._open = []
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._tracker.unowned:
+            parameter.grad = None
+        for slot in self._slots.values():
+            # Of all optimizers, not only of those of this step: backward may have reached the parameters of the others.
+            slot.gradients.clear()
+
     # -- the form for loops that cannot be turned inside out ----------------------------------------------------
 
     @contextmanager
@@ -257,7 +372,7 @@ class Stepper(Transaction):
             if not self._open:
                 with self._or_abandon:
                     self._begin(None, (), only)
-            self._turns.forward(last=last, names=[slot.name for slot in self._chosen(only)])
+            self._call_order.forward(last=last, names=[slot.name for slot in self._chosen(only)])
             with self._or_abandon:
                 self._interrupts.allow()
                 with self._synchroniser.forward(last), self._scope, self._autocast:
@@ -269,21 +384,21 @@ class Stepper(Transaction):
         The number of micro-batches is not known here, so gradients are divided at the end; fp16 overflows slightly
         earlier.
         """
-        self._turns.backward()
+        self._call_order.backward()
         with self._interrupts, self.ranks.here(), self._or_abandon:
             self._interrupts.allow()
             with self._scope:
                 self._backward(loss, divide=1)
-            self._turns.note(self._open)
+            self._call_order.note(self._open)
 
     def apply(self) -> StepReport:
         """Conclude the window: unscale, check, clip, update, report.
 
         Raises WrongUse if weights or gradients were changed since `backward()`, and otherwise like `step`.
         """
-        self._turns.apply()
+        self._call_order.apply()
         with self._interrupts, self.ranks.here(), self._or_abandon:
-            checks.check_foreign_calls(*self._turns.moved(self._open))
+            checks.check_foreign_calls(*self._call_order.moved(self._open))
             report = self._conclude(None)
             assert report is not None, "this rank had a batch"
             return report
@@ -293,174 +408,30 @@ class Stepper(Transaction):
         with self._interrupts:
             self._abandon()
 
-    # -- what is told -------------------------------------------------------------------------------------------
-
-    def _tell(self, findings: Sequence[Finding]) -> None:
-        for finding in findings:
-            if finding not in self.findings:
-                self.findings.append(finding)
-                warnings.warn(str(finding), stacklevel=3)
-
-    def _watched(self, inner: AbstractContextManager[object], observation: Observation) -> None:
-        """Store the precision that really ran; remove the observer once every optimizer had a step."""
-        self.observed = observation
-        self._idle &= set(observation.idle_islands)
-        self._unseen -= {slot.name for slot in self._open}
-        if not self._unseen:
-            self._scope = inner
-            self._tell([checks.idle_island(path) for path in sorted(self._idle)])
-
-    @property
-    def scale_in_use(self) -> float:
-        """The loss scale of the current step, for gradient penalties; the smallest one if there are several losses.
-
-        Multiply the inner loss by it and divide the gradients by it, so that they do not underflow in fp16.
-        """
-        if len(self._slots) == 1 or len(self._open) == 1:
-            return self._losses[(self._open or list(self._slots.values()))[0].name].scale.value
-        return min(loss.scale.value for loss in self._losses.values())
-
-    @property
-    def loss_scales(self) -> dict[str, float]:
-        """The scale of each optimizer's next step, for the optimizers of the last step."""
-        return {slot.name: o.loss.scale.value for o in self._objectives for slot in o.slots}
-
-    @property
-    def slots(self) -> Mapping[str, OptimizerSlot]:
-        """The optimizers by name, with the norms and factors of their last step."""
-        return self._slots
-
-    @property
-    def model_changed(self) -> bool:
-        """Whether modules or parameters were added, removed or unfrozen since the last step; reads no tensor."""
-        return self._tracker.change() is not None
-
-    def buffers_to_keep(self) -> dict[str, Tensor | None]:
-        """Return the model's buffers that match its current weights: inside a step, those from before it."""
-        if not self._open:
-            return Buffers(self.model).registered()
-        remembered, own = self._rollback.buffers.remembered(), Buffers(self.model).names()
-        return {name: buffer for name, buffer in remembered.items() if name in own}
-
-    @property
-    def bad_parameter(self) -> Tensor | None:
-        """The first parameter whose gradient was non-finite in the last step."""
-        return next((o.bad_parameter for o in self._objectives if o.bad_parameter is not None), None)
-
-    @contextmanager
-    def evaluating(self, *, ema: bool = False) -> Iterator[nn.Module]:
-        """Evaluate in the precision of the run: eval mode, no gradients, autocast; yields the model.
-
-        `ema=True` uses the averaged weights. Everything is restored afterwards, including each module's own mode.
-        Raises WrongUse inside a window, and for `ema=True` without an Ema.
-        """
-        checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
-        if ema and self.ema is None:
-            raise WrongUse(
-                "evaluating(ema=True) without an average", allowed="an Ema", do="Stepper(..., ema=Ema(model))"
-            )
-        # Each module's own: `model.train()` afterwards would undo eval modes of the user, as for a frozen BatchNorm.
-        modes = [(module, module.training) for module in self.model.modules()]
-        with ExitStack() as active:
-            if ema and self.ema is not None:
-                active.enter_context(self.ema.in_place())
-            active.callback(_set_modes, modes)
-            self.model.eval()
-            active.enter_context(self.precision.inference(self.device))
-            yield self.model
-
-    # -- state --------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run except the model's own weights; raise WrongUse inside a window."""
-        checks.check_window(torn=self._torn, in_one=bool(self._open) and not self._concluding, empty=False)
-        return {
-            "precision": self.precision.name,
-            "counts": self.counts.state_dict(),
-            "ema": None if self.ema is None else self.ema.state_dict(),
-            "optimizers": {name: slot.state_dict() for name, slot in self._slots.items()},
-            "losses": {name: loss.state_dict() for name, loss in self._losses.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `state_dict()`; raise StateMismatch before anything is changed."""
-        ours = self.state_dict()
-        same_keys("a Stepper's state", ours, state)
-        for key in ("optimizers", "losses", "counts"):
-            same_keys(key, ours[key], state[key])
-        same_keys("precision", [self.precision.name], [state["precision"]])
-        same_presence("riders", "ema", ours, state)
-        for name, slot in self._slots.items():
-            slot.check_state(state["optimizers"][name])
-        for name, loss in self._losses.items():
-            loss.check_state(state["losses"][name])
-        if self.ema is not None:
-            # First, because the average checks a state only while it loads it: a refusal here has changed nothing.
-            self.ema.load_state_dict(state["ema"])
-        for name, slot in self._slots.items():
-            slot.load_state_dict(state["optimizers"][name])
-        for name, loss in self._losses.items():
-            loss.load_state_dict(state["losses"][name])
-        self.counts.load_state_dict(state["counts"])
+    @cached_property
+    def _or_abandon(self) -> _OrAbandon:
+        return _OrAbandon(self)
 
 
-def _named(optimizer: Optimizers | None, optimizers: Mapping[str, Any] | None) -> dict[str, torch.optim.Optimizer]:
-    if (optimizer is None) == (optimizers is None):
-        raise WrongUse(
-            "a Stepper with both optimizer= and optimizers="
-            if optimizer is not None
-            else "a Stepper without an optimizer",
-            allowed="one optimizer, or a dict of several by name",
-            do="Stepper(model, optimizer), or Stepper(model, optimizers={'muon': muon, 'adamw': adamw})",
-        )
-    given = optimizers if optimizer is None else optimizer
-    return dict(given) if isinstance(given, Mapping) else {ONLY: given}  # type: ignore[dict-item]
+class _OrAbandon:
+    """A context in which any error drops the window, as if it had never begun, and is raised again."""
+
+    def __init__(self, window: Stepper) -> None:
+        self._window = window
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is not None:
+            self._window._fail(error)
+            self._window._leave()
 
 
-def _slots(
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    schedule: ByName[Any],
-    clip_norm: ByName[float],
-    clip_value: ByName[float],
-) -> dict[str, OptimizerSlot]:
-    if clip_norm is not None and clip_value is not None:
-        raise WrongUse("clip_norm and clip_value together", allowed="one of them", do="clip_norm=1.0")
-    names = list(optimizers)
-    if schedule is not None and not isinstance(schedule, Mapping) and len(names) > 1:
-        raise WrongUse(
-            f"one {type(schedule).__name__} for optimizers {names}",
-            allowed="a dict by optimizer name",
-            do=f"schedule={{{names[0]!r}: ..., {names[1]!r}: ...}}",
-        )
-    by_name = isinstance(clip_norm, Mapping)
-    return {
-        name: OptimizerSlot(
-            name,
-            optimizer,
-            schedule=value_for(schedule, name, names, "schedule"),
-            clip_norm=positive("clip_norm", value_for(clip_norm, name, names, "clip_norm")) if by_name else None,
-            clip_value=positive("clip_value", value_for(clip_value, name, names, "clip_value")),
-        )
-        for name, optimizer in optimizers.items()
-    }
-
-
-def _losses(names: Sequence[str], precision: Precision, given: ByName[LossScale]) -> dict[str, LossSlot]:
-    """Return a slot for each optimizer's own loss, and one for a loss that several optimizers share."""
-    known = list(dict.fromkeys([*names, ONLY] if len(names) > 1 else names))
-    found = {name: scale_for(precision, value_for(given, name, known, "loss_scale")) for name in known}
-    # One scale given for all is copied: each loss has its own, for one may overflow where another does not.
-    return {
-        name: LossSlot(name, scale if i == 0 else copy.deepcopy(scale)) for i, (name, scale) in enumerate(found.items())
-    }
+def _has_tensors(module: nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _aux_of(found: list[Any], *, as_list: bool) -> Any:
     if not as_list:
         return found[0]
     return found if any(aux is not None for aux in found) else None
-
-
-def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.step.gradients import Gradients
+from halfstep.step.optimizer_slot import Gradients
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -23,12 +23,12 @@ LossFunction = Callable[[Any, Any], Any]
 class Synchroniser(ABC):
     """A runner of loss functions that averages gradients over ranks in the last micro-batch."""
 
-    cure: str = ""
+    fix: str = ""
     """The advice where gradients differ between ranks."""
 
     backward_goes_everywhere: bool = False
     """Whether backward cannot be restricted to some parameters, so that unwanted gradients are cleared."""
-    asks_anew: bool = False
+    needs_rebuild: bool = False
     """Whether `complete` left something that all ranks have to rebuild together."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,9 +74,9 @@ class Synchroniser(ABC):
         """Remove everything that a dropped window left."""
         return
 
-    def anew(self) -> None:
+    def rebuild(self) -> None:
         """Rebuild what a rank's failure left incomplete; called on every rank if one of them asked for it."""
-        self.asks_anew = False
+        self.needs_rebuild = False
 
     def settle(self) -> None:
         """Prepare parameters for being looked at."""

@@ -35,7 +35,7 @@ from halfstep.recipe.schema import (
 )
 from halfstep.status_line import OnProgress
 from halfstep.step.ema import Ema
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.guarding import placed_again

@@ -15,7 +15,7 @@ from halfstep.guard.events import History
 from halfstep.guard.verdict import Culprit, Cure, Verdict
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of
 from tests.support.models import buffered_model, plain_model
 

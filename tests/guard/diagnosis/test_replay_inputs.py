@@ -17,7 +17,7 @@ from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
 from halfstep.guard.events import History
 from halfstep.guard.verdict import Verdict
 from halfstep.precision.precision import precision_named
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 from tests.support.models import plain_model
 
 FP32 = precision_named("fp32")

@@ -16,7 +16,7 @@ from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, rerun, use
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
 from tests.support.digest import digest_of

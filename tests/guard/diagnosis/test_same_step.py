@@ -15,7 +15,7 @@ from halfstep.guard.diagnosis.diagnose import diagnose
 from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, rerun
 from halfstep.guard.verdict import Verdict
 from halfstep.precision.precision import precision_named
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
 from tests.support.models import plain_model
 

@@ -14,7 +14,7 @@ from halfstep import DynamicScale, Stepper, island
 from halfstep.finding import Finding
 from halfstep.guard.monitors.monitors import SELDOM, USUAL, Meters, seldom_enough
 from halfstep.guard.monitors.trends import _attempts_left, steps_left
-from halfstep.step.loss_scale import StaticScale
+from halfstep.step.loss import StaticScale
 
 
 def mse(model: nn.Module, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from halfstep.measure.plan.search import CaseFacts, Search
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
-from halfstep.precision.capability import Device
+from halfstep.precision.hardware import Device
 
 AMX = Device(kind="cpu", name="a CPU with AMX", place="cpu", isa=frozenset({"amx_bf16"}))
 PLAIN_CPU = Device(kind="cpu", name="a CPU", place="cpu")

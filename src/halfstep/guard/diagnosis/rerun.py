@@ -35,7 +35,7 @@ from halfstep.observe.recorder import OUTSIDE, Operation, Recorder, as_written
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.buffers import Buffers
-from halfstep.step.loss import Counted, loss_and_aux
+from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
 
 # -- holdings ---------------------------------------------------------------------------------------------------------
@@ -211,23 +211,15 @@ class ReplayLoss:
         loss, count = given if isinstance(given, Counted) else (given, None)
         value = widen(loss)
         self.totals.append(value.detach())
-        divide: float = self._microbatches
+        divisor: float = self._microbatches
         if count is not None:
             self.count = (self.count or 0.0) + float(count)
-            divide = self._divisor(float(count))
-        ready = value if divide == 1 else value / divide
-        return ready if self.scale == 1.0 else ready * self.scale
-
-    def _divisor(self, count: float) -> float:
-        """Return the divisor of the step; in the first step of a run, an estimate that all micro-batches share."""
-        if self._base is None:
-            # The step exchanged the counts between ranks. Here one rank may fail, and must not leave the others
-            # waiting.
-            everywhere = count * self._microbatches * distributed.size()
-            if not 0.0 < everywhere < math.inf:
-                return 1.0
-            self._base = everywhere
-        return self._base
+            if self._base is None:
+                # The step exchanged the counts between ranks. Here one rank may fail, and must not leave the others
+                # waiting: an estimate that all micro-batches share takes their place.
+                self._base = base_count(float(count), self._microbatches, distributed.size())
+            divisor = self._base or 1.0
+        return weighted(value, divisor, self.scale)
 
     @property
     def counts_nothing(self) -> bool:

@@ -18,8 +18,7 @@ from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, batch_kept
 from halfstep.guard.verdict import Culprit, Cure
 from halfstep.observe.nonfinite_origin import CONSTANT, OTHERS, Made
 from halfstep.observe.recorder import OUTSIDE
-from halfstep.precision.capability import ability
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import ability, describe
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.step.step_inputs import StepInputs
 

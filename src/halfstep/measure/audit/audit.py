@@ -31,8 +31,7 @@ from halfstep.observe.emulate import BACKWARD, Event
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Spotted
 from halfstep.observe.recorder import Recorder
-from halfstep.precision.capability import Device
-from halfstep.precision.hardware import present
+from halfstep.precision.hardware import Device, present
 from halfstep.precision.island import islands
 from halfstep.precision.names import AUTO, precision_names, read_precision
 from halfstep.precision.precision import Precision, precision_named
@@ -68,7 +67,7 @@ def described_step(make_case: Callable[[], Case], precision: Precision) -> Obser
                 # Cached casts are fake tensors, which must not be reused outside this mode.
                 torch.clear_autocast_cache()
             for finding, module, line in told:
-                listeners.lint.tell(finding, module, line)
+                listeners.lint.emit(finding, module, line)
             return listeners.watched(stopped=stopped)
 
 

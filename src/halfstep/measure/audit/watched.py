@@ -26,12 +26,11 @@ from halfstep.observe.flops import computed_in, flops
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import Lint, Spotted
-from halfstep.observe.observation import Observation
-from halfstep.observe.precision_check import WorkByFormat
+from halfstep.observe.precision_check import Observation, WorkByFormat
 from halfstep.observe.recorder import Operation, Recorder, as_it_is
 from halfstep.precision.island import lift_island, settle
 from halfstep.precision.precision import Precision
-from halfstep.step.loss_scale import DynamicScale
+from halfstep.step.loss import DynamicScale
 
 # -- work -------------------------------------------------------------------------------------------------------------
 # Record the work of each module in a step: FLOPs and results by format, and bytes saved for backward.
@@ -197,8 +196,8 @@ def _step(
             recorder = active.enter_context(Recorder(model, listeners, rounding.run if rounding else as_it_is))
             active.enter_context(listeners.works.keeping(lambda: recorder.module))
             if narrow:
-                active.enter_context(OwnFunctions(recorder.maker, listeners.lint.tell))
-            with precision.autocast(device), Calls(device.type, listeners.lint.tell):
+                active.enter_context(OwnFunctions(recorder.maker, listeners.lint.emit))
+            with precision.autocast(device), Calls(device.type, listeners.lint.emit):
                 given = case.loss_fn(model, batch)
             loss = one_loss(given)
             (loss * scale).backward()

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import UnknownName, WrongUse
-from halfstep.precision.capability import Ability, Device, ability
-from halfstep.precision.hardware import describe, present
+from halfstep.precision.hardware import Ability, Device, ability, describe, present
 
 GIB = 1 << 30
 HERE = "here"

@@ -27,8 +27,7 @@ from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, numb
 from halfstep.measure.memory.ledger import PARTS, Ledger, Note
 from halfstep.measure.memory.timeline import MemoryBlock, Moment, Timeline, not_covered
 from halfstep.measure.setting import StepSetting, size_in_words
-from halfstep.precision.capability import ability
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import ability, describe
 from halfstep.precision.names import precision_names, read_precision
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import choose_precision

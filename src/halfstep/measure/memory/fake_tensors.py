@@ -32,8 +32,7 @@ from halfstep.measure.setting import StepSetting
 from halfstep.observe.recorder import Recorder
 from halfstep.precision.island import settle
 from halfstep.precision.precision import Precision, widen
-from halfstep.step.loss import Counted, loss_and_aux
-from halfstep.step.transaction import ONLY
+from halfstep.step.loss import ONLY, Counted, loss_and_aux
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.user_code import HALFSTEP, MEASURING, NO_FILE, TORCH, lines_outside, place_and_text
 

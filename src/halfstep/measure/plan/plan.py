@@ -25,8 +25,7 @@ from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import Progress
 from halfstep.measure.worker_process import ArmProcess
-from halfstep.precision.capability import Device
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import Device, describe
 
 # -- apply ------------------------------------------------------------------------------------------------------------
 # Apply a choice: as settings of a recipe, or as lines of Python for the user's own loop.

@@ -17,7 +17,7 @@ from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST_RUNS, NUDGE, LossPar
 from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
-from halfstep.precision.capability import Ability, Device, ability
+from halfstep.precision.hardware import Ability, Device, ability
 
 # -- space ------------------------------------------------------------------------------------------------------------
 # List the settings to try: the device's formats, the model's layouts, and the splits of a batch.

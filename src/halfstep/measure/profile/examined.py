@@ -22,9 +22,8 @@ from halfstep.measure.profile.feeding import fed, first_steps
 from halfstep.measure.profile.operations import StepLayers, kernels_of, look, measured, misaligned
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch, race, warm
-from halfstep.precision.capability import ability
 from halfstep.precision.flags import read_flags
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import ability, describe
 from halfstep.precision.names import AUTO, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.precision.select import choose_precision

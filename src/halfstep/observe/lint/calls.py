@@ -18,16 +18,16 @@ from halfstep.user_code import running_line
 
 _BCE = (functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
-Tell = Callable[[Finding, str, str | None], None]
+Emit = Callable[[Finding, str, str | None], None]
 """Called with a finding, its module and its line."""
 
 
 class Calls(TorchFunctionMode):
     """A function mode around the loss function, inside autocast."""
 
-    def __init__(self, device_type: str, tell: Tell) -> None:
+    def __init__(self, device_type: str, emit: Emit) -> None:
         super().__init__()
-        self._device_type, self._tell = device_type, tell
+        self._device_type, self._emit = device_type, emit
         self._hooks = ExitStack()
 
     def __enter__(self) -> Calls:
@@ -43,15 +43,15 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BCE and torch.is_autocast_enabled(self._device_type):
-            self._tell(refused_loss("binary_cross_entropy"), "", running_line())
+            self._emit(refused_loss("binary_cross_entropy"), "", running_line())
         if (found := masks.written(func, args, kwargs or {})) is not None:
-            self._tell(found, "", running_line())
+            self._emit(found, "", running_line())
         if func in _BACKWARD:
-            self._tell(_loop("backward()", self._under()), "", running_line())
+            self._emit(_loop("backward()", self._under()), "", running_line())
         return func(*args, **(kwargs or {}))
 
     def _steps(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._tell(_loop(f"{type(optimizer).__name__}.step()", self._under()), "", running_line())
+        self._emit(_loop(f"{type(optimizer).__name__}.step()", self._under()), "", running_line())
 
     def _under(self) -> str:
         return ", under autocast" if torch.is_autocast_enabled(self._device_type) else ""

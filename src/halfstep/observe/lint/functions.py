@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow, name_of
-from halfstep.observe.lint.calls import Tell
+from halfstep.observe.lint.calls import Emit
 from halfstep.user_code import is_own, shown
 
 ID = "function-mixes-formats"
@@ -40,11 +40,11 @@ class OwnFunctions(TorchFunctionMode):
     narrow then meets the wide weight that was saved for it: torch raises, or silently computes in fp32.
     """
 
-    def __init__(self, module_of: Callable[[Any], str], tell: Tell) -> None:
-        """Report to `tell`; `module_of` returns the module whose forward made a node of the graph."""
+    def __init__(self, module_of: Callable[[Any], str], emit: Emit) -> None:
+        """Report to `emit`; `module_of` returns the module whose forward made a node of the graph."""
         super().__init__()
-        self._module_of, self._tell = module_of, tell
-        self._told: set[type] = set()
+        self._module_of, self._emit = module_of, emit
+        self._reported: set[type] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
@@ -57,13 +57,13 @@ class OwnFunctions(TorchFunctionMode):
                 continue
             function: Any = node._forward_cls  # type: ignore[attr-defined]
             code = _code(function.forward)
-            if function in self._told or code is None or not is_own(code.co_filename):
+            if function in self._reported or code is None or not is_own(code.co_filename):
                 continue
             taken, given = _taken(node), _given(node, outputs)
             if _mixed(taken | given) and not _is_protected(node, function, given):
-                self._told.add(function)
+                self._reported.add(function)
                 line = f"{shown(code.co_filename)}:{code.co_firstlineno}"
-                self._tell(_finding(function, taken, given, loss.device.type), self._module_of(node), line)
+                self._emit(_finding(function, taken, given, loss.device.type), self._module_of(node), line)
 
 
 def _reached(loss: Tensor) -> dict[Any, set[int]]:

@@ -48,9 +48,9 @@ class Lint:
             self._add_rule(follows.packets, follows)
         self._found: dict[tuple[str, str], list[Spotted]] = {}
         if (narrow := stored.look(model)) is not None:
-            self.tell(narrow, "", None)
+            self.emit(narrow, "", None)
         for module, finding in positions.stored(model):
-            self.tell(finding, module, None)
+            self.emit(finding, module, None)
 
     @torch.no_grad()
     def __call__(self, operation: Operation) -> None:
@@ -61,9 +61,9 @@ class Lint:
         for rule in rules:
             finding = rule(looked_at)
             if finding is not None:
-                self.tell(finding, operation.module, running_line())
+                self.emit(finding, operation.module, running_line())
 
-    def tell(self, finding: Finding, module: str, line: str | None) -> None:
+    def emit(self, finding: Finding, module: str, line: str | None) -> None:
         """Store a finding; the same finding from one line in many modules is reported once."""
         self._found.setdefault((finding.id, line or module), []).append(Spotted(finding, module, line))
 

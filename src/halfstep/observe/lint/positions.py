@@ -33,14 +33,14 @@ def stored(model: nn.Module) -> list[tuple[str, Finding]]:
         steps, counts = wide.diff(), format.largest_exact_integer
         whole = bool((wide == wide.round()).all()) and wide.max().item() >= counts
         if whole and bool((steps >= 0).all()) and bool((steps == 0).any()) and bool((steps > 0).any()):
-            told = Finding(
+            finding = Finding(
                 "positions-merged",
                 "warning",
                 f"buffer {name} counts to {int(wide.max())} but is stored in {format.name}, which counts to {counts}: "
                 f"{wide.unique().numel()} of its {wide.numel()} numbers differ",
                 "cast the weights only, or register it after the cast: buffers stay in fp32",
             )
-            found.append((name.rpartition(".")[0], told))
+            found.append((name.rpartition(".")[0], finding))
     return found
 
 

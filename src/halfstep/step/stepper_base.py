@@ -1,0 +1,399 @@
+"""Build a Stepper, and everything around its step: precision, observation, findings, evaluation, state."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep import distributed
+from halfstep.errors import WrongUse, same_keys, same_presence
+from halfstep.finding import Finding
+from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
+from halfstep.precision.island import islands, settle
+from halfstep.precision.precision import Precision
+from halfstep.precision.select import Choice, choose_precision
+from halfstep.step import checks
+from halfstep.step.buffers import Buffers
+from halfstep.step.ema import Ema, StepCounts, checked_average
+from halfstep.step.interrupts import Interrupts
+from halfstep.step.loss import ONLY, LossScale, LossSlot, scale_for
+from halfstep.step.objective import Agreement, Objective
+from halfstep.step.optimizer_slot import OptimizerSlot, ParamTracker
+from halfstep.step.ranks import Ranks, Together
+from halfstep.step.replicated import Averaged, Replicated, Wrapped
+from halfstep.step.report import Guard
+from halfstep.step.rollback import Rollback
+from halfstep.step.sharded import Sharded, reshard
+from halfstep.step.step_inputs import Holdings, StepInputs
+from halfstep.step.sync import Alone, Synchroniser
+from halfstep.step.window import CallOrder
+
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+V = TypeVar("V")
+ByName: TypeAlias = V | Mapping[str, V] | None
+"""One value for all, one for each by name, or none."""
+
+
+class StepperBase:
+    """Everything of a Stepper but the step: how it is built, what it computes in, what it finds, its state."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers | None = None,
+        *,
+        optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+        precision: str | Precision | Choice = "auto",
+        strict: bool = False,
+        clip_norm: ByName[float] = None,
+        clip_value: ByName[float] = None,
+        schedule: ByName[Any] = None,
+        ema: Ema | None = None,
+        loss_scale: ByName[LossScale] = None,
+        guards: Sequence[Guard] = (),
+        on_gradients: Callable[[list[Tensor]], object] | None = None,
+        observe: bool = True,
+        ddp: Mapping[str, Any] | None = None,
+        process_group: Any = None,
+    ) -> None:
+        """Build a Stepper; `optimizer` is one optimizer, or a dict of several by name.
+
+        With several optimizers, a loss function that returns one loss trains all of them with one backward, and a
+        number as `clip_norm` clips them by their common norm; a dict of losses trains each by its own. `schedule`,
+        `clip_norm`, `clip_value` and `loss_scale` may be dicts by name. `strict` refuses a substitute for the
+        precision. `on_gradients` is called with the parameters that have a gradient, after unscaling and before the
+        finite check. `observe` checks which precision really runs in the first step. `ddp` holds options for
+        DistributedDataParallel, which wraps a plain model on several ranks. `process_group` names the ranks if they are
+        not all.
+
+        Raises WrongUse for a combination that would train nothing or train it wrongly, and PrecisionRefused for a
+        precision that the device does not support.
+        """
+        self._start_without_window()
+        self.ranks = Ranks(process_group)
+        # A forward pass before this leaves FSDP2's parameters gathered, and the checks below look at the shards.
+        reshard(model)
+        named = _named(optimizer, optimizers)
+        stale = checks.check(model, named, self.ranks.size)
+        checks.check_trainable(model, named)
+        self.model, self.guards, self.counts = model, list(guards), StepCounts()
+        self.ema = checked_average(ema, model)
+        self.device = next(model.parameters()).device
+        self.findings: list[Finding] = []
+        self._slots = _slots(named, schedule, clip_norm, clip_value)
+        self._clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
+        self._on_gradients = on_gradients
+        self._rollback, self._holdings = Rollback(model, self._emit), Holdings(model)
+        self._observe, self._look_schedule = observe, LookSchedule()
+        self.observed: Observation | None = None
+        with self.ranks.here():
+            # Rank 0 decides and broadcasts, so it has to be this process group's rank 0.
+            self._compute_in(choose_precision(precision, device=self.device, strict=strict))
+        self._as_built = self.choice
+        self._losses = _losses(list(named), self.precision, loss_scale)
+        self._emit(stale)
+        settle(model)
+        self._synchroniser = synchroniser(model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks)
+        self._agreement, self._together = Agreement(self.ranks, len(self._slots)), Together(self.ranks)
+        self._tracker = ParamTracker(model, named.values())
+        self._interrupts, self._call_order = Interrupts(), CallOrder()
+
+    def _start_without_window(self) -> None:
+        """Set what a window changes, as it is before the first one."""
+        self.attempt: StepInputs | None = None
+        self._open: list[OptimizerSlot] = []
+        self._objectives: list[Objective] = []
+        self._last_objectives: list[Objective] = []
+        self._paired: dict[tuple[bool, tuple[str, ...]], list[Objective]] = {}
+        self._aux: list[Any] = []
+        self._pending: list[Callable[[], object]] = []
+        self._agreed = True
+        """Whether the window's agreement is done: from then on all ranks know the same."""
+        self._torn, self._concluding, self._begun, self.followed = False, False, 0, 0
+        self.bad_buffer: str | None = None
+        """The buffer that was non-finite in the last step that was skipped for one."""
+        self.hand = False
+        """Set on any rank to stop all ranks: they learn it in the next step."""
+        self.hands = 0
+        """The number of ranks whose `hand` was set in the last step; the same on all ranks."""
+
+    def __repr__(self) -> str:
+        optimizers = ", ".join(f"{name}={type(slot.optimizer).__name__}" for name, slot in self._slots.items())
+        ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
+        state = ", torn" if self._torn else ", window open" if self._open else ""
+        return (
+            f"Stepper({type(self.model).__name__}, {optimizers}, precision={self.precision.name}, "
+            f"device={self.device}{ranks}{state}, {self.counts!r})"
+        )
+
+    def include(self, thing: Any) -> None:
+        """Roll back this object on a skipped step, too: a module, or an object with `state_dict()`.
+
+        Modules that the loss function holds are found automatically. The state of other objects is copied before each
+        window, so it should be small. Raises WrongUse for anything else.
+        """
+        checks.check_window(torn=False, in_one=bool(self._open), empty=False)
+        self._rollback.include(thing)
+
+    def change_precision(self, name: str) -> None:
+        """Continue in another precision, or in the original one again, from the next step on.
+
+        A loss scale starts anew. Raises WrongUse inside a window.
+        """
+        checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
+        first = self._as_built
+        self._compute_in(first if name == first.precision.name else choose_precision(name, device=self.device))
+        for loss in self._losses.values():
+            loss.reset_scale(self.precision, as_built=self.choice is first)
+
+    def _compute_in(self, choice: Choice) -> None:
+        """Set the precision, and observe what really runs until every optimizer had a step."""
+        self.choice, self.precision = choice, choice.precision
+        self.findings += [finding for finding in choice.findings if finding not in self.findings]
+        self.precision.prepare(self.model, self.device)
+        self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)
+        self._unseen, self._idle = set(self._slots), set(islands(self.model))
+        # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
+        if self._observe:
+            self._scope = self._watch(Watch)
+
+    def _watch(self, kind: type[Watch]) -> Watch:
+        before_write = self._rollback.parameters.before_write
+        done, emit = self._watched, self._emit
+        return kind(self._scope, self.model, self.precision, done=done, emit=emit, before_write=before_write)
+
+    def _look_again(self) -> None:
+        """Observe the next step again; unlike the first time, nothing that it finds stops the run."""
+        if self._observe and not isinstance(self._scope, Watch) and may_look_again(self.model):
+            self._unseen, self._idle = set(self._slots), set(islands(self.model))
+            self._scope = self._watch(LookAgain)
+
+    def _emit(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            if finding not in self.findings:
+                self.findings.append(finding)
+                warnings.warn(str(finding), stacklevel=3)
+
+    def _watched(self, inner: AbstractContextManager[object], observation: Observation) -> None:
+        """Store the precision that really ran; remove the observer once every optimizer had a step."""
+        self.observed = observation
+        self._idle &= set(observation.idle_islands)
+        self._unseen -= {slot.name for slot in self._open}
+        if not self._unseen:
+            self._scope = inner
+            self._emit([checks.idle_island(path) for path in sorted(self._idle)])
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by name."""
+        return {name: slot.optimizer for name, slot in self._slots.items()}
+
+    @property
+    def scale_in_use(self) -> float:
+        """The loss scale of the current step, for gradient penalties; the smallest one if there are several losses.
+
+        Multiply the inner loss by it and divide the gradients by it, so that they do not underflow in fp16.
+        """
+        if len(self._slots) == 1 or len(self._open) == 1:
+            return self._losses[(self._open or list(self._slots.values()))[0].name].scale.value
+        return min(loss.scale.value for loss in self._losses.values())
+
+    @property
+    def loss_scales(self) -> dict[str, float]:
+        """The scale of each optimizer's next step, for the optimizers of the last step."""
+        return {slot.name: o.loss.scale.value for o in self._objectives for slot in o.slots}
+
+    @property
+    def slots(self) -> Mapping[str, OptimizerSlot]:
+        """The optimizers by name, with the norms and factors of their last step."""
+        return self._slots
+
+    @property
+    def model_changed(self) -> bool:
+        """Whether modules or parameters were added, removed or unfrozen since the last step; reads no tensor."""
+        return self._tracker.change() is not None
+
+    def buffers_to_keep(self) -> dict[str, Tensor | None]:
+        """Return the model's buffers that match its current weights: inside a step, those from before it."""
+        if not self._open:
+            return Buffers(self.model).registered()
+        remembered, own = self._rollback.buffers.remembered(), Buffers(self.model).names()
+        return {name: buffer for name, buffer in remembered.items() if name in own}
+
+    @property
+    def bad_parameter(self) -> Tensor | None:
+        """The first parameter whose gradient was non-finite in the last step."""
+        return next((o.bad_parameter for o in self._objectives if o.bad_parameter is not None), None)
+
+    @contextmanager
+    def evaluating(self, *, ema: bool = False) -> Iterator[nn.Module]:
+        """Evaluate in the precision of the run: eval mode, no gradients, autocast; yields the model.
+
+        `ema=True` uses the averaged weights. Everything is restored afterwards, including each module's own mode.
+        Raises WrongUse inside a window, and for `ema=True` without an Ema.
+        """
+        checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
+        if ema and self.ema is None:
+            raise WrongUse(
+                "evaluating(ema=True) without an average", allowed="an Ema", do="Stepper(..., ema=Ema(model))"
+            )
+        # Each module's own: `model.train()` afterwards would undo eval modes of the user, as for a frozen BatchNorm.
+        modes = [(module, module.training) for module in self.model.modules()]
+        with ExitStack() as active:
+            if ema and self.ema is not None:
+                active.enter_context(self.ema.in_place())
+            active.callback(_set_modes, modes)
+            self.model.eval()
+            active.enter_context(self.precision.inference(self.device))
+            yield self.model
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run except the model's own weights; raise WrongUse inside a window."""
+        checks.check_window(torn=self._torn, in_one=bool(self._open) and not self._concluding, empty=False)
+        return {
+            "precision": self.precision.name,
+            "counts": self.counts.state_dict(),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "optimizers": {name: slot.state_dict() for name, slot in self._slots.items()},
+            "losses": {name: loss.state_dict() for name, loss in self._losses.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of `state_dict()`; raise StateMismatch before anything is changed."""
+        ours = self.state_dict()
+        same_keys("a Stepper's state", ours, state)
+        for key in ("optimizers", "losses", "counts"):
+            same_keys(key, ours[key], state[key])
+        same_keys("precision", [self.precision.name], [state["precision"]])
+        same_presence("riders", "ema", ours, state)
+        for name, slot in self._slots.items():
+            slot.check_state(state["optimizers"][name])
+        for name, loss in self._losses.items():
+            loss.check_state(state["losses"][name])
+        if self.ema is not None:
+            # First, because the average checks a state only while it loads it: a refusal here has changed nothing.
+            self.ema.load_state_dict(state["ema"])
+        for name, slot in self._slots.items():
+            slot.load_state_dict(state["optimizers"][name])
+        for name, loss in self._losses.items():
+            loss.load_state_dict(state["losses"][name])
+        self.counts.load_state_dict(state["counts"])
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+# -- settings by optimizer --------------------------------------------------------------------------------------------
+
+
+def _named(optimizer: Optimizers | None, optimizers: Mapping[str, Any] | None) -> dict[str, torch.optim.Optimizer]:
+    if (optimizer is None) == (optimizers is None):
+        raise WrongUse(
+            "a Stepper with both optimizer= and optimizers="
+            if optimizer is not None
+            else "a Stepper without an optimizer",
+            allowed="one optimizer, or a dict of several by name",
+            do="Stepper(model, optimizer), or Stepper(model, optimizers={'muon': muon, 'adamw': adamw})",
+        )
+    given = optimizers if optimizer is None else optimizer
+    return dict(given) if isinstance(given, Mapping) else {ONLY: given}  # type: ignore[dict-item]
+
+
+def _slots(
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    schedule: ByName[Any],
+    clip_norm: ByName[float],
+    clip_value: ByName[float],
+) -> dict[str, OptimizerSlot]:
+    if clip_norm is not None and clip_value is not None:
+        raise WrongUse("clip_norm and clip_value together", allowed="one of them", do="clip_norm=1.0")
+    names = list(optimizers)
+    if schedule is not None and not isinstance(schedule, Mapping) and len(names) > 1:
+        raise WrongUse(
+            f"one {type(schedule).__name__} for optimizers {names}",
+            allowed="a dict by optimizer name",
+            do=f"schedule={{{names[0]!r}: ..., {names[1]!r}: ...}}",
+        )
+    by_name = isinstance(clip_norm, Mapping)
+    return {
+        name: OptimizerSlot(
+            name,
+            optimizer,
+            schedule=value_for(schedule, name, names, "schedule"),
+            clip_norm=positive("clip_norm", value_for(clip_norm, name, names, "clip_norm")) if by_name else None,
+            clip_value=positive("clip_value", value_for(clip_value, name, names, "clip_value")),
+        )
+        for name, optimizer in optimizers.items()
+    }
+
+
+def _losses(names: Sequence[str], precision: Precision, given: ByName[LossScale]) -> dict[str, LossSlot]:
+    """Return a slot for each optimizer's own loss, and one for a loss that several optimizers share."""
+    known = list(dict.fromkeys([*names, ONLY] if len(names) > 1 else names))
+    found = {name: scale_for(precision, value_for(given, name, known, "loss_scale")) for name in known}
+    # One scale given for all is copied: each loss has its own, for one may overflow where another does not.
+    return {
+        name: LossSlot(name, scale if i == 0 else copy.deepcopy(scale)) for i, (name, scale) in enumerate(found.items())
+    }
+
+
+def value_for(values: ByName[V], name: str, names: Sequence[str], what: str) -> V | None:
+    """Return the setting of one optimizer; a value without names is for all. Raises WrongUse for unknown names."""
+    if not isinstance(values, Mapping):
+        return values
+    unknown = set(values) - set(names)
+    if unknown:
+        raise WrongUse(
+            f"{what} for {sorted(unknown)}, which no optimizer is called",
+            allowed=str(list(names)),
+            do="use the optimizers' names",
+        )
+    return values.get(name)
+
+
+def positive(name: str, given: Any) -> float | None:
+    """Return a limit on gradients as a float, or None; raise WrongUse if it is not positive."""
+    if given is None:
+        return None
+    if not isinstance(given, (int, float)) or not given > 0:
+        raise WrongUse(f"{name}={given!r}", allowed="a positive number, or None", do=f"{name}=1.0")
+    return float(given)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def synchroniser(model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks) -> Synchroniser:
+    """Return the synchroniser that fits this model and these ranks; raise WrongUse if only parts are sharded."""
+    if ranks.size == 1:
+        return Alone(model)
+    if any(map(distributed.is_shard, model.parameters())):
+        _check_sharding(model)
+        return Sharded(model, ranks)
+    if isinstance(model, DistributedDataParallel):
+        return Wrapped(model, ranks)
+    # Several optimizers may have several losses, each with its own backward; DistributedDataParallel expects one
+    # backward for each forward.
+    return Replicated(model, ddp, ranks) if optimizers == 1 else Averaged(model, ranks)
+
+
+def _check_sharding(model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule  # slow to load, and loaded already where it is needed
+
+    if not isinstance(model, FSDPModule):
+        raise WrongUse(
+            "a model of which only parts are sharded",
+            allowed="fully_shard on the model itself",
+            do="fully_shard(model) after its parts",
+        )
