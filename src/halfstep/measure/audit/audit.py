@@ -18,7 +18,7 @@ from halfstep.formats import is_narrow
 from halfstep.measure.audit.islands import LEAST_HEADROOM, IslandVerdict, judged
 from halfstep.measure.audit.report import Audit, rows_of
 from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
-from halfstep.measure.case import Case, LossFunction, case_of
+from halfstep.measure.case import Case, LossFunction, case_of, resolve_precision
 from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import Target, device_named
 from halfstep.measure.memory.estimate import gpu_pretended, without_values
@@ -31,12 +31,9 @@ from halfstep.observe.emulate import BACKWARD, Event
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Spotted
 from halfstep.observe.recorder import Recorder
-from halfstep.precision.capability import Device
 from halfstep.precision.hardware import present
 from halfstep.precision.island import islands
-from halfstep.precision.names import AUTO, precision_names, read_precision
 from halfstep.precision.precision import Precision, precision_named
-from halfstep.precision.select import choose_precision
 
 # -- described --------------------------------------------------------------------------------------------------------
 # Follow the same step by CUDA's rules without a GPU, on fake tensors; no values are known.
@@ -253,21 +250,13 @@ def _is_here(target: Target, asked: str | None) -> bool:
     return asked is None or (target.device.kind in present() and torch.device(target.device.place).type in present())
 
 
-def _precision(asked: str | None, case: Case, device: Device | torch.device) -> Precision:
-    """Return the requested precision, else the recipe's own, else the one a run would use on this device."""
-    # A case of the user's own has the default setting, so its "fp32" is no choice; a recipe always has data.
-    own = case.setting.precision if case.setting.precision != "fp32" or case.data is not None else AUTO
-    name = read_precision(asked or own).name
-    return precision_named(name) if name in precision_names() else choose_precision(name, device=device).precision
-
-
 class _Audited:
     """An audit that runs here, stage by stage, so that Ctrl-C keeps the results so far."""
 
     def __init__(self, name: str, case: Case, target: Target, precision: str | None, progress: Progress | None) -> None:
         self.name, self.case, self.target = name, case, target
         self.device = torch.device(target.device.place)
-        self.precision = _precision(precision, case, self.device)
+        self.precision = resolve_precision(precision or case.requested_precision, self.device)
         dtype = self.precision.computes.dtype
         self.narrow = dtype is not None and is_narrow(dtype)
         self.declared = tuple(islands(case.model))
@@ -344,7 +333,7 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
         )
 
     case = make_case()
-    chosen = _precision(precision, case, target.device)
+    chosen = resolve_precision(precision or case.requested_precision, target.device)
     notes = ["by CUDA's rules, not run: formats are as its autocast decides them, and no number is known"]
     watched, interrupted = None, False
     try:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
 from halfstep.formats import FP32
 from halfstep.measure.batches import bytes_of, size_of, tensors
-from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of
+from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of, resolve_precision
 from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import Target
 from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, numbers_refused
@@ -29,9 +29,7 @@ from halfstep.measure.memory.timeline import MemoryBlock, Moment, Timeline, not_
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.precision.capability import ability
 from halfstep.precision.hardware import describe
-from halfstep.precision.names import precision_names, read_precision
-from halfstep.precision.precision import Precision, precision_named
-from halfstep.precision.select import choose_precision
+from halfstep.precision.precision import Precision
 from halfstep.user_code import MEASURING, lines_outside, place
 
 # -- notes ------------------------------------------------------------------------------------------------------------
@@ -173,7 +171,7 @@ def estimate(
 def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch.device | str = "cpu") -> Ledger:
     """Return the ledger of the second of two updates on fake tensors, when the optimizer has its state."""
     device, mode = torch.device(device), fake_mode()
-    precision = _precision(setting.precision, device)
+    precision = resolve_precision(setting.precision, device)
     case = built(make_case, mode)
     with mode, numbers_refused():
         arm = FakeArm(case, setting, precision, device)
@@ -199,12 +197,6 @@ def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch
         verified=_could_be_verified(setting, precision, device) and not arm.timeline.not_covered,
         remarks=remarks,
     )
-
-
-def _precision(asked: str, device: torch.device) -> Precision:
-    """Return the requested precision, whether or not the device has it natively."""
-    name = read_precision(asked).name
-    return precision_named(name) if name in precision_names() else choose_precision(name, device=device).precision
 
 
 def _could_be_verified(setting: StepSetting, precision: Precision, device: torch.device) -> bool:

@@ -233,6 +233,5 @@ def fp32_means(device: torch.device) -> str:
 
 def _resolved(case: Case, asked: str | None, place: str) -> str:
     """Return the precision's name. A case without one gets `auto`: there is no reason to profile fp32."""
-    wanted = asked or (AUTO if case.setting == StepSetting() else case.setting.precision)
-    named = read_precision(wanted)
+    named = read_precision(asked or case.requested_precision)
     return choose_precision(AUTO, device=place).precision.name if named.name == AUTO else named.name
