@@ -29,7 +29,7 @@ from tests.support.mlflow_server import Store, serving
 from tests.support.tiny_task import Tiny
 from tests.train.test_loop import RECIPE
 
-PICTURE = {"event": "saved", "time": 1.0, "what": "picture", "file": "pictures/epoch-0001.png"}
+PICTURE = {"event": "saved", "time": 1.0, "kind": "picture", "file": "pictures/epoch-0001.png"}
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x02\0\0\0\x01"
 
 

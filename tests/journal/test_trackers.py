@@ -99,7 +99,7 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
 
     write_png(tmp_path / "pictures" / "epoch-0002.png", np.zeros((5, 7, 3), np.uint8))
     (listener,) = tracker_listeners("tensorboard", tmp_path)
-    picture = {"event": "saved", "time": 2.0, "what": "picture", "file": "pictures/epoch-0002.png"}
+    picture = {"event": "saved", "time": 2.0, "kind": "picture", "file": "pictures/epoch-0002.png"}
     for event in (start(), step(12), picture):
         listener.hear(event)
     listener.close()

@@ -124,7 +124,7 @@ def area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text
     """Return the lines of the live area; none is longer than `width`."""
     start, step = latest.start, latest.step
     if not start or not step or latest.stage:
-        doing = words.clean(latest.stage.get("doing", "preparing the first step"))
+        doing = words.clean(latest.stage.get("text", "preparing the first step"))
         line = Text(f" {doing}  {numbers.clock(clocks.stage)}", style="dim", no_wrap=True, overflow="ellipsis")
         line.truncate(width, overflow="ellipsis")
         return [line]
@@ -150,8 +150,8 @@ def area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text
 def _epoch_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
     start, step, evaluating, name = latest.start, latest.step, latest.evaluating, words.place(latest)
     if evaluating:
-        return _row(f"{name} [Val]", evaluating["done"], evaluating["of"], clocks.epoch, clocks.in_epoch)
-    return _row(f"{name} [Train]", step["in_epoch"], start["steps_per_epoch"], clocks.epoch, clocks.in_epoch)
+        return _row(f"{name} [Val]", evaluating["done"], evaluating["total"], clocks.epoch, clocks.in_epoch)
+    return _row(f"{name} [Train]", step["step_in_epoch"], start["steps_per_epoch"], clocks.epoch, clocks.in_epoch)
 
 
 def _run_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
@@ -277,7 +277,7 @@ class LiveConsole:
         self._heard, self._time = time.monotonic(), event["time"]
         kind = event["event"]
         if kind == events.STEP:
-            if event["in_epoch"] <= 1:
+            if event["step_in_epoch"] <= 1:
                 self._epoch_began = self._heard
             if not event["applied"]:
                 self._tell_skip(event)
@@ -307,10 +307,10 @@ class LiveConsole:
         elif kind == events.END:
             self.close()
             self._print_ending(event)
-        elif kind == events.OBSERVED:
-            self._print(words.observed(event), "green")
-        elif kind == events.REPLACED:
-            self._print(words.replaced(event), "yellow")
+        elif kind == events.PRECISION_CHECK:
+            self._print(words.precision_check(event), "green")
+        elif kind == events.BAD_SAMPLE:
+            self._print(words.bad_sample(event), "yellow")
         elif kind == events.GUARD:
             self._print_guard(event)
         elif kind == events.NOTE:

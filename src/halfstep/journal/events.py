@@ -32,16 +32,19 @@ def to_write(path: Path) -> Iterator[None]:
 # -- journal ----------------------------------------------------------------------------------------------------------
 
 
+FORMAT = 2
+"""The form of the journal, in each `start`: raised where an event or a field gets another name or meaning."""
+
 Event = dict[str, Any]
 """Plain data: `event` (one of the names below), `time` (seconds that the run has taken), and further fields."""
 
-START, STAGE, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, GUARD, NOTE, END = (
+START, STAGE, PRECISION_CHECK, STEP, SPEED, BAD_SAMPLE, EVALUATING, EPOCH, SAVED, GUARD, NOTE, END = (
     "start",
     "stage",
-    "observed",
+    "precision_check",
     "step",
     "speed",
-    "replaced",
+    "bad_sample",
     "evaluating",
     "epoch",
     "saved",

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from halfstep.errors import BadData, StateMismatch
 from halfstep.files import LARGEST_JSON
-from halfstep.journal.events import NOTE, Event, to_write
+from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
 
 # -- cutting ----------------------------------------------------------------------------------------------------------
 # Cut the journal and the log of a run back to the sizes that a checkpoint recorded.
@@ -207,7 +207,10 @@ def _spoken(value: Any) -> Any:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return all events of a journal, except an incomplete last line; raise BadData if it cannot be read."""
+    """Return all events of a journal, except an incomplete last line.
+
+    Raises BadData if it cannot be read, and StateMismatch if another version of halfstep wrote it in another form.
+    """
     try:
         return [_event(line, path, number) for number, line in enumerate(_lines(path), start=1)]
     except OSError as failure:
@@ -221,13 +224,20 @@ def read_events(path: Path) -> list[Event]:
 def kept_events(path: Path, after: int = 0) -> Iterator[Event]:
     """Yield the readable events that begin after `after` bytes, for a resumed run.
 
-    A damaged line or a missing journal must not stop a run, so both are passed over.
+    A damaged line or a missing journal must not stop a run, so both are passed over. Raises StateMismatch for a
+    journal of another form.
     """
     with contextlib.suppress(OSError):
         for line in _lines(path, after):
             event = _read(line)
             if event is not None:
+                _refuse_other_form(event, path)
                 yield event
+
+
+def refuse_other_form(path: Path) -> None:
+    """Raise StateMismatch if the journal begins in another form than this version writes."""
+    next((event for event in kept_events(path) if event["event"] == START), None)
 
 
 def last_time(path: Path) -> float:
@@ -263,7 +273,21 @@ def _event(line: bytes, path: Path, number: int) -> Event:
             allowed="one JSON object a line, each with `event`",
             do="delete the line, or take the journal of another run",
         )
+    _refuse_other_form(event, path)
     return event
+
+
+def _refuse_other_form(event: Event, path: Path) -> None:
+    """Raise StateMismatch for a start in another form."""
+    # The first form did not name itself. A start that has neither the name nor a field of the first form is damaged.
+    form = event.get("format", 1 if "repeats" in event else FORMAT)
+    if event["event"] == START and type(form) is int and form >= 1 and form != FORMAT:
+        is_later = form > FORMAT
+        raise StateMismatch(
+            f"{path} was written in form {form} by {'a later' if is_later else 'an earlier'} halfstep",
+            allowed=f"form {FORMAT}",
+            do="pip install --upgrade halfstep" if is_later else "use the version that wrote it, or add --new",
+        )
 
 
 def _read(line: bytes) -> Event | None:

@@ -50,7 +50,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, scalars.attempt)
         elif event["event"] == events.START:
             self._add_recipe(event)
-        elif event["event"] == events.SAVED and event["what"] == CHECKPOINT:
+        elif event["event"] == events.SAVED and event["kind"] == CHECKPOINT:
             # A resume from this checkpoint keeps everything before it, so that must be on disk by then.
             self._writer.flush()
 

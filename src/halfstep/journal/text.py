@@ -185,13 +185,17 @@ def guard(event: Event) -> list[str]:
     return [f"guard: {first}", *(f"  {line.strip()}" for line in others)]
 
 
-def replaced(event: Event) -> str:
+def bad_sample(event: Event) -> str:
     """Return the line on a sample that was replaced or left out."""
-    instead = f"sample {event['by']} stands in for it" if event["by"] >= 0 else "it is left out of the evaluation"
+    instead = (
+        f"sample {event['replacement']} stands in for it"
+        if event["replacement"] >= 0
+        else "it is left out of the evaluation"
+    )
     return clean(f"cannot use {event['name']}: {event['reason']}; {instead}")
 
 
-def observed(event: Event) -> str:
+def precision_check(event: Event) -> str:
     """Return the line on the precision that was observed in the first step."""
     share = "" if event["share"] is None else f"{numbers.share(event['share'])} "
     text = clean(event["text"]) or f"{share}in {clean(event['expected'])}"
@@ -200,7 +204,7 @@ def observed(event: Event) -> str:
 
 def saved(event: Event) -> str:
     """Return the line on a file that was written."""
-    return clean(f"saved {event['what']}: {event['file']}")
+    return clean(f"saved {event['kind']}: {event['file']}")
 
 
 def summary(event: Event, metric: str) -> list[str]:
@@ -236,7 +240,11 @@ def _is_part(key: str, keys: Collection[str]) -> bool:
 
 def _samples(start: Event) -> str:
     samples = start["samples"]
-    again = f" ({numbers.count(start['repeats'])} again, to fill the last step)" if start.get("repeats") else ""
+    again = (
+        f" ({numbers.count(start['repeated_samples'])} again, to fill the last step)"
+        if start.get("repeated_samples")
+        else ""
+    )
     val = f"{numbers.count(samples['val'])} val" if samples.get("val") else "no val"
     return f"{numbers.count(samples['train'])} train{again} · {val}"
 
@@ -299,9 +307,9 @@ def ending(event: Event, latest: Latest) -> list[str]:
     reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
     told = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
     lines = [f"{told}, {skips(event.get('skipped') or {})}"]
-    if event.get("why"):
-        lines += _in_lines(event["why"])
-    lines += [clean(f"  cured by the guard: {cure}") for cure in event.get("cures") or ()]
+    if event.get("error"):
+        lines += _in_lines(event["error"])
+    lines += [clean(f"  cured by the guard: {remedy}") for remedy in event.get("remedies") or ()]
     if event["reason"] in _UNFINISHED:
         lines.append(f"  {_to_go_on(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
@@ -315,7 +323,11 @@ def ending(event: Event, latest: Latest) -> list[str]:
     lines += [clean(f"  {line}") for line in to_look_at(latest.start)]
     if folder and event["reason"] in _DONE:
         lines += [clean(f"  {NEXT} halfstep {command}") for command in _next(shlex.quote(folder))]
-    return lines + _in_lines(event.get("kept")) + _in_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
+    return (
+        lines
+        + _in_lines(event.get("checkpoint_note"))
+        + _in_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
+    )
 
 
 def _next(folder: str) -> list[str]:
@@ -376,13 +388,13 @@ def resumed(start: Event) -> list[LineItem]:
     lines = [_where(said, start), *_extended(said.get("extended"))]
     if not said.get("exact", True):
         reasons = (
-            said.get("because")
+            said.get("reasons")
             or _accepted(said.get("changed") or (), start.get("recipe") or {})
             or ["it is not known to be exact"]
         )
         lines += _few("APPROXIMATE because ", reasons, alarm=True)
     lines += _few("accepted change: ", said.get("changed") or (), alarm=False)
-    return lines + _few("passed over checkpoint ", said.get("passed_over") or (), alarm=True)
+    return lines + _few("passed over checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
 
 
 def goes_on(start: Event) -> bool:
@@ -394,7 +406,7 @@ def _where(said: dict[str, Any], start: Event) -> LineItem:
     if not said.get("checkpoint"):
         return LineItem("started again from step 0: the run was ended before its first checkpoint")
     at, end = numbers.count(said["attempt"]), numbers.count(start["steps"])
-    rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated'))}"
+    rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated_steps'))}"
     if said["attempt"] > start["steps"]:
         return LineItem(clean(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}"))
     return LineItem(clean(f"resumed at step {at} of {end} {rest}"))
@@ -406,7 +418,7 @@ def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
         return []
     epochs = f" ({said['epochs']} epochs)" if said.get("epochs") else ""
     lines = [LineItem(f"extended from step {numbers.count(said['from'])} to step {numbers.count(said['to'])}{epochs}")]
-    lr, highest = numbers.real(said["lr"]), numbers.real(said["highest_lr"])
+    lr, highest = numbers.real(said["lr"]), numbers.real(said["peak_lr"])
     if said.get("rewarm"):
         return [*lines, LineItem(f"learning rate: a new warm-up to {numbers.rate(highest)} and a new decay from there")]
     lines.append(LineItem(f"learning rate: on at its last, {numbers.rate(lr)}"))

@@ -49,7 +49,7 @@ def _waits(folder: Path) -> bool:
 
 TRACKERS = ("none", "tensorboard", "wandb", "mlflow")
 PICTURE = "picture"
-"""The `what` of a `saved` event for a picture."""
+"""The `kind` of a `saved` event for a picture."""
 
 
 class Scalars(NamedTuple):
@@ -97,7 +97,7 @@ class Scales:
 
     def picture(self, event: Event) -> Picture | None:
         """Return the picture of an event that was recorded before, or None."""
-        if event["event"] != events.SAVED or event["what"] != PICTURE:
+        if event["event"] != events.SAVED or event["kind"] != PICTURE:
             return None
         return Picture(self._latest.attempt, str(event["file"]))
 

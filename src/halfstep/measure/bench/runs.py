@@ -52,7 +52,7 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     in_epoch = start["steps_per_epoch"] * start["batch"]["total"]
     per_epoch = in_epoch / speed if speed else None
     watts = _median([(event.get("gpu") or {}).get("power_watts") for event in _all(events, "speed")])
-    observed = [event["text"] for event in _all(events, "observed")]
+    observed = [event["text"] for event in _all(events, "precision_check")]
     return RunResult(
         seed=seed,
         metric=real(end["metrics"].get(start["metric"]["name"])),
