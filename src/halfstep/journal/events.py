@@ -38,20 +38,9 @@ FORMAT = 2
 Event = dict[str, Any]
 """Plain data: `event` (one of the names below), `time` (seconds that the run has taken), and further fields."""
 
-START, STAGE, PRECISION_CHECK, STEP, SPEED, BAD_SAMPLE, EVALUATING, EPOCH, SAVED, GUARD, NOTE, END = (
-    "start",
-    "stage",
-    "precision_check",
-    "step",
-    "speed",
-    "bad_sample",
-    "evaluating",
-    "epoch",
-    "saved",
-    "guard",
-    "note",
-    "end",
-)
+START, STAGE, PRECISION_CHECK, STEP = "start", "stage", "precision_check", "step"
+SPEED, BAD_SAMPLE, EVALUATING, EPOCH = "speed", "bad_sample", "evaluating", "epoch"
+SAVED, GUARD, NOTE, END = "saved", "guard", "note", "end"
 
 
 class Listener(Protocol):

@@ -59,8 +59,7 @@ class Latest:
     @property
     def stage(self) -> Event:
         """Return what is done before the first step of a launch; empty once steps are taken."""
-        event = self.by_kind.get(STAGE, _NOTHING)
-        return event if event and event["time"] >= self.step.get("time", 0.0) else _NOTHING
+        return self._since_last_step(STAGE)
 
     @property
     def step(self) -> Event:
@@ -89,7 +88,10 @@ class Latest:
     @property
     def evaluating(self) -> Event:
         """Return the progress of an evaluation; empty while steps are taken."""
-        event = self.by_kind.get(EVALUATING, _NOTHING)
+        return self._since_last_step(EVALUATING)
+
+    def _since_last_step(self, kind: str) -> Event:
+        event = self.by_kind.get(kind, _NOTHING)
         return event if event and event["time"] >= self.step.get("time", 0.0) else _NOTHING
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,18 @@ from halfstep.step.step_inputs import generator_states, set_generator_states
 Gradients = dict[str, Tensor]
 
 
+class HasGradients(Protocol):
+    """The part of a step's result that decides whether its loss scale was low enough."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def gradients_finite(self) -> bool: ...
+
+
+StepResult = TypeVar("StepResult", bound=HasGradients)
+
+
 @dataclass(frozen=True)
 class EmulatedStep:
     """The result of one step."""
@@ -80,12 +92,9 @@ def step(
 
     It runs on copies: the case's model and batch, and the random state, are left unchanged.
     """
-    model = copy.deepcopy(case.model).to(device)
-    model.zero_grad(set_to_none=True)
+    model, batch = copies(case, device)
     if islands:
         island(model, *islands)
-    # Cloned, because a loss function may write to its batch.
-    batch = pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
     with undisturbed(device), ExitStack() as active:
         if rounding is not None:
             active.enter_context(recurrent_steps_shown(model))
@@ -94,25 +103,40 @@ def step(
             loss = one_loss(case.loss_fn(model, batch))
         # Outside autocast, as torch documents it: backward uses the dtypes that autocast chose in forward.
         (loss * scale).backward()
+    return EmulatedStep(rounding, loss.item(), gradients_of(model, device, scale), scale)
+
+
+def copies(case: Case, device: torch.device) -> tuple[nn.Module, Any]:
+    """Return copies of the case's model, without gradients, and of its batch on the device."""
+    model = copy.deepcopy(case.model).to(device)
+    model.zero_grad(set_to_none=True)
+    # Cloned, because a loss function may write to its batch.
+    return model, pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
+
+
+def gradients_of(model: nn.Module, device: torch.device, scale: float) -> Gradients:
+    """Return the gradients by parameter, divided by the loss scale, as dense tensors."""
     # In fp64 where the device has it, so that dividing by the scale loses nothing.
-    gradients = {
-        name: parameter.grad.detach().to(widest(device)) / scale
+    return {
+        name: _dense(parameter.grad.detach()).to(widest(device)) / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return EmulatedStep(rounding, loss.item(), gradients, scale)
 
 
-def step_with_loss_scale(
-    case: Case, device: torch.device, make: Callable[[], Rounding], *, islands: tuple[str, ...] = ()
-) -> EmulatedStep:
-    """Run the step at the first loss scale at which all gradients are finite, as a run would find it.
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the gradient as a dense tensor; nn.Embedding(sparse=True) has sparse ones."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def at_finite_scale(run: Callable[[float], StepResult]) -> StepResult:
+    """Run a step at the first loss scale at which all gradients are finite, as a training run would find it.
 
     If there is none, return the outcome at the smallest scale.
     """
     scale = DynamicScale()
     while True:
-        outcome = step(case, device, make(), scale=scale.value, islands=islands)
+        outcome = run(scale.value)
         # A non-finite loss is non-finite at every scale.
         if outcome.gradients_finite or not math.isfinite(outcome.loss) or not scale.can_fall:
             return outcome
@@ -280,7 +304,7 @@ class _Judged:
 
     def _outcome(self, name: str, make: MakeRounding, islands: tuple[str, ...] = ()) -> EmulatedStep:
         if name == "fp16":
-            return step_with_loss_scale(self.case, self.device, make, islands=islands)
+            return at_finite_scale(lambda scale: step(self.case, self.device, make(), scale=scale, islands=islands))
         return step(self.case, self.device, make(), islands=islands)
 
     def _survives(self, outcome: EmulatedStep) -> bool:
@@ -362,9 +386,9 @@ def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float 
         # A parameter without a gradient has lost all of it.
         ours = found.get(name, torch.zeros_like(true))
         vanished = torch.where(ours == 0, true, torch.zeros_like(true))
-        total += _squares(true)
-        difference += _squares(true - ours)
-        gone += _squares(vanished)
+        total += squares(true)
+        difference += squares(true - ours)
+        gone += squares(vanished)
         if count := int(vanished.count_nonzero()):
             lost.append(LostGradient(name, count / int(true.count_nonzero()), vanished.abs().max().item()))
     lost.sort(key=lambda gradient: -gradient.largest)
@@ -375,7 +399,7 @@ def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float 
     return math.sqrt(difference / total), math.sqrt(gone / total), tuple(lost[:_MOST_NAMED])
 
 
-def _squares(tensor: Tensor) -> float:
+def squares(tensor: Tensor) -> float:
     return float(tensor.square().sum().item())
 
 

@@ -12,6 +12,7 @@ import torch
 
 from halfstep import clock
 from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.status_line import OnProgress
 
 # -- stopwatch --------------------------------------------------------------------------------------------------------
 # Time work on a device: with the device's own events where it has them, otherwise with the wall clock.
@@ -43,7 +44,6 @@ class Stopwatch:
 
 
 Verdict = Literal["faster", "slower", "can't tell"]
-Progress = Callable[[int, int], None]
 STABLE = 0.05
 """A candidate is warm when its last times differ by no more than this share of their median."""
 _IN_A_ROW = 3
@@ -116,7 +116,7 @@ def race(
     pairs: int = 60,
     seconds: float = float("inf"),
     steps: int = 1,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> TimedRace:
     """Time warm candidates against the baseline, interleaved, until there are enough pairs or the time is up.

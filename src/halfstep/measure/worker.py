@@ -78,7 +78,7 @@ def _do(arm: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _memory(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
-    from halfstep.measure.allocator import peak_of
+    from halfstep.measure.candidate import peak_of
 
     return {"bytes": peak_of(arm)}
 

@@ -11,9 +11,8 @@ import pytest
 
 from halfstep.errors import WrongUse
 from halfstep.measure.bench.bench import compare
-from halfstep.measure.bench.comparison import BenchTimes, Gain
+from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, Gain, Memory, RunFailed, RunResult
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import BenchMetric, Memory, RunFailed, RunResult
 from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
 
 TOP1 = BenchMetric("top1", higher_is_better=True)

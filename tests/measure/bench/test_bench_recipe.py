@@ -16,8 +16,8 @@ import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
+from halfstep.measure.bench.comparison import RunFailed
 from halfstep.measure.bench.report import Bench, write_report
-from halfstep.measure.bench.results import RunFailed
 from halfstep.measure.bench.runs import Patience, RecipeArm, run_to_end
 
 SHORT = ("train.steps=3", "data.samples=24", "train.batch_size=4", "data.size=16")

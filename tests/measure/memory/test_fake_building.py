@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from halfstep.measure.allocator import peak_bytes
 from halfstep.measure.batches import resized, size_of
+from halfstep.measure.candidate import peak_bytes
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.fake_tensors import built, fake_mode, placed
 from halfstep.measure.memory.timeline import BACKWARD, Timeline, hidden_bytes

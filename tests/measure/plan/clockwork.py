@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfstep.measure.plan.memory_fit import Room
 from halfstep.measure.plan.plan import Plan, search_and_decide
-from halfstep.measure.plan.race import Race, TimeBudget
+from halfstep.measure.plan.race import Race, Room, TimeBudget
 from halfstep.measure.plan.search import CaseFacts, Search
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting

@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.errors import WrongUse
 from halfstep.measure.plan.choice import Cell, choose
-from halfstep.measure.plan.memory_fit import Room
+from halfstep.measure.plan.race import Room
 from halfstep.measure.plan.search import eager_settings
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed

@@ -9,10 +9,9 @@ from torch import nn
 from halfstep.errors import WrongUse
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case
-from halfstep.measure.plan.memory_fit import Room, free_bytes
 from halfstep.measure.plan.plan import HERE, plan
 from halfstep.measure.plan.probe import compare, noise_of
-from halfstep.measure.plan.race import ArmHere
+from halfstep.measure.plan.race import ArmHere, Room, free_bytes
 from halfstep.measure.plan.search import facts_of
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject

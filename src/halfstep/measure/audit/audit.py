@@ -15,14 +15,12 @@ from torch import nn
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow
-from halfstep.measure.audit.islands import LEAST_HEADROOM, IslandVerdict, judged
-from halfstep.measure.audit.report import Audit, rows_of
+from halfstep.measure.audit.report import LEAST_HEADROOM, Audit, IslandVerdict, judged, rows_of
 from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
 from halfstep.measure.case import Case, LossFunction, case_of, resolve_precision
-from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import Target, device_named
 from halfstep.measure.memory.estimate import gpu_pretended, without_values
-from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, in_one_line, numbers_refused
+from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, in_one_line, numbers_refused, walked
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
@@ -34,6 +32,7 @@ from halfstep.observe.recorder import Recorder
 from halfstep.precision.hardware import present
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision, precision_named
+from halfstep.status_line import OnProgress
 
 # -- described --------------------------------------------------------------------------------------------------------
 # Follow the same step by CUDA's rules without a GPU, on fake tensors; no values are known.
@@ -202,7 +201,6 @@ def _without_place(finding: Finding) -> Spotted:
 # -- audit ------------------------------------------------------------------------------------------------------------
 
 
-Progress = Callable[[int, int], None]
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 ONE_STEP = "one step on one batch: numbers of later steps may lie elsewhere"
 
@@ -214,7 +212,7 @@ def audit(
     *,
     precision: str | None = None,
     device: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Audit:
     """Audit one step of a subject, of a case, or of a model with its loss and a batch; nothing of it is changed.
 
@@ -253,7 +251,9 @@ def _is_here(target: Target, asked: str | None) -> bool:
 class _Audited:
     """An audit that runs here, stage by stage, so that Ctrl-C keeps the results so far."""
 
-    def __init__(self, name: str, case: Case, target: Target, precision: str | None, progress: Progress | None) -> None:
+    def __init__(
+        self, name: str, case: Case, target: Target, precision: str | None, progress: OnProgress | None
+    ) -> None:
         self.name, self.case, self.target = name, case, target
         self.device = torch.device(target.device.place)
         self.precision = resolve_precision(precision or case.requested_precision, self.device)

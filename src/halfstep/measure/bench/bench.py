@@ -12,16 +12,26 @@ from typing import Any
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse, reason_in
 from halfstep.files import read_json, write_json
 from halfstep.measure.bench import runs as case_runs
-from halfstep.measure.bench.comparison import BenchTimes, Gain, rows_of
+from halfstep.measure.bench.comparison import (
+    BenchMetric,
+    BenchTimes,
+    Config,
+    Gain,
+    Memory,
+    RunFailed,
+    RunResult,
+    check_places,
+    rows_of,
+    usual,
+)
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import BenchMetric, Config, Memory, RunFailed, RunResult, check_places, usual
 from halfstep.measure.bench.runs import CaseArm, Patience, RecipeArm, as_file, race_of
 from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import Progress
 from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow
 from halfstep.precision.names import read_precision
+from halfstep.status_line import OnProgress
 
 # -- comparing --------------------------------------------------------------------------------------------------------
 # Run every candidate with every seed, interleaved; an interrupt keeps the results so far.
@@ -45,7 +55,7 @@ def compare(
     race: Race | None = None,
     configs: Mapping[str, Config] | None = None,
     price_per_hour: float | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Bench:
     """Run all candidates with all seeds and return the bench; the first candidate is the baseline.
 
@@ -83,7 +93,7 @@ class _Work:
         seeds: Sequence[int],
         measure: Mapping[str, Callable[[], Memory]],
         race: Race | None,
-        progress: Progress | None,
+        progress: OnProgress | None,
     ) -> None:
         self._arms, self._seeds, self._measure, self._race = arms, seeds, measure, race
         self._tell = progress or (lambda done, of: None)
@@ -207,7 +217,7 @@ def bench(
     arms: Mapping[str, Sequence[str]] | None = None,
     folder: Path | None = None,
     price_per_hour: float | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Bench:
     """Train a RECIPE, or step a case, in each precision with each seed, beside strict fp32.
 

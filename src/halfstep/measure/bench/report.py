@@ -11,8 +11,7 @@ from typing import Any
 from halfstep.errors import FolderTaken, MissingExtra
 from halfstep.files import read_json, write_json, write_text
 from halfstep.journal import numbers
-from halfstep.measure.bench.comparison import BenchRow, Gain, margin_over
-from halfstep.measure.bench.results import BenchMetric, spoken
+from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, margin_over, spoken
 from halfstep.measure.conditions import busy, in_words
 from halfstep.measure.parity import Margin, ParityTest
 

@@ -22,8 +22,7 @@ from halfstep.errors import HalfstepError, reason_in
 from halfstep.files import read_json, write_json
 from halfstep.journal.jsonl import read_events
 from halfstep.journal.numbers import real
-from halfstep.measure.bench.comparison import BenchTimes, gain_of_race, smoothed
-from halfstep.measure.bench.results import BenchMetric, RunFailed, RunResult
+from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import race, warm

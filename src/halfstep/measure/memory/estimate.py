@@ -21,9 +21,8 @@ from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
 from halfstep.formats import FP32
 from halfstep.measure.batches import bytes_of, size_of, tensors
 from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of, resolve_precision
-from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import Target
-from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, numbers_refused
+from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, numbers_refused, walked
 from halfstep.measure.memory.ledger import PARTS, Ledger, Note
 from halfstep.measure.memory.timeline import MemoryBlock, Moment, Timeline, not_covered
 from halfstep.measure.setting import StepSetting, size_in_words

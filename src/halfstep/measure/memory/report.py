@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from halfstep.measure.subject import Subject
 from halfstep.precision.names import AUTO, FP8, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.precision.select import choose_precision
+from halfstep.status_line import OnProgress
 
 # -- verdict ----------------------------------------------------------------------------------------------------------
 # Summarize an estimate: whether it fits, what would make it fit, and why memory is not halved.
@@ -176,9 +177,7 @@ class Wish:
             raise WrongUse(f"a batch of {wrong[0]}", allowed=f"1 sample or more, up to {MOST}", do="--batch 8")
 
 
-def report_of(
-    make_case: MakeCase, wish: Wish, told: Callable[[int, int], None] = lambda done, of: None
-) -> dict[str, Any]:
+def report_of(make_case: MakeCase, wish: Wish, told: OnProgress = lambda done, of: None) -> dict[str, Any]:
     """Return the whole report. `told` is called with the number of pieces done and their total.
 
     Raises `WrongUse` with the line of the user's code where that code fails.
@@ -269,7 +268,7 @@ class _Making:
     make_case: MakeCase
     case: Case
     wish: Wish
-    told: Callable[[int, int], None]
+    told: OnProgress
     pieces: int
     done: int = 0
     ledgers: dict[tuple[str, StepSetting], Ledger] = field(default_factory=dict)

@@ -15,18 +15,16 @@ from halfstep.errors import WrongUse
 from halfstep.measure.case import Case, LossFunction, case_of
 from halfstep.measure.conditions import conditions
 from halfstep.measure.plan.choice import BASELINE_PRECISION, Cell, interval, is_fp32, runner_up, simplicity, why_stay
-from halfstep.measure.plan.growth import Growing, Growth
-from halfstep.measure.plan.memory_fit import Room, free_bytes
 from halfstep.measure.plan.probe import LossParity
-from halfstep.measure.plan.race import ArmHere, MakeArm, Race, TimeBudget, observes
-from halfstep.measure.plan.search import CaseFacts, Search, abilities, facts_of
+from halfstep.measure.plan.race import ArmHere, MakeArm, Race, Room, TimeBudget, free_bytes, observes
+from halfstep.measure.plan.search import CaseFacts, Growing, Growth, Search, abilities, facts_of
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import Progress
 from halfstep.measure.worker_process import ArmProcess
 from halfstep.precision.capability import Device
 from halfstep.precision.hardware import describe
+from halfstep.status_line import OnProgress
 
 # -- apply ------------------------------------------------------------------------------------------------------------
 # Apply a choice: as settings of a recipe, or as lines of Python for the user's own loop.
@@ -225,7 +223,7 @@ def plan(
     seconds: float = SECONDS,
     device: str | None = None,
     grow_batch: bool = False,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Plan:
     """Choose a setting for a model, its loss and a batch; or for a RECIPE or `module:callable`.
 
@@ -309,6 +307,6 @@ def _predicted_peak(case: Case, device: Device, setting: StepSetting) -> int:
     return ledger_of(lambda: case, setting, device.place).peak
 
 
-def _tell(budget: TimeBudget, progress: Progress | None) -> None:
+def _tell(budget: TimeBudget, progress: OnProgress | None) -> None:
     if progress is not None:
         progress(min(int(budget.spent), int(budget.seconds)), int(budget.seconds))

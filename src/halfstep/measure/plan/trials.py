@@ -10,9 +10,8 @@ from dataclasses import replace
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.errors import HalfstepError, WrongUse, reason_in
 from halfstep.measure.plan.choice import INTERRUPTED, NO_TIME, Cell, by_speed
-from halfstep.measure.plan.memory_fit import Room
 from halfstep.measure.plan.probe import UPDATES, updates_for
-from halfstep.measure.plan.race import Race, TimeBudget
+from halfstep.measure.plan.race import Race, Room, TimeBudget
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
@@ -293,12 +292,16 @@ class SettingTrials:
         except ArmTooSlow:
             return
         except ArmFailed as error:
-            if setting == self.baseline:
-                raise fails_in_fp32(self._name, error) from None
-            self.arena.leave(setting)
-            self._cut_failed(setting, error)
+            self._give_up(setting, error)
             return
         self._follow(setting)
+
+    def _give_up(self, setting: StepSetting, error: ArmFailed) -> None:
+        """Close a candidate that failed; raise `WrongUse` if it is strict fp32."""
+        if setting == self.baseline:
+            raise fails_in_fp32(self._name, error) from None
+        self.arena.leave(setting)
+        self._cut_failed(setting, error)
 
     def _cut_failed(self, setting: StepSetting, error: ArmFailed) -> None:
         self.cells[setting] = replace(self.cells[setting], cut=f"it failed while it was timed: {error}")
@@ -310,10 +313,7 @@ class SettingTrials:
         try:
             trail = self.arena.trail(setting, UPDATES)
         except ArmFailed as error:
-            if setting == self.baseline:
-                raise fails_in_fp32(self._name, error) from None
-            self.arena.leave(setting)
-            self._cut_failed(setting, error)
+            self._give_up(setting, error)
             return
         if setting == self.baseline:
             refuse_broken_fp32(self._name, trail)

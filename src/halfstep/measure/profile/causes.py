@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.profile import next_command
@@ -44,9 +43,6 @@ class Cause:
     """The command to type, now or after the change."""
     share: float
     """Share of a step's time that it explains."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import ArmFailed, ArmProcess
 from halfstep.precision.names import AUTO, read_precision
+from halfstep.status_line import OnProgress
 
-Progress = Callable[[int, int], None]
 _WHOLE = 100
 _NOTHING_YET: dict[str, Any] = {"format": "fp32", "kind": "other", "conditions": {}}
 """The facts of a profile that was interrupted before it began."""
@@ -42,8 +42,8 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         return {
             "subject": " ".join(self.facts.subject),
-            "cause": self.cause.as_dict(),
-            "others": [cause.as_dict() for cause in self.others],
+            "cause": asdict(self.cause),
+            "others": [asdict(cause) for cause in self.others],
             "facts": self.facts.as_dict(),
             "skipped": dict(self.skipped),
             "conditions": dict(self.conditions),
@@ -59,7 +59,7 @@ def profile(
     precision: str | None = None,
     seconds: float = 60.0,
     device: str | torch.device | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Profile:
     """Find out why training is not faster in a lower precision. A subject is measured in its own process.
 
@@ -89,7 +89,7 @@ Ask = Callable[[str, float], dict[str, Any]]
 
 
 def _ask_all(
-    ask: Ask, known: dict[str, Any], skipped: dict[str, str], seconds: float, progress: Progress | None
+    ask: Ask, known: dict[str, Any], skipped: dict[str, str], seconds: float, progress: OnProgress | None
 ) -> bool:
     """Run the stages in order; return whether it was interrupted. A stage that fails does not stop the others."""
     done = 0.0
