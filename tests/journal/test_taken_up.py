@@ -12,7 +12,7 @@ from halfstep.draw.curves import draw_curves
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, cut_back, last_time, read_events, sizes
 from halfstep.journal.listeners import listeners
-from halfstep.journal.trackers import Scales
+from halfstep.journal.trackers import EventScalars
 from tests.journal.told import epoch, resumed, saved, speed, start, step, until, whole_run
 
 AT = 15
@@ -147,7 +147,7 @@ def test_what_tensorboard_heard_before_a_checkpoint_is_on_disk_after_it(tmp_path
 
 
 def test_an_evaluation_that_is_all_that_was_left_belongs_to_the_step_before_it() -> None:
-    scales = Scales()
+    scales = EventScalars()
     scales.hear(start(resumed=resumed(20)))
     told = scales.hear(epoch(1))
     assert told is not None

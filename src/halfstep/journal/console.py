@@ -280,13 +280,13 @@ class LiveConsole:
             if event["step_in_epoch"] <= 1:
                 self._epoch_began = self._heard
             if not event["applied"]:
-                self._tell_skip(event)
+                self._print_skip(event)
         elif kind in (events.SPEED, events.EVALUATING):
             self._measured = self._heard
         elif kind == events.STAGE:
             self._stage_began = self._heard
         else:
-            self._tell(kind, event)
+            self._print_event(kind, event)
 
     def recall(self, event: Event) -> None:
         """Record an event of an earlier launch without printing it."""
@@ -297,7 +297,7 @@ class LiveConsole:
         self._live.stop()
         atexit.unregister(self.close)
 
-    def _tell(self, kind: str, event: Event) -> None:
+    def _print_event(self, kind: str, event: Event) -> None:
         if kind == events.START:
             # An epoch that is resumed in its middle has no first step that could start its clock.
             self._epoch_began = self._heard
@@ -324,9 +324,9 @@ class LiveConsole:
         atexit.register(self.close)
         self._live.start()
 
-    def _tell_skip(self, event: Event) -> None:
+    def _print_skip(self, event: Event) -> None:
         nth = self._latest.skipped[event["reason"]]
-        if event["reason"] != words.ORDINARY and words.is_told(nth):
+        if event["reason"] != words.ORDINARY and words.gets_line(nth):
             self._print(words.skip(event, nth), "yellow")
 
     def _print_guard(self, event: Event) -> None:

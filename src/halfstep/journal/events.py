@@ -56,7 +56,7 @@ class Listener(Protocol):
 
 
 @runtime_checkable
-class Remembering(Protocol):
+class StatefulListener(Protocol):
     """A listener that needs the events of earlier launches; `recall` must not emit them again."""
 
     def recall(self, event: Event) -> None:
@@ -86,14 +86,14 @@ class Journal:
 
     def tell(self, event: str, **fields: Any) -> None:
         """Emit an event with these fields to all listeners."""
-        told = {"event": event, "time": round(self.seconds, 3), **fields}
+        emitted = {"event": event, "time": round(self.seconds, 3), **fields}
         # A copy: a listener that fails is removed while the loop runs.
         for listener in tuple(self.listeners):
             try:
-                listener.hear(told)
+                listener.hear(emitted)
             except Exception as failure:
                 # A full disk or an unreachable tracker is no reason to lose the training.
-                self._leave_out(listener, failure)
+                self._remove(listener, failure)
 
     def note(self, text: str, level: str) -> None:
         """Emit a note: a line of text with a level, `info` or `warning`."""
@@ -105,10 +105,10 @@ class Journal:
             try:
                 listener.close()
             except Exception as failure:
-                self._leave_out(listener, failure)
+                self._remove(listener, failure)
         self.listeners.clear()
 
-    def _leave_out(self, listener: Listener, failure: Exception) -> None:
+    def _remove(self, listener: Listener, failure: Exception) -> None:
         self.listeners.remove(listener)
         with contextlib.suppress(Exception):
             listener.close()

@@ -12,7 +12,7 @@ from halfstep.journal import text as words
 from halfstep.journal.console import line_of
 from halfstep.journal.events import Event, to_write
 from halfstep.journal.latest import CHECKPOINT, Latest
-from halfstep.journal.text import ending, goes_on, resumed
+from halfstep.journal.text import ending, is_resumed, resumed
 
 
 class Plain:
@@ -62,13 +62,13 @@ class Plain:
         again = [f"warning: {text}" if alarm else text for text, alarm in resumed(event)]
         lines = [title, *again, words.precision(event), *(f"  {line}" for line in words.why(event))]
         lines += [f"  {word.ljust(width)}  {line}" for word, line in header]
-        if not goes_on(event):
+        if not is_resumed(event):
             lines += ["  recipe", *(f"    {line}" for line in words.recipe(event))]
         return [*lines, *(text for text, _ in words.remarks(event)), ""]
 
     def _step(self, event: Event) -> list[str]:
         nth = self._latest.skipped[event["reason"]]
-        return [words.skip(event, nth)] if words.is_told(nth) else []
+        return [words.skip(event, nth)] if words.gets_line(nth) else []
 
     def _speed(self, event: Event) -> list[str]:
         step = self._latest.step

@@ -11,7 +11,7 @@ from halfstep.formats import FORMATS, is_narrow
 from halfstep.journal import numbers
 from halfstep.journal.events import Event
 from halfstep.journal.latest import Checkpoint, Latest
-from halfstep.journal.trackers import LOOK, UPLOAD, to_look_at
+from halfstep.journal.trackers import LOOK, UPLOAD, tracker_hints
 from halfstep.printable import in_line
 
 _NAMES = {
@@ -160,7 +160,7 @@ def skips(skipped: Mapping[str, int]) -> str:
     return f"{numbers.count(total)} skipped ({reasons})" if total else "none skipped"
 
 
-def is_told(nth: int) -> bool:
+def gets_line(nth: int) -> bool:
     """Return whether the nth skip of a reason gets a line."""
     return nth <= FIRST_SKIPS or nth % THEN_EVERY == 0
 
@@ -305,13 +305,13 @@ _KEPT = ("best", "last", "curves")
 def ending(event: Event, latest: Latest) -> list[str]:
     """Return the last lines of a run; the first one is the summary."""
     reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
-    told = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
-    lines = [f"{told}, {skips(event.get('skipped') or {})}"]
+    summary_line = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
+    lines = [f"{summary_line}, {skips(event.get('skipped') or {})}"]
     if event.get("error"):
         lines += _in_lines(event["error"])
     lines += [clean(f"  cured by the guard: {remedy}") for remedy in event.get("remedies") or ()]
     if event["reason"] in _UNFINISHED:
-        lines.append(f"  {_to_go_on(event, latest)}")
+        lines.append(f"  {_how_to_resume(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
         lines.append(f"  last checkpoint: {_named(latest.checkpoint)}")
     best = event.get("best") or {}
@@ -320,9 +320,11 @@ def ending(event: Event, latest: Latest) -> list[str]:
     folder = latest.start.get("dir", "")
     kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
     lines += [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
-    lines += [clean(f"  {line}") for line in to_look_at(latest.start)]
+    lines += [clean(f"  {line}") for line in tracker_hints(latest.start)]
     if folder and event["reason"] in _DONE:
-        lines += [clean(f"  {NEXT} halfstep {command}") for command in _next(shlex.quote(folder))]
+        run = shlex.quote(folder)
+        commands = (f"evaluate {run}", f"predict {run} FOLDER", f"export {run}")
+        lines += [clean(f"  {NEXT} halfstep {command}") for command in commands]
     return (
         lines
         + _in_lines(event.get("checkpoint_note"))
@@ -330,16 +332,12 @@ def ending(event: Event, latest: Latest) -> list[str]:
     )
 
 
-def _next(folder: str) -> list[str]:
-    return [f"evaluate {folder}", f"predict {folder} FOLDER", f"export {folder}"]
-
-
 def _in_lines(text: str | None) -> list[str]:
     """Return printable lines, indented."""
     return [f"  {clean(line)}" for line in (text or "").splitlines() if line.strip()]
 
 
-def _to_go_on(event: Event, latest: Latest) -> str:
+def _how_to_resume(event: Event, latest: Latest) -> str:
     signal = event.get("signal")
     if event.get("checkpoint"):
         by = f"stopped by {signal} {_place(latest)}: " if signal else ""
@@ -397,7 +395,7 @@ def resumed(start: Event) -> list[LineItem]:
     return lines + _few("passed over checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
 
 
-def goes_on(start: Event) -> bool:
+def is_resumed(start: Event) -> bool:
     """Return whether the run continues from a checkpoint, so that its log already describes it."""
     return bool((start.get("resumed") or {}).get("checkpoint"))
 

@@ -148,13 +148,13 @@ def peak_bytes(call: Callable[[], object], device: torch.device, held: Iterable[
     return before + _highest(recorded)
 
 
-def peak_of(arm: Candidate) -> int:
+def peak_of(candidate: Candidate) -> int:
     """Return the peak bytes of one update, measured after a first update that creates the optimizer state."""
-    arm.step()
-    optimizers = arm.stepper.optimizers.values()
-    held: list[Any] = [*arm.model.parameters(), *arm.model.buffers(), *tensors(arm.batch)]
+    candidate.step()
+    optimizers = candidate.stepper.optimizers.values()
+    held: list[Any] = [*candidate.model.parameters(), *candidate.model.buffers(), *tensors(candidate.batch)]
     held += [tensor for optimizer in optimizers for tensor in tensors(list(optimizer.state.values()))]
-    return peak_bytes(arm.step, arm.device, held)
+    return peak_bytes(candidate.step, candidate.device, held)
 
 
 def _highest(recorded: Any) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,21 @@ from halfstep.measure.case import SEED, Case, LossFunction, case_of
 from halfstep.measure.survival_report import (
     LostGradient,
     Survival,
-    cures,
     event_named,
     module_ranges,
     named,
+    remedies,
     where,
 )
-from halfstep.observe.emulate import BACKWARD, Event, RoundedOperands, RoundedOutputs, Rounding, over_the_whole_range
+from halfstep.observe.emulate import (
+    BACKWARD,
+    Event,
+    Ranges,
+    RoundedOperands,
+    RoundedOutputs,
+    Rounding,
+    over_the_whole_range,
+)
 from halfstep.observe.recorder import Recorder
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
@@ -46,20 +54,34 @@ from halfstep.step.step_inputs import generator_states, set_generator_states
 Gradients = dict[str, Tensor]
 
 
-class HasGradients(Protocol):
-    """The part of a step's result that decides whether its loss scale was low enough."""
+class StepOutcome:
+    """The loss, the gradients and the ranges of one step, however it ran."""
+
+    loss: float
+    gradients: Gradients | None
 
     @property
-    def loss(self) -> float: ...
+    def ranges(self) -> Ranges | None:
+        """Return the ranges of the values in the format; None if nothing was rounded."""
+        raise NotImplementedError
+
     @property
-    def gradients_finite(self) -> bool: ...
+    def gradients_finite(self) -> bool:
+        """Return whether backward was reached and every gradient is finite."""
+        return self.gradients is not None and all(bool(g.isfinite().all()) for g in self.gradients.values())
+
+    @property
+    def fits(self) -> bool:
+        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
+        overflowed = self.ranges is not None and self.ranges.first_on_the_way_forward is not None
+        return not overflowed and math.isfinite(self.loss) and self.gradients_finite
 
 
-StepResult = TypeVar("StepResult", bound=HasGradients)
+StepResult = TypeVar("StepResult", bound=StepOutcome)
 
 
 @dataclass(frozen=True)
-class EmulatedStep:
+class EmulatedStep(StepOutcome):
     """The result of one step."""
 
     rounding: Rounding | None
@@ -69,15 +91,9 @@ class EmulatedStep:
     scale: float
 
     @property
-    def gradients_finite(self) -> bool:
-        """Return whether every gradient is finite."""
-        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
-
-    @property
-    def fits(self) -> bool:
-        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
-        overflowed = self.rounding is not None and self.rounding.ranges.first_on_the_way_forward is not None
-        return not overflowed and math.isfinite(self.loss) and self.gradients_finite
+    def ranges(self) -> Ranges | None:
+        """Return the ranges that the rounding recorded."""
+        return None if self.rounding is None else self.rounding.ranges
 
 
 def step(
@@ -298,7 +314,7 @@ class _Judged:
             gradient_error=error,
             lost=lost,
             modules=module_ranges(ranges),
-            do=() if survives else cures(event, self._islands(name, make, event), bf16),
+            do=() if survives else remedies(event, self._islands(name, make, event), bf16),
             notes=self._notes(outcome.rounding, event),
         )
 

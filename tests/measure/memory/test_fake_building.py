@@ -125,7 +125,7 @@ def test_a_timeline_knows_when_memory_comes_and_goes_and_keeps_none_alive() -> N
     assert first.died < third.born  # gone before z was made
     assert second.died < timeline.now
     assert third.died > timeline.now
-    assert [block.format for block in timeline.kept] == ["fp32"]
+    assert [block.format for block in timeline.saved_for_backward] == ["fp32"]
     del z
     assert third.died == timeline.now
 

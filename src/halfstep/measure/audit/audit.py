@@ -20,7 +20,7 @@ from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
 from halfstep.measure.case import Case, LossFunction, case_of, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named
 from halfstep.measure.memory.estimate import gpu_pretended, without_values
-from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, in_one_line, numbers_refused, walked
+from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode, in_one_line, numbers_refused, walked
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
@@ -49,35 +49,32 @@ def described_step(make_case: Callable[[], Case], precision: Precision) -> Obser
         warnings.simplefilter("ignore")  # about tensors without storage and about the missing driver
         case = without_values(built(make_case, mode))
         with mode, gpu_pretended(), walked(), numbers_refused(_WHY):
-            told: list[Any] = []
-            arm = FakeArm(replace(case, loss_fn=_overheard(case.loss_fn, told)), StepSetting(), precision, _device())
-            listeners, stopped = Listeners(arm.model, precision), None
+            calls: list[Any] = []
+            recorded = replace(case, loss_fn=_recorded(case.loss_fn, calls))
+            candidate = FakeCandidate(recorded, StepSetting(), precision, torch.device(_DEVICE))
+            listeners, stopped = Listeners(candidate.model, precision), None
             try:
-                with Recorder(arm.model, listeners) as recorder, listeners.works.keeping(lambda: recorder.module):
-                    arm.step()
+                with Recorder(candidate.model, listeners) as recorder, listeners.works.keeping(lambda: recorder.module):
+                    candidate.step()
             except Exception as error:
                 # An error that a finding explains ends the step, but not the audit.
-                if not told:
+                if not calls:
                     raise
                 stopped = in_one_line(error)
             finally:
                 # Cached casts are fake tensors, which must not be reused outside this mode.
                 torch.clear_autocast_cache()
-            for finding, module, line in told:
+            for finding, module, line in calls:
                 listeners.lint.tell(finding, module, line)
             return listeners.watched(stopped=stopped)
 
 
-def _overheard(loss_fn: Callable[[nn.Module, Any], Any], told: list[Any]) -> Callable[[nn.Module, Any], Any]:
-    def overheard(model: nn.Module, batch: Any) -> Any:
-        with Calls(_DEVICE, lambda *words: told.append(words)):
+def _recorded(loss_fn: Callable[[nn.Module, Any], Any], calls: list[Any]) -> Callable[[nn.Module, Any], Any]:
+    def recorded(model: nn.Module, batch: Any) -> Any:
+        with Calls(_DEVICE, lambda *words: calls.append(words)):
             return loss_fn(model, batch)
 
-    return overheard
-
-
-def _device() -> torch.device:
-    return torch.device(_DEVICE)
+    return recorded
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -98,10 +95,10 @@ def overflow(watched: ObservedStep) -> Event | None:
     # After a non-finite loss, every gradient is non-finite.
     if event is None and not watched.fits and math.isfinite(watched.loss):
         event = watched.ranges.first_overflow.get(BACKWARD)
-    return None if event is not None and event.module in told_by_lint(watched) else event
+    return None if event is not None and event.module in found_by_lint(watched) else event
 
 
-def told_by_lint(watched: ObservedStep) -> set[str]:
+def found_by_lint(watched: ObservedStep) -> set[str]:
     """Return the modules in which lint found an overflow."""
     return {module for one in watched.spotted if one.finding.id in _TOLD_BY_LINT for module in one.modules}
 
@@ -293,8 +290,8 @@ class _Audited:
         # Islands have no effect without a narrow format.
         if not self.narrow or self.watched.stopped is not None:
             return
-        event, told = overflow(self.watched), told_by_lint(self.watched)
-        if event is not None or not (self.watched.fits or told):
+        event, by_lint = overflow(self.watched), found_by_lint(self.watched)
+        if event is not None or not (self.watched.fits or by_lint):
             found = survival(self.case, format_name=self.precision.computes.name, device=self.device)
             self.more.append(of_spoiled(found) if event is None else of_overflow(event, found, self.declared))
         self._progress(2, stages)

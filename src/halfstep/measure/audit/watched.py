@@ -20,6 +20,7 @@ from halfstep.measure.case import Case
 from halfstep.measure.memory.fake_tensors import as_wrong_use, in_one_line
 from halfstep.measure.survival import (
     Gradients,
+    StepOutcome,
     at_finite_scale,
     copies,
     gradients_of,
@@ -114,7 +115,7 @@ def _casts(operation: Operation) -> bool:
 
 
 @dataclass(frozen=True)
-class ObservedStep:
+class ObservedStep(StepOutcome):
     """The result of a watched step."""
 
     works: Mapping[str, ModuleWork]
@@ -128,17 +129,6 @@ class ObservedStep:
     scale: float = 1.0
     stopped: str | None = None
     """The error that ended the step early."""
-
-    @property
-    def gradients_finite(self) -> bool:
-        """Return whether backward was reached and every gradient is finite."""
-        return self.gradients is not None and all(bool(g.isfinite().all()) for g in self.gradients.values())
-
-    @property
-    def fits(self) -> bool:
-        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
-        overflowed = self.ranges is not None and self.ranges.first_on_the_way_forward is not None
-        return not overflowed and math.isfinite(self.loss) and self.gradients_finite
 
 
 class Listeners:
@@ -199,11 +189,11 @@ def _step(
             loss = one_loss(given)
             (loss * scale).backward()
     except Exception as error:
-        return listeners.watched(stopped=_told(error, listeners.lint), scale=scale)
+        return listeners.watched(stopped=_explained(error, listeners.lint), scale=scale)
     return listeners.watched(loss=loss.item(), gradients=gradients_of(model, device, scale), scale=scale)
 
 
-def _told(error: Exception, lint: Lint) -> str:
+def _explained(error: Exception, lint: Lint) -> str:
     """Return the error as one line if a finding explains it; otherwise raise it as the user's error."""
     if any(one.finding.severity == "error" for one in lint.spotted()):
         return str(error) if isinstance(error, WrongUse) else in_one_line(error)

@@ -72,13 +72,13 @@ class RunResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for strict JSON: non-finite numbers are words, as in a journal."""
-        return spoken(asdict(self))
+        return in_strict_json(asdict(self))
 
     @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> RunResult:
+    def from_dict(cls, saved: Mapping[str, Any]) -> RunResult:
         """Return the result from its saved form."""
-        curve = tuple((float(time), float(loss)) for time, loss in kept["curve"])
-        return cls(**{**kept, "metric": float(kept["metric"]), "curve": curve})
+        curve = tuple((float(time), float(loss)) for time, loss in saved["curve"])
+        return cls(**{**saved, "metric": float(saved["metric"]), "curve": curve})
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Memory:
         return {"measured": self.measured, "predicted": self.predicted, "parts": parts, "note": self.note}
 
     @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> Memory:
+    def from_dict(cls, saved: Mapping[str, Any]) -> Memory:
         """Return the memory from its saved form."""
-        return cls(kept["measured"], kept["parts"], kept["note"])
+        return cls(saved["measured"], saved["parts"], saved["note"])
 
 
-def spoken(content: dict[str, Any]) -> dict[str, Any]:
+def in_strict_json(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content as strict JSON can represent it."""
     # The journal's own writer, so that both have the same words for NaN and infinity.
     return dict(json.loads(as_line(content)))
@@ -203,7 +203,7 @@ class Gain:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def gain_of(base: Sequence[RunResult], arm: Sequence[RunResult]) -> Gain | None:
+def gain_of(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> Gain | None:
     """Return the speed-up, paired by seed; None without pairs.
 
     The epochs of a run are not independent, so each run counts once, however many epochs it has.
@@ -212,7 +212,7 @@ def gain_of(base: Sequence[RunResult], arm: Sequence[RunResult]) -> Gain | None:
     logs = [
         # Logarithms, so that 2x and 0.5x average to 1x.
         math.log(run.samples_per_second / there)
-        for run in arm
+        for run in candidate
         if run.samples_per_second and (there := fast.get(run.seed))
     ]
     if not logs:
@@ -272,10 +272,10 @@ class TimeToLoss:
     runs: int
 
 
-def time_to_loss(base: Sequence[RunResult], arm: Sequence[RunResult]) -> TimeToLoss | None:
+def time_to_loss(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> TimeToLoss | None:
     """Return the time, paired by seed; None if no losses are known."""
     goals = {run.seed: run.curve[-1][1] for run in base if run.curve and math.isfinite(run.curve[-1][1])}
-    found = [_first_time(run, goals[run.seed]) for run in arm if run.curve and run.seed in goals]
+    found = [_first_time(run, goals[run.seed]) for run in candidate if run.curve and run.seed in goals]
     if not found:
         return None
     times = [time for time in found if time is not None]
@@ -384,7 +384,7 @@ class BenchRow:
             "finite": self.finite,
             **{name: asdict(found) if (found := getattr(self, name)) else None for name in figures},
             "gain": self.gain.as_dict() if self.gain else None,
-            "parity": spoken(self.parity.as_dict()) if self.parity else None,
+            "parity": in_strict_json(self.parity.as_dict()) if self.parity else None,
             "memory": self.memory.as_dict() if self.memory else None,
             "less_memory": self.less_memory,
             "peak_bytes": self.peak_bytes,
@@ -431,22 +431,22 @@ def margin_over(base: Sequence[RunResult], metric: BenchMetric) -> Margin:
 
 
 def _parity(
-    base: Sequence[RunResult], arm: Sequence[RunResult], metric: BenchMetric, margin: Margin
+    base: Sequence[RunResult], candidate: Sequence[RunResult], metric: BenchMetric, margin: Margin
 ) -> ParityTest | None:
     """Return the parity over the seeds that both have; None if there are none."""
     metrics = {run.seed: run.metric for run in base}
-    pairs = [(metrics[run.seed], run.metric) for run in arm if run.seed in metrics]
+    pairs = [(metrics[run.seed], run.metric) for run in candidate if run.seed in metrics]
     if not pairs:
         return None
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better)
 
 
-def _less(base: Memory | None, arm: Memory | None) -> float | None:
+def _less(base: Memory | None, candidate: Memory | None) -> float | None:
     """Return the share of memory saved: measured against measured, or predicted against predicted."""
-    if base is None or arm is None:
+    if base is None or candidate is None:
         return None
-    for ours, theirs in ((base.measured, arm.measured), (base.predicted, arm.predicted)):
+    for ours, theirs in ((base.measured, candidate.measured), (base.predicted, candidate.predicted)):
         if ours and theirs is not None:
             return 1.0 - theirs / ours
     return None

@@ -82,7 +82,8 @@ class Walk:
         found = call(*gradients)
         # Dropped before the next nodes run, so that freed gradients leave the timeline as under the engine.
         gradients.clear()
-        for (following, number), gradient in zip(node.next_functions, _as_tuple(found), strict=False):
+        made: tuple[Tensor | None, ...] = found if isinstance(found, tuple) else (found,)
+        for (following, number), gradient in zip(node.next_functions, made, strict=False):
             if hasattr(following, "variable"):
                 self.expected[id(following.variable)] -= 1
             if following is not None and gradient is not None:
@@ -148,15 +149,12 @@ def _accumulate(leaf: Tensor, gradient: Tensor | None, shared: bool) -> None:
         leaf.grad = gradient.detach()
 
 
-def _as_tuple(found: Any) -> tuple[Tensor | None, ...]:
-    return found if isinstance(found, tuple) else (found,)
-
-
 @contextmanager
 def walked() -> Iterator[None]:
     """Replace `loss.backward()` by the walk, and report the node that is running."""
     walk = Walk()
-    torch_backward, torch_node, torch_task = Tensor.backward, torch._C._current_autograd_node, _task()
+    torch_backward, torch_node = Tensor.backward, torch._C._current_autograd_node
+    torch_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
     Tensor.backward = lambda loss: walk.run(loss)  # type: ignore[method-assign, assignment, misc]
     torch._C._current_autograd_node = lambda: walk.running  # type: ignore[assignment]
     # Non-reentrant checkpointing stores recomputed activations by the id of the backward that needs them.
@@ -169,11 +167,7 @@ def walked() -> Iterator[None]:
         torch._C._current_graph_task_id = torch_task  # type: ignore[attr-defined]
 
 
-def _task() -> Any:
-    return torch._C._current_graph_task_id  # type: ignore[attr-defined]
-
-
-# -- persons error ----------------------------------------------------------------------------------------------------
+# -- user error -------------------------------------------------------------------------------------------------------
 # Report an error in the user's code with its line instead of a traceback through torch.
 
 
@@ -360,7 +354,7 @@ _SCALE = 2.0**16
 """Any loss scale: its value changes no memory."""
 
 
-class FakeArm:
+class FakeCandidate:
     """A candidate on fake tensors, ready to step. Create and use it inside the mode of its fake tensors."""
 
     def __init__(self, case: Case, setting: StepSetting, precision: Precision, device: torch.device) -> None:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.measure.batches import size_of
@@ -28,7 +27,7 @@ from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST_RUNS, NUDGE, LossPar
 from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
-from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.capability import Ability, Device, ability
 
 # -- space ------------------------------------------------------------------------------------------------------------
@@ -65,14 +64,10 @@ def facts_of(case: Case) -> CaseFacts:
         name=case.name,
         now=replace(case.setting, batch=case.setting.batch or size_of(case.batch)),
         has_images=any(parameter.dim() == 4 for parameter in case.model.parameters()),
-        has_batch_norm=_has_batch_norm(case.model),
+        has_batch_norm=any(isinstance(module, _BatchNorm) for module in case.model.modules()),
         optimizer=type(optimizer).__name__,
         learning_rate=float(optimizer.param_groups[0]["lr"]),
     )
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def abilities(device: Device) -> dict[str, Ability]:
@@ -137,7 +132,7 @@ class Search:
     @property
     def conditions(self) -> dict[str, Any]:
         """Return the conditions of the measurements; empty if none was made."""
-        return self._trials.arena.conditions
+        return self._trials.runner.conditions
 
     @property
     def seconds(self) -> float:
@@ -146,7 +141,7 @@ class Search:
 
     def close(self) -> None:
         """Close all candidates."""
-        self._trials.arena.close()
+        self._trials.runner.close()
 
     def run(self, final_share: float = 0.9) -> None:
         """Run all phases; the final takes `final_share` of the time left. Ctrl-C propagates; results are kept."""
@@ -252,7 +247,7 @@ class Search:
             return self.cells[setting]
         finally:
             # Not compared with the others: its update has more samples.
-            self._trials.arena.leave(setting)
+            self._trials.runner.leave(setting)
             self.cells.pop(setting, None)
 
     def _look_again(self) -> None:
@@ -270,9 +265,9 @@ class Search:
             if not self._trials.has_time_for(self.baseline, updates):
                 return
             try:
-                arena = self._trials.arena
-                self._nudged.append(arena.nudged_losses(self.baseline, share=NUDGE, steps=updates, seed=seed))
-            except (ArmFailed, ArmTooSlow):
+                runner = self._trials.runner
+                self._nudged.append(runner.nudged_losses(self.baseline, share=NUDGE, steps=updates, seed=seed))
+            except (CandidateFailed, CandidateTooSlow):
                 return
 
     def _leader(self) -> Cell:
@@ -349,12 +344,12 @@ class Growing:
             if not wholly_above(by_sample, best):
                 self.ended = f"{setting.batch} samples gained nothing beyond doubt: {by_sample.speedup:.2f}x by samples"
                 return
-            rate, rule = scaled_rate(search.facts.optimizer, search.facts.learning_rate, factor)
+            rate, rule = scaled_lr(search.facts.optimizer, search.facts.learning_rate, factor)
             self.found, best = Growth(factor, setting, by_sample, rate, rule, WARM_UP), by_sample
         self.ended = f"larger ones than {FACTORS[-1]}x were not tried"
 
 
-def scaled_rate(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
+def scaled_lr(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
     """Return the scaled learning rate and its rule: linear for SGD, square root for adaptive optimizers."""
     if optimizer.lower() == "sgd":
         return _rounded(rate * factor), f"linear scaling for SGD: {factor}x"

@@ -294,7 +294,7 @@ CAUSES: tuple[Callable[[ProfileFacts], Cause | None], ...] = (
 """The order in which they win where two explain the same share."""
 
 
-def found(facts: ProfileFacts) -> list[Cause]:
+def find_causes(facts: ProfileFacts) -> list[Cause]:
     """Return all causes that explain enough to be fixed, largest first; none for steps that did not train."""
     if facts.idle:
         return []
@@ -351,7 +351,7 @@ def verdict(facts: ProfileFacts) -> Cause:
     if facts.idle:
         do = "mend the data or the loss, until a step trains"
         return Cause("no-updates", facts.idle, "", do, next_command.again(facts), 0.0)
-    causes = found(facts)
+    causes = find_causes(facts)
     return causes[0] if causes else unexplained(facts) or _ending(facts)
 
 

@@ -121,15 +121,15 @@ class _Row(NamedTuple):
     """Index in its pass over the data."""
 
 
-def fed(arm: Candidate, data: CaseData, seconds: float) -> Feeding:
+def fed(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
     """Step until there are enough steps or the time is up; steps on prefetched batches are left out."""
     read, read_cpu = _reading(data, seconds / 3)
-    every = _steps(arm, data, seconds)
+    every = _steps(candidate, data, seconds)
     rows = _in_full_run(every, data.workers)
     # If each pass has a single step, all of its wait is for workers to start.
     wait = _mean([row.wait for row in rows if row.place or not data.workers])
-    each = arm.setting.microbatches
-    threads = torch.get_num_threads() if arm.device.type == "cpu" else 0
+    each = candidate.setting.microbatches
+    threads = torch.get_num_threads() if candidate.device.type == "cpu" else 0
     counts, compiling, reasons = zip(*(row.compiled for row in rows), strict=True)
     times = tuple(row.step for row in rows)
     return Feeding(
@@ -186,7 +186,7 @@ def _reading(data: CaseData, seconds: float) -> tuple[float, float]:
     return walls[fastest], min(busy[fastest], walls[fastest])
 
 
-def _steps(arm: Candidate, data: CaseData, seconds: float) -> list[_Row]:
+def _steps(candidate: Candidate, data: CaseData, seconds: float) -> list[_Row]:
     deadline = time.perf_counter() + seconds
     most = _MOST_STEPS + 1 + data.workers * _BUFFERED
     compilations = Compilations()
@@ -194,12 +194,12 @@ def _steps(arm: Candidate, data: CaseData, seconds: float) -> list[_Row]:
     place = -1
     with closing(_endless(data)) as batches:
         while len(rows) < most:
-            window, wait, begins = _next(batches, arm)
+            window, wait, begins = _next(batches, candidate)
             place = 0 if begins else place + 1
             start = time.perf_counter()
-            arm.stepper.step(arm.loss_fn, Window(window))
-            if arm.device.type != "cpu":
-                torch.accelerator.synchronize(arm.device)
+            candidate.stepper.step(candidate.loss_fn, Window(window))
+            if candidate.device.type != "cpu":
+                torch.accelerator.synchronize(candidate.device)
             took = time.perf_counter() - start
             count, compiling, reason = compilations.since()
             rows.append(_Row(wait, took, (count, min(compiling, took), reason), place))
@@ -208,18 +208,18 @@ def _steps(arm: Candidate, data: CaseData, seconds: float) -> list[_Row]:
     return rows
 
 
-def _next(batches: Iterator[tuple[bool, Any]], arm: Candidate) -> tuple[list[Any], float, bool]:
+def _next(batches: Iterator[tuple[bool, Any]], candidate: Candidate) -> tuple[list[Any], float, bool]:
     """Return the batches of a step, the seconds until they arrived, and whether a pass begins with them.
 
     Raises `WrongUse` if the data has no batch.
     """
     start = time.perf_counter()
-    window = [batch for _, batch in zip(range(arm.setting.microbatches), batches, strict=False)]
+    window = [batch for _, batch in zip(range(candidate.setting.microbatches), batches, strict=False)]
     wait = time.perf_counter() - start
     if not window:
         raise WrongUse("the data gave no batch", allowed="a loader with at least one batch", do="look at its samplers")
     begins = any(first for first, _ in window)
-    return [placed_batch(batch, arm.device, arm.setting.channels_last) for _, batch in window], wait, begins
+    return [placed_batch(batch, candidate.device, candidate.setting.channels_last) for _, batch in window], wait, begins
 
 
 def _endless(data: CaseData) -> Any:
@@ -295,7 +295,7 @@ class Examined:
         self._looked: StepLayers | None = None
         self.passed_over = False
         try:
-            self._asked = self._arm(self.precision.name)
+            self._asked = self._candidate(self.precision.name)
         # Reported as a cause, not as an error.
         except PrecisionRefused:
             self.passed_over = True
@@ -334,12 +334,12 @@ class Examined:
 
         There are always enough pairs for an interval, even if they take longer than `seconds`, up to a multiple of it.
         """
-        arms: dict[str, Any] = {"fp32": self.strict, "asked": self.asked}
+        candidates: dict[str, Any] = {"fp32": self.strict, "asked": self.asked}
         if self.fp32_means not in _STRICT:
-            arms["own fp32"] = PlainStep(self.case, self.device, self.case.setting)
-        turn = sum(warm(arm, seconds=seconds / 4) for arm in arms.values())
+            candidates["own fp32"] = PlainStep(self.case, self.device, self.case.setting)
+        turn = sum(warm(candidate, seconds=seconds / 4) for candidate in candidates.values())
         pairs = min(_MOST_PAIRS, max(FEWEST_FOR_INTERVAL, int(seconds / 2 / max(turn, 1e-9))))
-        raced = race(arms, baseline="fp32", pairs=pairs, seconds=_PATIENCE * seconds)
+        raced = race(candidates, baseline="fp32", pairs=pairs, seconds=_PATIENCE * seconds)
         # Ctrl-C came before the first pair.
         if "asked" not in raced.speeds:
             raise KeyboardInterrupt
@@ -351,9 +351,9 @@ class Examined:
     def kernels(self, seconds: float) -> dict[str, Any]:
         """Profile both steps; a long one only once."""
         found = {}
-        for name, arm in (("kernels", self.asked), ("fp32_kernels", self.strict)):
-            steps = 1 if arm.seconds() > min(_LONG_STEP, seconds / 8) else 5
-            found[name] = asdict(kernels_of(arm.step, self.device, steps))
+        for name, candidate in (("kernels", self.asked), ("fp32_kernels", self.strict)):
+            steps = 1 if candidate.seconds() > min(_LONG_STEP, seconds / 8) else 5
+            found[name] = asdict(kernels_of(candidate.step, self.device, steps))
         return found
 
     def work(self, _seconds: float) -> dict[str, Any]:
@@ -385,7 +385,7 @@ class Examined:
     def strict(self) -> Candidate:
         """Return the candidate in strict fp32."""
         if self._strict is None:
-            self._strict = self._asked if self.precision.name == "fp32" else self._arm("fp32")
+            self._strict = self._asked if self.precision.name == "fp32" else self._candidate("fp32")
         assert self._strict is not None
         return self._strict
 
@@ -396,7 +396,7 @@ class Examined:
             self._looked = look(self.asked.model, self.asked.step)
         return self._looked
 
-    def _arm(self, precision: str) -> Candidate:
+    def _candidate(self, precision: str) -> Candidate:
         # Not observed: work in another format than requested is to be found here and must not raise an error.
         return Candidate(self.case, replace(self.case.setting, precision=precision), self.device, observe=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import colorsys
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,7 +191,8 @@ def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int =
     high, wide = min(tile, height), min(tile, width)
     window = torch.outer(_ramp(high, images), _ramp(wide, images))
     total, weight = None, images.new_zeros(height, width, dtype=window.dtype)
-    for chunk in _chunks(places):
+    for begin in range(0, len(places), AT_ONCE):
+        chunk = places[begin : begin + AT_ONCE]
         crops = torch.stack([images[n, :, y : y + high, x : x + wide] for n, y, x in chunk])
         outs = _padded(model, crops, stride)
         if total is None:
@@ -242,8 +243,3 @@ def _starts(length: int, tile: int, overlap: int) -> list[int]:
 def _ramp(length: int, like: Tensor) -> Tensor:
     places = (torch.arange(length, device=like.device, dtype=torch.float32) + 0.5) / length
     return torch.sin(math.pi * places).square().clamp(min=FAINTEST)
-
-
-def _chunks(places: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    for begin in range(0, len(places), AT_ONCE):
-        yield places[begin : begin + AT_ONCE]

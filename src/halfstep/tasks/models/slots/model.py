@@ -236,9 +236,9 @@ class TellingModel(SlotModel):
 
 
 @island
-def squared_error(said: Tensor, frames: Tensor) -> Tensor:
+def squared_error(predicted: Tensor, frames: Tensor) -> Tensor:
     """Return the mean squared error of frames."""
-    return F.mse_loss(said, frames)
+    return F.mse_loss(predicted, frames)
 
 
 @island
