@@ -215,7 +215,7 @@ ALL: dict[str, tuple[Callable[[int], Parts], tuple[int, ...]]] = {**MODELS, **HE
 
 def measure(name: str, size: int, precision: str) -> int:
     """The peak of a real second update, in this process."""
-    from halfstep.measure.allocator import peak_bytes
+    from halfstep.measure.candidate import peak_bytes
 
     torch.manual_seed(0)
     model, loss_fn, batch = ALL[name][0](size)

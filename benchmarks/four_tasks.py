@@ -23,7 +23,7 @@ from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import race, warm
-from halfstep.measure.worker_process import ArmProcess
+from halfstep.measure.worker_process import CandidateProcess
 from halfstep.terminal import progress
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -38,7 +38,7 @@ ARMS = {"fp32": "fp32", "aa": "fp32", "bf16": "bf16"}
 
 
 def memory(subject: Subject, setting: StepSetting) -> dict[str, int]:
-    with ArmProcess(subject, setting, "cpu") as arm:
+    with CandidateProcess(subject, setting, "cpu") as arm:
         arm.open()
         counted = arm.memory()
     ledger = ledger_of(subject.open, setting)
@@ -48,7 +48,8 @@ def memory(subject: Subject, setting: StepSetting) -> dict[str, int]:
 def speed(subject: Subject, settings: dict[str, StepSetting], pairs: int, name: str) -> dict[str, Any]:
     with ExitStack() as stack:
         arms = {
-            arm: stack.enter_context(ArmProcess(subject, settings[precision], "cpu")) for arm, precision in ARMS.items()
+            arm: stack.enter_context(CandidateProcess(subject, settings[precision], "cpu"))
+            for arm, precision in ARMS.items()
         }
         for arm in arms.values():
             arm.open()

@@ -27,7 +27,7 @@ import halfstep
 from halfstep.errors import Diverged
 from halfstep.files import read_json
 from halfstep.precision.precision import precision_named
-from halfstep.tasks.models.latent.pretrained import kept_autoencoder
+from halfstep.tasks.models.latent.pretrained import pretrained_autoencoder
 
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = [
@@ -104,7 +104,7 @@ def autoencoder_folder(root: Path) -> tuple[Path, dict[str, float]]:
         ],
         quiet=True,
     )
-    module, times, apart = large(kept_autoencoder(str(run.dir)).module)
+    module, times, apart = large(pretrained_autoencoder(str(run.dir)).module)
     folder = root / "vae"
     module.save_pretrained(folder)
     return folder, {"activations_times": times, "latents_apart": apart}

@@ -36,9 +36,8 @@ from halfstep.data.shards import Shards
 from halfstep.files import cache_folder
 from halfstep.host_memory import keep_freed_memory
 from halfstep.measure.bench.bench import compare
-from halfstep.measure.bench.comparison import smoothed
+from halfstep.measure.bench.comparison import BenchMetric, RunResult, smoothed
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import BenchMetric, RunResult
 from halfstep.measure.conditions import conditions
 from halfstep.precision.precision import spare_half_convolutions
 

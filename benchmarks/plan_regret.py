@@ -34,7 +34,7 @@ from halfstep.measure.plan.race import observes
 from halfstep.measure.plan.search import abilities
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
 from halfstep.precision.hardware import describe
 
 SUBJECTS = ("resnet50", "unet", "resnet18_stock_stem_32")
@@ -134,13 +134,13 @@ def sweep(subject: Subject, found: Plan) -> dict[StepSetting, float]:
     times: dict[StepSetting, float] = {}
     for setting in cells(found):
         try:
-            with ArmProcess(subject, setting, observe=observes(setting)) as arm:
+            with CandidateProcess(subject, setting, observe=observes(setting)) as arm:
                 arm.open()
                 first = arm.seconds(1, FIRST_STEP)
                 arm.seconds(WARM)
                 times[setting] = statistics.median(arm.seconds() for _ in range(TIMED))
             say(f"  {label(setting):40} {times[setting]:.3f} s an update, first {first:.1f} s")
-        except (ArmFailed, ArmTooSlow, HalfstepError) as error:
+        except (CandidateFailed, CandidateTooSlow, HalfstepError) as error:
             say(f"  {label(setting):40} {type(error).__name__}: {error}")
     return times
 
@@ -151,7 +151,7 @@ def head_to_head(subject: Subject, found: Plan, winner: StepSetting, pairs: int)
     with contextlib.ExitStack() as opened:
         arms = {}
         for name, setting in settings.items():
-            arms[name] = opened.enter_context(ArmProcess(subject, setting, observe=observes(setting)))
+            arms[name] = opened.enter_context(CandidateProcess(subject, setting, observe=observes(setting)))
             arms[name].open()
             arms[name].seconds(1 + WARM)
         rounds = list(clock.interleaved({name: arm.seconds for name, arm in arms.items()}, pairs))

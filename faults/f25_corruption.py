@@ -160,4 +160,4 @@ def _goes_on(run: Path, whole: rig.Ending) -> str | None:
 def _passed_over(run: Path) -> int:
     """The checkpoints of which the last start says so."""
     starts = [event for event in read_events(run / "journal.jsonl") if event["event"] == "start"]
-    return len(starts[-1]["resumed"]["passed_over"])
+    return len(starts[-1]["resumed"]["rejected_checkpoints"])

@@ -210,5 +210,5 @@ def _copy(folder: Path, name: str) -> Path:
 def _says_approximate(place: Path, name: str) -> bool:
     start = [event for event in read_events(place / "journal.jsonl") if event["event"] == "start"][-1]
     told = start["resumed"]
-    because = [line for line in told["because"] if line.startswith(f"{name} was")]
+    because = [line for line in told["reasons"] if line.startswith(f"{name} was")]
     return not told["exact"] and len(because) == 1 and "APPROXIMATE" in (place / "train.log").read_text()

@@ -111,7 +111,7 @@ def committed(folder: Path) -> list[int]:
         events = read_events(folder / "journal.jsonl")
     except Exception:
         return []
-    return [event["attempt"] for event in events if event["event"] == "saved" and event.get("what") == "checkpoint"]
+    return [event["attempt"] for event in events if event["event"] == "saved" and event.get("kind") == "checkpoint"]
 
 
 def last_step(folder: Path) -> int:

@@ -19,8 +19,8 @@ from halfstep.cli.bench import signals_as_ctrl_c
 from halfstep.cli.main import build
 from halfstep.cli.pages.bench import next_command, show
 from halfstep.measure.bench.bench import compare
+from halfstep.measure.bench.comparison import BenchMetric, RunFailed, RunResult
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import BenchMetric, RunFailed, RunResult
 
 CASE = "tests.support.cases:linear"
 

@@ -24,7 +24,7 @@ def test_a_run_learns_in_the_precision_asked_for(recipe: str, precision: str, tm
     events = read_events(run.dir / "journal.jsonl")
     metric = [e["val"][run.best["metric"]] for e in events if e["event"] == "epoch"]
     assert max(metric[1:]) > metric[0]
-    observed = next(e for e in events if e["event"] == "observed")
+    observed = next(e for e in events if e["event"] == "precision_check")
     assert observed["expected"] == run.precision
     speed = next(e for e in events if e["event"] == "speed")
     assert speed["memory"]["device_bytes"] > 0

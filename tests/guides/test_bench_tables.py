@@ -13,8 +13,8 @@ from halfstep.cli.main import build
 from halfstep.cli.pages.bench import next_command
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench, compare, usual_arms
+from halfstep.measure.bench.comparison import BenchMetric, Config, RunResult, read_arms
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import BenchMetric, Config, RunResult, read_arms
 from halfstep.measure.subject import Subject
 
 SMALL = ["data.samples=24", "data.size=16", "train.batch_size=4", "model.width=4", "model.depth=2", "run.pictures=0"]

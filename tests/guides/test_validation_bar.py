@@ -30,7 +30,7 @@ def drawn(*events: Event) -> str:
 
 
 def evaluating(**metrics: float) -> Event:
-    return {"event": "evaluating", "time": 6.5, "epoch": 1, "done": 3, "of": 4, "metrics": metrics}
+    return {"event": "evaluating", "time": 6.5, "epoch": 1, "done": 3, "total": 4, "metrics": metrics}
 
 
 def test_the_numbers_beside_it_are_validations() -> None:
@@ -72,7 +72,7 @@ def test_a_run_tells_what_validation_comes_to(monkeypatch: pytest.MonkeyPatch, t
     halfstep.fit("segmentation_tiny", settings=settings + more, quiet=True)
     told = next(event for event in heard if event["event"] == "evaluating")
     whole = next(event["val"] for event in heard if event["event"] == "epoch")
-    assert told["done"] == told["of"] == 1
+    assert told["done"] == told["total"] == 1
     assert told["metrics"] == pytest.approx(whole)
 
 

@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 
 from halfstep.errors import FolderTaken, StateMismatch
-from halfstep.journal.events import Journal
-from halfstep.journal.jsonl import JOURNAL, LOG, as_line, cut_back, kept_events, last_time, read_events, sizes
+from halfstep.journal.events import FORMAT, Event, Journal
+from halfstep.journal.jsonl import (
+    JOURNAL,
+    LOG,
+    as_line,
+    cut_back,
+    kept_events,
+    last_time,
+    read_events,
+    refuse_other_form,
+    sizes,
+)
 from halfstep.journal.listeners import listeners
-from tests.journal.told import step, whole_run
+from tests.journal.told import start, step, whole_run
 
 
 def folder_with(path: Path, journal: bytes, log: bytes) -> Path:
@@ -141,3 +151,32 @@ def test_a_damaged_line_is_passed_over_when_a_run_goes_on(tmp_path: Path) -> Non
     lines = [as_line(step(1)).encode(), b"\x00\xff{\n", b"[]\n", as_line(step(2)).encode(), b'{"event"']
     (tmp_path / JOURNAL).write_bytes(b"".join(lines))
     assert [event["attempt"] for event in kept_events(tmp_path / JOURNAL)] == [1, 2]
+
+
+def old_start() -> Event:
+    """A start of the first form, which had other names and did not say its form."""
+    fields = start()
+    return {"repeats": fields.pop("repeated_samples")} | {key: fields[key] for key in fields if key != "format"}
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (old_start(), "written in form 1 by an earlier halfstep"),
+        (start(format=FORMAT + 1), f"written in form {FORMAT + 1} by a later halfstep"),
+    ],
+)
+def test_a_journal_of_another_form_is_refused(tmp_path: Path, first: Event, said: str) -> None:
+    path = tmp_path / JOURNAL
+    path.write_text(as_line(first) + as_line(step(1)))
+    for read in (read_events, refuse_other_form, lambda path: list(kept_events(path))):
+        with pytest.raises(StateMismatch, match=said):
+            read(path)
+
+
+@pytest.mark.parametrize("form", [FORMAT, 0, "2", None])
+def test_a_journal_of_this_form_or_a_damaged_one_is_read(tmp_path: Path, form: Any) -> None:
+    path = tmp_path / JOURNAL
+    path.write_text(as_line(start(format=form)) + as_line(step(1)))
+    refuse_other_form(path)
+    assert [event["event"] for event in read_events(path)] == ["start", "step"]

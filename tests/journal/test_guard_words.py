@@ -36,8 +36,8 @@ def gave_up(**changes: Any) -> Event:
         "steps": 7,
         "skipped": {"loss_not_finite": 5},
         "cures": [],
-        "why": f"{SENTENCE}. 5 steps in a row were skipped",
-        "kept": "the last good checkpoint is step-00000005.0001, of step 5: the run goes on from it",
+        "error": f"{SENTENCE}. 5 steps in a row were skipped",
+        "checkpoint_note": "the last good checkpoint is step-00000005.0001, of step 5: the run goes on from it",
         "do": DO,
     }
     return {**facts, **changes}
@@ -86,18 +86,20 @@ def test_a_terminal_has_every_word_of_it(width: int, level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"do": None}, {"why": None, "kept": None}, {"cures": ["up3 computes in fp32"]}]
+    "changes", [{}, {"do": None}, {"error": None, "checkpoint_note": None}, {"remedies": ["up3 computes in fp32"]}]
 )
 def test_the_last_line_is_what_to_type(changes: dict[str, Any]) -> None:
     lines = ending(gave_up(**changes), Latest())
     assert lines[0] == "Gave up after 9.0 s: 7 steps applied, 5 skipped (loss_not_finite)"
     assert all(line.strip() for line in lines)
     assert (lines[-1].strip() == f"do: {DO}") == (changes.get("do", DO) is not None)
-    assert any("cured by the guard: up3 computes in fp32" in line for line in lines) == ("cures" in changes)
+    assert any("cured by the guard: up3 computes in fp32" in line for line in lines) == ("remedies" in changes)
 
 
-def test_an_end_of_an_older_journal_has_no_such_words() -> None:
-    older = {key: value for key, value in gave_up().items() if key not in ("why", "kept", "do", "cures")}
+def test_an_end_without_those_fields_has_no_such_words() -> None:
+    older = {
+        key: value for key, value in gave_up().items() if key not in ("error", "checkpoint_note", "do", "remedies")
+    }
     assert len(ending({**older, "reason": "finished"}, Latest())) == 1
 
 

@@ -217,7 +217,14 @@ def test_a_skip_names_the_samples_that_were_quarantined() -> None:
 
 
 def test_names_of_files_cannot_speak_to_the_terminal() -> None:
-    bad = {"event": "replaced", "time": 0.0, "name": "a\x1b]0;x\x07\r\n.png", "reason": "cut", "number": 1, "by": 2}
+    bad = {
+        "event": "bad_sample",
+        "time": 0.0,
+        "name": "a\x1b]0;x\x07\r\n.png",
+        "reason": "cut",
+        "index": 1,
+        "replacement": 2,
+    }
     lines = plain_lines([start(label="x\x1b[2J"), bad, note("a\x9b31m")])
     assert all(line.isprintable() for line in lines)
     assert lines[-2].startswith("cannot use a\\x1b]0;x\\x07  .png: cut")

@@ -110,7 +110,7 @@ def test_more_steps_than_were_planned_fill_the_bar_and_no_more() -> None:
 
 
 def test_an_evaluation_has_the_bar_until_the_next_step() -> None:
-    evaluating = {"event": "evaluating", "time": 6.5, "epoch": 1, "done": 3, "of": 4}
+    evaluating = {"event": "evaluating", "time": 6.5, "epoch": 1, "done": 3, "total": 4}
     clocks = Clocks(7.0, 7.0, 10.0)
     first = area(heard([start(), step(20), evaluating]), clocks, 120, "utf-8")[0].plain
     assert first.startswith(" Epoch 1/2 [Val]  ━")
@@ -122,7 +122,7 @@ def test_an_evaluation_has_the_bar_until_the_next_step() -> None:
 def test_without_a_step_it_says_what_it_waits_for() -> None:
     lines = area(Latest(), Clocks(0.0, 0.0, 0.0), 80, "utf-8")
     assert [line.plain for line in lines] == [" preparing the first step  00:00"]
-    stage = {"event": "stage", "time": 0.1, "doing": "reading the first 16 samples"}
+    stage = {"event": "stage", "time": 0.1, "text": "reading the first 16 samples"}
     lines = area(heard([start(), stage]), Clocks(9.0, 9.0, math.nan, stage=8.0), 80, "utf-8")
     assert [line.plain for line in lines] == [" reading the first 16 samples  00:08"]
     assert len(area(heard([start(), stage, step(1)]), Clocks(9.0, 9.0, math.nan), 80, "utf-8")) == 3
@@ -139,7 +139,7 @@ def test_a_step_is_heard_in_little_time_and_drawn_seldom() -> None:
     console, raw = terminal(120)
     live = LiveConsole(console)
     live.hear(start(steps=10**6, steps_per_epoch=10**5))
-    events = [step(n, in_epoch=n) for n in range(1, 5001)]
+    events = [step(n, step_in_epoch=n) for n in range(1, 5001)]
     drawn = raw.tell()
     times = []
     for _ in range(5):

@@ -22,14 +22,14 @@ from halfstep.journal import mlflow
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import tracker_listeners
 from halfstep.journal.mlflow import Rest
-from halfstep.journal.trackers import KEPT, to_look_at
+from halfstep.journal.trackers import MLFLOW_FILE, tracker_hints
 from halfstep.recipe.written import flat
 from tests.journal.told import speed, start, step, whole_run
 from tests.support.mlflow_server import Store, serving
 from tests.support.tiny_task import Tiny
 from tests.train.test_loop import RECIPE
 
-PICTURE = {"event": "saved", "time": 1.0, "what": "picture", "file": "pictures/epoch-0001.png"}
+PICTURE = {"event": "saved", "time": 1.0, "kind": "picture", "file": "pictures/epoch-0001.png"}
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x02\0\0\0\x01"
 
 
@@ -65,8 +65,8 @@ def told(folder: Path, events: list[dict[str, Any]]) -> list[str]:
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text("task: segmentation\n")
     heard = Heard()
-    everyone: list[Listener] = [heard, *tracker_listeners("mlflow", folder)]
-    journal = Journal(everyone)
+    every_listener: list[Listener] = [heard, *tracker_listeners("mlflow", folder)]
+    journal = Journal(every_listener)
     for event in events:
         journal.tell(**{name: value for name, value in event.items() if name != "time"})
     journal.close()
@@ -137,7 +137,7 @@ def test_names_keys_and_numbers_of_the_environment_are_used(
     told(tmp_path, [start()])
     assert list(server.experiments) == ["mine"]
     assert {headers["Authorization"] for _, _, headers in server.requests} == {"Basic bWU6cyBjcmV0"}
-    assert "cret" not in (tmp_path / KEPT).read_text()
+    assert "cret" not in (tmp_path / MLFLOW_FILE).read_text()
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "7")
     monkeypatch.setenv(mlflow.TRACKING_URI, f"http://{address}")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "abc")
@@ -173,7 +173,7 @@ def test_a_server_that_is_ill_is_told_of_once_and_harms_nothing(
     assert time.monotonic() - began < 5.0
     assert note.startswith("MLflow stopped: http://127.0.0.1:")
     assert "\n" not in note
-    assert not (tmp_path / KEPT).exists()
+    assert not (tmp_path / MLFLOW_FILE).exists()
 
 
 def test_telling_never_waits_for_the_server(tmp_path: Path, server: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_telling_never_waits_for_the_server(tmp_path: Path, server: Store, monke
 
 def test_messages_that_wait_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow, "MOST", 3)
-    slow = mlflow.Sending("slow")
+    slow = mlflow.SendQueue("slow")
     for _ in range(3):
         slow.add(lambda: time.sleep(0.5))
     slow._waiting.put(lambda: None)  # the one that it is at has left
@@ -218,7 +218,7 @@ def test_a_whole_run_is_tracked_and_says_where_to_look(tmp_path: Path, server: S
     kept = the_run(server)
     assert kept["info"]["status"] == "FINISHED"
     assert [m["value"] for m in kept["metrics"] if m["key"] == "val/loss"][-1] == run.metrics["loss"]
-    (line,) = to_look_at({"recipe": {"run": {"tracker": "mlflow"}}, "dir": str(run.dir)})
+    (line,) = tracker_hints({"recipe": {"run": {"tracker": "mlflow"}}, "dir": str(run.dir)})
     assert f"/#/experiments/1/runs/{kept['info']['run_id']}" in line
     assert line in (run.dir / "train.log").read_text()
 

@@ -60,16 +60,16 @@ def test_a_first_start_says_nothing_of_it() -> None:
     ],
 )
 def test_where_it_goes_on(repeated: int | None, ending: str) -> None:
-    event = start(steps=30_000, resumed=resumed(12_000, repeated=repeated))
+    event = start(steps=30_000, resumed=resumed(12_000, repeated_steps=repeated))
     assert words_of(event) == [(f"resumed at step 12,000 of 30,000 from checkpoint step-00012000.0007{ending}", False)]
 
 
 def test_what_is_not_as_it_was_has_a_line_each_right_after_the_title() -> None:
     field = resumed(
         exact=False,
-        because=["torch was 2.12.0", "2 processes are 1"],
+        reasons=["torch was 2.12.0", "2 processes are 1"],
         changed=["train.lr: 0.001 -> 0.0005"],
-        passed_over=["step-00000018.0008: rank-00000.safetensors is cut off"],
+        rejected_checkpoints=["step-00000018.0008: rank-00000.safetensors is cut off"],
     )
     told = [
         "resumed at step 15 of 40 from checkpoint step-00000015.0007 (3 steps are done again)",
@@ -110,10 +110,10 @@ def test_a_change_that_was_accepted_is_the_reason_where_there_is_no_other(
 
 
 def test_a_run_that_is_beyond_its_new_end_says_so() -> None:
-    (item,) = words_of(start(steps=29, resumed=resumed(50, repeated=0)))
+    (item,) = words_of(start(steps=29, resumed=resumed(50, repeated_steps=0)))
     where = "resumed at step 50 from checkpoint step-00000050.0007"
     assert item.text == f"{where}: the run is already beyond its new end, step 29"
-    (at_its_end,) = words_of(start(steps=50, resumed=resumed(50, repeated=0)))
+    (at_its_end,) = words_of(start(steps=50, resumed=resumed(50, repeated_steps=0)))
     assert at_its_end.text == where.replace("step 50", "step 50 of 50")
 
 

@@ -12,7 +12,7 @@ from halfstep.draw.curves import draw_curves
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, cut_back, last_time, read_events, sizes
 from halfstep.journal.listeners import listeners
-from halfstep.journal.trackers import Scales
+from halfstep.journal.trackers import EventScalars
 from tests.journal.told import epoch, resumed, saved, speed, start, step, until, whole_run
 
 AT = 15
@@ -38,7 +38,7 @@ def killed_and_taken_up(folder: Path, kind: str, killed_at: int, tracker: str = 
         _next_second()
     again = listeners(folder, tracker=tracker, console=None, resumed_at=AT)
     second = Journal(again, began_with=last_time(folder / JOURNAL))
-    tell(second, [start(events[0]["precision"]["chosen"], resumed=resumed(AT, repeated=killed_at - AT))])
+    tell(second, [start(events[0]["precision"]["chosen"], resumed=resumed(AT, repeated_steps=killed_at - AT))])
     tell(second, events[kept:])
     assert second.listeners == again, "a listener was left out"
     second.close()
@@ -52,7 +52,7 @@ def test_the_journal_has_every_attempt_once_and_two_starts(tmp_path: Path, kille
     assert [e["attempt"] for e in events if e["event"] == "step"] == list(range(1, 41))
     assert [e["event"] for e in events].count("start") == 2
     assert [e["event"] for e in events if e["event"] != "start"] == [e["event"] for e in whole if e["event"] != "start"]
-    assert "checkpoint" not in {e.get("what") for e in events}, "the journal was not cut back to before the save"
+    assert "checkpoint" not in {e.get("kind") for e in events}, "the journal was not cut back to before the save"
 
 
 @pytest.mark.parametrize("kind", ["fp16", "nan"])
@@ -147,7 +147,7 @@ def test_what_tensorboard_heard_before_a_checkpoint_is_on_disk_after_it(tmp_path
 
 
 def test_an_evaluation_that_is_all_that_was_left_belongs_to_the_step_before_it() -> None:
-    scales = Scales()
+    scales = EventScalars()
     scales.hear(start(resumed=resumed(20)))
     told = scales.hear(epoch(1))
     assert told is not None
@@ -170,7 +170,7 @@ def test_time_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_is_lost_or_damaged_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
-    bad = b'\x00{"\n{"event":"step"}\n{"event":"saved","what":"checkpoint","file":3}\n{"event":7}\n'
+    bad = b'\x00{"\n{"event":"step"}\n{"event":"saved","kind":"checkpoint","file":3}\n{"event":7}\n'
     for content in (None, b"", bad):
         if content is not None:
             (tmp_path / JOURNAL).write_bytes(content)

@@ -14,12 +14,12 @@ from halfstep.draw.images import write_png
 from halfstep.errors import MissingExtra, UnknownName
 from halfstep.journal.events import Journal
 from halfstep.journal.listeners import tracker_listeners
-from halfstep.journal.trackers import TRACKERS, Scales, to_look_at
+from halfstep.journal.trackers import TRACKERS, EventScalars, tracker_hints
 from tests.journal.told import epoch, note, speed, start, step, whole_run
 
 
 def test_scalars_are_told_as_often_as_the_log() -> None:
-    scales = Scales()
+    scales = EventScalars()
     assert scales.hear(start()) is None
     assert scales.hear(step(1, "gradient_overflow", loss_scale=65536.0)) is None
     assert scales.hear(step(2, loss_scale=32768.0)) is None
@@ -41,7 +41,7 @@ def test_scalars_are_told_as_often_as_the_log() -> None:
 
 
 def test_an_epoch_tells_both_sides_and_the_last_step_if_nobody_did() -> None:
-    scales = Scales()
+    scales = EventScalars()
     scales.hear(start())
     scales.hear(step(3))
     told = scales.hear(epoch())
@@ -56,7 +56,7 @@ def test_an_epoch_tells_both_sides_and_the_last_step_if_nobody_did() -> None:
 
 
 def test_gpu_meters_and_what_is_not_known() -> None:
-    scales = Scales()
+    scales = EventScalars()
     told = scales.hear(speed(gpu={"utilisation": 0.5, "power_watts": None}, memory=None, train_metrics=None))
     assert told is not None
     assert told.attempt == 0
@@ -99,7 +99,7 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
 
     write_png(tmp_path / "pictures" / "epoch-0002.png", np.zeros((5, 7, 3), np.uint8))
     (listener,) = tracker_listeners("tensorboard", tmp_path)
-    picture = {"event": "saved", "time": 2.0, "what": "picture", "file": "pictures/epoch-0002.png"}
+    picture = {"event": "saved", "time": 2.0, "kind": "picture", "file": "pictures/epoch-0002.png"}
     for event in (start(), step(12), picture):
         listener.hear(event)
     listener.close()
@@ -112,14 +112,14 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_says_what_to_type(tmp_path: Path) -> None:
     def lines(tracker: str) -> list[str]:
-        return to_look_at({"recipe": {"run": {"tracker": tracker}}, "dir": str(tmp_path / "a run")})
+        return tracker_hints({"recipe": {"run": {"tracker": tracker}}, "dir": str(tmp_path / "a run")})
 
     assert [lines(name) for name in TRACKERS] == [[], [], [], []], "nothing was left there"
     (tmp_path / "a run" / "tensorboard").mkdir(parents=True)
     (tmp_path / "a run" / "wandb" / "offline-run-20260101_000000-abc").mkdir(parents=True)
     assert lines("tensorboard") == [f"to look at it: tensorboard --logdir '{tmp_path}/a run/tensorboard'"]
     assert lines("wandb") == [f"to upload it: wandb sync '{tmp_path}/a run/wandb'/offline-run-*"]
-    assert lines("none") == to_look_at({}) == []
+    assert lines("none") == tracker_hints({}) == []
 
 
 def test_a_tracker_that_is_not_installed_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

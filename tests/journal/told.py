@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from halfstep.journal.console import LiveConsole
-from halfstep.journal.events import Event, Journal
+from halfstep.journal.events import FORMAT, Event, Journal
 
 EPOCHS, STEPS = 2, 20
 
@@ -19,6 +19,7 @@ def start(chosen: str = "bf16", **changes: Any) -> Event:
     fields: Event = {
         "event": "start",
         "time": 0.0,
+        "format": FORMAT,
         "label": "segmentation_tiny",
         "dir": "runs/segmentation_tiny",
         "command": "halfstep train segmentation_tiny",
@@ -30,7 +31,7 @@ def start(chosen: str = "bf16", **changes: Any) -> Event:
         "steps": EPOCHS * STEPS,
         "steps_per_epoch": STEPS,
         "samples": {"train": 320, "val": 64},
-        "repeats": 0,
+        "repeated_samples": 0,
         "parameters": {"total": 7_763_041, "trainable": 7_763_041},
         "flags": {},
         "versions": {"halfstep": "0.1.0", "torch": "2.13.0", "python": "3.11.9"},
@@ -46,7 +47,7 @@ def step(attempt: int = 1, reason: str | None = None, **changes: Any) -> Event:
         "event": "step",
         "time": attempt * 0.3,
         "epoch": 1 + (attempt - 1) // STEPS,
-        "in_epoch": 1 + (attempt - 1) % STEPS,
+        "step_in_epoch": 1 + (attempt - 1) % STEPS,
         "attempt": attempt,
         "step": attempt,
         "loss": 0.5 + 1.0 / attempt,
@@ -93,14 +94,14 @@ def end(**changes: Any) -> Event:
 def saved(attempt: int, nth: int = 1) -> Event:
     """A checkpoint that was written."""
     file = f"checkpoints/step-{attempt:08d}.{nth:04x}"
-    fields: Event = {"event": "saved", "time": attempt * 0.3, "what": "checkpoint", "file": file, "attempt": attempt}
+    fields: Event = {"event": "saved", "time": attempt * 0.3, "kind": "checkpoint", "file": file, "attempt": attempt}
     return {**fields, "seconds": 0.4, "blocked": 0.02, "bytes": 3 * 2**20}
 
 
 def resumed(attempt: int = 15, nth: int = 7, **changes: Any) -> dict[str, Any]:
     """The field of a second start."""
-    fields = {"attempt": attempt, "epoch": 1, "checkpoint": f"step-{attempt:08d}.{nth:04x}", "repeated": 3}
-    return {**fields, "exact": True, "because": [], "changed": [], "passed_over": [], **changes}
+    fields = {"attempt": attempt, "epoch": 1, "checkpoint": f"step-{attempt:08d}.{nth:04x}", "repeated_steps": 3}
+    return {**fields, "exact": True, "reasons": [], "changed": [], "rejected_checkpoints": [], **changes}
 
 
 def note(text: str, level: str = "info") -> Event:
@@ -110,7 +111,9 @@ def note(text: str, level: str = "info") -> Event:
 def whole_run(kind: str = "bf16") -> list[Event]:
     """A run of 40 attempts: `bf16`, `fp16` with overflows, `nan` with bad losses, or `no_val`."""
     events = [start("fp16" if kind == "fp16" else "bf16", samples={"train": 320, "val": 0 if kind == "no_val" else 64})]
-    events.append({"event": "observed", "time": 0.1, "expected": "bf16", "share": 0.974, "text": "97 % ran in bf16"})
+    events.append(
+        {"event": "precision_check", "time": 0.1, "expected": "bf16", "share": 0.974, "text": "97 % ran in bf16"}
+    )
     skipped: dict[str, int] = {}
     for attempt in range(1, EPOCHS * STEPS + 1):
         event = _attempt(kind, attempt)
@@ -122,7 +125,7 @@ def whole_run(kind: str = "bf16") -> list[Event]:
         if attempt % STEPS == 0:
             val = {} if kind == "no_val" else {"loss": 0.2567, "iou": 0.6234}
             events.append(epoch(attempt // STEPS, val=val or None, skipped=dict(skipped)))
-            events.append({"event": "saved", "time": 6.0, "file": "best.safetensors", "what": "best"})
+            events.append({"event": "saved", "time": 6.0, "file": "best.safetensors", "kind": "best"})
     return [*events, end(skipped=skipped)]
 
 

@@ -8,11 +8,11 @@ import sys
 
 import torch
 
-from halfstep.measure.allocator import peak_bytes
+from halfstep.measure.candidate import peak_bytes
 
 QUIET = """
 import torch
-from halfstep.measure.allocator import peak_bytes
+from halfstep.measure.candidate import peak_bytes
 assert peak_bytes(lambda: torch.empty(1 << 20), torch.device("cpu"), []) >= 4 << 20
 """
 

@@ -68,6 +68,13 @@ def test_a_loader_in_place_of_a_batch_is_data() -> None:
     assert torch.equal(data.read_batch()[0], case.batch[0])
 
 
+def test_a_case_with_a_loader_has_chosen_no_precision_and_a_recipe_has() -> None:
+    loader = DataLoader(TensorDataset(torch.randn(10, 64), torch.zeros(10, dtype=torch.int64)), batch_size=4)
+    for batch in (loader, next(iter(loader))):
+        assert case_of(nn.Linear(64, 10), cases.loss_fn, batch).requested_precision == "auto"
+    assert Subject("segmentation_tiny", ("precision=fp32",)).open().requested_precision == "fp32"
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(7))

@@ -19,9 +19,9 @@ from halfstep.tasks.models.latent.pretrained import (
     CONFIG,
     INDEX,
     WEIGHTS,
-    kept_autoencoder,
-    kept_denoiser,
     plain_config,
+    pretrained_autoencoder,
+    pretrained_denoiser,
 )
 from halfstep.train.outputs import BEST, FACTS, LAST
 from halfstep.train.weights import digest
@@ -69,7 +69,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 @pytest.mark.parametrize("inside", ["", "vae"])
 def test_a_diffusers_folder_gives_its_weights_and_its_own_scale(tmp_path: Path, inside: str) -> None:
     module = kept_in(tmp_path / inside, scaling_factor=0.5)
-    found = kept_autoencoder(tmp_path)
+    found = pretrained_autoencoder(tmp_path)
     images = torch.randn(2, 3, 8, 8)
     assert same(found.module, module)
     assert torch.equal(found.module.encode(images).latent_dist.parameters, module.encode(images).latent_dist.parameters)
@@ -82,7 +82,7 @@ def test_a_diffusers_folder_gives_its_weights_and_its_own_scale(tmp_path: Path, 
 def test_a_scale_that_nobody_wrote_is_not_assumed(tmp_path: Path) -> None:
     kept_in(tmp_path)
     edit(tmp_path, scaling_factor="gone")
-    assert kept_autoencoder(tmp_path).scale is None
+    assert pretrained_autoencoder(tmp_path).scale is None
 
 
 @pytest.mark.parametrize("scale", [0, -0.5, "much", float("nan"), float("inf")])
@@ -90,27 +90,27 @@ def test_a_scale_that_is_none(tmp_path: Path, scale: Any) -> None:
     kept_in(tmp_path)
     edit(tmp_path, scaling_factor=scale)
     with pytest.raises(BadData, match="scaling_factor"):
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
 
 
 @pytest.mark.parametrize("moved", [{"shift_factor": 0.1}, {"latents_mean": [0.1, 0.2]}])
 def test_latents_that_are_moved_are_refused(tmp_path: Path, moved: dict[str, Any]) -> None:
     kept_in(tmp_path, **moved)
     with pytest.raises(BadData, match=next(iter(moved))) as caught:
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
     assert caught.value.do
 
 
 def test_weights_in_16_bits_come_back_in_32(tmp_path: Path) -> None:
     autoencoder().to(torch.float16).save_pretrained(tmp_path)
-    assert {tensor.dtype for tensor in kept_autoencoder(tmp_path).module.state_dict().values()} == {torch.float32}
+    assert {tensor.dtype for tensor in pretrained_autoencoder(tmp_path).module.state_dict().values()} == {torch.float32}
 
 
 def test_weights_in_several_files(tmp_path: Path) -> None:
     module = autoencoder()
     module.save_pretrained(tmp_path, max_shard_size="40KB")
     assert (tmp_path / INDEX).is_file()
-    assert same(kept_autoencoder(tmp_path).module, module)
+    assert same(pretrained_autoencoder(tmp_path).module, module)
 
 
 @pytest.mark.parametrize("kind", [UNet2DModel, UNet2DConditionModel])
@@ -118,7 +118,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
 def test_a_denoiser(tmp_path: Path, kind: Any, inside: str) -> None:
     module = unet(kind)
     module.save_pretrained(tmp_path / inside)
-    found = kept_denoiser(tmp_path)
+    found = pretrained_denoiser(tmp_path)
     assert isinstance(found, kind)
     assert same(found, module)
 
@@ -141,7 +141,7 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "vae" / WEIGHTS).unlink()
     (tmp_path / "vae" / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Writes(tmp_path / "ran")))
     with pytest.raises(Unsafe, match=r"diffusion_pytorch_model\.bin, a pickle") as caught:
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
     assert "save_pretrained" in caught.value.do
     assert not (tmp_path / "ran").exists()
 
@@ -150,7 +150,7 @@ def test_a_pickle_under_the_name_of_numbers(tmp_path: Path) -> None:
     kept_in(tmp_path / "vae")
     (tmp_path / "vae" / WEIGHTS).write_bytes(pickle.dumps(Writes(tmp_path / "ran")) + bytes(100_000))
     with pytest.raises(HalfstepError):
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -159,7 +159,7 @@ def test_an_index_that_points_elsewhere(tmp_path: Path, name: str) -> None:
     kept_in(tmp_path)
     write_json(tmp_path / INDEX, {"metadata": {}, "weight_map": {"encoder.conv_in.weight": name}})
     with pytest.raises(Unsafe, match="names the file"):
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
 
 
 def cut(folder: Path) -> None:
@@ -198,17 +198,17 @@ def test_a_folder_that_was_spoilt(tmp_path: Path, spoil: Any, words: str) -> Non
     kept_in(tmp_path)
     spoil(tmp_path)
     with pytest.raises(BadData, match=words) as caught:
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
     assert caught.value.do
 
 
 def test_no_folder_and_the_wrong_part(tmp_path: Path) -> None:
     with pytest.raises(BadData, match=r"no AutoencoderKL in .*nowhere: there is no such folder") as caught:
-        kept_autoencoder(tmp_path / "nowhere")
+        pretrained_autoencoder(tmp_path / "nowhere")
     assert "model.stage=autoencoder" in caught.value.do
     kept_in(tmp_path)
     with pytest.raises(BadData, match="holds AutoencoderKL"):
-        kept_denoiser(tmp_path)
+        pretrained_denoiser(tmp_path)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def run_in(folder: Path, *, files: tuple[str, ...] = (BEST,), task: str = "diffu
 @pytest.mark.parametrize("stage", ["autoencoder", "both"])
 def test_a_run_gives_its_autoencoder_alone(tmp_path: Path, files: tuple[str, ...], stage: str) -> None:
     module = run_in(tmp_path, files=files, stage=stage)
-    found = kept_autoencoder(tmp_path)
+    found = pretrained_autoencoder(tmp_path)
     assert same(found.module, module)
     assert not found.module.training
     assert (found.scale, found.digest, found.config) == (None, digest(module), plain_config(module))
@@ -240,20 +240,20 @@ def test_a_run_gives_its_autoencoder_alone(tmp_path: Path, files: tuple[str, ...
 def test_the_best_weights_come_first(tmp_path: Path) -> None:
     run_in(tmp_path, files=(LAST,))
     best = run_in(tmp_path, files=(BEST,))
-    assert same(kept_autoencoder(tmp_path).module, best)
+    assert same(pretrained_autoencoder(tmp_path).module, best)
 
 
 def test_a_run_of_another_task(tmp_path: Path) -> None:
     run_in(tmp_path, task="segmentation")
     with pytest.raises(BadData, match="a run of the task segmentation") as caught:
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
     assert "model.stage=autoencoder" in caught.value.do
 
 
 def test_a_run_that_only_used_an_autoencoder_names_it(tmp_path: Path) -> None:
     run_in(tmp_path, stage="denoiser", autoencoder="runs/first")
     with pytest.raises(BadData, match="trained a denoiser") as caught:
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
     assert "model.autoencoder=runs/first" in caught.value.do
 
 
@@ -266,23 +266,23 @@ def spoil_run(folder: Path, change: Any) -> None:
 def test_a_run_without_weights_or_facts(tmp_path: Path) -> None:
     run_in(tmp_path, files=())
     with pytest.raises(BadData, match="holds no weights"):
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
     run_in(tmp_path)
     for facts in ({}, {"autoencoder": None}, {"autoencoder": {"block_out_channels": "x"}}, []):
         write_json(tmp_path / FACTS, facts)
         with pytest.raises(BadData, match=r"task\.json cannot be used"):
-            kept_autoencoder(tmp_path)
+            pretrained_autoencoder(tmp_path)
 
 
 def test_a_run_whose_numbers_are_not_finite(tmp_path: Path) -> None:
     run_in(tmp_path)
     spoil_run(tmp_path, lambda tensors: tensors["autoencoder.encoder.conv_in.weight"].fill_(torch.inf))
     with pytest.raises(BadData, match="not finite"):
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)
 
 
 def test_a_run_that_lacks_a_tensor(tmp_path: Path) -> None:
     run_in(tmp_path)
     spoil_run(tmp_path, lambda tensors: tensors.pop("autoencoder.encoder.conv_in.weight"))
     with pytest.raises(StateMismatch, match=r"autoencoder\.encoder\.conv_in\.weight"):
-        kept_autoencoder(tmp_path)
+        pretrained_autoencoder(tmp_path)

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from halfstep.precision.precision import precision_named
-from halfstep.tasks.models.slots.decoders import BroadcastDecoder, DiscreteAutoencoder, TokenDecoder, blended, drawn
-from halfstep.tasks.models.slots.layers import Attention, FrameEncoder, Positions
+from halfstep.tasks.models.slots.layers import (
+    Attention,
+    BroadcastDecoder,
+    DiscreteAutoencoder,
+    FrameEncoder,
+    Positions,
+    TokenDecoder,
+    blended,
+    drawn,
+)
 
 CPU = torch.device("cpu")
 

@@ -49,7 +49,7 @@ def test_it_trains_in(name: str, precision: str, tmp_path: Path) -> None:
     assert run.steps >= 1
     assert math.isfinite(run.metrics["loss"])
     if precision != "fp32":
-        [seen] = events(run.dir, "observed")
+        [seen] = events(run.dir, "precision_check")
         assert seen["expected"] == precision
         assert seen["share"] >= 0.9
     assert all(tensor.isfinite().all() for tensor in load_file(run.dir / "last.safetensors").values())
@@ -87,7 +87,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_end_with_the_same_weights(name: str, on_two: Path) -> None:
     folder = on_two / name
     assert any("weights are bitwise equal on 2 processes" in note["text"] for note in events(folder, "note"))
-    [begun], [seen], [end] = (events(folder, kind) for kind in ("start", "observed", "end"))
+    [begun], [seen], [end] = (events(folder, kind) for kind in ("start", "precision_check", "end"))
     assert begun["batch"]["devices"] == 2
     assert begun["precision"]["chosen"] == seen["expected"] == "bf16"
     assert seen["share"] >= 0.9

@@ -121,7 +121,7 @@ def test_the_journal_tells_what_was_extended_and_what_the_run_had_come_to(tmp_pa
     told = events(tmp_path / "run", "start")[-1]["resumed"]
     assert told["exact"]
     assert (told["extended"]["from"], told["extended"]["to"]) == (16, 20)
-    assert told["extended"]["before"]["metrics"] == first.metrics
+    assert told["extended"]["previous"]["metrics"] == first.metrics
     log = (tmp_path / "run" / "train.log").read_text()
     assert "extended from step 16 to step 20 (5 epochs)" in log
     assert "learning rate: on at its last" in log

@@ -101,7 +101,7 @@ def test_a_run_that_gave_up_goes_on_with_the_cure_and_needs_no_leave(tmp_path: P
     assert run.reason == "finished"
     assert run.steps == 35
     (end,) = [event for event in events(tmp_path / "run", "end") if event["reason"] == "finished"]
-    assert end["cures"] == ["2 computes in fp32"]
+    assert end["remedies"] == ["2 computes in fp32"]
 
 
 def test_off_means_off(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_was_saved_in_trouble_is_not_called_good_after_a_resum
     """There was none before it; so nothing goes on from it for ever, and the run begins again."""
     with every_loop(both(failing_since(3), stop_before(5))), pytest.raises(Stopped, match="saved while steps failed"):
         fit(tmp_path, precision="fp32", checkpoint__every_steps=30)
-    assert "may be spoilt" in events(tmp_path / "run", "end")[-1]["kept"]
+    assert "may be spoilt" in events(tmp_path / "run", "end")[-1]["checkpoint_note"]
     with pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", checkpoint__every_steps=30, optimizer__lr=1e-3, accept=True)
     assert "the last good checkpoint" not in str(caught.value)

@@ -134,12 +134,12 @@ def test_a_sample_that_is_no_number_skips_one_step_and_is_not_used_again(recipe:
     assert all(number in event["ids"] for event in skipped for number in event["quarantined"])
     assert all(math.isfinite(event["loss"]) for event in events(run, "step") if event["epoch"] > 1)
     assert all(tensor.isfinite().all() for tensor in load_file(run.dir / "last.safetensors").values())
-    assert {event["number"] for event in events(run, "replaced")} == {3, 40}
+    assert {event["index"] for event in events(run, "bad_sample")} == {3, 40}
 
 
 def test_unreadable_samples_are_replaced_until_the_budget_is_spent(recipe: Path) -> None:
     run = fit(recipe, data__unreadable=[1, 2], data__bad_samples=2)
-    assert {event["name"] for event in events(run, "replaced")} == {"point 1", "point 2"}
+    assert {event["name"] for event in events(run, "bad_sample")} == {"point 1", "point 2"}
     assert run.steps == 16
     with pytest.raises(BadData, match="point"):
         fit(recipe, data__unreadable=[1, 2, 7], data__bad_samples=2, run__dir=str(recipe.parent / "other"))
@@ -150,8 +150,8 @@ def test_unreadable_samples_are_replaced_until_the_budget_is_spent(recipe: Path)
 def test_unreadable_validation_samples_are_left_out_reported_and_counted(recipe: Path) -> None:
     whole = fit(recipe, train__epochs=1)
     run = fit(recipe, train__epochs=1, data__unreadable_val=[4], run__dir=str(recipe.parent / "less"))
-    (told,) = events(run, "replaced")
-    assert (told["name"], told["by"]) == ("point 4", -1)
+    (told,) = events(run, "bad_sample")
+    assert (told["name"], told["replacement"]) == ("point 4", -1)
     assert run.metrics["loss"] != whole.metrics["loss"]
     assert "left out of the evaluation" in (run.dir / "train.log").read_text()
     with pytest.raises(BadData, match="point 4"):
@@ -188,7 +188,7 @@ def test_lower_precisions_learn_too_and_are_observed(recipe: Path, precision: st
     run = fit(recipe, precision=precision, train__epochs=12)
     losses = [event["val"]["loss"] for event in events(run, "epoch")]
     assert losses[-1] < losses[0] / 2
-    observed = events(run, "observed")[0]
+    observed = events(run, "precision_check")[0]
     assert (observed["expected"], observed["share"]) == (precision, 1.0)
     scales = {event["loss_scale"] for event in events(run, "step")}
     assert (scales == {1.0}) == (precision == "bf16")

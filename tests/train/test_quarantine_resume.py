@@ -89,14 +89,18 @@ def told(folder: Path, name: str, *keys: str) -> list[list[Any]]:
 def facts(folder: Path) -> list[Any]:
     """All that a run did, but for its times. Written out: a NaN is not equal to itself."""
     steps = told(folder, "step", "attempt", "loss", "grad_norm", "applied", "ids", "quarantined")
-    return [repr(steps), repr(told(folder, "epoch", "epoch", "train", "val")), told(folder, "replaced", "number", "by")]
+    return [
+        repr(steps),
+        repr(told(folder, "epoch", "epoch", "train", "val")),
+        told(folder, "bad_sample", "index", "replacement"),
+    ]
 
 
 def test_a_sample_that_is_no_number_is_left_out_from_the_next_epoch_on(tmp_path: Path) -> None:
     fit(tmp_path / "run", data__nan=[TWICE])
     skipped = [step for step in told(tmp_path / "run", "step", "attempt", "quarantined", "applied") if not step[2]]
     assert skipped == [[1, [TWICE], False], [6, [TWICE], False]]
-    assert {number for (number,) in told(tmp_path / "run", "replaced", "number")} == {TWICE}
+    assert {number for (number,) in told(tmp_path / "run", "bad_sample", "index")} == {TWICE}
 
 
 @pytest.mark.full

@@ -79,7 +79,7 @@ def test_a_new_precision_is_used_and_not_the_one_that_was_measured(tmp_path: Pat
         fit(tmp_path, precision="bf16")
     run = fit(tmp_path, precision="bf16", accept=True)
     assert run.precision == "bf16"
-    assert events(tmp_path / "run", "observed")[-1]["expected"] == "bf16"
+    assert events(tmp_path / "run", "precision_check")[-1]["expected"] == "bf16"
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +201,16 @@ def test_a_damaged_journal_does_not_hold_up_a_run(tmp_path: Path) -> None:
     assert not resume._was_saved(tmp_path / "run")
 
 
+def test_a_run_with_a_journal_of_an_older_form_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    older = journal.read_text().replace('"format":2,', "").replace('"repeated_samples"', '"repeats"')
+    journal.write_text(older)
+    with pytest.raises(StateMismatch, match="written in form 1 by an earlier halfstep"):
+        fit(tmp_path)
+    assert journal.read_text() == older
+
+
 def test_steps_that_are_done_again_are_counted_from_the_end_of_the_journal(tmp_path: Path) -> None:
     at, run = stopped(tmp_path), tmp_path / "run"
     size = (run / "journal.jsonl").stat().st_size
@@ -209,7 +219,7 @@ def test_steps_that_are_done_again_are_counted_from_the_end_of_the_journal(tmp_p
     with (run / "journal.jsonl").open("a") as file:
         file.writelines(json.dumps({"event": "step", "attempt": at + more}) + "\n" for more in (1, 2, 3))
     fit(tmp_path)
-    assert events(run, "start")[-1]["resumed"]["repeated"] == 3
+    assert events(run, "start")[-1]["resumed"]["repeated_steps"] == 3
 
 
 @pytest.mark.parametrize("code", ["EMFILE", "ENOMEM", "EIO", "EACCES", "ESTALE"])
@@ -249,7 +259,7 @@ def test_a_damaged_checkpoint_is_passed_over_where_it_cannot_be_set_aside(tmp_pa
     taken.mkdir()
     (taken / "kept").touch()
     assert fit(tmp_path, checkpoint__every_steps=2).steps == 16
-    assert events(tmp_path / "run", "start")[-1]["resumed"]["passed_over"]
+    assert events(tmp_path / "run", "start")[-1]["resumed"]["rejected_checkpoints"]
     assert (taken / "kept").exists()
 
 

@@ -62,7 +62,7 @@ def test_both_processes_stop_where_the_budget_is_spent(on_ranks: Ranks, tmp_path
     settings = {"train.batch_size": 8, "data.unreadable": [1, 2, 3, 4], "data.bad_samples": 3}
     found = on_ranks(run_on, str(tmp_path), settings)
     assert [one["code"] for one in found] == [65, 65]
-    assert len({event["name"] for event in events(tmp_path / "run", "replaced")}) == 4
+    assert len({event["name"] for event in events(tmp_path / "run", "bad_sample")}) == 4
 
 
 def test_a_refused_folder_ends_both_with_the_same_words(on_ranks: Ranks, tmp_path: Path) -> None:

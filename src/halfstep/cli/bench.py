@@ -77,7 +77,7 @@ def run(
 def _arms(given: Subject, precisions: list[str], configs: bool, more: list[str]) -> dict[str, tuple[str, ...]] | None:
     """Return settings by the name of a candidate; None where the candidates are precisions."""
     from halfstep.measure.bench.bench import usual_arms
-    from halfstep.measure.bench.results import read_arms
+    from halfstep.measure.bench.comparison import read_arms
     from halfstep.precision.names import read_precision
 
     if not configs and not more:

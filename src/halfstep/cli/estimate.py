@@ -58,9 +58,9 @@ def _answer(
         _survive(wanted, _formats(survive), json)
         return
     device, precision, batch, recompute = asked
-    from halfstep.measure.memory.report import Wish, report_of
+    from halfstep.measure.memory.report import EstimateOptions, report_of
 
-    wish = Wish(_words(device), _words(precision), _sizes(_words(batch)), recompute)
+    wish = EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute)
     with progress("estimating", "precisions") as told:
         report = report_of(wanted.open, wish, told)
     report = {"subject": wanted.text, **report, "next": next_command(wanted, report)}

@@ -79,6 +79,28 @@ class Batch(NamedTuple):
     """Samples that were non-finite before mixing."""
 
 
+class WrappedSource:
+    """A source over another one: its samples are read differently, and are otherwise the same."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def name(self, index: int) -> str:
+        """Return the name of the sample in the underlying source."""
+        return self.source.name(index)
+
+    def key(self, index: int) -> str:
+        """Return the name that does not depend on where the set is."""
+        return key_of(self.source, index)
+
+    def files_of(self, index: int) -> Files:
+        """Return the files of the sample in the underlying source."""
+        return files_of(self.source, index)
+
+
 # -- split ------------------------------------------------------------------------------------------------------------
 # Split off validation samples by name: neither an added file nor the seed moves any other.
 

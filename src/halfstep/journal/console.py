@@ -124,7 +124,7 @@ def area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text
     """Return the lines of the live area; none is longer than `width`."""
     start, step = latest.start, latest.step
     if not start or not step or latest.stage:
-        doing = words.clean(latest.stage.get("doing", "preparing the first step"))
+        doing = words.clean(latest.stage.get("text", "preparing the first step"))
         line = Text(f" {doing}  {numbers.clock(clocks.stage)}", style="dim", no_wrap=True, overflow="ellipsis")
         line.truncate(width, overflow="ellipsis")
         return [line]
@@ -150,8 +150,8 @@ def area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text
 def _epoch_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
     start, step, evaluating, name = latest.start, latest.step, latest.evaluating, words.place(latest)
     if evaluating:
-        return _row(f"{name} [Val]", evaluating["done"], evaluating["of"], clocks.epoch, clocks.in_epoch)
-    return _row(f"{name} [Train]", step["in_epoch"], start["steps_per_epoch"], clocks.epoch, clocks.in_epoch)
+        return _row(f"{name} [Val]", evaluating["done"], evaluating["total"], clocks.epoch, clocks.in_epoch)
+    return _row(f"{name} [Train]", step["step_in_epoch"], start["steps_per_epoch"], clocks.epoch, clocks.in_epoch)
 
 
 def _run_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
@@ -277,16 +277,16 @@ class LiveConsole:
         self._heard, self._time = time.monotonic(), event["time"]
         kind = event["event"]
         if kind == events.STEP:
-            if event["in_epoch"] <= 1:
+            if event["step_in_epoch"] <= 1:
                 self._epoch_began = self._heard
             if not event["applied"]:
-                self._tell_skip(event)
+                self._print_skip(event)
         elif kind in (events.SPEED, events.EVALUATING):
             self._measured = self._heard
         elif kind == events.STAGE:
             self._stage_began = self._heard
         else:
-            self._tell(kind, event)
+            self._print_event(kind, event)
 
     def recall(self, event: Event) -> None:
         """Record an event of an earlier launch without printing it."""
@@ -297,7 +297,7 @@ class LiveConsole:
         self._live.stop()
         atexit.unregister(self.close)
 
-    def _tell(self, kind: str, event: Event) -> None:
+    def _print_event(self, kind: str, event: Event) -> None:
         if kind == events.START:
             # An epoch that is resumed in its middle has no first step that could start its clock.
             self._epoch_began = self._heard
@@ -307,10 +307,10 @@ class LiveConsole:
         elif kind == events.END:
             self.close()
             self._print_ending(event)
-        elif kind == events.OBSERVED:
-            self._print(words.observed(event), "green")
-        elif kind == events.REPLACED:
-            self._print(words.replaced(event), "yellow")
+        elif kind == events.PRECISION_CHECK:
+            self._print(words.precision_check(event), "green")
+        elif kind == events.BAD_SAMPLE:
+            self._print(words.bad_sample(event), "yellow")
         elif kind == events.GUARD:
             self._print_guard(event)
         elif kind == events.NOTE:
@@ -324,9 +324,9 @@ class LiveConsole:
         atexit.register(self.close)
         self._live.start()
 
-    def _tell_skip(self, event: Event) -> None:
+    def _print_skip(self, event: Event) -> None:
         nth = self._latest.skipped[event["reason"]]
-        if event["reason"] != words.ORDINARY and words.is_told(nth):
+        if event["reason"] != words.ORDINARY and words.gets_line(nth):
             self._print(words.skip(event, nth), "yellow")
 
     def _print_guard(self, event: Event) -> None:

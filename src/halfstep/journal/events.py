@@ -32,23 +32,15 @@ def to_write(path: Path) -> Iterator[None]:
 # -- journal ----------------------------------------------------------------------------------------------------------
 
 
+FORMAT = 2
+"""The form of the journal, in each `start`: raised where an event or a field gets another name or meaning."""
+
 Event = dict[str, Any]
 """Plain data: `event` (one of the names below), `time` (seconds that the run has taken), and further fields."""
 
-START, STAGE, OBSERVED, STEP, SPEED, REPLACED, EVALUATING, EPOCH, SAVED, GUARD, NOTE, END = (
-    "start",
-    "stage",
-    "observed",
-    "step",
-    "speed",
-    "replaced",
-    "evaluating",
-    "epoch",
-    "saved",
-    "guard",
-    "note",
-    "end",
-)
+START, STAGE, PRECISION_CHECK, STEP = "start", "stage", "precision_check", "step"
+SPEED, BAD_SAMPLE, EVALUATING, EPOCH = "speed", "bad_sample", "evaluating", "epoch"
+SAVED, GUARD, NOTE, END = "saved", "guard", "note", "end"
 
 
 class Listener(Protocol):
@@ -64,7 +56,7 @@ class Listener(Protocol):
 
 
 @runtime_checkable
-class Remembering(Protocol):
+class StatefulListener(Protocol):
     """A listener that needs the events of earlier launches; `recall` must not emit them again."""
 
     def recall(self, event: Event) -> None:
@@ -94,14 +86,14 @@ class Journal:
 
     def tell(self, event: str, **fields: Any) -> None:
         """Emit an event with these fields to all listeners."""
-        told = {"event": event, "time": round(self.seconds, 3), **fields}
+        emitted = {"event": event, "time": round(self.seconds, 3), **fields}
         # A copy: a listener that fails is removed while the loop runs.
         for listener in tuple(self.listeners):
             try:
-                listener.hear(told)
+                listener.hear(emitted)
             except Exception as failure:
                 # A full disk or an unreachable tracker is no reason to lose the training.
-                self._leave_out(listener, failure)
+                self._remove(listener, failure)
 
     def note(self, text: str, level: str) -> None:
         """Emit a note: a line of text with a level, `info` or `warning`."""
@@ -117,7 +109,7 @@ class Journal:
             except Exception as failure:
                 self._report(listener, failure)
 
-    def _leave_out(self, listener: Listener, failure: Exception) -> None:
+    def _remove(self, listener: Listener, failure: Exception) -> None:
         self.listeners.remove(listener)
         with contextlib.suppress(Exception):
             listener.close()

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from halfstep.errors import BadData, StateMismatch
 from halfstep.files import LARGEST_JSON
-from halfstep.journal.events import NOTE, Event, to_write
+from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
 
 # -- cutting ----------------------------------------------------------------------------------------------------------
 # Cut the journal and the log of a run back to the sizes that a checkpoint recorded.
@@ -90,7 +90,7 @@ MOST_WAITING = 10_000
 def _plain(value: Any) -> Any:
     """Return a number or text for a value that JSON cannot represent, such as a path or a NumPy number."""
     try:
-        return _spoken(float(value))
+        return _in_strict_json(float(value))
     except (TypeError, ValueError, RuntimeError):
         return str(value)
 
@@ -114,7 +114,7 @@ class JsonLines:
         self._waiting: deque[bytes] = deque()
         self._lost = 0
         """The number of lines that were dropped, and are not yet reported in the file."""
-        self._is_told = False
+        self._has_warned = False
 
     def hear(self, event: Event) -> None:
         """Write an event; never raises for a full disk."""
@@ -123,7 +123,7 @@ class JsonLines:
             self._write_waiting()
         except OSError as failure:
             # Not raised: a listener that fails is removed for good, and the disk may have room at the next step.
-            self._tell_once(failure)
+            self._warn_once(failure)
             self._keep_few(event)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class JsonLines:
         with contextlib.suppress(OSError):
             self._write_waiting()
         if self._waiting:
-            _say(f"{self._file.name} ends without its last {len(self._waiting):,} lines, which had no room")
+            _warn(f"{self._file.name} ends without its last {len(self._waiting):,} lines, which had no room")
             self._waiting.clear()
         self._file.close()
 
@@ -173,14 +173,14 @@ class JsonLines:
             note = {"event": NOTE, "time": event.get("time", 0.0), "text": text, "level": "warning"}
             self._waiting[1] = as_line(note).encode()
 
-    def _tell_once(self, failure: OSError) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _warn_once(self, failure: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             why = failure.strerror or failure
-            _say(f"{self._file.name} cannot be written: {why}; its lines are kept, and written when that is possible")
+            _warn(f"{self._file.name} cannot be written: {why}; its lines are kept, and written when that is possible")
 
 
-def _say(text: str) -> None:
+def _warn(text: str) -> None:
     """Warn the user on stderr: the journal, where this belongs, is what cannot be written."""
     with contextlib.suppress(OSError, ValueError):
         print(f"warning: {text}", file=sys.stderr)
@@ -192,22 +192,25 @@ def as_line(event: Event) -> str:
     try:
         return _STRICT.encode(event) + "\n"
     except ValueError:
-        return _STRICT.encode(_spoken(event)) + "\n"
+        return _STRICT.encode(_in_strict_json(event)) + "\n"
 
 
-def _spoken(value: Any) -> Any:
+def _in_strict_json(value: Any) -> Any:
     """Return the value with words in place of non-finite numbers."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {key: _spoken(inner) for key, inner in value.items()}
-    return [_spoken(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _in_strict_json(inner) for key, inner in value.items()}
+    return [_in_strict_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return all events of a journal, except an incomplete last line; raise BadData if it cannot be read."""
+    """Return all events of a journal, except an incomplete last line.
+
+    Raises BadData if it cannot be read, and StateMismatch if another version of halfstep wrote it in another form.
+    """
     try:
         return [_event(line, path, number) for number, line in enumerate(_lines(path), start=1)]
     except OSError as failure:
@@ -221,13 +224,20 @@ def read_events(path: Path) -> list[Event]:
 def kept_events(path: Path, after: int = 0) -> Iterator[Event]:
     """Yield the readable events that begin after `after` bytes, for a resumed run.
 
-    A damaged line or a missing journal must not stop a run, so both are passed over.
+    A damaged line or a missing journal must not stop a run, so both are passed over. Raises StateMismatch for a
+    journal of another form.
     """
     with contextlib.suppress(OSError):
         for line in _lines(path, after):
             event = _read(line)
             if event is not None:
+                _refuse_other_form(event, path)
                 yield event
+
+
+def refuse_other_form(path: Path) -> None:
+    """Raise StateMismatch if the journal begins in another form than this version writes."""
+    next((event for event in kept_events(path) if event["event"] == START), None)
 
 
 def last_time(path: Path) -> float:
@@ -238,10 +248,10 @@ def last_time(path: Path) -> float:
             begin = last_line_end(file, end - 1)
             file.seek(begin)
             event = _read(file.read(min(end - begin, LARGEST_JSON))) or {}
-        told = float(event.get("time", 0.0))
+        seconds = float(event.get("time", 0.0))
     except (OSError, TypeError, ValueError):
         return 0.0
-    return told if 0.0 <= told < math.inf else 0.0
+    return seconds if 0.0 <= seconds < math.inf else 0.0
 
 
 def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
@@ -263,7 +273,21 @@ def _event(line: bytes, path: Path, number: int) -> Event:
             allowed="one JSON object a line, each with `event`",
             do="delete the line, or take the journal of another run",
         )
+    _refuse_other_form(event, path)
     return event
+
+
+def _refuse_other_form(event: Event, path: Path) -> None:
+    """Raise StateMismatch for a start in another form."""
+    # The first form did not name itself. A start that has neither the name nor a field of the first form is damaged.
+    form = event.get("format", 1 if "repeats" in event else FORMAT)
+    if event["event"] == START and type(form) is int and form >= 1 and form != FORMAT:
+        is_later = form > FORMAT
+        raise StateMismatch(
+            f"{path} was written in form {form} by {'a later' if is_later else 'an earlier'} halfstep",
+            allowed=f"form {FORMAT}",
+            do="pip install --upgrade halfstep" if is_later else "use the version that wrote it, or add --new",
+        )
 
 
 def _read(line: bytes) -> Event | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from halfstep.journal.events import EPOCH, EVALUATING, OBSERVED, SAVED, SPEED, STAGE, START, STEP, Event
+from halfstep.journal.events import EPOCH, EVALUATING, PRECISION_CHECK, SAVED, SPEED, STAGE, START, STEP, Event
 
 CHECKPOINT = "checkpoint"
-"""The `what` of a `saved` event for a checkpoint that a run can resume from."""
+"""The `kind` of a `saved` event for a checkpoint that a run can resume from."""
 _NOTHING: Event = {}
-_OF_THIS_PROCESS = (SPEED, OBSERVED, EVALUATING, STAGE)
+_OF_THIS_PROCESS = (SPEED, PRECISION_CHECK, EVALUATING, STAGE)
 
 
 class Checkpoint(NamedTuple):
@@ -37,8 +37,8 @@ class Latest:
             if not event["applied"]:
                 self.skipped[event["reason"]] += 1
         elif kind == SAVED:
-            self.saved[event["what"]] = event["file"]
-            if event["what"] == CHECKPOINT:
+            self.saved[event["kind"]] = event["file"]
+            if event["kind"] == CHECKPOINT:
                 self.checkpoint = Checkpoint(event["file"].rpartition("/")[2], event["attempt"])
         elif kind == START:
             self._begin(event)
@@ -59,8 +59,7 @@ class Latest:
     @property
     def stage(self) -> Event:
         """Return what is done before the first step of a launch; empty once steps are taken."""
-        event = self.by_kind.get(STAGE, _NOTHING)
-        return event if event and event["time"] >= self.step.get("time", 0.0) else _NOTHING
+        return self._since_last_step(STAGE)
 
     @property
     def step(self) -> Event:
@@ -89,12 +88,15 @@ class Latest:
     @property
     def evaluating(self) -> Event:
         """Return the progress of an evaluation; empty while steps are taken."""
-        event = self.by_kind.get(EVALUATING, _NOTHING)
+        return self._since_last_step(EVALUATING)
+
+    def _since_last_step(self, kind: str) -> Event:
+        event = self.by_kind.get(kind, _NOTHING)
         return event if event and event["time"] >= self.step.get("time", 0.0) else _NOTHING
 
     @property
     def observed_share(self) -> float | None:
-        share: float | None = self.by_kind.get(OBSERVED, _NOTHING).get("share")
+        share: float | None = self.by_kind.get(PRECISION_CHECK, _NOTHING).get("share")
         return share
 
     @property

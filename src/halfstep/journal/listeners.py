@@ -9,7 +9,7 @@ from rich.console import Console
 
 from halfstep.errors import unknown_name
 from halfstep.journal.console import LiveConsole
-from halfstep.journal.events import Listener, Remembering
+from halfstep.journal.events import Listener, StatefulListener
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, kept_events
 from halfstep.journal.plain import LogFile, Plain
 from halfstep.journal.trackers import TRACKERS
@@ -24,12 +24,12 @@ def listeners(dir: Path, *, tracker: str, console: Console | None, resumed_at: i
     # Imported here because it loads matplotlib, and a mistake in a recipe should be reported before that.
     from halfstep.journal.curves import Curves
 
-    kept: list[Listener] = [JsonLines(dir / JOURNAL), LogFile(dir / LOG)]
-    seen = [] if console is None else [console_listener(console)]
-    everyone = [*kept, *seen, *tracker_listeners(tracker, dir, resumed_at), Curves(dir)]
+    files: list[Listener] = [JsonLines(dir / JOURNAL), LogFile(dir / LOG)]
+    screen = [] if console is None else [console_listener(console)]
+    every_listener = [*files, *screen, *tracker_listeners(tracker, dir, resumed_at), Curves(dir)]
     if resumed_at is not None:
-        _remind(everyone, dir / JOURNAL)
-    return everyone
+        _replay_events(every_listener, dir / JOURNAL)
+    return every_listener
 
 
 def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) -> list[Listener]:
@@ -55,8 +55,8 @@ def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) ->
     return []
 
 
-def _remind(everyone: list[Listener], path: Path) -> None:
-    remembering = [listener for listener in everyone if isinstance(listener, Remembering)]
+def _replay_events(every_listener: list[Listener], path: Path) -> None:
+    remembering = [listener for listener in every_listener if isinstance(listener, StatefulListener)]
     for event in kept_events(path):
         for listener in remembering:
             # An event from a damaged line may lack fields; that is no reason not to train.

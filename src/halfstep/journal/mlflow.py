@@ -21,7 +21,7 @@ from halfstep.errors import WrongUse
 from halfstep.files import read_json, write_json
 from halfstep.journal import events
 from halfstep.journal.events import Event
-from halfstep.journal.trackers import KEPT, Picture, Scalars, Scales
+from halfstep.journal.trackers import MLFLOW_FILE, EventScalars, Picture, Scalars
 from halfstep.recipe.written import flat
 
 # -- sending ----------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ MOST = 1000
 """The maximum number of pending messages; a sender that far behind does not catch up."""
 
 
-class Sending:
+class SendQueue:
     """A queue that is processed in order by one thread. The first failure ends it, and is raised on the next call."""
 
     def __init__(self, name: str) -> None:
@@ -187,10 +187,10 @@ def _authorization(name: str | None, password: str | None) -> str:
 def _message(error: urllib.error.HTTPError) -> str:
     """Return the server's message, on one line."""
     try:
-        said = json.loads(error.read(MOST_BYTES)).get("message")
+        message = json.loads(error.read(MOST_BYTES)).get("message")
     except (ValueError, OSError, AttributeError):
-        said = None
-    return f"{error.code} {' '.join(str(said or error.reason).split())[:200]}"
+        message = None
+    return f"{error.code} {' '.join(str(message or error.reason).split())[:200]}"
 
 
 # -- mlflow -----------------------------------------------------------------------------------------------------------
@@ -212,62 +212,62 @@ class MLflow:
 
     def __init__(self, folder: Path, rest: Rest | None = None) -> None:
         self._folder, self._rest = folder, rest or rest_from_environment()
-        self._scales = Scales()
-        self._sending = Sending("mlflow")
+        self._scalars = EventScalars()
+        self._queue = SendQueue("mlflow")
         self._metrics: list[dict[str, Any]] = []
         self._sent = time.monotonic()
         self._run, self._place = "", ""
 
     def hear(self, event: Event) -> None:
         """Queue what the server should get of an event."""
-        scalars, picture = self._scales.hear(event), self._scales.picture(event)
+        scalars, picture = self._scalars.hear(event), self._scalars.picture(event)
         kind = event["event"]
         if kind == events.START:
-            self._sending.add(partial(self._begin, event))
+            self._queue.add(partial(self._begin, event))
         elif scalars is not None:
             self._metrics += _metrics(scalars)
             if kind == events.EPOCH or len(self._metrics) >= MOST_METRICS or time.monotonic() > self._sent + PAUSE:
                 self._send_metrics()
         elif picture is not None:
-            self._sending.add(partial(self._send_picture, picture))
+            self._queue.add(partial(self._send_picture, picture))
         elif kind == events.END:
             self._send_metrics()
-            self._sending.add(partial(self._end, _STATUS.get(event["reason"], "KILLED")))
+            self._queue.add(partial(self._end, _STATUS.get(event["reason"], "KILLED")))
 
     def recall(self, event: Event) -> None:
         """Record an event of an earlier launch without sending it."""
-        self._scales.hear(event)
+        self._scalars.hear(event)
 
     def close(self) -> None:
         """Send the remaining metrics and wait for them, within a limit."""
         self._send_metrics()
-        self._sending.finish(CLOSING)
+        self._queue.finish(CLOSING)
 
     def _send_metrics(self) -> None:
         # The list is replaced, not cleared: the sending thread still holds the old one.
         metrics, self._metrics, self._sent = self._metrics, [], time.monotonic()
         if metrics:
-            self._sending.add(partial(self._log, metrics=metrics))
+            self._queue.add(partial(self._log, metrics=metrics))
 
     # -- in the thread that sends -----------------------------------------------------------------------------------
 
     def _begin(self, start: Event) -> None:
         try:
-            info = (self._taken_up(start) or self._created(start))["info"]
+            info = (self._resumed_run(start) or self._new_run(start))["info"]
             self._run, self._place = str(info["run_id"]), str(info.get("artifact_uri") or "")
             page = f"{self._rest.uri}/#/experiments/{info['experiment_id']}/runs/{self._run}"
         except (LookupError, TypeError):
             raise RuntimeError(f"{self._rest.uri} answers, but not as MLflow does") from None
-        write_json(self._folder / KEPT, {"server": self._rest.uri, "run": self._run, "page": page})
+        write_json(self._folder / MLFLOW_FILE, {"server": self._rest.uri, "run": self._run, "page": page})
         self._send_file("recipe.yaml", (self._folder / "recipe.yaml").read_bytes())
 
-    def _taken_up(self, start: Event) -> Mapping[str, Any] | None:
+    def _resumed_run(self, start: Event) -> Mapping[str, Any] | None:
         """Return the run of an earlier launch if the server still has it; its parameters cannot be changed."""
         # The run id is only valid on the server that assigned it.
-        kept = read_json(self._folder / KEPT)
-        if not start.get("resumed") or not isinstance(kept, dict) or kept.get("server") != self._rest.uri:
+        saved = read_json(self._folder / MLFLOW_FILE)
+        if not start.get("resumed") or not isinstance(saved, dict) or saved.get("server") != self._rest.uri:
             return None
-        run = str(kept.get("run"))
+        run = str(saved.get("run"))
         try:
             self._rest.post("runs/update", run_id=run, status="RUNNING")
             self._rest.post("runs/log-batch", run_id=run, tags=[_tag("halfstep.resumed", start["resumed"])])
@@ -276,7 +276,7 @@ class MLflow:
         except Refused:
             return None
 
-    def _created(self, start: Event) -> Mapping[str, Any]:
+    def _new_run(self, start: Event) -> Mapping[str, Any]:
         created: Mapping[str, Any] = self._rest.post(
             "runs/create",
             experiment_id=self._experiment(),

@@ -12,7 +12,7 @@ from halfstep.journal import text as words
 from halfstep.journal.console import line_of
 from halfstep.journal.events import Event, to_write
 from halfstep.journal.latest import CHECKPOINT, Latest
-from halfstep.journal.text import ending, goes_on, resumed
+from halfstep.journal.text import ending, is_resumed, resumed
 
 
 class Plain:
@@ -23,11 +23,11 @@ class Plain:
         self._latest = Latest()
         self._lines: dict[str, Callable[[Event], list[str]]] = {
             events.START: self._start,
-            events.STAGE: lambda event: [f"{words.clean(event['doing'])} ..."],
-            events.OBSERVED: lambda event: [words.observed(event)],
+            events.STAGE: lambda event: [f"{words.clean(event['text'])} ..."],
+            events.PRECISION_CHECK: lambda event: [words.precision_check(event)],
             events.STEP: self._step,
             events.SPEED: self._speed,
-            events.REPLACED: lambda event: [words.replaced(event)],
+            events.BAD_SAMPLE: lambda event: [words.bad_sample(event)],
             events.EPOCH: self._epoch,
             events.SAVED: self._saved,
             events.GUARD: words.guard,
@@ -62,19 +62,19 @@ class Plain:
         again = [f"warning: {text}" if alarm else text for text, alarm in resumed(event)]
         lines = [title, *again, words.precision(event), *(f"  {line}" for line in words.why(event))]
         lines += [f"  {word.ljust(width)}  {line}" for word, line in header]
-        if not goes_on(event):
+        if not is_resumed(event):
             lines += ["  recipe", *(f"    {line}" for line in words.recipe(event))]
         return [*lines, *(text for text, _ in words.remarks(event)), ""]
 
     def _step(self, event: Event) -> list[str]:
         nth = self._latest.skipped[event["reason"]]
-        return [words.skip(event, nth)] if words.is_told(nth) else []
+        return [words.skip(event, nth)] if words.gets_line(nth) else []
 
     def _speed(self, event: Event) -> list[str]:
         step = self._latest.step
         if not step:
             return []
-        where = f"{words.place(self._latest)} {step['in_epoch']}/{self._latest.start.get('steps_per_epoch', '?')}"
+        where = f"{words.place(self._latest)} {step['step_in_epoch']}/{self._latest.start.get('steps_per_epoch', '?')}"
         left = f"{'about ' if event.get('is_rough') else ''}{numbers.clock(event['seconds_left'])} left"
         items = [item.text for item in line_of(self._latest)]
         return [" · ".join([numbers.clock(event["time"]), where, left, *items])]
@@ -85,7 +85,7 @@ class Plain:
 
     def _saved(self, event: Event) -> list[str]:
         """Return no line for a checkpoint: there may be one per minute, and the line of numbers has the latest."""
-        return [] if event["what"] == CHECKPOINT else [words.saved(event)]
+        return [] if event["kind"] == CHECKPOINT else [words.saved(event)]
 
     def _note(self, event: Event) -> list[str]:
         level = "warning: " if event.get("level") == "warning" else ""

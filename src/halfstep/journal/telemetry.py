@@ -26,13 +26,13 @@ class Gpu:
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates)
         power = self._ask(nvml.nvmlDeviceGetPowerUsage)
         temperature = self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
-        said = {
+        readings = {
             "utilisation": None if rates is None else rates.gpu / 100.0,
             "memory_utilisation": None if rates is None else rates.memory / 100.0,
             "power_watts": None if power is None else power / 1000.0,
             "temperature": None if temperature is None else float(temperature),
         }
-        return said if any(value is not None for value in said.values()) else None
+        return readings if any(value is not None for value in readings.values()) else None
 
     def _ask(self, question: Callable[..., Any], *more: Any) -> Any:
         try:

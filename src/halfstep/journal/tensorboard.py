@@ -10,7 +10,7 @@ from halfstep.errors import MissingExtra
 from halfstep.journal import events
 from halfstep.journal.events import Event
 from halfstep.journal.latest import CHECKPOINT
-from halfstep.journal.trackers import Picture, Scales
+from halfstep.journal.trackers import EventScalars, Picture
 
 try:
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -34,15 +34,15 @@ class TensorBoard:
         # from the second on.
         self._folder = folder.parent
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=(resumed_at or 0) + 1)
-        self._scales = Scales()
+        self._scalars = EventScalars()
 
     def recall(self, event: Event) -> None:
         """Record an event of an earlier launch without writing it."""
-        self._scales.hear(event)
+        self._scalars.hear(event)
 
     def hear(self, event: Event) -> None:
         """Write the scalars, the picture or the recipe of an event."""
-        scalars, picture = self._scales.hear(event), self._scales.picture(event)
+        scalars, picture = self._scalars.hear(event), self._scalars.picture(event)
         if picture is not None:
             self._add_picture(picture)
         elif scalars is not None:
@@ -50,7 +50,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, scalars.attempt)
         elif event["event"] == events.START:
             self._add_recipe(event)
-        elif event["event"] == events.SAVED and event["what"] == CHECKPOINT:
+        elif event["event"] == events.SAVED and event["kind"] == CHECKPOINT:
             # A resume from this checkpoint keeps everything before it, so that must be on disk by then.
             self._writer.flush()
 

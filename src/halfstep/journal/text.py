@@ -11,7 +11,7 @@ from halfstep.formats import FORMATS, is_narrow
 from halfstep.journal import numbers
 from halfstep.journal.events import Event
 from halfstep.journal.latest import Checkpoint, Latest
-from halfstep.journal.trackers import LOOK, UPLOAD, to_look_at
+from halfstep.journal.trackers import LOOK, UPLOAD, tracker_hints
 from halfstep.printable import in_line
 
 _NAMES = {
@@ -160,7 +160,7 @@ def skips(skipped: Mapping[str, int]) -> str:
     return f"{numbers.count(total)} skipped ({reasons})" if total else "none skipped"
 
 
-def is_told(nth: int) -> bool:
+def gets_line(nth: int) -> bool:
     """Return whether the nth skip of a reason gets a line."""
     return nth <= FIRST_SKIPS or nth % THEN_EVERY == 0
 
@@ -185,13 +185,17 @@ def guard(event: Event) -> list[str]:
     return [f"guard: {first}", *(f"  {line.strip()}" for line in others)]
 
 
-def replaced(event: Event) -> str:
+def bad_sample(event: Event) -> str:
     """Return the line on a sample that was replaced or left out."""
-    instead = f"sample {event['by']} stands in for it" if event["by"] >= 0 else "it is left out of the evaluation"
+    instead = (
+        f"sample {event['replacement']} stands in for it"
+        if event["replacement"] >= 0
+        else "it is left out of the evaluation"
+    )
     return clean(f"cannot use {event['name']}: {event['reason']}; {instead}")
 
 
-def observed(event: Event) -> str:
+def precision_check(event: Event) -> str:
     """Return the line on the precision that was observed in the first step."""
     share = "" if event["share"] is None else f"{numbers.share(event['share'])} "
     text = clean(event["text"]) or f"{share}in {clean(event['expected'])}"
@@ -200,7 +204,7 @@ def observed(event: Event) -> str:
 
 def saved(event: Event) -> str:
     """Return the line on a file that was written."""
-    return clean(f"saved {event['what']}: {event['file']}")
+    return clean(f"saved {event['kind']}: {event['file']}")
 
 
 def summary(event: Event, metric: str) -> list[str]:
@@ -236,7 +240,11 @@ def _is_part(key: str, keys: Collection[str]) -> bool:
 
 def _samples(start: Event) -> str:
     samples = start["samples"]
-    again = f" ({numbers.count(start['repeats'])} again, to fill the last step)" if start.get("repeats") else ""
+    again = (
+        f" ({numbers.count(start['repeated_samples'])} again, to fill the last step)"
+        if start.get("repeated_samples")
+        else ""
+    )
     val = f"{numbers.count(samples['val'])} val" if samples.get("val") else "no val"
     return f"{numbers.count(samples['train'])} train{again} · {val}"
 
@@ -297,13 +305,13 @@ _KEPT = ("best", "last", "curves")
 def ending(event: Event, latest: Latest) -> list[str]:
     """Return the last lines of a run; the first one is the summary."""
     reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
-    told = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
-    lines = [f"{told}, {skips(event.get('skipped') or {})}"]
-    if event.get("why"):
-        lines += _in_lines(event["why"])
-    lines += [clean(f"  cured by the guard: {cure}") for cure in event.get("cures") or ()]
+    summary_line = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
+    lines = [f"{summary_line}, {skips(event.get('skipped') or {})}"]
+    if event.get("error"):
+        lines += _in_lines(event["error"])
+    lines += [clean(f"  cured by the guard: {remedy}") for remedy in event.get("remedies") or ()]
     if event["reason"] in _UNFINISHED:
-        lines.append(f"  {_to_go_on(event, latest)}")
+        lines.append(f"  {_how_to_resume(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
         lines.append(f"  last checkpoint: {_named(latest.checkpoint)}")
     best = event.get("best") or {}
@@ -312,14 +320,16 @@ def ending(event: Event, latest: Latest) -> list[str]:
     folder = latest.start.get("dir", "")
     kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
     lines += [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
-    lines += [clean(f"  {line}") for line in to_look_at(latest.start)]
+    lines += [clean(f"  {line}") for line in tracker_hints(latest.start)]
     if folder and event["reason"] in _DONE:
-        lines += [clean(f"  {NEXT} halfstep {command}") for command in _next(shlex.quote(folder))]
-    return lines + _in_lines(event.get("kept")) + _in_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
-
-
-def _next(folder: str) -> list[str]:
-    return [f"evaluate {folder}", f"predict {folder} FOLDER", f"export {folder}"]
+        run = shlex.quote(folder)
+        commands = (f"evaluate {run}", f"predict {run} FOLDER", f"export {run}")
+        lines += [clean(f"  {NEXT} halfstep {command}") for command in commands]
+    return (
+        lines
+        + _in_lines(event.get("checkpoint_note"))
+        + _in_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
+    )
 
 
 def _in_lines(text: str | None) -> list[str]:
@@ -327,7 +337,7 @@ def _in_lines(text: str | None) -> list[str]:
     return [f"  {clean(line)}" for line in (text or "").splitlines() if line.strip()]
 
 
-def _to_go_on(event: Event, latest: Latest) -> str:
+def _how_to_resume(event: Event, latest: Latest) -> str:
     signal = event.get("signal")
     if event.get("checkpoint"):
         by = f"stopped by {signal} {_place(latest)}: " if signal else ""
@@ -376,16 +386,16 @@ def resumed(start: Event) -> list[LineItem]:
     lines = [_where(said, start), *_extended(said.get("extended"))]
     if not said.get("exact", True):
         reasons = (
-            said.get("because")
+            said.get("reasons")
             or _accepted(said.get("changed") or (), start.get("recipe") or {})
             or ["it is not known to be exact"]
         )
         lines += _few("APPROXIMATE because ", reasons, alarm=True)
     lines += _few("accepted change: ", said.get("changed") or (), alarm=False)
-    return lines + _few("passed over checkpoint ", said.get("passed_over") or (), alarm=True)
+    return lines + _few("passed over checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
 
 
-def goes_on(start: Event) -> bool:
+def is_resumed(start: Event) -> bool:
     """Return whether the run continues from a checkpoint, so that its log already describes it."""
     return bool((start.get("resumed") or {}).get("checkpoint"))
 
@@ -394,7 +404,7 @@ def _where(said: dict[str, Any], start: Event) -> LineItem:
     if not said.get("checkpoint"):
         return LineItem("started again from step 0: the run was ended before its first checkpoint")
     at, end = numbers.count(said["attempt"]), numbers.count(start["steps"])
-    rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated'))}"
+    rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated_steps'))}"
     if said["attempt"] > start["steps"]:
         return LineItem(clean(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}"))
     return LineItem(clean(f"resumed at step {at} of {end} {rest}"))
@@ -406,7 +416,7 @@ def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
         return []
     epochs = f" ({said['epochs']} epochs)" if said.get("epochs") else ""
     lines = [LineItem(f"extended from step {numbers.count(said['from'])} to step {numbers.count(said['to'])}{epochs}")]
-    lr, highest = numbers.real(said["lr"]), numbers.real(said["highest_lr"])
+    lr, highest = numbers.real(said["lr"]), numbers.real(said["peak_lr"])
     if said.get("rewarm"):
         return [*lines, LineItem(f"learning rate: a new warm-up to {numbers.rate(highest)} and a new decay from there")]
     lines.append(LineItem(f"learning rate: on at its last, {numbers.rate(lr)}"))

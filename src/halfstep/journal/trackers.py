@@ -17,7 +17,7 @@ from halfstep.journal.numbers import real
 # Tell the user at the end of a run how to open what its tracker recorded.
 
 
-KEPT = "mlflow.json"
+MLFLOW_FILE = "mlflow.json"
 """The file in the run's folder with the MLflow server and the id of the run, for a resume and for the user."""
 LOOK, UPLOAD = "to look at it:", "to upload it:"
 """The prefixes of the lines."""
@@ -25,7 +25,7 @@ WANDB, OFFLINE = "wandb", "offline-run-"
 """The folder that W&B creates in the run's folder, and the prefix of runs that wait for `wandb sync`."""
 
 
-def to_look_at(start: Event) -> list[str]:
+def tracker_hints(start: Event) -> list[str]:
     """Return the lines for the tracker in the recipe, if it recorded anything."""
     tracker, folder = ((start.get("recipe") or {}).get("run") or {}).get("tracker"), Path(start.get("dir", ""))
     if tracker == "tensorboard" and (folder / "tensorboard").is_dir():
@@ -33,8 +33,8 @@ def to_look_at(start: Event) -> list[str]:
     if tracker == "wandb" and _waits(folder / WANDB):
         # With a wildcard: a resumed run has several.
         return [f"{UPLOAD} wandb sync {shlex.quote(str(folder / WANDB))}/{OFFLINE}*"]
-    kept = read_json(folder / KEPT) if tracker == "mlflow" else None
-    return [f"{LOOK} {kept['page']}"] if isinstance(kept, dict) and "page" in kept else []
+    saved = read_json(folder / MLFLOW_FILE) if tracker == "mlflow" else None
+    return [f"{LOOK} {saved['page']}"] if isinstance(saved, dict) and "page" in saved else []
 
 
 def _waits(folder: Path) -> bool:
@@ -49,7 +49,7 @@ def _waits(folder: Path) -> bool:
 
 TRACKERS = ("none", "tensorboard", "wandb", "mlflow")
 PICTURE = "picture"
-"""The `what` of a `saved` event for a picture."""
+"""The `kind` of a `saved` event for a picture."""
 
 
 class Scalars(NamedTuple):
@@ -72,7 +72,7 @@ class Picture(NamedTuple):
         return self.file.rpartition("/")[0] or PICTURE
 
 
-class Scales:
+class EventScalars:
     """A converter from events to scalars.
 
     Steps are sampled at the rate of the log, since trackers are slower than steps.
@@ -80,7 +80,7 @@ class Scales:
 
     def __init__(self) -> None:
         self._latest = Latest()
-        self._told = 0
+        self._last_reported = 0
 
     def hear(self, event: Event) -> Scalars | None:
         """Record an event, and return its scalars or None."""
@@ -92,19 +92,19 @@ class Scales:
             values = self._step() | _each("train_epoch", event["train"]) | _each("val", event.get("val") or {})
         else:
             return None
-        self._told = self._latest.attempt
-        return Scalars(self._told, values)
+        self._last_reported = self._latest.attempt
+        return Scalars(self._last_reported, values)
 
     def picture(self, event: Event) -> Picture | None:
         """Return the picture of an event that was recorded before, or None."""
-        if event["event"] != events.SAVED or event["what"] != PICTURE:
+        if event["event"] != events.SAVED or event["kind"] != PICTURE:
             return None
         return Picture(self._latest.attempt, str(event["file"]))
 
     def _step(self) -> dict[str, float]:
         step = self._latest.step
         # An epoch can end right after a line of the log: the same step must not be reported twice.
-        if not step or step["attempt"] == self._told:
+        if not step or step["attempt"] == self._last_reported:
             return {}
         chosen = {name: step.get(name) for name in ("loss", "lr", "loss_scale", "grad_norm")}
         return _each("train", {**chosen, "skipped": sum(self._latest.skipped.values())})

@@ -9,7 +9,7 @@ from typing import Any
 from halfstep.errors import MissingExtra
 from halfstep.journal import events
 from halfstep.journal.events import Event
-from halfstep.journal.trackers import Scales
+from halfstep.journal.trackers import EventScalars
 
 try:
     # The names, not the module: a `wandb` folder that earlier runs left behind can be imported too, but is empty.
@@ -29,12 +29,12 @@ class WeightsAndBiases:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._scales = Scales()
+        self._scalars = EventScalars()
         self._run: Any = None
 
     def hear(self, event: Event) -> None:
         """Start the W&B run, or log the scalars or the picture of an event."""
-        scalars, picture = self._scales.hear(event), self._scales.picture(event)
+        scalars, picture = self._scalars.hear(event), self._scalars.picture(event)
         if event["event"] == events.START:
             self._run = init(
                 project="halfstep",
@@ -54,7 +54,7 @@ class WeightsAndBiases:
 
     def recall(self, event: Event) -> None:
         """Record an event of an earlier launch without logging it."""
-        self._scales.hear(event)
+        self._scalars.hear(event)
 
     def close(self) -> None:
         """Finish the W&B run."""

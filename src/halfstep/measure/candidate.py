@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from halfstep.data.to_device import placed
+from halfstep.measure.batches import bytes_of, resized, size_of, tensors
 from halfstep.measure.batches import placed as placed_batch
-from halfstep.measure.batches import resized, size_of
 from halfstep.measure.case import SEED, Case
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch
@@ -22,6 +26,8 @@ from halfstep.step.step_inputs import generator_states, set_generator_states
 from halfstep.step.stepper import Stepper
 from halfstep.step.window import Window
 from halfstep.train.activation_checkpointing import checkpoint_activations
+
+# -- candidate --------------------------------------------------------------------------------------------------------
 
 
 class Candidate:
@@ -117,3 +123,44 @@ def _first_states(device: torch.device) -> list[torch.Tensor]:
 def _graphs() -> int:
     dynamo = sys.modules.get("torch._dynamo.utils")  # a module that was never imported has compiled nothing
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+# -- allocator --------------------------------------------------------------------------------------------------------
+# Measure peak memory with the allocator itself; predictions are checked against these figures.
+
+
+_ALLOCATION = "[memory]"  # Kineto's name for allocation events
+# Kineto prints a banner to stderr unless this is set before its first use; level 5 still lets some lines through.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device, held: Iterable[Tensor]) -> int:
+    """Return the peak bytes of tensors during `call`, including the tensors in `held`, which exist throughout."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        call()
+        torch.accelerator.synchronize(device)
+        return int(torch.accelerator.max_memory_allocated(device))
+    before = bytes_of(held)
+    # The CPU allocator keeps no peak statistics, so the profiler's allocation events are summed instead.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    return before + _highest(recorded)
+
+
+def peak_of(candidate: Candidate) -> int:
+    """Return the peak bytes of one update, measured after a first update that creates the optimizer state."""
+    candidate.step()
+    optimizers = candidate.stepper.optimizers.values()
+    held: list[Any] = [*candidate.model.parameters(), *candidate.model.buffers(), *tensors(candidate.batch)]
+    held += [tensor for optimizer in optimizers for tensor in tensors(list(optimizer.state.values()))]
+    return peak_bytes(candidate.step, candidate.device, held)
+
+
+def _highest(recorded: Any) -> int:
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == _ALLOCATION]
+    now = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest

@@ -14,6 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.errors import WrongUse
 from halfstep.measure.setting import StepSetting
+from halfstep.precision.hardware import Device
+from halfstep.precision.names import AUTO, precision_names, read_precision
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.select import choose_precision
 
 LossFunction = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -50,6 +54,13 @@ class Case:
     setting: StepSetting = field(default_factory=StepSetting)
     average: bool = False
     """Whether an average of the weights is stored beside them."""
+    is_recipe: bool = False
+    """Whether a recipe chose the setting; in a case of the user's own it is the default, and nobody's choice."""
+
+    @property
+    def requested_precision(self) -> str:
+        """The recipe's precision; `auto` for a case of the user's own."""
+        return self.setting.precision if self.is_recipe else AUTO
 
 
 def case_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, name: str = "model") -> Case:
@@ -81,6 +92,15 @@ def trainable(case: Case) -> Case:
             do="leave some of it unfrozen: parameter.requires_grad_(True), or less in model.freeze",
         )
     return case
+
+
+def resolve_precision(name: str, device: Device | torch.device) -> Precision:
+    """Return the precision of a name; `auto` is the one that a run would use on the device.
+
+    Others are returned whether or not the device has them natively.
+    """
+    known = read_precision(name).name
+    return precision_named(known) if known in precision_names() else choose_precision(known, device=device).precision
 
 
 def _data_of(loader: DataLoader[Any]) -> CaseData:

@@ -76,7 +76,7 @@ def half_a_point(base: Sequence[float], *, higher_is_better: bool) -> float:
     return HALF_A_POINT * abs(statistics.mean(finite)) if finite else HALF_A_POINT
 
 
-def parity(base: Sequence[float], arm: Sequence[float], margin: Margin, *, higher_is_better: bool) -> ParityTest:
+def parity(base: Sequence[float], candidate: Sequence[float], margin: Margin, *, higher_is_better: bool) -> ParityTest:
     """Compare the metrics of a candidate with those of fp32; equal indices are the same seed.
 
     The verdict is
@@ -89,12 +89,12 @@ def parity(base: Sequence[float], arm: Sequence[float], margin: Margin, *, highe
 
     The verdict is monotonic: shifting a candidate down shifts only its interval, so *worse* never becomes *same*.
     """
-    differences = [(a - b) * (1 if higher_is_better else -1) for b, a in zip(base, arm, strict=True)]
+    differences = [(a - b) * (1 if higher_is_better else -1) for b, a in zip(base, candidate, strict=True)]
     unsure = ParityTest("can't tell", margin.size, None, None, None, len(differences))
     if not all(map(math.isfinite, base)):
         return _noted(unsure, "fp32's own metric is no finite number")
     # A non-finite metric is a failed training, so it counts as worse, not as missing.
-    broken = sum(not math.isfinite(value) for value in arm)
+    broken = sum(not math.isfinite(value) for value in candidate)
     if broken:
         return _noted(unsure, f"no finite metric in {broken} of {len(differences)} runs", "worse")
     # Two finite metrics near the limit of a float can have an infinite difference.
@@ -110,7 +110,7 @@ def parity(base: Sequence[float], arm: Sequence[float], margin: Margin, *, highe
         verdict, note = "can't tell", "fp32 itself is too unsteady from seed to seed"
     elif verdict == "same" and margin.wide:
         note = "a wide margin, as fp32 itself differs that much from seed to seed"
-    elif len({*base, *arm}) == 1:
+    elif len({*base, *candidate}) == 1:
         note = "nothing varied: the metric is the same in every run"
     return ParityTest(verdict, margin.size, mean, low, high, len(differences), note)
 

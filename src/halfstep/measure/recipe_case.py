@@ -39,6 +39,7 @@ def case_of_recipe(text: str, settings: Iterable[str] = ()) -> Case:
         data=partial(_data, task, recipe),
         setting=_setting(recipe),
         average=recipe.train.ema is not None,
+        is_recipe=True,
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class StepSetting:
-    """Everything that a plan may change."""
+    """Everything that a plan may change; the defaults are strict fp32, the baseline of every speed-up."""
 
     precision: str = "fp32"
     channels_last: bool = False
@@ -23,10 +22,6 @@ class StepSetting:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, known: Mapping[str, Any]) -> StepSetting:
-        return cls(**known)
-
     def __str__(self) -> str:
         words = [self.precision]
         words += ["channels last"] if self.channels_last else []
@@ -35,10 +30,6 @@ class StepSetting:
         if self.microbatches > 1:
             words.append(f"{self.microbatches} × {self.batch}" if self.batch else f"{self.microbatches} micro-batches")
         return ", ".join(words)
-
-
-STRICT_FP32 = StepSetting()
-"""The baseline of every speed-up: fp32 without TF32, in an eager loop with the default layout."""
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

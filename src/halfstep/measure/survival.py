@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,21 @@ from halfstep.measure.case import SEED, Case, LossFunction, case_of
 from halfstep.measure.survival_report import (
     LostGradient,
     Survival,
-    cures,
     event_named,
     module_ranges,
     named,
+    remedies,
     where,
 )
-from halfstep.observe.emulate import BACKWARD, Event, RoundedOperands, RoundedOutputs, Rounding, over_the_whole_range
+from halfstep.observe.emulate import (
+    BACKWARD,
+    Event,
+    Ranges,
+    RoundedOperands,
+    RoundedOutputs,
+    Rounding,
+    over_the_whole_range,
+)
 from halfstep.observe.recorder import Recorder
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
@@ -45,8 +53,34 @@ from halfstep.step.step_inputs import generator_states, set_generator_states
 Gradients = dict[str, Tensor]
 
 
+class StepOutcome:
+    """The loss, the gradients and the ranges of one step, however it ran."""
+
+    loss: float
+    gradients: Gradients | None
+
+    @property
+    def ranges(self) -> Ranges | None:
+        """Return the ranges of the values in the format; None if nothing was rounded."""
+        raise NotImplementedError
+
+    @property
+    def gradients_finite(self) -> bool:
+        """Return whether backward was reached and every gradient is finite."""
+        return self.gradients is not None and all(bool(g.isfinite().all()) for g in self.gradients.values())
+
+    @property
+    def fits(self) -> bool:
+        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
+        overflowed = self.ranges is not None and self.ranges.first_on_the_way_forward is not None
+        return not overflowed and math.isfinite(self.loss) and self.gradients_finite
+
+
+StepResult = TypeVar("StepResult", bound=StepOutcome)
+
+
 @dataclass(frozen=True)
-class EmulatedStep:
+class EmulatedStep(StepOutcome):
     """The result of one step."""
 
     rounding: Rounding | None
@@ -56,15 +90,9 @@ class EmulatedStep:
     scale: float
 
     @property
-    def gradients_finite(self) -> bool:
-        """Return whether every gradient is finite."""
-        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
-
-    @property
-    def fits(self) -> bool:
-        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
-        overflowed = self.rounding is not None and self.rounding.ranges.first_on_the_way_forward is not None
-        return not overflowed and math.isfinite(self.loss) and self.gradients_finite
+    def ranges(self) -> Ranges | None:
+        """Return the ranges that the rounding recorded."""
+        return None if self.rounding is None else self.rounding.ranges
 
 
 def step(
@@ -79,12 +107,9 @@ def step(
 
     It runs on copies: the case's model and batch, and the random state, are left unchanged.
     """
-    model = copy.deepcopy(case.model).to(device)
-    model.zero_grad(set_to_none=True)
+    model, batch = copies(case, device)
     if islands:
         island(model, *islands)
-    # Cloned, because a loss function may write to its batch.
-    batch = pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
     with undisturbed(device), ExitStack() as active:
         if rounding is not None:
             active.enter_context(recurrent_steps_shown(model))
@@ -93,25 +118,40 @@ def step(
             loss = one_loss(case.loss_fn(model, batch))
         # Outside autocast, as torch documents it: backward uses the dtypes that autocast chose in forward.
         (loss * scale).backward()
+    return EmulatedStep(rounding, loss.item(), gradients_of(model, device, scale), scale)
+
+
+def copies(case: Case, device: torch.device) -> tuple[nn.Module, Any]:
+    """Return copies of the case's model, without gradients, and of its batch on the device."""
+    model = copy.deepcopy(case.model).to(device)
+    model.zero_grad(set_to_none=True)
+    # Cloned, because a loss function may write to its batch.
+    return model, pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
+
+
+def gradients_of(model: nn.Module, device: torch.device, scale: float) -> Gradients:
+    """Return the gradients by parameter, divided by the loss scale, as dense tensors."""
     # In fp64 where the device has it, so that dividing by the scale loses nothing.
-    gradients = {
-        name: parameter.grad.detach().to(widest(device)) / scale
+    return {
+        name: _dense(parameter.grad.detach()).to(widest(device)) / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return EmulatedStep(rounding, loss.item(), gradients, scale)
 
 
-def step_with_loss_scale(
-    case: Case, device: torch.device, make: Callable[[], Rounding], *, islands: tuple[str, ...] = ()
-) -> EmulatedStep:
-    """Run the step at the first loss scale at which all gradients are finite, as a run would find it.
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the gradient as a dense tensor; nn.Embedding(sparse=True) has sparse ones."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def at_finite_scale(run: Callable[[float], StepResult]) -> StepResult:
+    """Run a step at the first loss scale at which all gradients are finite, as a training run would find it.
 
     If there is none, return the outcome at the smallest scale.
     """
     scale = DynamicScale()
     while True:
-        outcome = step(case, device, make(), scale=scale.value, islands=islands)
+        outcome = run(scale.value)
         # A non-finite loss is non-finite at every scale.
         if outcome.gradients_finite or not math.isfinite(outcome.loss) or not scale.can_fall:
             return outcome
@@ -273,13 +313,13 @@ class _Judged:
             gradient_error=error,
             lost=lost,
             modules=module_ranges(ranges),
-            do=() if survives else cures(event, self._islands(name, make, event), bf16),
+            do=() if survives else remedies(event, self._islands(name, make, event), bf16),
             notes=self._notes(outcome.rounding, event),
         )
 
     def _outcome(self, name: str, make: MakeRounding, islands: tuple[str, ...] = ()) -> EmulatedStep:
         if name == "fp16":
-            return step_with_loss_scale(self.case, self.device, make, islands=islands)
+            return at_finite_scale(lambda scale: step(self.case, self.device, make(), scale=scale, islands=islands))
         return step(self.case, self.device, make(), islands=islands)
 
     def _survives(self, outcome: EmulatedStep) -> bool:
@@ -361,9 +401,9 @@ def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float 
         # A parameter without a gradient has lost all of it.
         ours = found.get(name, torch.zeros_like(true))
         vanished = torch.where(ours == 0, true, torch.zeros_like(true))
-        total += _squares(true)
-        difference += _squares(true - ours)
-        gone += _squares(vanished)
+        total += squares(true)
+        difference += squares(true - ours)
+        gone += squares(vanished)
         if count := int(vanished.count_nonzero()):
             lost.append(LostGradient(name, count / int(true.count_nonzero()), vanished.abs().max().item()))
     lost.sort(key=lambda gradient: -gradient.largest)
@@ -374,7 +414,7 @@ def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float 
     return math.sqrt(difference / total), math.sqrt(gone / total), tuple(lost[:_MOST_NAMED])
 
 
-def _squares(tensor: Tensor) -> float:
+def squares(tensor: Tensor) -> float:
     return float(tensor.square().sum().item())
 
 

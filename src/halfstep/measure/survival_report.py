@@ -107,7 +107,7 @@ def where(event: Event) -> str:
     return f"{place} ({event.operation}): {number(event.value)} against {number(event.largest)}"
 
 
-def cures(event: Event | None, islands: Sequence[str], bf16_survives: bool) -> tuple[str, ...]:
+def remedies(event: Event | None, islands: Sequence[str], bf16_survives: bool) -> tuple[str, ...]:
     """Return remedies as code to type; the islands given here have already been tried."""
     do = [f'island(model, "{path}")' for path in islands]
     # In the root module's own code, or outside the model, there is no submodule to make an island of.

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from halfstep import clock
-from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
+from halfstep.status_line import OnProgress
 
 # -- stopwatch --------------------------------------------------------------------------------------------------------
 # Time work on a device: with the device's own events where it has them, otherwise with the wall clock.
@@ -43,7 +44,6 @@ class Stopwatch:
 
 
 Verdict = Literal["faster", "slower", "can't tell"]
-Progress = Callable[[int, int], None]
 STABLE = 0.05
 """A candidate is warm when its last times differ by no more than this share of their median."""
 _IN_A_ROW = 3
@@ -84,13 +84,13 @@ class Speed:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def warm(arm: Timed, *, seconds: float = 30.0, now: Callable[[], float] = time.perf_counter) -> float:
+def warm(candidate: Timed, *, seconds: float = 30.0, now: Callable[[], float] = time.perf_counter) -> float:
     """Step until three times in a row agree, or the time or the calls run out; return the last time."""
     deadline = now() + seconds
     last: list[float] = []
     # Calls are capped: a candidate that never settles, as on a busy machine, is timed all the same.
     for _ in range(_MOST_CALLS):
-        last = [*last, arm.seconds()][-_IN_A_ROW:]
+        last = [*last, candidate.seconds()][-_IN_A_ROW:]
         stable = len(last) == _IN_A_ROW and max(last) - min(last) <= STABLE * statistics.median(last)
         if stable or now() >= deadline:
             break
@@ -105,18 +105,18 @@ class TimedRace:
     """The speed of every candidate timed at least once beside the baseline."""
     interrupted: bool = False
     """Whether Ctrl-C ended it."""
-    failed: dict[str, ArmFailed | ArmTooSlow] = field(default_factory=dict)
+    failed: dict[str, CandidateFailed | CandidateTooSlow] = field(default_factory=dict)
     """Candidates that failed, and why; they may have a speed from earlier turns."""
 
 
 def race(
-    arms: Mapping[str, Timed],
+    candidates: Mapping[str, Timed],
     *,
     baseline: str,
     pairs: int = 60,
     seconds: float = float("inf"),
     steps: int = 1,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> TimedRace:
     """Time warm candidates against the baseline, interleaved, until there are enough pairs or the time is up.
@@ -124,7 +124,7 @@ def race(
     Ctrl-C ends the race with the turns so far and sets `interrupted`; a candidate that times out ends it too. A
     candidate that fails leaves the race. If the baseline fails, its error is raised.
     """
-    running = _Running(arms, baseline, steps)
+    running = _Running(candidates, baseline, steps)
     deadline = now() + seconds
     interrupted = False
     try:
@@ -136,35 +136,37 @@ def race(
                 break
     except KeyboardInterrupt:
         interrupted = True
-    return TimedRace({name: speed for name in arms if (speed := running.speed(name))}, interrupted, running.failed)
+    return TimedRace(
+        {name: speed for name in candidates if (speed := running.speed(name))}, interrupted, running.failed
+    )
 
 
 class _Running:
     """A race in progress."""
 
-    def __init__(self, arms: Mapping[str, Timed], baseline: str, steps: int) -> None:
-        self._arms, self._baseline, self._steps = dict(arms), baseline, steps
+    def __init__(self, candidates: Mapping[str, Timed], baseline: str, steps: int) -> None:
+        self._candidates, self._baseline, self._steps = dict(candidates), baseline, steps
         self._turns: list[dict[str, float]] = []
-        self.failed: dict[str, ArmFailed | ArmTooSlow] = {}
+        self.failed: dict[str, CandidateFailed | CandidateTooSlow] = {}
         self.is_over = False
 
     def take_turn(self, turn: int) -> None:
         """Time every candidate once; an incomplete turn is not counted."""
         times: dict[str, float] = {}
         # The order changes from turn to turn, so that a drift of the machine affects all candidates alike.
-        for name in clock.order(list(self._arms), turn):
+        for name in clock.order(list(self._candidates), turn):
             try:
-                times[name] = self._arms[name].seconds(self._steps)
-            except ArmTooSlow as error:
+                times[name] = self._candidates[name].seconds(self._steps)
+            except CandidateTooSlow as error:
                 # A timeout means that the common time is up, so the race ends for all.
                 self.failed[name], self.is_over = error, True
                 return
-            except ArmFailed as error:
+            except CandidateFailed as error:
                 if name == self._baseline:
                     raise
                 self.failed[name] = error
-                del self._arms[name]
-                self.is_over = len(self._arms) == 1
+                del self._candidates[name]
+                self.is_over = len(self._candidates) == 1
         self._turns.append(times)
 
     def speed(self, name: str) -> Speed | None:

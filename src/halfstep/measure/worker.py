@@ -28,12 +28,12 @@ def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | N
     os.dup2(2, 1)  # output of the user's code must not be read as an answer
     # Before anything large is allocated: otherwise glibc returns freed pages, and each step pays for them again.
     keep_freed_memory()
-    arm: Any = None
+    candidate: Any = None
     for question in _questions():
-        if arm is None:
-            arm = _answered(answers, partial(open_case or _open, question))
+        if candidate is None:
+            candidate = _answered(answers, partial(open_case or _open, question))
         else:
-            _answered(answers, partial(do or _do, arm, question))
+            _answered(answers, partial(do or _do, candidate, question))
 
 
 def _questions() -> Iterator[dict[str, Any]]:
@@ -42,23 +42,23 @@ def _questions() -> Iterator[dict[str, Any]]:
     The input ends when the parent does, even if it was killed. It is read without Python's buffer: at exit the
     interpreter would wait for the buffer's lock, which the reading thread holds.
     """
-    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def hear() -> None:
+    def read_input() -> None:
         with open(0, "rb", buffering=0, closefd=False) as stream:
             line = b""
             while part := stream.read(_MOST_BYTES):
                 *whole, line = (line + part).split(b"\n")
                 for question in whole:
-                    heard.put(question)
+                    lines.put(question)
         if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)  # also ends the processes that the user's code started
         # Not sys.exit: the main thread may be in the middle of a long step.
         os._exit(0)
 
-    threading.Thread(target=hear, daemon=True).start()
+    threading.Thread(target=read_input, daemon=True).start()
     while True:
-        yield json.loads(heard.get())
+        yield json.loads(lines.get())
 
 
 def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -68,37 +68,37 @@ def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     from halfstep.measure.subject import Subject
 
     case = Subject(question["text"], tuple(question["settings"])).open()
-    setting = StepSetting.from_dict(question["setting"])
-    arm = Candidate(case, setting, question["device"], observe=question["observe"])
-    return arm, {"conditions": conditions(arm.device), "samples": arm.samples}
+    setting = StepSetting(**question["setting"])
+    candidate = Candidate(case, setting, question["device"], observe=question["observe"])
+    return candidate, {"conditions": conditions(candidate.device), "samples": candidate.samples}
 
 
-def _do(arm: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return arm, _DO[question["do"]](arm, question)
+def _do(candidate: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return candidate, _DO[question["do"]](candidate, question)
 
 
-def _memory(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
-    from halfstep.measure.allocator import peak_of
+def _memory(candidate: Any, _question: dict[str, Any]) -> dict[str, Any]:
+    from halfstep.measure.candidate import peak_of
 
-    return {"bytes": peak_of(arm)}
+    return {"bytes": peak_of(candidate)}
 
 
-def _update(arm: Any, _question: dict[str, Any]) -> dict[str, Any]:
+def _update(candidate: Any, _question: dict[str, Any]) -> dict[str, Any]:
     from halfstep.measure.timing import Stopwatch
 
     reports: list[Any] = []
-    seconds = Stopwatch(arm.device).seconds(lambda: reports.append(arm.step()))
+    seconds = Stopwatch(candidate.device).seconds(lambda: reports.append(candidate.step()))
     return {"seconds": seconds, "loss": reports[0].loss, "reason": reports[0].reason}
 
 
 _DO: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
-    "seconds": lambda arm, question: {"seconds": arm.seconds(question["steps"])},
-    "losses": lambda arm, question: {"losses": arm.losses(question["steps"])},
+    "seconds": lambda candidate, question: {"seconds": candidate.seconds(question["steps"])},
+    "losses": lambda candidate, question: {"losses": candidate.losses(question["steps"])},
     "update": _update,
     "memory": _memory,
-    "trail": lambda arm, question: {"losses": arm.trail[: question["steps"]]},
-    "graphs": lambda arm, question: {"graphs": arm.graphs},
-    "nudge": lambda arm, question: {"nudged": arm.nudge(question["share"], question["seed"])},
+    "trail": lambda candidate, question: {"losses": candidate.trail[: question["steps"]]},
+    "graphs": lambda candidate, question: {"graphs": candidate.graphs},
+    "nudge": lambda candidate, question: {"nudged": candidate.nudge(question["share"], question["seed"])},
 }
 
 
@@ -108,8 +108,8 @@ def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) 
     try:
         result, answer = work()
     except HalfstepError as error:
-        told = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
-        answer = {"refused": told}
+        refusal = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
+        answer = {"refused": refusal}
     except Exception as error:  # the user's code may raise anything
         answer = {"failed": in_one_line(error)}
     print(json.dumps(answer), file=answers, flush=True)

@@ -25,15 +25,15 @@ _PATIENCE = 1.0
 """Seconds to wait for the remaining output of a process that has ended."""
 
 
-class ArmFailed(Exception):
+class CandidateFailed(Exception):
     """The candidate cannot run here; the message is the last output of its process."""
 
 
-class ArmTooSlow(Exception):
+class CandidateTooSlow(Exception):
     """The candidate did not answer in time and its process was killed."""
 
 
-class ArmProcess:
+class CandidateProcess:
     """The same candidate as `Candidate`, in another process. It is idle between requests."""
 
     module = CHILD
@@ -58,7 +58,7 @@ class ArmProcess:
         self._closed = False
         self._readers = [
             threading.Thread(target=reader, args=(stream,), daemon=True)
-            for stream, reader in ((self._child.stdout, self._hear), (self._child.stderr, self._overhear))
+            for stream, reader in ((self._child.stdout, self._read_answers), (self._child.stderr, self._read_errors))
         ]
         for reader in self._readers:
             reader.start()
@@ -73,7 +73,7 @@ class ArmProcess:
     def open(self, limit: float | None = None) -> dict[str, Any]:
         """Build the candidate; return its `conditions` and `samples`.
 
-        Raises `ArmFailed`, or `WrongUse` if the child refused the case or the setting.
+        Raises `CandidateFailed`, or `WrongUse` if the child refused the case or the setting.
         """
         return self._ask(self._begin, limit)
 
@@ -121,7 +121,7 @@ class ArmProcess:
                 with contextlib.suppress(OSError):  # a request that was never read
                     stream.close()
 
-    def __enter__(self) -> ArmProcess:
+    def __enter__(self) -> CandidateProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,28 +139,28 @@ class ArmProcess:
             self._child.wait()
             # The reason of a crash is on stderr, which may arrive after stdout has closed.
             self._readers[1].join(_PATIENCE)
-            raise ArmFailed(self._why())
+            raise CandidateFailed(self._why())
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
-            raise _told(answer["refused"])
+            raise _as_error(answer["refused"])
         if "failed" in answer:
-            raise ArmFailed(answer["failed"])
+            raise CandidateFailed(answer["failed"])
         return answer
 
     def _answer(self, limit: float | None) -> str | None:
-        """Return the next line; raise `ArmTooSlow` if there is none within `limit` seconds."""
+        """Return the next line; raise `CandidateTooSlow` if there is none within `limit` seconds."""
         try:
             return self._answers.get(timeout=None if limit is None else max(0.0, limit))
         except queue.Empty:
             self.close()
-            raise ArmTooSlow(f"no answer within {limit:.3g} s") from None
+            raise CandidateTooSlow(f"no answer within {limit:.3g} s") from None
 
-    def _hear(self, stream: IO[str]) -> None:
+    def _read_answers(self, stream: IO[str]) -> None:
         for line in stream:
             self._answers.put(line)
         self._answers.put(None)
 
-    def _overhear(self, stream: IO[str]) -> None:
+    def _read_errors(self, stream: IO[str]) -> None:
         for line in stream:
             self._last_words = (self._last_words + line)[-_LAST_WORDS:]
 
@@ -169,8 +169,8 @@ class ArmProcess:
         # SIGKILL: not sent by us while an answer is awaited, so most likely the kernel's out-of-memory killer.
         if code == -9:
             return "its process was ended from outside, as a system does that has no memory left"
-        said = self._last_words.strip().splitlines()
-        return said[-1] if said else f"its process ended with code {code}"
+        lines = self._last_words.strip().splitlines()
+        return lines[-1] if lines else f"its process ended with code {code}"
 
 
 def end_process(child: subprocess.Popen[Any]) -> None:
@@ -183,7 +183,7 @@ def end_process(child: subprocess.Popen[Any]) -> None:
     child.wait()
 
 
-def _told(parts: dict[str, Any]) -> HalfstepError:
+def _as_error(parts: dict[str, Any]) -> HalfstepError:
     error = WrongUse(parts["given"], allowed=parts["allowed"], do=parts["do"])
     error.exit_code = parts["code"]
     return error

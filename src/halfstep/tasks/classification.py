@@ -112,8 +112,8 @@ class Classification(Task):
 
     def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
         """Return each image with its label and its prediction; the frame is green where the two agree."""
-        scores, said = _chances(model(batch["image"])).max(1)
-        rows = zip(_numbers(batch["label"]).tolist(), said.tolist(), scores.tolist(), strict=True)
+        scores, predicted = _chances(model(batch["image"])).max(1)
+        rows = zip(_numbers(batch["label"]).tolist(), predicted.tolist(), scores.tolist(), strict=True)
         return [
             Shown(
                 {"": self.pixels.shown(image)},
@@ -127,9 +127,9 @@ class Classification(Task):
         """Return the meaning of the frame colors."""
         return [("right", RIGHT), ("wrong", WRONG)]
 
-    def judge(self, said: Tensor, truth: Tensor) -> Judged:
+    def judge(self, predicted: Tensor, truth: Tensor) -> Judged:
         """Return confusion counts and per-sample scores; samples are ranked by the probability of their true class."""
-        classes, chances = len(self.classes), _chances(said)
+        classes, chances = len(self.classes), _chances(predicted)
         scores, answers = chances.max(1)
         right = chances.gather(1, truth.unsqueeze(1)).squeeze(1)
         counts = counted(truth.unsqueeze(0), answers.unsqueeze(0), (classes, classes))[0]

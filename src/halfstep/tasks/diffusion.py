@@ -215,9 +215,9 @@ class Diffusion(Task):
         losses: list[Tensor] = []
         told: dict[str, Tensor] = {}
         if moments is not None and not model.frozen:
-            image, said = batch["image"], model.pixels(latents)
-            losses.append(reconstruction(said, image) + self.recipe.loss.kl * divergence(moments, image))
-            told |= {"preds": said.detach(), "target": image}
+            image, predicted = batch["image"], model.pixels(latents)
+            losses.append(reconstruction(predicted, image) + self.recipe.loss.kl * divergence(moments, image))
+            told |= {"preds": predicted.detach(), "target": image}
         if model.denoiser is not None:
             # Detached: otherwise the autoencoder would learn latents that are easy to denoise but carry little
             # information.
@@ -317,8 +317,8 @@ class Diffusion(Task):
         if condition is not None and model.training:
             # Classifier-free guidance needs a denoiser that has also learned to work without a condition.
             condition = condition.dropped(self.recipe.model.condition_drop)
-        said = model.denoise(model.noise.noisy(latents, noise, timesteps), timesteps, condition)
-        return squared_errors(said, model.noise.target(latents, noise, timesteps)), timesteps
+        predicted = model.denoise(model.noise.noisy(latents, noise, timesteps), timesteps, condition)
+        return squared_errors(predicted, model.noise.target(latents, noise, timesteps)), timesteps
 
     def _condition(self, batch: Sample) -> Condition | None:
         return None if self.kind == "none" else Condition.of(batch[PARTS[self.kind]])
@@ -344,18 +344,18 @@ class Diffusion(Task):
         return sampled(model, self.recipe.model, shape, condition, draws, told)
 
     def _answered(self, model: LatentDiffusion, asked: Tensor) -> Prediction:
-        said = self._samples(model, 1, Condition.of(asked), Draws.same_each_time())[0]
-        pair = [self.conditions.shown(asked[0]), self.pixels.shown(said)]
+        predicted = self._samples(model, 1, Condition.of(asked), Draws.same_each_time())[0]
+        pair = [self.conditions.shown(asked[0]), self.pixels.shown(predicted)]
         return Prediction(
-            values={"mean": (0.5 + 0.5 * said).clamp(0.0, 1.0).mean().item()}, overlay=images.side_by_side(pair)
+            values={"mean": (0.5 + 0.5 * predicted).clamp(0.0, 1.0).mean().item()}, overlay=images.side_by_side(pair)
         )
 
     def _reconstructed(self, model: LatentDiffusion, image: Tensor) -> Prediction:
         _, latents = _latents(model, {"image": image}, None)
-        said = model.pixels(latents).clamp(-1.0, 1.0)
+        predicted = model.pixels(latents).clamp(-1.0, 1.0)
         # A perfect reconstruction would have an infinite PSNR.
-        error = max(reconstruction(said, image).item(), 1e-10)
-        pair = [self.pixels.shown(image[0]), self.pixels.shown(said[0])]
+        error = max(reconstruction(predicted, image).item(), 1e-10)
+        pair = [self.pixels.shown(image[0]), self.pixels.shown(predicted[0])]
         # The peak signal is 2: pixels lie in -1..1.
         return Prediction(values={"psnr": 10.0 * math.log10(4.0 / error)}, overlay=images.side_by_side(pair))
 

@@ -116,12 +116,12 @@ class Segmentation(Task):
 
     def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
         """Return the image, the true mask, the predicted mask, and their differences, for each sample."""
-        said = _chosen(self._whole(model, batch))
-        scores = self.judge(said, batch["mask"].long()).figures["iou"].tolist()
+        predicted = _chosen(self._whole(model, batch))
+        scores = self.judge(predicted, batch["mask"].long()).figures["iou"].tolist()
         return [
             Shown(self._panels(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide]), f"IoU {score:.2f}")
             for image, truth, answer, (high, wide), score in zip(
-                batch["image"], batch["mask"], said, batch["size"].tolist(), scores, strict=True
+                batch["image"], batch["mask"], predicted, batch["size"].tolist(), scores, strict=True
             )
         ]
 
@@ -131,13 +131,13 @@ class Segmentation(Task):
         none = [] if self.recipe.data.ignore_index is None else [("no class", images.IGNORED)]
         return [*named, *none, ("a mistake", images.MISTAKE)]
 
-    def judge(self, said: Tensor, truth: Tensor) -> Judged:
+    def judge(self, predicted: Tensor, truth: Tensor) -> Judged:
         """Return confusion counts and per-sample figures; samples are ranked by IoU, then by pixel accuracy."""
         classes = len(self.classes)
         # Ignored pixels are counted in an extra row that is then dropped; boolean indexing would synchronize the
         # device.
         rows = torch.where(truth == self.ignored, classes, truth)
-        tables = counted(rows, said, (classes + 1, classes))[:, :classes]
+        tables = counted(rows, predicted, (classes + 1, classes))[:, :classes]
         figures = overlaps(tables)
         return Judged(tables.sum(0), figures, figures["iou"] + TIES * figures["accuracy"])
 

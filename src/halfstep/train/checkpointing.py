@@ -148,7 +148,7 @@ class Checkpoints:
                 self._journal.tell(
                     events.SAVED,
                     file=f"{CHECKPOINTS}/{_name(saved)}",
-                    what="checkpoint",
+                    kind="checkpoint",
                     attempt=saved.attempt,
                     seconds=saved.seconds,
                     blocked=saved.blocked,

@@ -210,7 +210,8 @@ class GivenUp:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of the journal's last event."""
-        return {name: getattr(self, name) for name in ("why", "kept", "do", "checkpoint", "cause")}
+        same = {name: getattr(self, name) for name in ("do", "checkpoint", "cause")}
+        return {"error": self.why, "checkpoint_note": self.kept, **same}
 
 
 def given_up(loop: Loop, error: Diverged, command: str) -> GivenUp:

@@ -57,7 +57,13 @@ class SampleReports:
         told = distributed.from_all(json.dumps(self._fresh))
         self._fresh = []
         for replaced in (Replaced(*row) for rank in told for row in json.loads(rank)):
-            self._journal.tell(events.REPLACED, **replaced._asdict())
+            self._journal.tell(
+                events.BAD_SAMPLE,
+                name=replaced.name,
+                reason=replaced.reason,
+                index=replaced.number,
+                replacement=replaced.by,
+            )
             self.budget.spend([replaced])
 
     def suspects(self, window: Sequence[Batch]) -> tuple[list[int], list[int]]:
@@ -253,7 +259,7 @@ class Loop:
     def _tell_stage(self, doing: str) -> None:
         """Emit, before the first step of this launch, what takes so long: it may be a minute."""
         if self._is_fresh:
-            self.journal.tell(events.STAGE, doing=doing)
+            self.journal.tell(events.STAGE, text=doing)
 
     def _reading(self) -> str:
         return f"reading the first {self.train.share.window} samples"
@@ -297,7 +303,7 @@ class Loop:
         self.journal.tell(
             events.STEP,
             epoch=epoch,
-            in_epoch=self.progress.in_epoch,
+            step_in_epoch=self.progress.in_epoch,
             attempt=report.attempt,
             step=report.step,
             loss=report.loss,
@@ -330,7 +336,7 @@ class Loop:
         seen = self.stepper.observed
         if seen is not None and seen is not self._observed:
             self._observed = seen
-            self.journal.tell(events.OBSERVED, expected=seen.expected, share=seen.share, text=str(seen))
+            self.journal.tell(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=str(seen))
 
     def _tell_speed(self) -> None:
         self.news.share()
@@ -419,7 +425,7 @@ class Loop:
                 events.EVALUATING,
                 epoch=epoch,
                 done=done,
-                of=of,
+                total=of,
                 metrics=numbers,
                 seconds_left=self.time_left.while_evaluating(self.progress.attempts, epoch - 1, done, of),
                 seconds_left_in_epoch=self.time_left.of_batches(of - done, done),

@@ -86,7 +86,7 @@ class RunOutputs:
             self._journal.tell(events.NOTE, text=text, level="warning")
             return
         self._unwritten.pop(name, None)
-        self._journal.tell(events.SAVED, file=name, what=what)
+        self._journal.tell(events.SAVED, file=name, kind=what)
 
     def pictures(
         self,

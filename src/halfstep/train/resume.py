@@ -18,7 +18,7 @@ from halfstep.checkpoint.reading import newest_whole, none_whole, read_state
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, cut_back, kept_events, last_time, sizes
+from halfstep.journal.jsonl import JOURNAL, cut_back, kept_events, last_time, refuse_other_form, sizes
 from halfstep.recipe.changes import EXTEND
 from halfstep.train.environment import AutoChoices, differences, environment
 from halfstep.train.guarding import cures_in
@@ -67,12 +67,12 @@ class Resumed:
     attempt: int = 0
     epoch: int = 0
     checkpoint: str | None = None
-    repeated: int | None = None
+    repeated_steps: int | None = None
     """Steps that are done again."""
-    because: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     """Why the bits may differ from those without the interruption."""
     changed: list[str] = field(default_factory=list)
-    passed_over: list[str] = field(default_factory=list)
+    rejected_checkpoints: list[str] = field(default_factory=list)
     seconds: float = 0.0
     """Seconds that the run had taken at the checkpoint."""
     extended: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ class Resumed:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for the journal, with whether the resume is exact."""
-        return {**asdict(self), "exact": not self.because and not self.changed}
+        return {**asdict(self), "exact": not self.reasons and not self.changed}
 
 
 def find(folder: Path) -> FoundCheckpoint | None:
@@ -112,6 +112,7 @@ def find(folder: Path) -> FoundCheckpoint | None:
 
 def _chosen(folder: Path) -> dict[str, Any]:
     """Choose a checkpoint on rank 0, which holds the lock; clear temporary files and set damaged ones aside."""
+    refuse_other_form(folder / JOURNAL)
     place, disk = folder / CHECKPOINTS, Disk()
     verdict, damaged = newest_whole(place)
     if verdict is None:
@@ -162,7 +163,7 @@ def _was_saved(folder: Path) -> bool:
 def _tells_of_one(event: events.Event) -> bool:
     # A resume cuts the event of its own checkpoint out of the journal; the event of the resume stays.
     resumed = event.get("resumed")
-    return event.get("what") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))
+    return event.get("kind") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))
 
 
 def take_up(
@@ -193,10 +194,10 @@ def take_up(
         attempt=found.generation.attempt,
         epoch=loop.progress.epoch,
         checkpoint=found.generation.name,
-        repeated=repeated,
-        because=differences(found.environment, environment(loop.stepper.device)),
+        repeated_steps=repeated,
+        reasons=differences(found.environment, environment(loop.stepper.device)),
         changed=changed,
-        passed_over=found.passed_over,
+        rejected_checkpoints=found.passed_over,
         seconds=last_time(folder / JOURNAL),
         extended=extended,
     )
@@ -222,8 +223,8 @@ def _extended(loop: Loop, found: FoundCheckpoint, before: dict[str, Any] | None)
         "epochs": train.epochs,
         "rewarm": any(one.rewarm for one in latest),
         "lr": loop.parts.lr,
-        "highest_lr": max(loop.parts.schedule.base_lrs),
-        "before": before,
+        "peak_lr": max(loop.parts.schedule.base_lrs),
+        "previous": before,
     }
 
 

@@ -73,7 +73,7 @@ def train(
     # Counted from the start of the journal: a resumed run includes its earlier launches.
     began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
     loop.keeper.facts(loop.task)
-    facts = {"label": label, "dir": str(folder), "command": command, **_facts(loop)}
+    facts = {"format": events.FORMAT, "label": label, "dir": str(folder), "command": command, **_facts(loop)}
     facts |= {"notes": [*notes, *facts["notes"]], "sizing": [one._asdict() for one in sizing]}
     journal.tell(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED
@@ -91,7 +91,10 @@ def train(
         raise
     except Stopped:
         saved = loop.checkpoints
-        reason, more = STOPPED, {"signal": loop.stopping.asked, "checkpoint": saved.name, "kept": saved.doubt}
+        reason, more = (
+            STOPPED,
+            {"signal": loop.stopping.asked, "checkpoint": saved.name, "checkpoint_note": saved.doubt},
+        )
         raise
     except Diverged as error:
         reason, ending = GAVE_UP, given_up(loop, error, command)
@@ -100,7 +103,7 @@ def train(
     except Exception as error:
         if (failed := memory_ended(loop, error, command)) is None:
             raise
-        reason, more = OUT_OF_MEMORY, {"why": failed.given}
+        reason, more = OUT_OF_MEMORY, {"error": failed.given}
         raise failed from None
     finally:
         # Before the end is recorded: the last save may still fail or succeed.
@@ -108,7 +111,7 @@ def train(
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         told = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
         cures = loop.guarding.cures
-        journal.tell(events.END, reason=reason, cures=[str(cure) for cure in cures.placed], **told, **more)
+        journal.tell(events.END, reason=reason, remedies=[str(cure) for cure in cures.placed], **told, **more)
     loop.keeper.result({**_result(run, loop.parts), "cures": cures.as_dict()})
     return run
 
@@ -216,7 +219,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
         },
         "steps_per_epoch": loop.train.steps_per_epoch,
         "samples": {"train": samples, "val": len(loop.val.samples)},
-        "repeats": loop.train.share.repeats(samples),
+        "repeated_samples": loop.train.share.repeats(samples),
         "parameters": {
             "total": sum(p.numel() for p in parameters),
             "trainable": sum(p.numel() for p in parameters if p.requires_grad),

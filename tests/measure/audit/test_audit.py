@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from halfstep import audit, island, survival
 from halfstep.errors import UnknownName, WrongUse
@@ -381,6 +382,12 @@ def test_all_work_in_islands_is_said_so() -> None:
     model = Net()
     island(model, "first", "large", "last")
     assert audit(model, classify, batch(), precision="bf16").verdict.startswith("all work is in islands; ")
+
+
+def test_a_case_with_a_loader_is_audited_in_what_a_run_would_take() -> None:
+    loader = DataLoader(TensorDataset(*batch()), batch_size=4)
+    for data in (next(iter(loader)), loader):
+        assert audit(Net(), classify, data, device="a100-80gb").precision == "bf16"
 
 
 def test_a_subject_is_opened_and_its_own_precision_is_taken() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from halfstep.measure.bench.runs import STEPS, CaseArm, result_of_case
+from halfstep.measure.bench.runs import STEPS, CaseCandidate, result_of_case
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from tests.support import cases
@@ -40,7 +40,7 @@ def test_a_loss_that_is_no_number_counts_and_nothing_but_skips_is_no_metric() ->
 
 
 def test_a_real_run_tells_all_its_updates() -> None:
-    found = CaseArm(Subject("tests.measure.bench.test_bench_case:steep", ()), StepSetting("fp16"))(1)
+    found = CaseCandidate(Subject("tests.measure.bench.test_bench_case:steep", ()), StepSetting("fp16"))(1)
     applied = STEPS - sum(found.skipped.values())
     assert found.skipped
     assert set(found.skipped) == {"gradient_overflow"}

@@ -11,10 +11,9 @@ import pytest
 
 from halfstep.errors import WrongUse
 from halfstep.measure.bench.bench import compare
-from halfstep.measure.bench.comparison import BenchTimes, Gain
+from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, Gain, Memory, RunFailed, RunResult
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import BenchMetric, Memory, RunFailed, RunResult
-from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
 TOP1 = BenchMetric("top1", higher_is_better=True)
 NOISE = {1: 0.000, 2: 0.004, 3: -0.004, 4: 0.002, 5: -0.002}
@@ -218,7 +217,7 @@ def test_a_race_is_of_those_that_did_not_fail_and_decides_the_speed() -> None:
     assert [row.gain for row in lost.rows] == [None, None]
 
 
-@pytest.mark.parametrize("error", [ArmFailed("no room"), ArmTooSlow("no room"), WrongUse("no room")])
+@pytest.mark.parametrize("error", [CandidateFailed("no room"), CandidateTooSlow("no room"), WrongUse("no room")])
 def test_a_race_that_fails_takes_no_finished_run_away(error: Exception) -> None:
     def race(names: Sequence[str]) -> BenchTimes:
         raise error

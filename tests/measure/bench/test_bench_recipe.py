@@ -16,9 +16,9 @@ import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
+from halfstep.measure.bench.comparison import RunFailed
 from halfstep.measure.bench.report import Bench, write_report
-from halfstep.measure.bench.results import RunFailed
-from halfstep.measure.bench.runs import Patience, RecipeArm, run_to_end
+from halfstep.measure.bench.runs import RecipeCandidate, RunTimeLimit, run_to_end
 
 SHORT = ("train.steps=3", "data.samples=24", "train.batch_size=4", "data.size=16")
 
@@ -94,10 +94,10 @@ def test_another_recipe_or_version_is_not_taken_for_the_same(both: tuple[Bench, 
     identity = {key: value for key, value in json.loads(kept.read_text())["identity"].items() if key != "seed"}
     assert identity["recipe"]["train"]["steps"] == 3
     assert {"torch", "halfstep", "device"} <= set(identity)
-    same = RecipeArm("classification_tiny", ("train.steps=never",), folder, "fp32", identity)
+    same = RecipeCandidate("classification_tiny", ("train.steps=never",), folder, "fp32", identity)
     assert same(1) == found.rows[0].runs[0]
     before = kept.read_bytes()
-    other = RecipeArm("classification_tiny", ("train.steps=never",), folder, "fp32", {**identity, "torch": "1.0"})
+    other = RecipeCandidate("classification_tiny", ("train.steps=never",), folder, "fp32", {**identity, "torch": "1.0"})
     with pytest.raises(RunFailed, match="never"):
         other(1)
     assert kept.read_bytes() == before
@@ -169,15 +169,15 @@ def test_a_process_that_hangs_is_ended_and_says_so(tmp_path: Path) -> None:
 
 
 def test_patience_is_ten_times_the_slowest_run_and_at_least_ten_minutes() -> None:
-    patience = Patience()
-    assert patience.limit is None
-    patience.learn(None)
-    assert patience.limit is None
-    patience.learn(3.0)
-    assert patience.limit == 600.0
-    patience.learn(100.0)
-    patience.learn(50.0)
-    assert patience.limit == 1000.0
+    time_limit = RunTimeLimit()
+    assert time_limit.limit is None
+    time_limit.learn(None)
+    assert time_limit.limit is None
+    time_limit.learn(3.0)
+    assert time_limit.limit == 600.0
+    time_limit.learn(100.0)
+    time_limit.learn(50.0)
+    assert time_limit.limit == 1000.0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system ends a process with its parent")

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import PrecisionRefused
 from halfstep.measure.case import Case, case_of
-from halfstep.measure.memory.backward import walked
 from halfstep.measure.memory.devices import device_named
 from halfstep.measure.memory.estimate import ledger_by_cuda, ledger_of, ledger_on
+from halfstep.measure.memory.fake_tensors import walked
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.island import island
 from tests.support import cases

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from halfstep.measure.allocator import peak_bytes
 from halfstep.measure.batches import resized, size_of
+from halfstep.measure.candidate import peak_bytes
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.fake_tensors import built, fake_mode, placed
 from halfstep.measure.memory.timeline import BACKWARD, Timeline, hidden_bytes
@@ -125,7 +125,7 @@ def test_a_timeline_knows_when_memory_comes_and_goes_and_keeps_none_alive() -> N
     assert first.died < third.born  # gone before z was made
     assert second.died < timeline.now
     assert third.died > timeline.now
-    assert [block.format for block in timeline.kept] == ["fp32"]
+    assert [block.format for block in timeline.saved_for_backward] == ["fp32"]
     del z
     assert third.died == timeline.now
 

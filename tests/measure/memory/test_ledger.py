@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep import Counted
 from halfstep.errors import HalfstepError
-from halfstep.measure.allocator import peak_bytes
+from halfstep.measure.candidate import peak_bytes
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.estimate import estimate, ledger_of
 from halfstep.measure.memory.ledger import PARTS, Ledger

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfstep.measure.plan.memory_fit import Room
 from halfstep.measure.plan.plan import Plan, search_and_decide
-from halfstep.measure.plan.race import Race, TimeBudget
+from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
 from halfstep.measure.plan.search import CaseFacts, Search
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.hardware import Device
 
 AMX = Device(kind="cpu", name="a CPU with AMX", place="cpu", isa=frozenset({"amx_bf16"}))
@@ -74,14 +73,14 @@ class Clockwork:
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         if self.name in self.world.fails:
-            raise ArmFailed(self.world.fails[self.name])
+            raise CandidateFailed(self.world.fails[self.name])
         if self.turns == self.world.fails_after.get(self.name):
-            raise ArmFailed(f"ValueError: call {self.turns + 1}")
+            raise CandidateFailed(f"ValueError: call {self.turns + 1}")
         took = self.world.seconds.get(self.name, 2.0)
         whole = steps * took + (self.world.compile_seconds if self.setting.compile and not self.steps else 0.0)
         if limit is not None and whole > limit:
             self.world.passes(limit)
-            raise ArmTooSlow(f"no answer within {limit} s")
+            raise CandidateTooSlow(f"no answer within {limit} s")
         self.world.passes(whole)
         self.steps += steps
         self.turns += 1
@@ -126,7 +125,7 @@ def planned(
     microbatches: int = 1,
     has_images: bool = True,
     has_batch_norm: bool = False,
-    room: Room | None = None,
+    room: MemoryFit | None = None,
     optimizer: str = "AdamW",
     grow_batch: bool = False,
     recompute: bool = False,
@@ -135,8 +134,8 @@ def planned(
     now = StepSetting("auto", batch=batch, microbatches=microbatches, recompute=recompute)
     facts = CaseFacts("clockwork", now, has_images, has_batch_norm, optimizer, 0.1)
     budget = TimeBudget(seconds, now=lambda: world.clock)
-    arena = Race(lambda setting: Clockwork(world, setting), budget)
-    search = Search(facts, device, SettingTrials(arena, budget, room or Room(None)))
+    runner = Race(lambda setting: Clockwork(world, setting), budget)
+    search = Search(facts, device, SettingTrials(runner, budget, room or MemoryFit(None)))
     found = search_and_decide(search, "clockwork", grow_batch=grow_batch)
     assert world.open_now == 0, "an arm was left open"
     return found

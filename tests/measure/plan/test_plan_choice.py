@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.errors import WrongUse
 from halfstep.measure.plan.choice import Cell, choose
-from halfstep.measure.plan.memory_fit import Room
+from halfstep.measure.plan.race import MemoryFit
 from halfstep.measure.plan.search import eager_settings
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
@@ -167,13 +167,13 @@ def needs(setting: StepSetting) -> int:
 
 def test_what_does_not_fit_is_never_opened() -> None:
     world = World(FAST, fails={"fp32": "must not be opened"})
-    plan = planned(world, room=Room(3500, needs))  # 16 x 200 fits alone, but not with a tenth to spare
+    plan = planned(world, room=MemoryFit(3500, needs))  # 16 x 200 fits alone, but not with a tenth to spare
     assert "are free" in cell(plan, "fp32").cut
     assert plan.baseline == StepSetting("fp32", batch=8, microbatches=2)
     assert plan.choice.setting.precision == "bf16"
     assert plan.choice.setting.batch in (8, 16)
     with pytest.raises(WrongUse, match="does not fit"):
-        planned(World(FAST), room=Room(100, needs))
+        planned(World(FAST), room=MemoryFit(100, needs))
 
 
 def test_a_setting_that_does_not_fit_says_how_much_it_lacks() -> None:
@@ -181,7 +181,7 @@ def test_a_setting_that_does_not_fit_says_how_much_it_lacks() -> None:
         return 30 * 2**30 if key(setting) == "bf16 last" else 2**30
 
     world = World(FAST)
-    plan = planned(world, room=Room(20 * 2**30, greedy))
+    plan = planned(world, room=MemoryFit(20 * 2**30, greedy))
     assert cell(plan, "bf16 last").cut == "it would take 30.00 GiB, and 20.00 GiB are free"
     assert "bf16 last" not in world.opened
     assert key(plan.choice.setting) == "bf16"
@@ -189,7 +189,7 @@ def test_a_setting_that_does_not_fit_says_how_much_it_lacks() -> None:
 
 def test_arms_that_are_open_together_fit_together() -> None:
     world = World(FAST)
-    planned(world, room=Room(6000, needs))  # the baseline and one other, not two
+    planned(world, room=MemoryFit(6000, needs))  # the baseline and one other, not two
     assert world.most_open == 2
 
 
@@ -197,7 +197,7 @@ def test_a_prediction_that_fails_cuts_nothing() -> None:
     def unable(setting: StepSetting) -> int:
         raise NotImplementedError
 
-    plan = planned(World(FAST), room=Room(1, unable))
+    plan = planned(World(FAST), room=MemoryFit(1, unable))
     assert key(plan.choice.setting) == "bf16 last"
     assert plan.choice.peak is None
 
@@ -218,7 +218,7 @@ def test_larger_batches_come_with_a_learning_rate_and_a_warning() -> None:
     assert "changes the optimisation" in plan.growth.note
     assert plan.changes["train.batch_size"] == 128
     assert plan.changes["schedule.warmup_steps"] > 0
-    tight = planned(World(FAST), grow_batch=True, optimizer="SGD", room=Room(8000, needs), seconds=3000)
+    tight = planned(World(FAST), grow_batch=True, optimizer="SGD", room=MemoryFit(8000, needs), seconds=3000)
     assert tight.growth is not None  # 32 samples in bf16 take 3840 beside the baseline's 3200; 64 would take 7680
     assert tight.growth.setting.batch == 32
     assert tight.growth.learning_rate == 0.2

@@ -9,14 +9,13 @@ from torch import nn
 from halfstep.errors import WrongUse
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case
-from halfstep.measure.plan.memory_fit import Room, free_bytes
 from halfstep.measure.plan.plan import HERE, plan
 from halfstep.measure.plan.probe import compare, noise_of
-from halfstep.measure.plan.race import ArmHere
+from halfstep.measure.plan.race import LocalCandidate, MemoryFit, free_bytes
 from halfstep.measure.plan.search import facts_of
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.worker_process import ArmFailed, ArmProcess
+from halfstep.measure.worker_process import CandidateFailed, CandidateProcess
 from tests.support import cases
 
 LINEAR = Subject("tests.support.cases:linear")
@@ -49,7 +48,7 @@ def test_the_trail_is_the_losses_of_the_updates_that_were_timed() -> None:
     arm = Candidate(case, StepSetting("bf16"))
     arm.seconds(3)
     assert arm.trail == Candidate(case, StepSetting("bf16")).losses(3)
-    with ArmProcess(LINEAR, StepSetting("bf16")) as away:
+    with CandidateProcess(LINEAR, StepSetting("bf16")) as away:
         away.open()
         away.seconds(3)
         assert away.trail(2) == arm.trail[:2]
@@ -86,14 +85,14 @@ def nudged(case: Case, seed: int) -> list[float]:
 
 
 def test_what_compiles_nothing_is_told() -> None:
-    arm = ArmHere(LINEAR.open(), StepSetting(), "cpu")
+    arm = LocalCandidate(LINEAR.open(), StepSetting(), "cpu")
     arm.open()
     arm.seconds()
     assert arm.graphs() == 0
     arm.close()
-    broken = ArmHere(Subject("tests.support.cases:broken").open(), StepSetting(), "cpu")
+    broken = LocalCandidate(Subject("tests.support.cases:broken").open(), StepSetting(), "cpu")
     broken.open()
-    with pytest.raises(ArmFailed, match="IndexError"):
+    with pytest.raises(CandidateFailed, match="IndexError"):
         broken.seconds()
 
 
@@ -108,10 +107,10 @@ def test_facts_are_read_from_the_case() -> None:
 def test_free_memory_is_known_here_and_unknown_memory_holds_everything() -> None:
     free = free_bytes(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**60
-    assert Room(None, lambda setting: 2**60).fits(StepSetting())
-    assert not Room(2**30, lambda setting: 2**30).fits(StepSetting())
-    assert Room(2**30, lambda setting: 2**29).fits(StepSetting())
-    assert not Room(2**30, lambda setting: 2**29).fits(StepSetting(), StepSetting("bf16"))
+    assert MemoryFit(None, lambda setting: 2**60).fits(StepSetting())
+    assert not MemoryFit(2**30, lambda setting: 2**30).fits(StepSetting())
+    assert MemoryFit(2**30, lambda setting: 2**29).fits(StepSetting())
+    assert not MemoryFit(2**30, lambda setting: 2**29).fits(StepSetting(), StepSetting("bf16"))
 
 
 def frozen() -> tuple[nn.Module, object, object]:

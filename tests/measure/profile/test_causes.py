@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.measure.profile.causes import CAUSES, found, verdict
+from halfstep.measure.profile.causes import CAUSES, find_causes, verdict
 from halfstep.measure.profile.facts import (
     DATA,
     PARTS,
@@ -105,7 +105,7 @@ def test_workers_that_start_anew_for_each_pass_are_told_from_slow_data() -> None
     assert cause.id == "restarted-workers"
     assert cause.share == pytest.approx(0.75)
     assert "persistent_workers=True" in cause.do
-    assert found(replace(HEALTHY, feeding=replace(feeding, restarting=0.004))) == []
+    assert find_causes(replace(HEALTHY, feeding=replace(feeding, restarting=0.004))) == []
 
 
 def test_beside_workers_a_step_takes_the_longer_of_computing_and_reading() -> None:
@@ -142,7 +142,7 @@ def test_steps_that_do_not_train_come_before_everything() -> None:
     facts = replace(HEALTHY, idle="the loss is not finite: times say nothing", feeding=fed())
     assert verdict(facts).id == "no-updates"
     assert verdict(facts).sentence == facts.idle
-    assert found(facts) == []
+    assert find_causes(facts) == []
 
 
 def test_slower_is_called_slower() -> None:
@@ -153,8 +153,8 @@ def test_slower_is_called_slower() -> None:
 
 
 def test_a_short_wait_is_no_cause() -> None:
-    assert found(replace(HEALTHY, feeding=fed(step=0.1, wait=0.009, read=0.009))) == []
-    assert found(replace(HEALTHY, feeding=fed(step=0.0, wait=0.0, read=0.0))) == []
+    assert find_causes(replace(HEALTHY, feeding=fed(step=0.1, wait=0.009, read=0.009))) == []
+    assert find_causes(replace(HEALTHY, feeding=fed(step=0.0, wait=0.0, read=0.0))) == []
 
 
 def test_a_tiny_model_is_bound_by_its_program() -> None:
@@ -164,7 +164,7 @@ def test_a_tiny_model_is_bound_by_its_program() -> None:
     assert verdict(tiny).id == "tiny-model"
     assert verdict(tiny).share == pytest.approx(0.9)
     # The share that is printed is the one that decides: of computing, whatever the wait.
-    waiting = [cause for cause in found(replace(tiny, feeding=fed())) if cause.id == "tiny-model"]
+    waiting = [cause for cause in find_causes(replace(tiny, feeding=fed())) if cause.id == "tiny-model"]
     assert waiting[0].sentence.startswith("90% of computing a step is Python")
     assert waiting[0].share == pytest.approx(0.9 * 0.4)
     assert verdict(tiny).command.endswith("--grow-batch")
@@ -179,7 +179,7 @@ def test_padding_counts_only_where_it_was_measured_to_gain() -> None:
     assert 'layers "body.0", "body.2" (Conv2d)' in cause.evidence
     assert "128->128 channels instead of 127->127" in cause.do
     for layer in (padded(0.010, 0.005, low=0.99), padded(0.010, 0.0099, low=1.01), padded(0.010, 0.012, low=0.8)):
-        assert found(replace(HEALTHY, misaligned=(layer,))) == []
+        assert find_causes(replace(HEALTHY, misaligned=(layer,))) == []
 
 
 def test_an_island_is_named_by_its_modules() -> None:
@@ -191,7 +191,10 @@ def test_an_island_is_named_by_its_modules() -> None:
     assert 'take island() away from "body"' in cause.do
     # bf16 did 500 FLOPs in 3.5 ms where fp32 does 1000 in 78 ms: 11 times as fast
     assert cause.share == pytest.approx(0.5 * (1 - 1 / (500 / 0.0035 / (1000 / 0.078))))
-    assert found(replace(HEALTHY, kernels=kernels, work=FlopsByFormat({"bf16": 950, "fp32": 50}, {"head": 50}))) == []
+    assert (
+        find_causes(replace(HEALTHY, kernels=kernels, work=FlopsByFormat({"bf16": 950, "fp32": 50}, {"head": 50})))
+        == []
+    )
 
 
 def test_a_baseline_that_is_not_fp32_is_told() -> None:
@@ -201,7 +204,7 @@ def test_a_baseline_that_is_not_fp32_is_told() -> None:
     assert "torch's switches make it tf32, which is 1.92x as fast already" in cause.sentence
     assert cause.command == "halfstep bench mine:case --precisions fp32,bf16"
     # Switches that change nothing on this device are nobody's fault.
-    assert found(replace(HEALTHY, race=replace(race, own_fp32=0.098), fp32_means="tf32")) == []
+    assert find_causes(replace(HEALTHY, race=replace(race, own_fp32=0.098), fp32_means="tf32")) == []
 
 
 def test_kernels_that_are_only_right_and_formats_that_are_not_there() -> None:
@@ -212,7 +215,7 @@ def test_kernels_that_are_only_right_and_formats_that_are_not_there() -> None:
     assert cause.command == "halfstep profile mine:case --precision bf16"
     assert cause.share == pytest.approx(0.95)
     assert verdict(replace(half, kernels=Kernels(SHARES, convolutions=0.0))).id == "emulated"
-    assert found(replace(half, race=HEALTHY.race)) == []  # products in fp16 may be fast all the same
+    assert find_causes(replace(half, race=HEALTHY.race)) == []  # products in fp16 may be fast all the same
     old = ProfileFacts(
         "bf16", "bf16", "cuda", native=False, why="compute capability 7.5", instead="fp16", passed_over=True
     )
@@ -227,15 +230,15 @@ def test_compiling_in_every_step_is_told_from_compiling_at_the_start() -> None:
     assert cause.share == pytest.approx(0.9)
     assert "self.calls == 5 no longer held" in cause.evidence
     at_the_start = Warming((9.0, 3.0, 0.1), (3, 1, 0), (8.0, 2.9, 0.0))
-    assert found(replace(HEALTHY, warming=at_the_start, compiles=True)) == []
+    assert find_causes(replace(HEALTHY, warming=at_the_start, compiles=True)) == []
     with_data = replace(fed(wait=0.0), warming=always)
     assert verdict(replace(HEALTHY, warming=at_the_start, feeding=with_data)).id == "recompiling"
 
 
 def test_what_explains_most_wins() -> None:
     both = replace(HEALTHY, feeding=fed(), misaligned=(padded(0.010, 0.005, low=1.8),))
-    assert [cause.id for cause in found(both)] == ["too-few-workers", "misaligned-channels"]
-    assert found(both)[1].share == pytest.approx(0.6 * 0.9 * 0.5 * 0.4)  # of the 40 % that are not waiting
+    assert [cause.id for cause in find_causes(both)] == ["too-few-workers", "misaligned-channels"]
+    assert find_causes(both)[1].share == pytest.approx(0.6 * 0.9 * 0.5 * 0.4)  # of the 40 % that are not waiting
     brief = fed(wait=0.012, read=0.012)
     assert verdict(replace(both, feeding=brief)).id == "misaligned-channels"
 

@@ -11,7 +11,7 @@ import pytest
 from halfstep.errors import WrongUse
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import CaseData, case_of
-from halfstep.measure.profile.feeding import fed
+from halfstep.measure.profile.examined import fed
 from halfstep.measure.setting import StepSetting
 from tests.support.cases import linear
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from halfstep import island
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import case_of
-from halfstep.measure.profile.examined import Examined, fp32_means
-from halfstep.measure.profile.feeding import first_steps
+from halfstep.measure.profile.examined import Examined, first_steps, fp32_means
 from halfstep.measure.profile.operations import (
     TINY,
     ProfilerEvent,

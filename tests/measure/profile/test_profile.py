@@ -159,10 +159,10 @@ def test_what_cannot_be_meant_is_refused() -> None:
 
 
 def test_a_stage_that_fails_is_skipped_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfstep.measure.worker_process import ArmFailed
+    from halfstep.measure.worker_process import CandidateFailed
 
     def fails(_examined: Any, _seconds: float) -> dict[str, Any]:
-        raise ArmFailed("the disk is gone")
+        raise CandidateFailed("the disk is gone")
 
     monkeypatch.setitem(STAGES, "feeding", STAGES["feeding"]._replace(measure=fails))
     found = profile(*linear(), precision="bf16", seconds=0.5)

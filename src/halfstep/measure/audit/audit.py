@@ -15,14 +15,12 @@ from torch import nn
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow
-from halfstep.measure.audit.islands import LEAST_HEADROOM, IslandVerdict, judged
-from halfstep.measure.audit.report import Audit, rows_of
+from halfstep.measure.audit.report import LEAST_HEADROOM, Audit, IslandVerdict, judged, rows_of
 from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
-from halfstep.measure.case import Case, LossFunction, case_of
-from halfstep.measure.memory.backward import walked
+from halfstep.measure.case import Case, LossFunction, case_of, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named
 from halfstep.measure.memory.estimate import gpu_pretended, without_values
-from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, in_one_line, numbers_refused
+from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode, in_one_line, numbers_refused, walked
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
@@ -31,11 +29,10 @@ from halfstep.observe.emulate import BACKWARD, Event
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Spotted
 from halfstep.observe.recorder import Recorder
-from halfstep.precision.hardware import Device, present
+from halfstep.precision.hardware import present
 from halfstep.precision.island import islands
-from halfstep.precision.names import AUTO, precision_names, read_precision
 from halfstep.precision.precision import Precision, precision_named
-from halfstep.precision.select import choose_precision
+from halfstep.status_line import OnProgress
 
 # -- described --------------------------------------------------------------------------------------------------------
 # Follow the same step by CUDA's rules without a GPU, on fake tensors; no values are known.
@@ -52,35 +49,32 @@ def described_step(make_case: Callable[[], Case], precision: Precision) -> Obser
         warnings.simplefilter("ignore")  # about tensors without storage and about the missing driver
         case = without_values(built(make_case, mode))
         with mode, gpu_pretended(), walked(), numbers_refused(_WHY):
-            told: list[Any] = []
-            arm = FakeArm(replace(case, loss_fn=_overheard(case.loss_fn, told)), StepSetting(), precision, _device())
-            listeners, stopped = Listeners(arm.model, precision), None
+            calls: list[Any] = []
+            recorded = replace(case, loss_fn=_recorded(case.loss_fn, calls))
+            candidate = FakeCandidate(recorded, StepSetting(), precision, torch.device(_DEVICE))
+            listeners, stopped = Listeners(candidate.model, precision), None
             try:
-                with Recorder(arm.model, listeners) as recorder, listeners.works.keeping(lambda: recorder.module):
-                    arm.step()
+                with Recorder(candidate.model, listeners) as recorder, listeners.works.keeping(lambda: recorder.module):
+                    candidate.step()
             except Exception as error:
                 # An error that a finding explains ends the step, but not the audit.
-                if not told:
+                if not calls:
                     raise
                 stopped = in_one_line(error)
             finally:
                 # Cached casts are fake tensors, which must not be reused outside this mode.
                 torch.clear_autocast_cache()
-            for finding, module, line in told:
+            for finding, module, line in calls:
                 listeners.lint.emit(finding, module, line)
             return listeners.watched(stopped=stopped)
 
 
-def _overheard(loss_fn: Callable[[nn.Module, Any], Any], told: list[Any]) -> Callable[[nn.Module, Any], Any]:
-    def overheard(model: nn.Module, batch: Any) -> Any:
-        with Calls(_DEVICE, lambda *words: told.append(words)):
+def _recorded(loss_fn: Callable[[nn.Module, Any], Any], calls: list[Any]) -> Callable[[nn.Module, Any], Any]:
+    def recorded(model: nn.Module, batch: Any) -> Any:
+        with Calls(_DEVICE, lambda *words: calls.append(words)):
             return loss_fn(model, batch)
 
-    return overheard
-
-
-def _device() -> torch.device:
-    return torch.device(_DEVICE)
+    return recorded
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -101,10 +95,10 @@ def overflow(watched: ObservedStep) -> Event | None:
     # After a non-finite loss, every gradient is non-finite.
     if event is None and not watched.fits and math.isfinite(watched.loss):
         event = watched.ranges.first_overflow.get(BACKWARD)
-    return None if event is not None and event.module in told_by_lint(watched) else event
+    return None if event is not None and event.module in found_by_lint(watched) else event
 
 
-def told_by_lint(watched: ObservedStep) -> set[str]:
+def found_by_lint(watched: ObservedStep) -> set[str]:
     """Return the modules in which lint found an overflow."""
     return {module for one in watched.spotted if one.finding.id in _TOLD_BY_LINT for module in one.modules}
 
@@ -204,7 +198,6 @@ def _without_place(finding: Finding) -> Spotted:
 # -- audit ------------------------------------------------------------------------------------------------------------
 
 
-Progress = Callable[[int, int], None]
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 ONE_STEP = "one step on one batch: numbers of later steps may lie elsewhere"
 
@@ -216,7 +209,7 @@ def audit(
     *,
     precision: str | None = None,
     device: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Audit:
     """Audit one step of a subject, of a case, or of a model with its loss and a batch; nothing of it is changed.
 
@@ -252,21 +245,15 @@ def _is_here(target: Target, asked: str | None) -> bool:
     return asked is None or (target.device.kind in present() and torch.device(target.device.place).type in present())
 
 
-def _precision(asked: str | None, case: Case, device: Device | torch.device) -> Precision:
-    """Return the requested precision, else the recipe's own, else the one a run would use on this device."""
-    # A case of the user's own has the default setting, so its "fp32" is no choice; a recipe always has data.
-    own = case.setting.precision if case.setting.precision != "fp32" or case.data is not None else AUTO
-    name = read_precision(asked or own).name
-    return precision_named(name) if name in precision_names() else choose_precision(name, device=device).precision
-
-
 class _Audited:
     """An audit that runs here, stage by stage, so that Ctrl-C keeps the results so far."""
 
-    def __init__(self, name: str, case: Case, target: Target, precision: str | None, progress: Progress | None) -> None:
+    def __init__(
+        self, name: str, case: Case, target: Target, precision: str | None, progress: OnProgress | None
+    ) -> None:
         self.name, self.case, self.target = name, case, target
         self.device = torch.device(target.device.place)
-        self.precision = _precision(precision, case, self.device)
+        self.precision = resolve_precision(precision or case.requested_precision, self.device)
         dtype = self.precision.computes.dtype
         self.narrow = dtype is not None and is_narrow(dtype)
         self.declared = tuple(islands(case.model))
@@ -303,8 +290,8 @@ class _Audited:
         # Islands have no effect without a narrow format.
         if not self.narrow or self.watched.stopped is not None:
             return
-        event, told = overflow(self.watched), told_by_lint(self.watched)
-        if event is not None or not (self.watched.fits or told):
+        event, by_lint = overflow(self.watched), found_by_lint(self.watched)
+        if event is not None or not (self.watched.fits or by_lint):
             found = survival(self.case, format_name=self.precision.computes.name, device=self.device)
             self.more.append(of_spoiled(found) if event is None else of_overflow(event, found, self.declared))
         self._progress(2, stages)
@@ -343,7 +330,7 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
         )
 
     case = make_case()
-    chosen = _precision(precision, case, target.device)
+    chosen = resolve_precision(precision or case.requested_precision, target.device)
     notes = ["by CUDA's rules, not run: formats are as its autocast decides them, and no number is known"]
     watched, interrupted = None, False
     try:

@@ -4,20 +4,119 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from halfstep.formats import name_of
-from halfstep.measure.audit.islands import IslandVerdict
 from halfstep.measure.audit.watched import ModuleWork, ObservedStep
-from halfstep.measure.survival_report import named
+from halfstep.measure.survival import Gradients, squares
+from halfstep.measure.survival_report import named, where
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Range, Ranges
 from halfstep.observe.lint.listener import Spotted
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.island import islands
+
+# -- islands ----------------------------------------------------------------------------------------------------------
+# Judge the islands of a model: whether each saves anything.
+
+
+LEAST_HEADROOM = 1.0
+"""Bits; training can use up a factor of two quickly."""
+_FURTHER, _CLEARLY = 1.5, 0.05
+"""An island is needed if, without it, the gradient error is this many times larger and grows by this share of the norm.
+"""
+
+
+@dataclass(frozen=True)
+class IslandVerdict:
+    """The verdict on one island of the model."""
+
+    path: str
+    needed: bool | None
+    """None if it could not be decided."""
+    why: str
+
+
+def judged(
+    path: str, format_name: str, with_it: ObservedStep, reference: ObservedStep, without: Callable[[str], ObservedStep]
+) -> IslandVerdict:
+    """Return the verdict: compare the step without the island with the step with it, and with fp32."""
+    found = without(path)
+    if found.stopped is not None:
+        return IslandVerdict(path, True, f"without it the step ends: {found.stopped}")
+    reason = (
+        _overflows(path, found, with_it, format_name)
+        or _mistakes(found, with_it)
+        or _leads_elsewhere(found, with_it, reference)
+    )
+    if reason:
+        return IslandVerdict(path, True, f"without it {reason}")
+    # Checked last: a broken step can still show that the island is needed, but never that it is not.
+    if not with_it.fits:
+        return IslandVerdict(path, None, "the step is not finite with it either, so nothing can be told from it")
+    return IslandVerdict(path, False, f"{format_name} has room: {_room(path, found)}")
+
+
+def _overflows(path: str, found: ObservedStep, with_it: ObservedStep, format_name: str) -> str | None:
+    ranges = found.ranges
+    assert ranges is not None
+    event = ranges.first_on_the_way_forward
+    # A step that fails with the island, too, says nothing about it.
+    if with_it.fits and not found.fits:
+        event = event or ranges.first_overflow.get(BACKWARD)
+        return f"the step overflows {where(event)}" if event is not None else "the step is not finite"
+    headroom = _headroom(path, found)
+    if headroom < LEAST_HEADROOM:
+        near = f"are {headroom:.1f} bits from the end of" if headroom >= 0 else "do not fit"
+        return f"its numbers {near} {format_name}"
+    return None
+
+
+def _mistakes(found: ObservedStep, with_it: ObservedStep) -> str | None:
+    """Return the first lint finding that appears only without the island."""
+    before = {(one.finding.id, one.module) for one in with_it.spotted}
+    new = [one for one in found.spotted if (one.finding.id, one.module) not in before]
+    return f"{new[0].finding.id}: {new[0].finding.evidence}" if new else None
+
+
+def _leads_elsewhere(found: ObservedStep, with_it: ObservedStep, reference: ObservedStep) -> str | None:
+    # Compared with the error that the precision has anyway, because rounding alone moves all gradients.
+    near, far = (_apart(reference.gradients, step.gradients) for step in (with_it, found))
+    if near is None or far is None or not (far > _FURTHER * near and far - near > _CLEARLY):
+        return None
+    return f"gradients differ from fp32's by {far:.0%}, with it by {near:.0%}"
+
+
+def _apart(wanted: Gradients | None, found: Gradients | None) -> float | None:
+    """Return the relative difference of the norms; None if it cannot be computed."""
+    if not wanted or found is None:
+        return None
+    total = sum(squares(true) for true in wanted.values())
+    apart = sum(squares(true - found.get(name, torch.zeros_like(true))) for name, true in wanted.items())
+    return math.sqrt(apart / total) if total and math.isfinite(apart / total) else None
+
+
+def _inside(path: str, module: str) -> bool:
+    return not path or module == path or module.startswith(f"{path}.")
+
+
+def _headroom(path: str, found: ObservedStep) -> float:
+    assert found.ranges is not None
+    places = found.ranges.by_place.items()
+    return min(
+        (r.headroom for (module, part), r in places if part in (WEIGHTS, FORWARD) and _inside(path, module)),
+        default=math.inf,
+    )
+
+
+def _room(path: str, found: ObservedStep) -> str:
+    headroom = _headroom(path, found)
+    return "nothing in it is cast" if math.isinf(headroom) else f"{headroom:.1f} bits, and gradients as near to fp32's"
+
 
 # -- rows -------------------------------------------------------------------------------------------------------------
 # List a model's modules as rows: the formats each is stored, computed and saved in, and the ranges of its values.
@@ -53,9 +152,6 @@ class ModuleRow:
     """The island that it is, or lies in."""
     forward: Numbers | None
     backward: Numbers | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rows_of(model: nn.Module, watched: ObservedStep) -> tuple[ModuleRow, ...]:
@@ -164,8 +260,8 @@ class Audit:
             "flops": dict(self.flops),
             "loss": self.loss,
             "loss_scale": self.loss_scale,
-            "modules": [row.as_dict() for row in self.rows],
-            "islands": [one.as_dict() for one in self.islands],
+            "modules": [asdict(row) for row in self.rows],
+            "islands": [asdict(one) for one in self.islands],
             "findings": [one.as_dict() for one in self.spotted],
             "notes": list(self.notes),
             "stopped": self.stopped,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,18 @@ from torch.utils import _pytree as pytree
 
 from halfstep.errors import WrongUse
 from halfstep.formats import FP32, is_narrow, name_of
-from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import Case
 from halfstep.measure.memory.fake_tensors import as_wrong_use, in_one_line
-from halfstep.measure.survival import Gradients, one_loss, recurrent_steps_shown, undisturbed
+from halfstep.measure.survival import (
+    Gradients,
+    StepOutcome,
+    at_finite_scale,
+    copies,
+    gradients_of,
+    one_loss,
+    recurrent_steps_shown,
+    undisturbed,
+)
 from halfstep.observe.emulate import Ranges, RoundedOutputs
 from halfstep.observe.flops import computed_in, flops
 from halfstep.observe.lint.calls import Calls
@@ -30,7 +37,6 @@ from halfstep.observe.precision_check import Observation, WorkByFormat
 from halfstep.observe.recorder import Operation, Recorder, as_it_is
 from halfstep.precision.island import lift_island, settle
 from halfstep.precision.precision import Precision
-from halfstep.step.loss import DynamicScale
 
 # -- work -------------------------------------------------------------------------------------------------------------
 # Record the work of each module in a step: FLOPs and results by format, and bytes saved for backward.
@@ -108,7 +114,7 @@ def _casts(operation: Operation) -> bool:
 
 
 @dataclass(frozen=True)
-class ObservedStep:
+class ObservedStep(StepOutcome):
     """The result of a watched step."""
 
     works: Mapping[str, ModuleWork]
@@ -122,17 +128,6 @@ class ObservedStep:
     scale: float = 1.0
     stopped: str | None = None
     """The error that ended the step early."""
-
-    @property
-    def gradients_finite(self) -> bool:
-        """Return whether backward was reached and every gradient is finite."""
-        return self.gradients is not None and all(bool(g.isfinite().all()) for g in self.gradients.values())
-
-    @property
-    def fits(self) -> bool:
-        """Return whether nothing overflowed in forward and the loss and all gradients are finite."""
-        overflowed = self.ranges is not None and self.ranges.first_on_the_way_forward is not None
-        return not overflowed and math.isfinite(self.loss) and self.gradients_finite
 
 
 class Listeners:
@@ -167,27 +162,18 @@ def watched_step(case: Case, device: torch.device, precision: Precision, without
     """
     if not precision.scaled:
         return _step(case, device, precision, 1.0, without)
-    scale = DynamicScale()
-    while True:
-        found = _step(case, device, precision, scale.value, without)
-        # Neither depends on the loss scale, so no smaller one would help.
-        hopeless = found.stopped is not None or not math.isfinite(found.loss)
-        if found.gradients_finite or hopeless or not scale.can_fall:
-            return found
-        scale.update(overflow=True)
+    # A step that an error stopped has no finite loss: no smaller scale is tried.
+    return at_finite_scale(lambda scale: _step(case, device, precision, scale, without))
 
 
 def _step(
     case: Case, device: torch.device, precision: Precision, scale: float, without: tuple[str, ...]
 ) -> ObservedStep:
-    model = copy.deepcopy(case.model).to(device)
-    model.zero_grad(set_to_none=True)
+    model, batch = copies(case, device)
     # As the Stepper does: islands then cast their outputs to the format that follows.
     settle(model)
     for path in without:
         lift_island(model, path)
-    # Cloned, because a loss function may write to its batch.
-    batch = pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
     narrow = precision.computes.dtype is not None and is_narrow(precision.computes.dtype)
     rounding = RoundedOutputs(precision.computes) if narrow else None
     listeners = Listeners(model, precision, rounding)
@@ -202,28 +188,14 @@ def _step(
             loss = one_loss(given)
             (loss * scale).backward()
     except Exception as error:
-        return listeners.watched(stopped=_told(error, listeners.lint), scale=scale)
-    return listeners.watched(loss=loss.item(), gradients=_gradients(model, scale), scale=scale)
+        return listeners.watched(stopped=_explained(error, listeners.lint), scale=scale)
+    return listeners.watched(loss=loss.item(), gradients=gradients_of(model, device, scale), scale=scale)
 
 
-def _told(error: Exception, lint: Lint) -> str:
+def _explained(error: Exception, lint: Lint) -> str:
     """Return the error as one line if a finding explains it; otherwise raise it as the user's error."""
     if any(one.finding.severity == "error" for one in lint.spotted()):
         return str(error) if isinstance(error, WrongUse) else in_one_line(error)
     if isinstance(error, WrongUse):
         raise error
     raise as_wrong_use(error, (), "") or error from error
-
-
-def _gradients(model: nn.Module, scale: float) -> Gradients:
-    # In fp64, so that dividing by the scale loses nothing.
-    return {
-        name: _dense(parameter.grad.detach()).double() / scale
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """Return the gradient as a dense tensor; nn.Embedding(sparse=True) has sparse ones."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -12,16 +12,26 @@ from typing import Any
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse, reason_in
 from halfstep.files import read_json, write_json
 from halfstep.measure.bench import runs as case_runs
-from halfstep.measure.bench.comparison import BenchTimes, Gain, rows_of
+from halfstep.measure.bench.comparison import (
+    BenchMetric,
+    BenchTimes,
+    Config,
+    Gain,
+    Memory,
+    RunFailed,
+    RunResult,
+    check_places,
+    rows_of,
+    usual,
+)
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.results import BenchMetric, Config, Memory, RunFailed, RunResult, check_places, usual
-from halfstep.measure.bench.runs import CaseArm, Patience, RecipeArm, as_file, race_of
+from halfstep.measure.bench.runs import CaseCandidate, RecipeCandidate, RunTimeLimit, as_file, race_of
 from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import Progress
-from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
 from halfstep.precision.names import read_precision
+from halfstep.status_line import OnProgress
 
 # -- comparing --------------------------------------------------------------------------------------------------------
 # Run every candidate with every seed, interleaved; an interrupt keeps the results so far.
@@ -45,7 +55,7 @@ def compare(
     race: Race | None = None,
     configs: Mapping[str, Config] | None = None,
     price_per_hour: float | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Bench:
     """Run all candidates with all seeds and return the bench; the first candidate is the baseline.
 
@@ -83,7 +93,7 @@ class _Work:
         seeds: Sequence[int],
         measure: Mapping[str, Callable[[], Memory]],
         race: Race | None,
-        progress: Progress | None,
+        progress: OnProgress | None,
     ) -> None:
         self._arms, self._seeds, self._measure, self._race = arms, seeds, measure, race
         self._tell = progress or (lambda done, of: None)
@@ -117,7 +127,7 @@ class _Work:
         """Time the candidates. If the race fails, the results are kept and speed is that of the runs."""
         try:
             raced = race(names)
-        except (HalfstepError, ArmFailed, ArmTooSlow) as error:
+        except (HalfstepError, CandidateFailed, CandidateTooSlow) as error:
             self.notes.append(f"speed is from the runs, as the race failed: {reason_in(error)}")
             return
         self.gains.update({name: gain for name, gain in raced.gains.items() if name not in raced.failed})
@@ -135,7 +145,7 @@ class _Work:
         if name not in self.failed:
             try:
                 work()
-            except (HalfstepError, RunFailed, ArmFailed, ArmTooSlow) as error:
+            except (HalfstepError, RunFailed, CandidateFailed, CandidateTooSlow) as error:
                 self.failed[name] = reason_in(error)
         self._advance()
 
@@ -161,20 +171,20 @@ class MemoryOf:
     subject: Subject
     setting: StepSetting | None = None
     """None means the case's own setting."""
-    kept: Path | None = None
+    saved: Path | None = None
     identity: Mapping[str, Any] | None = None
 
     def __call__(self) -> Memory:
-        found = read_json(self.kept) if self.kept else None
+        found = read_json(self.saved) if self.saved else None
         if isinstance(found, dict) and found.get("identity") == self.identity:
             return Memory.from_dict(found["memory"])
         setting = self.setting or self.subject.open().setting
-        with ArmProcess(self.subject, setting) as arm:
-            place = arm.open()["conditions"]["place"]
-            measured = arm.memory()
+        with CandidateProcess(self.subject, setting) as candidate:
+            place = candidate.open()["conditions"]["place"]
+            measured = candidate.memory()
         memory = _with_parts(measured, self.subject, setting, place)
-        if self.kept:
-            write_json(self.kept, {"identity": self.identity, "memory": memory.as_dict()})
+        if self.saved:
+            write_json(self.saved, {"identity": self.identity, "memory": memory.as_dict()})
         return memory
 
 
@@ -207,7 +217,7 @@ def bench(
     arms: Mapping[str, Sequence[str]] | None = None,
     folder: Path | None = None,
     price_per_hour: float | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Bench:
     """Train a RECIPE, or step a case, in each precision with each seed, beside strict fp32.
 
@@ -218,7 +228,7 @@ def bench(
     given = subject if isinstance(subject, Subject) else Subject(subject, tuple(settings))
     changes = _arms(precisions, arms)
     _check(seeds, price_per_hour)
-    told: dict[str, Any] = {
+    common: dict[str, Any] = {
         "name": given.text,
         "settings": given.settings,
         "seeds": range(1, seeds + 1),
@@ -227,11 +237,11 @@ def bench(
         "progress": progress,
     }
     if given.is_own_code:
-        return _of_case(given, changes, arms, told)
+        return _of_case(given, changes, arms, common)
     if folder is not None:
-        return _of_recipe(given, changes, folder.absolute(), told)
+        return _of_recipe(given, changes, folder.absolute(), common)
     with tempfile.TemporaryDirectory(prefix="halfstep-bench-") as place:
-        return _of_recipe(given, changes, Path(place), told)
+        return _of_recipe(given, changes, Path(place), common)
 
 
 def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
@@ -256,18 +266,18 @@ def _check(seeds: int, price_per_hour: float | None) -> None:
 
 
 def _of_case(
-    subject: Subject, changes: Mapping[str, object], arms: Mapping[str, Sequence[str]] | None, told: dict[str, Any]
+    subject: Subject, changes: Mapping[str, object], arms: Mapping[str, Sequence[str]] | None, common: dict[str, Any]
 ) -> Bench:
     if arms is not None:
         raise _no_settings(subject)
     subject.open()  # invalid input is found before anything is measured
-    found = {name: CaseArm(subject, StepSetting(name)) for name in changes}
+    found = {name: CaseCandidate(subject, StepSetting(name)) for name in changes}
     return compare(
         found,
         metric=case_runs.METRIC,
-        memories={name: MemoryOf(arm.subject, arm.setting) for name, arm in found.items()},
+        memories={name: MemoryOf(candidate.subject, candidate.setting) for name, candidate in found.items()},
         race=partial(race_of, found),
-        **told,
+        **common,
     )
 
 
@@ -279,23 +289,23 @@ def _no_settings(subject: Subject) -> WrongUse:
     )
 
 
-def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, told: dict[str, Any]) -> Bench:
+def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, common: dict[str, Any]) -> Bench:
     from halfstep.runs.registry import task_class
 
     recipes = {name: _recipe(subject, changed) for name, changed in changes.items()}
     configs = {name: _config(recipes[name], changed) for name, changed in changes.items()}
     task = task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
-    same = {key: told["conditions"][key] for key in _SAME}
-    patience = Patience()
+    same = {key: common["conditions"][key] for key in _SAME}
+    time_limit = RunTimeLimit()
     runs, memories = {}, {}
     for name, changed in changes.items():
         words = (*subject.settings, *changed)
         identity = {"recipe": recipes[name].model_dump(mode="json"), **same}
-        runs[name] = RecipeArm(subject.text, words, folder, name, identity, patience)
+        runs[name] = RecipeCandidate(subject.text, words, folder, name, identity, time_limit)
         memories[name] = MemoryOf(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
-    _check_kept(runs.values(), told["seeds"], folder)
+    _check_kept(runs.values(), common["seeds"], folder)
     metric = BenchMetric(task.metric, task.higher_is_better)
-    return compare(runs, metric=metric, memories=memories, configs=configs, **told)
+    return compare(runs, metric=metric, memories=memories, configs=configs, **common)
 
 
 def usual_arms(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
@@ -312,9 +322,9 @@ def _config(recipe: Any, changed: tuple[str, ...]) -> Config:
     return Config(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changed)
 
 
-def _check_kept(arms: Iterable[RecipeArm], seeds: Sequence[int], folder: Path) -> None:
+def _check_kept(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: Path) -> None:
     """Raise `FolderTaken` if the folder has results of another bench; they are not overwritten."""
-    taken = next((found for arm in arms if (found := arm.others(seeds))), None)
+    taken = next((found for candidate in arms if (found := candidate.others(seeds))), None)
     if taken is not None:
         raise FolderTaken(
             f"{folder}, which has runs of another recipe, setting, device or version ({taken.name})",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,9 +12,169 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
-from halfstep.measure.bench.results import BenchMetric, Config, Memory, RunResult, spoken
+from halfstep.errors import WrongUse
+from halfstep.journal.jsonl import as_line
 from halfstep.measure.parity import Margin, ParityTest, half_a_point, margin_of, mean_interval, parity
 from halfstep.measure.timing import Speed, Verdict
+
+# -- results ----------------------------------------------------------------------------------------------------------
+# The result of one run, its configuration and its memory, as JSON can represent them.
+
+
+class RunFailed(Exception):
+    """A run without a result; the message is its last output."""
+
+
+@dataclass(frozen=True)
+class BenchMetric:
+    """The metric that decides whether a candidate is as good as the baseline."""
+
+    name: str
+    higher_is_better: bool
+
+
+@dataclass(frozen=True)
+class Config:
+    """The configuration of a candidate."""
+
+    precision: str
+    batch: int | None = None
+    """Samples of an update on one device; None for a case, whose batch is fixed."""
+    settings: tuple[str, ...] = ()
+    """Settings of the recipe that define this candidate."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"precision": self.precision, "batch": self.batch, "settings": list(self.settings)}
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run of one candidate with one seed. Fields that were not measured are None."""
+
+    seed: int
+    metric: float
+    """Metric at the end of the run; it may be non-finite."""
+    seconds: float | None = None
+    """Seconds of the whole run, including evaluation and saves."""
+    seconds_per_epoch: float | None = None
+    """Seconds of training alone, without the first epoch if there are others, because it includes warm-up."""
+    samples_per_second: float | None = None
+    epochs: float | None = None
+    curve: tuple[tuple[float, float], ...] = ()
+    """Pairs of seconds since the start and the loss."""
+    peak_bytes: int | None = None
+    """Peak of the whole run: of the device's allocator if there is one, else of the process."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    joules_per_epoch: float | None = None
+    observed: str = ""
+    """The formats in which it really computed."""
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for strict JSON: non-finite numbers are words, as in a journal."""
+        return in_strict_json(asdict(self))
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> RunResult:
+        """Return the result from its saved form."""
+        curve = tuple((float(time), float(loss)) for time, loss in saved["curve"])
+        return cls(**{**saved, "metric": float(saved["metric"]), "curve": curve})
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one update, in bytes of tensors."""
+
+    measured: int | None = None
+    """As counted by the allocator."""
+    parts: Mapping[str, int] | None = None
+    """Predicted bytes of each part at the peak."""
+    note: str = ""
+
+    @property
+    def predicted(self) -> int | None:
+        """Return the predicted total; None without a prediction."""
+        return sum(self.parts.values()) if self.parts else None
+
+    @property
+    def peak(self) -> int | None:
+        """Return the figure to compare: measured if available, else predicted."""
+        return self.measured if self.measured is not None else self.predicted
+
+    def as_dict(self) -> dict[str, Any]:
+        parts = dict(self.parts) if self.parts else None
+        return {"measured": self.measured, "predicted": self.predicted, "parts": parts, "note": self.note}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Memory:
+        """Return the memory from its saved form."""
+        return cls(saved["measured"], saved["parts"], saved["note"])
+
+
+def in_strict_json(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content as strict JSON can represent it."""
+    # The journal's own writer, so that both have the same words for NaN and infinity.
+    return dict(json.loads(as_line(content)))
+
+
+# -- configs ----------------------------------------------------------------------------------------------------------
+# Configurations that differ in more than their precision: parsed from text, and a usual set.
+
+
+LARGE = 2
+"""Factor of the batch: the usual use of the memory that 16 bits save."""
+
+
+def usual(batch_size: int, precision: str) -> dict[str, tuple[str, ...]]:
+    """Return the usual configurations: mixed precision alone, with a larger batch, and compiled."""
+    amp = f"precision={precision}"
+    return {
+        "AMP": (amp,),
+        "AMP+Large": (amp, f"train.batch_size={LARGE * batch_size}"),
+        "AMP+Compiled": (amp, "train.compile=true"),
+    }
+
+
+def read_arms(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parse `NAME: SETTING SETTING` texts; return settings by name.
+
+    Raises `WrongUse` for a text without a name or settings, and for a repeated name.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in given:
+        name, colon, rest = text.partition(":")
+        settings = _words(rest)
+        if not colon or not name.strip() or not settings:
+            raise WrongUse(
+                f"--arm {text!r}",
+                allowed="a name, a colon, and settings of the recipe",
+                do='--arm "large: precision=bf16 train.batch_size=32"',
+            )
+        if name.strip() in found:
+            raise WrongUse(f"two arms named {name.strip()!r}", allowed="a name for each", do="rename one of them")
+        found[name.strip()] = settings
+    return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError:  # an unclosed quotation mark
+        return ()
+
+
+def check_places(places: Mapping[str, str]) -> None:
+    """Raise `WrongUse` for names that map to the same file, such as `a+b` and `a-b`."""
+    seen: dict[str, str] = {}
+    for name, place in places.items():
+        if place in seen:
+            raise WrongUse(
+                f"arms named {seen[place]!r} and {name!r}",
+                allowed="names that differ in letters or digits",
+                do="rename one of them",
+            )
+        seen[place] = name
+
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 # Compute figures over seeds: the speed-up with its interval, and the time to fp32's loss.
@@ -41,7 +203,7 @@ class Gain:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def gain_of(base: Sequence[RunResult], arm: Sequence[RunResult]) -> Gain | None:
+def gain_of(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> Gain | None:
     """Return the speed-up, paired by seed; None without pairs.
 
     The epochs of a run are not independent, so each run counts once, however many epochs it has.
@@ -50,7 +212,7 @@ def gain_of(base: Sequence[RunResult], arm: Sequence[RunResult]) -> Gain | None:
     logs = [
         # Logarithms, so that 2x and 0.5x average to 1x.
         math.log(run.samples_per_second / there)
-        for run in arm
+        for run in candidate
         if run.samples_per_second and (there := fast.get(run.seed))
     ]
     if not logs:
@@ -110,10 +272,10 @@ class TimeToLoss:
     runs: int
 
 
-def time_to_loss(base: Sequence[RunResult], arm: Sequence[RunResult]) -> TimeToLoss | None:
+def time_to_loss(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> TimeToLoss | None:
     """Return the time, paired by seed; None if no losses are known."""
     goals = {run.seed: run.curve[-1][1] for run in base if run.curve and math.isfinite(run.curve[-1][1])}
-    found = [_first_time(run, goals[run.seed]) for run in arm if run.curve and run.seed in goals]
+    found = [_first_time(run, goals[run.seed]) for run in candidate if run.curve and run.seed in goals]
     if not found:
         return None
     times = [time for time in found if time is not None]
@@ -222,7 +384,7 @@ class BenchRow:
             "finite": self.finite,
             **{name: asdict(found) if (found := getattr(self, name)) else None for name in figures},
             "gain": self.gain.as_dict() if self.gain else None,
-            "parity": spoken(self.parity.as_dict()) if self.parity else None,
+            "parity": in_strict_json(self.parity.as_dict()) if self.parity else None,
             "memory": self.memory.as_dict() if self.memory else None,
             "less_memory": self.less_memory,
             "peak_bytes": self.peak_bytes,
@@ -269,22 +431,22 @@ def margin_over(base: Sequence[RunResult], metric: BenchMetric) -> Margin:
 
 
 def _parity(
-    base: Sequence[RunResult], arm: Sequence[RunResult], metric: BenchMetric, margin: Margin
+    base: Sequence[RunResult], candidate: Sequence[RunResult], metric: BenchMetric, margin: Margin
 ) -> ParityTest | None:
     """Return the parity over the seeds that both have; None if there are none."""
     metrics = {run.seed: run.metric for run in base}
-    pairs = [(metrics[run.seed], run.metric) for run in arm if run.seed in metrics]
+    pairs = [(metrics[run.seed], run.metric) for run in candidate if run.seed in metrics]
     if not pairs:
         return None
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better)
 
 
-def _less(base: Memory | None, arm: Memory | None) -> float | None:
+def _less(base: Memory | None, candidate: Memory | None) -> float | None:
     """Return the share of memory saved: measured against measured, or predicted against predicted."""
-    if base is None or arm is None:
+    if base is None or candidate is None:
         return None
-    for ours, theirs in ((base.measured, arm.measured), (base.predicted, arm.predicted)):
+    for ours, theirs in ((base.measured, candidate.measured), (base.predicted, candidate.predicted)):
         if ours and theirs is not None:
             return 1.0 - theirs / ours
     return None

@@ -11,8 +11,7 @@ from typing import Any
 from halfstep.errors import FolderTaken, MissingExtra
 from halfstep.files import read_json, write_json, write_text
 from halfstep.journal import numbers
-from halfstep.measure.bench.comparison import BenchRow, Gain, margin_over
-from halfstep.measure.bench.results import BenchMetric, spoken
+from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, in_strict_json, margin_over
 from halfstep.measure.conditions import busy, in_words
 from halfstep.measure.parity import Margin, ParityTest
 
@@ -295,7 +294,7 @@ class Bench:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that strict JSON can represent."""
-        return spoken(
+        return in_strict_json(
             {
                 "name": self.name,
                 "settings": list(self.settings),

@@ -22,12 +22,11 @@ from halfstep.errors import HalfstepError, reason_in
 from halfstep.files import read_json, write_json
 from halfstep.journal.jsonl import read_events
 from halfstep.journal.numbers import real
-from halfstep.measure.bench.comparison import BenchTimes, gain_of_race, smoothed
-from halfstep.measure.bench.results import BenchMetric, RunFailed, RunResult
+from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import race, warm
-from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow, end_process
+from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow, end_process
 
 # -- journals ---------------------------------------------------------------------------------------------------------
 # Compute the figures of a bench from a run's journal.
@@ -52,7 +51,7 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     in_epoch = start["steps_per_epoch"] * start["batch"]["total"]
     per_epoch = in_epoch / speed if speed else None
     watts = _median([(event.get("gpu") or {}).get("power_watts") for event in _all(events, "speed")])
-    observed = [event["text"] for event in _all(events, "observed")]
+    observed = [event["text"] for event in _all(events, "precision_check")]
     return RunResult(
         seed=seed,
         metric=real(end["metrics"].get(start["metric"]["name"])),
@@ -122,7 +121,7 @@ _LOOK_EVERY = 0.05
 """Seconds between polls; they do not affect the figures, which are from the run's journal."""
 
 
-class Patience:
+class RunTimeLimit:
     """The time limit of a run, from the durations of others: one that hangs would block the rest forever."""
 
     SHORTEST = 600.0
@@ -142,7 +141,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class RecipeArm:
+class RecipeCandidate:
     """One candidate of a recipe: its settings, and the location of its runs."""
 
     text: str
@@ -152,22 +151,22 @@ class RecipeArm:
     name: str
     identity: Mapping[str, Any]
     """Everything that must be equal for a finished run to be reused."""
-    patience: Patience = field(default_factory=Patience)
+    time_limit: RunTimeLimit = field(default_factory=RunTimeLimit)
     """Shared by the candidates of a bench."""
 
     def __call__(self, seed: int) -> RunResult:
         """Return the saved result of an earlier bench in this folder, or that of a new run."""
         known = {**self.identity, "seed": seed}
-        kept = self.beside(f"seed-{seed}")
-        found = read_json(kept)
+        saved = self.beside(f"seed-{seed}")
+        found = read_json(saved)
         if isinstance(found, dict) and found.get("identity") == known:
             result = RunResult.from_dict(found["result"])
-            self.patience.learn(result.seconds)
+            self.time_limit.learn(result.seconds)
             return result
         began = time.monotonic()
         result = self._train(seed)
-        self.patience.learn(time.monotonic() - began)
-        write_json(kept, {"identity": known, "result": result.as_dict()})
+        self.time_limit.learn(time.monotonic() - began)
+        write_json(saved, {"identity": known, "result": result.as_dict()})
         return result
 
     def beside(self, what: str) -> Path:
@@ -190,7 +189,7 @@ class RecipeArm:
         words = [sys.executable, "-m", "halfstep", "train", self.text, *self.settings]
         # strict: an unavailable precision fails instead of falling back to another.
         words += [f"train.seed={seed}", f"run.dir={place}", "train.strict=true", "--json"]
-        code, resident = run_to_end(words, place.with_suffix(".log"), self.patience.limit)
+        code, resident = run_to_end(words, place.with_suffix(".log"), self.time_limit.limit)
         if code != 0:
             raise RunFailed(_why(code, place.with_suffix(".log")))
         result = result_of_journal(place / "journal.jsonl", seed, resident)
@@ -208,8 +207,8 @@ def run_to_end(words: Sequence[str], log: Path, limit: float | None = None) -> t
 
     Raises `RunFailed` if it takes longer than `limit` seconds.
     """
-    with log.open("wb") as said:
-        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+    with log.open("wb") as output:
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                                  preexec_fn=_dying_with_us())  # fmt: skip
         try:
             return _waited(child, limit)
@@ -254,7 +253,9 @@ def _waited(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, i
 
 
 def _too_long(limit: float | None) -> RunFailed:
-    return RunFailed(f"it did not end within {limit:.0f} s, {Patience.TIMES:.0f} times the slowest other run or more")
+    return RunFailed(
+        f"it did not end within {limit:.0f} s, {RunTimeLimit.TIMES:.0f} times the slowest other run or more"
+    )
 
 
 def _why(code: int, log: Path) -> str:
@@ -283,7 +284,7 @@ LIMIT = 1800.0
 
 
 @dataclass(frozen=True)
-class CaseArm:
+class CaseCandidate:
     """One precision of a case."""
 
     subject: Subject
@@ -291,7 +292,7 @@ class CaseArm:
 
     def __call__(self, seed: int) -> RunResult:
         """Take `STEPS` updates from the starting point of a seed; return the result."""
-        with ArmProcess(self.subject, self.setting) as run:
+        with CandidateProcess(self.subject, self.setting) as run:
             opened = run.open(LIMIT)
             run.nudge(NUDGE, seed)
             updates = [run.update(LIMIT) for _ in range(STEPS)]
@@ -323,19 +324,22 @@ def result_of_case(
     )
 
 
-def race_of(arms: Mapping[str, CaseArm], names: Sequence[str]) -> BenchTimes:
+def race_of(candidates: Mapping[str, CaseCandidate], names: Sequence[str]) -> BenchTimes:
     """Open all candidates at once, warm them up and time them in turns; the first is the baseline.
 
     Raises its error if the baseline fails; other candidates that fail are reported.
     """
     failed: dict[str, str] = {}
     with ExitStack() as opened:
-        running = {name: opened.enter_context(ArmProcess(arms[name].subject, arms[name].setting)) for name in names}
+        running = {
+            name: opened.enter_context(CandidateProcess(candidates[name].subject, candidates[name].setting))
+            for name in names
+        }
         for name in names:
             try:
                 running[name].open(LIMIT)
                 warm(running[name])
-            except (HalfstepError, ArmFailed, ArmTooSlow) as error:
+            except (HalfstepError, CandidateFailed, CandidateTooSlow) as error:
                 if name == names[0]:
                     raise
                 failed[name] = reason_in(error)

@@ -20,17 +20,14 @@ from torch.utils import _pytree as pytree
 from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
 from halfstep.formats import FP32
 from halfstep.measure.batches import bytes_of, size_of, tensors
-from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of
-from halfstep.measure.memory.backward import walked
+from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of, resolve_precision
 from halfstep.measure.memory.devices import Target
-from halfstep.measure.memory.fake_tensors import FakeArm, built, fake_mode, numbers_refused
+from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode, numbers_refused, walked
 from halfstep.measure.memory.ledger import PARTS, Ledger, Note
 from halfstep.measure.memory.timeline import MemoryBlock, Moment, Timeline, not_covered
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.precision.hardware import ability, describe
-from halfstep.precision.names import precision_names, read_precision
-from halfstep.precision.precision import Precision, precision_named
-from halfstep.precision.select import choose_precision
+from halfstep.precision.precision import Precision
 from halfstep.user_code import MEASURING, lines_outside, place
 
 # -- notes ------------------------------------------------------------------------------------------------------------
@@ -172,38 +169,32 @@ def estimate(
 def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch.device | str = "cpu") -> Ledger:
     """Return the ledger of the second of two updates on fake tensors, when the optimizer has its state."""
     device, mode = torch.device(device), fake_mode()
-    precision = _precision(setting.precision, device)
+    precision = resolve_precision(setting.precision, device)
     case = built(make_case, mode)
     with mode, numbers_refused():
-        arm = FakeArm(case, setting, precision, device)
-        with arm.recorder():
-            arm.step()
-            since = arm.timeline.now
-            arm.step()
-        beside = _beside(arm, case)
-    reading = read(arm.timeline, since)
+        candidate = FakeCandidate(case, setting, precision, device)
+        with candidate.recorder():
+            candidate.step()
+            since = candidate.timeline.now
+            candidate.step()
+        beside = _beside(candidate, case)
+    reading = read(candidate.timeline, since)
     at_peak = _more(reading.at_peak, beside)
     remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside))
-    if arm.timeline.not_covered and _could_be_verified(setting, precision, device):
-        remarks = (*remarks, Note(not_covered(arm.timeline.not_covered), only_here=True))
+    if candidate.timeline.not_covered and _could_be_verified(setting, precision, device):
+        remarks = (*remarks, Note(not_covered(candidate.timeline.not_covered), only_here=True))
     return Ledger(
         setting=setting,
         device=str(device),
-        samples=size_of(arm.batch),
+        samples=size_of(candidate.batch),
         at_peak=at_peak,
         whole=_more(reading.whole, beside),
-        by_format=by_format(arm.timeline.kept),
-        by_module=by_module(arm.timeline.kept),
+        by_format=by_format(candidate.timeline.saved_for_backward),
+        by_module=by_module(candidate.timeline.saved_for_backward),
         moment=str(reading.moment),
-        verified=_could_be_verified(setting, precision, device) and not arm.timeline.not_covered,
+        verified=_could_be_verified(setting, precision, device) and not candidate.timeline.not_covered,
         remarks=remarks,
     )
-
-
-def _precision(asked: str, device: torch.device) -> Precision:
-    """Return the requested precision, whether or not the device has it natively."""
-    name = read_precision(asked).name
-    return precision_named(name) if name in precision_names() else choose_precision(name, device=device).precision
 
 
 def _could_be_verified(setting: StepSetting, precision: Precision, device: torch.device) -> bool:
@@ -212,15 +203,15 @@ def _could_be_verified(setting: StepSetting, precision: Precision, device: torch
     return device.type == "cpu" and plain and precision.name in _VERIFIED
 
 
-def _beside(arm: FakeArm, case: Case) -> dict[str, int]:
+def _beside(candidate: FakeCandidate, case: Case) -> dict[str, int]:
     """Return the run's memory beside the update: an average, copies of buffers for rollback, other batches."""
-    model = arm.model
+    model = candidate.model
     average = [*model.parameters(), *model.buffers()] if case.average else []
     return {
         "average": bytes_of(average),
         "buffers": bytes_of(model.buffers()),
         # The timeline has one batch; the window holds all of them until the update.
-        "batch": bytes_of(tensors(arm.batch)) * (arm.microbatches - 1),
+        "batch": bytes_of(tensors(candidate.batch)) * (candidate.microbatches - 1),
     }
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from halfstep.measure.subject import Subject
 from halfstep.precision.names import AUTO, FP8, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.precision.select import choose_precision
+from halfstep.status_line import OnProgress
 
 # -- verdict ----------------------------------------------------------------------------------------------------------
 # Summarize an estimate: whether it fits, what would make it fit, and why memory is not halved.
@@ -152,7 +153,7 @@ _WIDE, _UNKNOWN_NARROW = "fp32", "bf16"
 
 
 @dataclass(frozen=True)
-class Wish:
+class EstimateOptions:
     """The parameters of an estimate. Raises `UnknownName` for `recompute` and `WrongUse` for a batch out of range."""
 
     devices: tuple[str, ...] = ()
@@ -177,14 +178,14 @@ class Wish:
 
 
 def report_of(
-    make_case: MakeCase, wish: Wish, told: Callable[[int, int], None] = lambda done, of: None
+    make_case: MakeCase, options: EstimateOptions, on_progress: OnProgress = lambda done, of: None
 ) -> dict[str, Any]:
-    """Return the whole report. `told` is called with the number of pieces done and their total.
+    """Return the whole report. `on_progress` is called with the number of pieces done and their total.
 
     Raises `WrongUse` with the line of the user's code where that code fails.
     """
-    targets = [device_named(name) for name in wish.devices or (HERE,)]
-    plans = [(target, _precisions(target, wish)) for target in targets]
+    targets = [device_named(name) for name in options.devices or (HERE,)]
+    plans = [(target, _precisions(target, options)) for target in targets]
     report: dict[str, Any] = {"case": "", "devices": [], "interrupted": False}
     # torch logs a full traceback for a shape mismatch; the error below says it in one line.
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -192,7 +193,7 @@ def report_of(
     try:
         make_case, case = made_once(make_case)
         report["case"] = case.name
-        making = _Making(make_case, case, wish, told, sum(2 * len(names) for _, names in plans))
+        making = _Making(make_case, case, options, on_progress, sum(2 * len(names) for _, names in plans))
         for target, names in plans:
             report["devices"].append(_page(target, names))
             making.fill(report["devices"][-1], target)
@@ -223,9 +224,9 @@ def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
         return lambda: real, real
 
 
-def _precisions(target: Target, wish: Wish) -> list[str]:
+def _precisions(target: Target, options: EstimateOptions) -> list[str]:
     """Return the names without repetition, in the order given."""
-    names = [_named(text, target) for text in wish.precisions or (_WIDE, AUTO)]
+    names = [_named(text, target) for text in options.precisions or (_WIDE, AUTO)]
     return list(dict.fromkeys(names))
 
 
@@ -268,8 +269,8 @@ def _ability(target: Target, name: str) -> dict[str, Any]:
 class _Making:
     make_case: MakeCase
     case: Case
-    wish: Wish
-    told: Callable[[int, int], None]
+    options: EstimateOptions
+    on_progress: OnProgress
     pieces: int
     done: int = 0
     ledgers: dict[tuple[str, StepSetting], Ledger] = field(default_factory=dict)
@@ -292,7 +293,7 @@ class _Making:
 
     def _tell(self) -> None:
         self.done += 1
-        self.told(self.done, self.pieces)
+        self.on_progress(self.done, self.pieces)
 
     def _ways(self, page: dict[str, Any], name: str) -> Iterable[bool]:
         """Return the values of `recompute` for which there is a column."""
@@ -304,18 +305,18 @@ class _Making:
         return self.case.setting.batch or size_of(self.case.batch)
 
     def _batches(self) -> tuple[int, ...]:
-        return self.wish.batches or (self._own_batch,)
+        return self.options.batches or (self._own_batch,)
 
     def _columns(self, name: str, target: Target, ledger: MakeLedger) -> Iterator[dict[str, Any]]:
         own = self.case.setting.recompute
         for batch in self._batches():
-            for recompute in RECOMPUTE.get(self.wish.recompute, (own,)):
+            for recompute in RECOMPUTE.get(self.options.recompute, (own,)):
                 found = self._ledger(
                     replace(self.case.setting, precision=name, batch=batch, recompute=recompute), ledger
                 )
                 yield {**found.as_dict(), "fits": found.peak <= target.usable}
             # Only where it is needed: recomputing costs time.
-            if self.wish.recompute == WHERE_NEEDED and not own and found.peak > target.usable:
+            if self.options.recompute == WHERE_NEEDED and not own and found.peak > target.usable:
                 found = self._ledger(replace(found.setting, recompute=True), ledger)
                 yield {**found.as_dict(), "fits": found.peak <= target.usable}
 

@@ -295,7 +295,7 @@ class Timeline:
         self.blocks: list[MemoryBlock] = []
         self.moments: list[Moment] = [Moment("the beginning", OUTSIDE)]
         self.phase = FORWARD
-        self.kept: list[MemoryBlock] = []
+        self.saved_for_backward: list[MemoryBlock] = []
         """Blocks that the last forward saved for backward."""
         self.not_covered: dict[str, str] = {}
         """Operations whose memory was never compared with a real run, and the first module that ran each."""
@@ -339,7 +339,7 @@ class Timeline:
         """Begin a phase. Blocks alive at the end of forward are saved for backward."""
         if self.phase == FORWARD:
             self._keep(since=self._phase_began)
-            self.kept = [block for block in self._alive.values() if block.part == "activations"]
+            self.saved_for_backward = [block for block in self._alive.values() if block.part == "activations"]
         self.phase, self._phase_began = phase, self.now
 
     def _meet(self, tensor: Tensor, part: str, module: str, born: int | None = None) -> MemoryBlock:

@@ -15,17 +15,15 @@ from halfstep.errors import WrongUse
 from halfstep.measure.case import Case, LossFunction, case_of
 from halfstep.measure.conditions import conditions
 from halfstep.measure.plan.choice import BASELINE_PRECISION, Cell, interval, is_fp32, runner_up, simplicity, why_stay
-from halfstep.measure.plan.growth import Growing, Growth
-from halfstep.measure.plan.memory_fit import Room, free_bytes
 from halfstep.measure.plan.probe import LossParity
-from halfstep.measure.plan.race import ArmHere, MakeArm, Race, TimeBudget, observes
-from halfstep.measure.plan.search import CaseFacts, Search, abilities, facts_of
+from halfstep.measure.plan.race import LocalCandidate, MakeCandidate, MemoryFit, Race, TimeBudget, free_bytes, observes
+from halfstep.measure.plan.search import CaseFacts, Growing, Growth, Search, abilities, facts_of
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import Progress
-from halfstep.measure.worker_process import ArmProcess
+from halfstep.measure.worker_process import CandidateProcess
 from halfstep.precision.hardware import Device, describe
+from halfstep.status_line import OnProgress
 
 # -- apply ------------------------------------------------------------------------------------------------------------
 # Apply a choice: as settings of a recipe, or as lines of Python for the user's own loop.
@@ -224,7 +222,7 @@ def plan(
     seconds: float = SECONDS,
     device: str | None = None,
     grow_batch: bool = False,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Plan:
     """Choose a setting for a model, its loss and a batch; or for a RECIPE or `module:callable`.
 
@@ -240,11 +238,11 @@ def plan(
         )
     budget = TimeBudget(seconds)
     here = describe(device)
-    where, case, make_arm = _opened(model_or_subject, loss_fn, batch, device)
+    where, case, make_candidate = _opened(model_or_subject, loss_fn, batch, device)
     facts = facts_of(case)
-    room = Room(free_bytes(torch.device(here.place)), partial(_predicted_peak, case, here))
-    arena = Race(make_arm, budget, partial(_tell, budget, progress))
-    return search_and_decide(Search(facts, here, SettingTrials(arena, budget, room)), where, grow_batch=grow_batch)
+    room = MemoryFit(free_bytes(torch.device(here.place)), partial(_predicted_peak, case, here))
+    runner = Race(make_candidate, budget, partial(_tell, budget, progress))
+    return search_and_decide(Search(facts, here, SettingTrials(runner, budget, room)), where, grow_batch=grow_batch)
 
 
 def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -> Plan:
@@ -288,7 +286,7 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
 
 def _opened(
     given: nn.Module | Subject | str, loss_fn: LossFunction | None, batch: Any, device: str | None
-) -> tuple[str, Case, MakeArm]:
+) -> tuple[str, Case, MakeCandidate]:
     """Return where candidates run, the case, and a factory for candidates."""
     if isinstance(given, nn.Module):
         if loss_fn is None or batch is None:
@@ -297,9 +295,10 @@ def _opened(
             )
         case = case_of(given, loss_fn, batch)
         # Live objects cannot be sent to another process.
-        return HERE, case, lambda setting: ArmHere(case, setting, device)
+        return HERE, case, lambda setting: LocalCandidate(case, setting, device)
     subject = given if isinstance(given, Subject) else Subject(given)
-    return ELSEWHERE, subject.open(), lambda setting: ArmProcess(subject, setting, device, observe=observes(setting))
+    case = subject.open()
+    return ELSEWHERE, case, lambda setting: CandidateProcess(subject, setting, device, observe=observes(setting))
 
 
 def _predicted_peak(case: Case, device: Device, setting: StepSetting) -> int:
@@ -308,6 +307,6 @@ def _predicted_peak(case: Case, device: Device, setting: StepSetting) -> int:
     return ledger_of(lambda: case, setting, device.place).peak
 
 
-def _tell(budget: TimeBudget, progress: Progress | None) -> None:
+def _tell(budget: TimeBudget, progress: OnProgress | None) -> None:
     if progress is not None:
         progress(min(int(budget.spent), int(budget.seconds)), int(budget.seconds))

@@ -3,19 +3,101 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from halfstep.errors import HalfstepError, in_one_line
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case
 from halfstep.measure.conditions import conditions
-from halfstep.measure.setting import StepSetting
+from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.timing import Speed, race, warm
-from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
+
+# -- memory fit -------------------------------------------------------------------------------------------------------
+
+
+MARGIN = 0.1
+"""Share of the free memory that is left alone: allocators round up, and predictions are not exact."""
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+PredictPeak = Callable[[StepSetting], int]
+
+
+class MemoryFit:
+    """Free memory, and the predicted memory of settings. Without a prediction everything is assumed to fit."""
+
+    def __init__(self, free: int | None, predict: PredictPeak | None = None) -> None:
+        self.free = free
+        self._predict = predict
+        self._known: dict[StepSetting, int | None] = {}
+
+    def peak(self, setting: StepSetting) -> int | None:
+        """Return the bytes of one update, without compilation; None if they could not be predicted."""
+        # Predictions are for eager code, so both settings share one.
+        setting = replace(setting, compile=False)
+        if setting not in self._known:
+            self._known[setting] = self._predicted(setting)
+        return self._known[setting]
+
+    def fits(self, *settings: StepSetting) -> bool:
+        """Return whether all settings fit at once."""
+        peaks = [self.peak(setting) or 0 for setting in settings]
+        return self.free is None or sum(peaks) <= self.free * (1 - MARGIN)
+
+    def why_not(self, setting: StepSetting) -> str:
+        """Return the required and the free memory as text."""
+        return f"it would take {size_in_words(self.peak(setting) or 0)}, and {size_in_words(self.free or 0)} are free"
+
+    def _predicted(self, setting: StepSetting) -> int | None:
+        if self._predict is None:
+            return None
+        try:
+            return self._predict(setting)
+        except Exception:  # a model that cannot be predicted can still be measured
+            return None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device; None if it is unknown."""
+    if device.type == "cpu":
+        return _free_main_memory()
+    try:
+        return int(torch.accelerator.get_memory_info(device)[0])
+    except (AttributeError, RuntimeError):  # an older torch, or a device without this query
+        return None
+
+
+def _free_main_memory() -> int | None:
+    # In a container, /proc/meminfo shows the host's memory; the cgroup has the container's limit.
+    known = [size for size in (_available(), _left_to_container()) if size is not None]
+    return min(known) if known else None
+
+
+def _available() -> int | None:
+    try:
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _left_to_container() -> int | None:
+    try:
+        return int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        return None
+
 
 # -- budget -----------------------------------------------------------------------------------------------------------
 # Count the time of a plan.
@@ -41,8 +123,8 @@ class TimeBudget:
 # The candidates of a race: each in its own process, or all in this one for the user's live objects.
 
 
-class RacingArm(Protocol):
-    """The interface of `ArmProcess`."""
+class RacingCandidate(Protocol):
+    """The interface of `CandidateProcess`."""
 
     def open(self, limit: float | None = None) -> dict[str, Any]: ...
     def seconds(self, steps: int = 1, limit: float | None = None) -> float: ...
@@ -53,7 +135,7 @@ class RacingArm(Protocol):
     def close(self) -> None: ...
 
 
-MakeArm = Callable[[StepSetting], RacingArm]
+MakeCandidate = Callable[[StepSetting], RacingCandidate]
 
 
 def observes(setting: StepSetting) -> bool:
@@ -61,22 +143,22 @@ def observes(setting: StepSetting) -> bool:
     return not setting.compile
 
 
-class ArmHere:
+class LocalCandidate:
     """The same candidate in this process. A call cannot be interrupted: a timeout is raised only after it returns."""
 
     def __init__(self, case: Case, setting: StepSetting, device: str | None) -> None:
         self._case, self._setting, self._device = case, setting, device
-        self._arm: Candidate | None = None
+        self._candidate: Candidate | None = None
 
     def open(self, limit: float | None = None) -> dict[str, Any]:
         """Build the candidate; return its `conditions` and `samples`."""
-        with _failures(), _told_late(limit):
-            self._arm = Candidate(self._case, self._setting, self._device, observe=observes(self._setting))
-        return {"conditions": conditions(self._arm.device), "samples": self._arm.samples}
+        with _as_in_a_process(limit):
+            self._candidate = Candidate(self._case, self._setting, self._device, observe=observes(self._setting))
+        return {"conditions": conditions(self._candidate.device), "samples": self._candidate.samples}
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         """Return the seconds of one update, averaged over `steps`."""
-        with _failures(), _told_late(limit):
+        with _as_in_a_process(limit):
             return self._opened.seconds(steps)
 
     def trail(self, steps: int) -> list[float]:
@@ -85,7 +167,7 @@ class ArmHere:
 
     def losses(self, steps: int, limit: float | None = None) -> list[float]:
         """Take `steps` more updates and return their losses."""
-        with _failures(), _told_late(limit):
+        with _as_in_a_process(limit):
             return self._opened.losses(steps)
 
     def graphs(self) -> int:
@@ -98,31 +180,26 @@ class ArmHere:
 
     def close(self) -> None:
         """Drop the candidate and its memory."""
-        self._arm = None
+        self._candidate = None
 
     @property
     def _opened(self) -> Candidate:
-        assert self._arm is not None, "open it first"
-        return self._arm
+        assert self._candidate is not None, "open it first"
+        return self._candidate
 
 
 @contextmanager
-def _failures() -> Iterator[None]:
-    """Raise errors of the user's code or of a compiler as `ArmFailed`, as `ArmProcess` does."""
+def _as_in_a_process(limit: float | None) -> Iterator[None]:
+    """Raise what `CandidateProcess` would: `CandidateFailed` for other errors than ours, and `CandidateTooSlow`."""
+    begin = time.perf_counter()
     try:
         yield
-    except (HalfstepError, ArmTooSlow):
+    except HalfstepError:
         raise
     except Exception as error:
-        raise ArmFailed(in_one_line(error)) from error
-
-
-@contextmanager
-def _told_late(limit: float | None) -> Iterator[None]:
-    begin = time.perf_counter()
-    yield
+        raise CandidateFailed(in_one_line(error)) from error
     if limit is not None and time.perf_counter() - begin > limit:
-        raise ArmTooSlow(f"no answer within {limit:.3g} s")
+        raise CandidateTooSlow(f"no answer within {limit:.3g} s")
 
 
 # -- arena ------------------------------------------------------------------------------------------------------------
@@ -142,48 +219,48 @@ class RaceResult:
     speeds: dict[StepSetting, Speed]
     interrupted: bool = False
     """Whether Ctrl-C ended it; the speeds so far are included."""
-    failed: dict[StepSetting, ArmFailed | ArmTooSlow] = field(default_factory=dict)
+    failed: dict[StepSetting, CandidateFailed | CandidateTooSlow] = field(default_factory=dict)
     """Candidates that failed; they are closed."""
 
 
 class _Limited:
     """A candidate whose answers are limited by the remaining time of the plan."""
 
-    def __init__(self, arm: RacingArm, budget: TimeBudget) -> None:
-        self._arm, self._budget = arm, budget
+    def __init__(self, candidate: RacingCandidate, budget: TimeBudget) -> None:
+        self._candidate, self._budget = candidate, budget
 
     def seconds(self, steps: int = 1) -> float:
-        return self._arm.seconds(steps, self._budget.left)
+        return self._candidate.seconds(steps, self._budget.left)
 
 
 class Race:
     """The open candidates by setting. A candidate stays open until `leave`."""
 
-    def __init__(self, make_arm: MakeArm, budget: TimeBudget, tell: Tell = lambda: None) -> None:
-        self._make_arm, self._budget, self._tell = make_arm, budget, tell
-        self._open: dict[StepSetting, RacingArm] = {}
+    def __init__(self, make_candidate: MakeCandidate, budget: TimeBudget, tell: Tell = lambda: None) -> None:
+        self._make_candidate, self._budget, self._tell = make_candidate, budget, tell
+        self._open: dict[StepSetting, RacingCandidate] = {}
         self._updates: dict[StepSetting, float] = {}
         self.conditions: dict[str, Any] = {}
 
     def enter(self, setting: StepSetting, limit: float | None = None) -> None:
         """Open a candidate within `limit` seconds; it is closed if that fails."""
-        arm = self._open[setting] = self._make_arm(setting)
+        candidate = self._open[setting] = self._make_candidate(setting)
         self._tell()
-        opened = self._or_leave(setting, lambda: arm.open(limit))
+        opened = self._or_leave(setting, lambda: candidate.open(limit))
         self.conditions = self.conditions or opened["conditions"]
 
     def first_step(self, setting: StepSetting, limit: float | None = None) -> float:
         """Take the first update within `limit` seconds, including compilation; return its seconds.
 
-        Raises `ArmFailed` if torch.compile compiled nothing.
+        Raises `CandidateFailed` if torch.compile compiled nothing.
         """
-        arm = self._open[setting]
+        candidate = self._open[setting]
         self._tell()
-        seconds = float(self._or_leave(setting, lambda: arm.seconds(1, limit)))
+        seconds = float(self._or_leave(setting, lambda: candidate.seconds(1, limit)))
         # torch.compile silently skips some models, such as a bare nn.Sequential in torch 2.13.
-        if setting.compile and not arm.graphs():
+        if setting.compile and not candidate.graphs():
             self.leave(setting)
-            raise ArmFailed("torch.compile passed over the model and compiled nothing, without a word")
+            raise CandidateFailed("torch.compile passed over the model and compiled nothing, without a word")
         return seconds
 
     def _or_leave(self, setting: StepSetting, work: Callable[[], Any]) -> Any:
@@ -197,8 +274,8 @@ class Race:
     def warm(self, setting: StepSetting, seconds: float) -> float:
         """Step until times agree; return the last one. A candidate that times out is closed."""
         self._tell()
-        arm = _Limited(self._open[setting], self._budget)
-        found = float(self._or_leave(setting, lambda: warm(arm, seconds=seconds, now=self._budget.now)))
+        candidate = _Limited(self._open[setting], self._budget)
+        found = float(self._or_leave(setting, lambda: warm(candidate, seconds=seconds, now=self._budget.now)))
         self._updates[setting] = found
         return found
 
@@ -228,7 +305,7 @@ class Race:
         """Return the losses of its first `steps` updates."""
         return tuple(self._open[setting].trail(steps))
 
-    def go_on(self, setting: StepSetting, steps: int) -> None:
+    def take_updates(self, setting: StepSetting, steps: int) -> None:
         """Take up to `steps` more updates of an open candidate, as long as there is time."""
         for _ in range(steps):
             if self._budget.left:
@@ -237,18 +314,18 @@ class Race:
 
     def nudged_losses(self, setting: StepSetting, *, share: float, steps: int, seed: int) -> list[float]:
         """Return up to `steps` losses of a new candidate with perturbed weights, which is then closed."""
-        arm = self._make_arm(setting)
+        candidate = self._make_candidate(setting)
         try:
-            arm.open(self._budget.left)
-            arm.nudge(share, seed)
+            candidate.open(self._budget.left)
+            candidate.nudge(share, seed)
             losses: list[float] = []
             # One update at a time, to check the time left in between.
             while len(losses) < steps and self._budget.left:
                 self._tell()
-                losses += arm.losses(1, self._budget.left)
+                losses += candidate.losses(1, self._budget.left)
             return losses
         finally:
-            arm.close()
+            candidate.close()
 
     def is_open(self, setting: StepSetting) -> bool:
         """Return whether the candidate is open."""
@@ -256,9 +333,9 @@ class Race:
 
     def leave(self, setting: StepSetting) -> None:
         """Close the candidate, if it is open."""
-        arm = self._open.pop(setting, None)
-        if arm is not None:
-            arm.close()
+        candidate = self._open.pop(setting, None)
+        if candidate is not None:
+            candidate.close()
 
     def close(self) -> None:
         """Close all candidates."""

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.measure.batches import size_of
 from halfstep.measure.case import Case
-from halfstep.measure.plan.choice import BASELINE_PRECISION, NO_TIME, SIMPLEST_FIRST, Cell, by_speed, choose, is_fp32
+from halfstep.measure.plan.choice import (
+    BASELINE_PRECISION,
+    INTERRUPTED,
+    NO_TIME,
+    SIMPLEST_FIRST,
+    Cell,
+    by_speed,
+    choose,
+    is_fp32,
+    wholly_above,
+)
 from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST_RUNS, NUDGE, LossParity, Noise, compare, noise_of
 from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.measure.timing import Speed
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.hardware import Ability, Device, ability
 
 # -- space ------------------------------------------------------------------------------------------------------------
@@ -53,14 +64,10 @@ def facts_of(case: Case) -> CaseFacts:
         name=case.name,
         now=replace(case.setting, batch=case.setting.batch or size_of(case.batch)),
         has_images=any(parameter.dim() == 4 for parameter in case.model.parameters()),
-        has_batch_norm=_has_batch_norm(case.model),
+        has_batch_norm=any(isinstance(module, _BatchNorm) for module in case.model.modules()),
         optimizer=type(optimizer).__name__,
         learning_rate=float(optimizer.param_groups[0]["lr"]),
     )
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def abilities(device: Device) -> dict[str, Ability]:
@@ -125,7 +132,7 @@ class Search:
     @property
     def conditions(self) -> dict[str, Any]:
         """Return the conditions of the measurements; empty if none was made."""
-        return self._trials.arena.conditions
+        return self._trials.runner.conditions
 
     @property
     def seconds(self) -> float:
@@ -134,7 +141,7 @@ class Search:
 
     def close(self) -> None:
         """Close all candidates."""
-        self._trials.arena.close()
+        self._trials.runner.close()
 
     def run(self, final_share: float = 0.9) -> None:
         """Run all phases; the final takes `final_share` of the time left. Ctrl-C propagates; results are kept."""
@@ -240,7 +247,7 @@ class Search:
             return self.cells[setting]
         finally:
             # Not compared with the others: its update has more samples.
-            self._trials.arena.leave(setting)
+            self._trials.runner.leave(setting)
             self.cells.pop(setting, None)
 
     def _look_again(self) -> None:
@@ -258,9 +265,9 @@ class Search:
             if not self._trials.has_time_for(self.baseline, updates):
                 return
             try:
-                arena = self._trials.arena
-                self._nudged.append(arena.nudged_losses(self.baseline, share=NUDGE, steps=updates, seed=seed))
-            except (ArmFailed, ArmTooSlow):
+                runner = self._trials.runner
+                self._nudged.append(runner.nudged_losses(self.baseline, share=NUDGE, steps=updates, seed=seed))
+            except (CandidateFailed, CandidateTooSlow):
                 return
 
     def _leader(self) -> Cell:
@@ -272,3 +279,87 @@ class Search:
         final = [self.cells[setting] for setting in self.finalists if self.cells[setting].can_be_chosen]
         others = final or [cell for setting, cell in self.cells.items() if setting != self.baseline]
         return [self.cells[self.baseline], *others]
+
+
+# -- growth -----------------------------------------------------------------------------------------------------------
+# Measure larger batches than the recipe's, where memory is left.
+
+
+FACTORS = (2, 4, 8)
+WARM_UP = 500
+"""Warm-up updates before a larger learning rate, in a run that is long enough."""
+WARM_UP_SHARE = 0.1
+"""The largest share of a run that warm-up may take."""
+NOTE = "changes the optimisation: fewer and larger updates, so accuracy has to be looked at again"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A larger batch with higher throughput, and the learning rate for it."""
+
+    factor: int
+    setting: StepSetting
+    speed: Speed
+    """Throughput in samples, not updates, relative to strict fp32 at the current batch."""
+    learning_rate: float
+    rule: str
+    warmup_steps: int
+    note: str = NOTE
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "speed": self.speed.as_dict(), "words": self.words}
+
+    @property
+    def words(self) -> str:
+        """Return what it would change, in one line."""
+        now = (self.setting.batch or 1) // self.factor
+        return (
+            f"changes the optimisation: batch {now} -> {self.setting.batch}, "
+            f"learning rate {self.learning_rate:g}, {self.warmup_steps} updates of warm-up"
+        )
+
+    def within(self, updates: int) -> Growth:
+        """Return the same for a run of `updates`, with the warm-up limited to a small part of it."""
+        return replace(self, warmup_steps=max(1, min(self.warmup_steps, int(WARM_UP_SHARE * updates))))
+
+
+class Growing:
+    """The search for a larger batch; its result is kept if it is interrupted."""
+
+    def __init__(self) -> None:
+        self.found: Growth | None = None
+        self.ended = INTERRUPTED
+        """Why no larger batch was accepted."""
+
+    def run(self, search: Search, chosen: StepSetting, speed: Speed) -> None:
+        """Double the batch while it fits and the throughput rises beyond its interval."""
+        best = speed
+        for factor in FACTORS:
+            setting = replace(chosen, batch=(chosen.batch or 1) * factor)
+            cell = search.measure_larger(setting)
+            if cell.speed is None or cell.cut:
+                self.ended = f"{setting.batch} samples: {cell.cut}"
+                return
+            by_sample = _by_sample(cell.speed, factor)
+            if not wholly_above(by_sample, best):
+                self.ended = f"{setting.batch} samples gained nothing beyond doubt: {by_sample.speedup:.2f}x by samples"
+                return
+            rate, rule = scaled_lr(search.facts.optimizer, search.facts.learning_rate, factor)
+            self.found, best = Growth(factor, setting, by_sample, rate, rule, WARM_UP), by_sample
+        self.ended = f"larger ones than {FACTORS[-1]}x were not tried"
+
+
+def scaled_lr(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
+    """Return the scaled learning rate and its rule: linear for SGD, square root for adaptive optimizers."""
+    if optimizer.lower() == "sgd":
+        return _rounded(rate * factor), f"linear scaling for SGD: {factor}x"
+    return _rounded(rate * math.sqrt(factor)), f"square root scaling for {optimizer}: {math.sqrt(factor):.3g}x"
+
+
+def _by_sample(speed: Speed, factor: int) -> Speed:
+    return replace(speed, speedup=speed.speedup * factor, low=speed.low * factor, high=speed.high * factor)
+
+
+def _rounded(rate: float) -> float:
+    """Return the learning rate with three digits; more would suggest more accuracy than a rule of thumb has."""
+    return float(f"{rate:.3g}")

@@ -10,18 +10,17 @@ from dataclasses import replace
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.errors import HalfstepError, WrongUse, reason_in
 from halfstep.measure.plan.choice import INTERRUPTED, NO_TIME, Cell, by_speed
-from halfstep.measure.plan.memory_fit import Room
 from halfstep.measure.plan.probe import UPDATES, updates_for
-from halfstep.measure.plan.race import Race, TimeBudget
+from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
-from halfstep.measure.worker_process import ArmFailed, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
 # -- fp32 -------------------------------------------------------------------------------------------------------------
 # Raise the errors that end a plan: without a strict fp32 run there is nothing to compare with.
 
 
-def fails_in_fp32(name: str, error: ArmFailed) -> WrongUse:
+def fails_in_fp32(name: str, error: CandidateFailed) -> WrongUse:
     """Return the error for a case whose step raises in strict fp32."""
     return WrongUse(
         f"{name} does not train in strict fp32: {error}",
@@ -70,18 +69,18 @@ COMPILE_SHARE, LEAST_COMPILE = 0.7, 5.0
 
 @contextmanager
 def _too_slow(why: str) -> Iterator[None]:
-    """Replace the message of `ArmTooSlow`."""
+    """Replace the message of `CandidateTooSlow`."""
     try:
         yield
-    except ArmTooSlow:
-        raise ArmTooSlow(why) from None
+    except CandidateTooSlow:
+        raise CandidateTooSlow(why) from None
 
 
 class SettingTrials:
     """The cells by setting: measured ones, and others with the reason why they were not."""
 
-    def __init__(self, arena: Race, budget: TimeBudget, room: Room) -> None:
-        self.arena, self.budget, self.room = arena, budget, room
+    def __init__(self, runner: Race, budget: TimeBudget, room: MemoryFit) -> None:
+        self.runner, self.budget, self.room = runner, budget, room
         self.cells: dict[StepSetting, Cell] = {}
         self.baseline = StepSetting()
         self.judged_after = 0
@@ -105,15 +104,15 @@ class SettingTrials:
                 do=f"see what it takes with `halfstep estimate {name}`",
             )
         try:
-            seconds = self.arena.warm(setting, seconds=self.budget.seconds / 6)
-        except ArmTooSlow:  # time is up: only the first step is known
+            seconds = self.runner.warm(setting, seconds=self.budget.seconds / 6)
+        except CandidateTooSlow:  # time is up: only the first step is known
             seconds = self._first
-        except ArmFailed as error:
+        except CandidateFailed as error:
             raise fails_in_fp32(name, error) from None
         # A placeholder of one pair, which the first race replaces.
         self.cells[setting] = replace(self.cells[setting], speed=Speed(seconds, 1.0, 1.0, 1.0, 1))
         self.judged_after = updates_for(self.budget.seconds, self._opening, seconds)
-        self._follow(setting)
+        self._record_losses(setting)
 
     def _opens_as_baseline(self, setting: StepSetting) -> bool:
         self.baseline = setting
@@ -123,12 +122,12 @@ class SettingTrials:
         self.cells[setting] = Cell(setting, cut=INTERRUPTED)
         before = self.budget.spent
         try:
-            self.arena.enter(setting, self.budget.left)
+            self.runner.enter(setting, self.budget.left)
             self._opening = self.budget.spent - before
-            self._first = self.arena.first_step(setting, self.budget.left)
-        except ArmTooSlow:
+            self._first = self.runner.first_step(setting, self.budget.left)
+        except CandidateTooSlow:
             raise no_step_in_time(self._name, self.budget.seconds) from None
-        except ArmFailed as error:
+        except CandidateFailed as error:
             # Running out of memory has no common error type across devices and processes, only this word.
             if "memory" not in str(error).lower():
                 raise fails_in_fp32(self._name, error) from None
@@ -144,7 +143,7 @@ class SettingTrials:
 
     def is_ready(self, setting: StepSetting) -> bool:
         """Return whether a finalist is open and warm; a closed one is reopened, if there is memory and time."""
-        if self.arena.is_open(setting):
+        if self.runner.is_open(setting):
             return True
         known = self.cells[setting].first_step or 0.0
         if self.budget.left < self._opening + 2 * known + LEAST_FINAL * self.turn(setting):
@@ -152,11 +151,11 @@ class SettingTrials:
         if not self.room.fits(setting, *self._open()):
             return False
         try:
-            self.arena.enter(setting, self.budget.left)
-            self.arena.first_step(setting, self.budget.left)
-            self.arena.warm(setting, seconds=self.budget.left / 4)
-        except (ArmFailed, ArmTooSlow, HalfstepError):
-            self.arena.leave(setting)
+            self.runner.enter(setting, self.budget.left)
+            self.runner.first_step(setting, self.budget.left)
+            self.runner.warm(setting, seconds=self.budget.left / 4)
+        except (CandidateFailed, CandidateTooSlow, HalfstepError):
+            self.runner.leave(setting)
             return False
         return True
 
@@ -197,13 +196,13 @@ class SettingTrials:
         setting = cell.setting
         try:
             first, last = self._first_and_last(setting)
-            trail = self.arena.trail(setting, UPDATES)
-        except ArmTooSlow as error:
-            self.arena.leave(setting)
+            trail = self.runner.trail(setting, UPDATES)
+        except CandidateTooSlow as error:
+            self.runner.leave(setting)
             self.cells[setting] = replace(cell, cut=str(error))
             return
-        except (ArmFailed, HalfstepError) as error:
-            self.arena.leave(setting)
+        except (CandidateFailed, HalfstepError) as error:
+            self.runner.leave(setting)
             verb = "compile" if setting.compile else "run"
             self.cells[setting] = replace(cell, cut=f"it does not {verb}: {reason_in(error)}")
             return
@@ -215,22 +214,22 @@ class SettingTrials:
         self._keep_the_fastest()
 
     def _first_and_last(self, setting: StepSetting) -> tuple[float, float]:
-        """Return the seconds of the first update and of a warm one; raise `ArmTooSlow` with the reason."""
+        """Return the seconds of the first update and of a warm one; raise `CandidateTooSlow` with the reason."""
         with _too_slow(NO_TIME):
-            self.arena.enter(setting, self.budget.left)
+            self.runner.enter(setting, self.budget.left)
         limit = self._limit(setting)
         with _too_slow(self._why_too_slow(setting, limit)):
-            first = self.arena.first_step(setting, limit)
+            first = self.runner.first_step(setting, limit)
         slowest = TOO_SLOW * self._seconds(self.baseline) * self._samples(setting)
         with _too_slow(NO_TIME):
-            last = self.arena.warm(
+            last = self.runner.warm(
                 setting, seconds=min(self.budget.left / 4, max(WARM_CALLS * slowest, SHORTEST_LIMIT))
             )
             if last > slowest:  # once more: other work may have delayed it
-                last = min(last, self.arena.warm(setting, seconds=0.0))
+                last = min(last, self.runner.warm(setting, seconds=0.0))
         if last > slowest:
             base = self._seconds(self.baseline)
-            raise ArmTooSlow(f"an update takes {last:.3g} s once it is warm; strict fp32's takes {base:.3g} s")
+            raise CandidateTooSlow(f"an update takes {last:.3g} s once it is warm; strict fp32's takes {base:.3g} s")
         return first, last
 
     def _has_rivals(self) -> bool:
@@ -238,7 +237,7 @@ class SettingTrials:
 
     def _short_pairs(self, update: float) -> int:
         """Return the number of pairs: more if they are cheap relative to opening the candidate."""
-        turn = self.arena.turn_seconds(self._seconds(self.baseline), update)
+        turn = self.runner.turn_seconds(self._seconds(self.baseline), update)
         affordable = int(min(self._opening / 4, self.budget.left / 10) / max(turn, 1e-9))
         return max(SHORT_PAIRS, min(FINAL_PAIRS, affordable))
 
@@ -252,22 +251,22 @@ class SettingTrials:
     def race(self, settings: list[StepSetting], pairs: int) -> None:
         """Race open candidates beside the baseline; Ctrl-C keeps the measurements and is raised again."""
         try:
-            found = self.arena.race(settings, baseline=self.baseline, pairs=pairs)
-        except ArmFailed as error:
+            found = self.runner.race(settings, baseline=self.baseline, pairs=pairs)
+        except CandidateFailed as error:
             raise fails_in_fp32(self._name, error) from None
         for setting, speed in found.speeds.items():
             before = self.cells[setting].speed
             if before is None or before.pairs <= speed.pairs:  # an interrupted race has fewer pairs
                 self.cells[setting] = replace(self.cells[setting], speed=speed, cut="")
         for setting, why in found.failed.items():
-            if isinstance(why, ArmFailed):
+            if isinstance(why, CandidateFailed):
                 self._cut_failed(setting, why)
             elif self.cells[setting].speed is None:
                 self.cells[setting] = replace(self.cells[setting], cut=NO_TIME)
         if found.interrupted:
             raise KeyboardInterrupt
         for setting in found.speeds:
-            self._follow(setting)
+            self._record_losses(setting)
 
     def has_time_for(self, setting: StepSetting, updates: int) -> bool:
         """Return whether another candidate can be opened and take `updates`, with time left for the final."""
@@ -281,39 +280,40 @@ class SettingTrials:
         lacking = self.judged_after - len(cell.trail)
         # Other micro-batches see other samples, so their losses are not compared.
         same = (setting.batch, setting.microbatches) == (base.batch, base.microbatches)
-        if not same or not cell.trail or lacking <= 0 or not self.arena.is_open(setting):
+        if not same or not cell.trail or lacking <= 0 or not self.runner.is_open(setting):
             return
         rest = (WARM_UP + LEAST_FINAL) * self.turn(base)
         if lacking * self._seconds(setting) <= share * (self.budget.left - rest):
-            self._further(setting, lacking)
+            self._take_updates(setting, lacking)
 
-    def _further(self, setting: StepSetting, updates: int) -> None:
+    def _take_updates(self, setting: StepSetting, updates: int) -> None:
         try:
-            self.arena.go_on(setting, updates)
-        except ArmTooSlow:
+            self.runner.take_updates(setting, updates)
+        except CandidateTooSlow:
             return
-        except ArmFailed as error:
-            if setting == self.baseline:
-                raise fails_in_fp32(self._name, error) from None
-            self.arena.leave(setting)
-            self._cut_failed(setting, error)
+        except CandidateFailed as error:
+            self._give_up(setting, error)
             return
-        self._follow(setting)
+        self._record_losses(setting)
 
-    def _cut_failed(self, setting: StepSetting, error: ArmFailed) -> None:
+    def _give_up(self, setting: StepSetting, error: CandidateFailed) -> None:
+        """Close a candidate that failed; raise `WrongUse` if it is strict fp32."""
+        if setting == self.baseline:
+            raise fails_in_fp32(self._name, error) from None
+        self.runner.leave(setting)
+        self._cut_failed(setting, error)
+
+    def _cut_failed(self, setting: StepSetting, error: CandidateFailed) -> None:
         self.cells[setting] = replace(self.cells[setting], cut=f"it failed while it was timed: {error}")
 
-    def _follow(self, setting: StepSetting) -> None:
+    def _record_losses(self, setting: StepSetting) -> None:
         """Read the losses of an open candidate; raise `WrongUse` if strict fp32's are missing or non-finite."""
-        if not self.arena.is_open(setting):
+        if not self.runner.is_open(setting):
             return
         try:
-            trail = self.arena.trail(setting, UPDATES)
-        except ArmFailed as error:
-            if setting == self.baseline:
-                raise fails_in_fp32(self._name, error) from None
-            self.arena.leave(setting)
-            self._cut_failed(setting, error)
+            trail = self.runner.trail(setting, UPDATES)
+        except CandidateFailed as error:
+            self._give_up(setting, error)
             return
         if setting == self.baseline:
             refuse_broken_fp32(self._name, trail)
@@ -323,17 +323,17 @@ class SettingTrials:
         """Close candidates until the setting fits beside the baseline; return whether it does."""
         for other in [setting for setting in self._open() if setting != self.baseline]:
             if not self.room.fits(self.baseline, other, setting):
-                self.arena.leave(other)
+                self.runner.leave(other)
         return self.room.fits(self.baseline, setting)
 
     def _keep_the_fastest(self) -> None:
         fastest = self._fastest()
         for setting in self._open():
             if setting not in (self.baseline, fastest):
-                self.arena.leave(setting)
+                self.runner.leave(setting)
 
     def _open(self) -> list[StepSetting]:
-        return [setting for setting in self.cells if self.arena.is_open(setting)]
+        return [setting for setting in self.cells if self.runner.is_open(setting)]
 
     def _fastest(self) -> StepSetting:
         ranked = by_speed(self.cells.values())
@@ -341,7 +341,7 @@ class SettingTrials:
 
     def turn(self, *settings: StepSetting) -> float:
         """Return the seconds of one turn of these settings and the baseline."""
-        return self.arena.turn_seconds(*(self._seconds(setting) for setting in (self.baseline, *settings)))
+        return self.runner.turn_seconds(*(self._seconds(setting) for setting in (self.baseline, *settings)))
 
     def _seconds(self, setting: StepSetting) -> float:
         speed = self.cells[setting].speed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.profile import next_command
@@ -44,9 +43,6 @@ class Cause:
     """The command to type, now or after the change."""
     share: float
     """Share of a step's time that it explains."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------
@@ -298,7 +294,7 @@ CAUSES: tuple[Callable[[ProfileFacts], Cause | None], ...] = (
 """The order in which they win where two explain the same share."""
 
 
-def found(facts: ProfileFacts) -> list[Cause]:
+def find_causes(facts: ProfileFacts) -> list[Cause]:
     """Return all causes that explain enough to be fixed, largest first; none for steps that did not train."""
     if facts.idle:
         return []
@@ -355,7 +351,7 @@ def verdict(facts: ProfileFacts) -> Cause:
     if facts.idle:
         do = "mend the data or the loss, until a step trains"
         return Cause("no-updates", facts.idle, "", do, next_command.again(facts), 0.0)
-    causes = found(facts)
+    causes = find_causes(facts)
     return causes[0] if causes else unexplained(facts) or _ending(facts)
 
 

@@ -19,7 +19,7 @@ from torch._C._autograd import DeviceType
 from torch.nn.modules.conv import _ConvNd
 from torch.profiler import ProfilerActivity, profile
 
-import halfstep.measure.allocator  # noqa: F401 (it tells the profiler not to greet, before its first use)
+import halfstep.measure.candidate  # noqa: F401 (it tells the profiler not to greet, before its first use)
 from halfstep import clock
 from halfstep.measure.profile.facts import COPIES, HOST, NARROW, OTHER, UPDATE, WIDE, FlopsByFormat, Kernels, Misaligned
 from halfstep.measure.timing import Stopwatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -12,15 +12,15 @@ from torch import nn
 
 from halfstep.errors import WrongUse
 from halfstep.measure.case import Case, LossFunction, case_of
-from halfstep.measure.profile.causes import Cause, found, verdict
+from halfstep.measure.profile.causes import Cause, find_causes, verdict
 from halfstep.measure.profile.examined import STAGES, Examined
 from halfstep.measure.profile.facts import ProfileFacts, read_facts
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.worker_process import ArmFailed, ArmProcess
+from halfstep.measure.worker_process import CandidateFailed, CandidateProcess
 from halfstep.precision.names import AUTO, read_precision
+from halfstep.status_line import OnProgress
 
-Progress = Callable[[int, int], None]
 _WHOLE = 100
 _NOTHING_YET: dict[str, Any] = {"format": "fp32", "kind": "other", "conditions": {}}
 """The facts of a profile that was interrupted before it began."""
@@ -42,8 +42,8 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         return {
             "subject": " ".join(self.facts.subject),
-            "cause": self.cause.as_dict(),
-            "others": [cause.as_dict() for cause in self.others],
+            "cause": asdict(self.cause),
+            "others": [asdict(cause) for cause in self.others],
             "facts": self.facts.as_dict(),
             "skipped": dict(self.skipped),
             "conditions": dict(self.conditions),
@@ -59,7 +59,7 @@ def profile(
     precision: str | None = None,
     seconds: float = 60.0,
     device: str | torch.device | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Profile:
     """Find out why training is not faster in a lower precision. A subject is measured in its own process.
 
@@ -76,12 +76,12 @@ def profile(
         words, own_code = (), True
     known: dict[str, Any] = {"subject": words, "own_code": own_code, "asked": precision or AUTO, **_NOTHING_YET}
     known |= {"device": None if device is None else str(device), "seconds": seconds}
-    with _asking(subject, loss_fn, batch, precision, device) as ask:
+    with _opened_for(subject, loss_fn, batch, precision, device) as ask:
         skipped: dict[str, str] = {}
         interrupted = _ask_all(ask, known, skipped, seconds, progress)
     facts = read_facts({**known, "skipped": tuple(skipped)})
     cause = verdict(facts)
-    others = tuple(one for one in found(facts) if one != cause)
+    others = tuple(one for one in find_causes(facts) if one != cause)
     return Profile(facts, cause, others, known["conditions"], interrupted, skipped)
 
 
@@ -89,7 +89,7 @@ Ask = Callable[[str, float], dict[str, Any]]
 
 
 def _ask_all(
-    ask: Ask, known: dict[str, Any], skipped: dict[str, str], seconds: float, progress: Progress | None
+    ask: Ask, known: dict[str, Any], skipped: dict[str, str], seconds: float, progress: OnProgress | None
 ) -> bool:
     """Run the stages in order; return whether it was interrupted. A stage that fails does not stop the others."""
     done = 0.0
@@ -103,7 +103,7 @@ def _ask_all(
             name = next(iter(left))
             try:
                 known.update(ask(name, seconds * left[name].share))
-            except ArmFailed as error:
+            except CandidateFailed as error:
                 # Nothing can be measured of a case that does not run.
                 if name == "warming":
                     raise _does_not_run(error) from None
@@ -123,17 +123,17 @@ def _ask_all(
 def _opened(ask: Ask) -> dict[str, Any]:
     try:
         return ask("", 0.0)
-    except ArmFailed as error:
+    except CandidateFailed as error:
         raise _does_not_run(error) from None
 
 
-def _does_not_run(error: ArmFailed) -> WrongUse:
+def _does_not_run(error: CandidateFailed) -> WrongUse:
     return WrongUse(
         str(error), allowed="a model, a loss and a batch with which a step runs", do="run one by itself first"
     )
 
 
-class _Elsewhere(ArmProcess):
+class _ChildProcess(CandidateProcess):
     """The same stages in a separate process."""
 
     module = f"{__package__}.child"
@@ -142,7 +142,7 @@ class _Elsewhere(ArmProcess):
         super().__init__(subject, StepSetting(), device)
         self._begin["precision"] = precision
 
-    def __enter__(self) -> _Elsewhere:
+    def __enter__(self) -> _ChildProcess:
         return self
 
     def ask(self, stage: str, seconds: float) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class _Elsewhere(ArmProcess):
 
 
 @contextmanager
-def _asking(
+def _opened_for(
     subject: Subject | Case | nn.Module,
     loss_fn: LossFunction | None,
     batch: Any,
@@ -159,8 +159,8 @@ def _asking(
     device: str | torch.device | None,
 ) -> Iterator[Ask]:
     if isinstance(subject, Subject):
-        with _Elsewhere(subject, precision, None if device is None else str(device)) as away:
-            yield away.ask
+        with _ChildProcess(subject, precision, None if device is None else str(device)) as child:
+            yield child.ask
         return
     if isinstance(subject, nn.Module):
         subject = _case(subject, loss_fn, batch)

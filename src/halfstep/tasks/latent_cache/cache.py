@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep import distributed
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.source import BadSample, Files, Sample, Source, files_of, key_of, without_image
+from halfstep.data.source import BadSample, Sample, Source, WrappedSource, files_of, without_image
 from halfstep.errors import BadData, NotBegun, StorageFailed
 from halfstep.files import cache_folder, write_json
 from halfstep.journal.numbers import size as in_words
@@ -294,18 +294,18 @@ def cached(
     chunks = Chunks(cache_folder() / FOLDER / key, key, len(source))
     lacking = distributed.all_gather_or_raise(lambda: _lacking(encoding, source, chunks))
     missing = sorted({chunk for some in lacking for chunk in some})
-    filling = Filling(encoding, source, chunks, parts["format"], told)
-    filling.fill(missing, distributed.rank(), distributed.size())
+    encoder = ChunkEncoder(encoding, source, chunks, parts["format"], told)
+    encoder.fill(missing, distributed.rank(), distributed.size())
     # Hosts without a shared disk see only what their own ranks wrote; each host encodes what it lacks.
     unseen = distributed.all_gather_or_raise(lambda: [chunk for chunk in missing if not chunks.is_there(chunk)])
-    filling.fill(unseen[distributed.rank()], *here())
+    encoder.fill(unseen[distributed.rank()], *here())
     # Rank 0 writes the description; on hosts that do not see its disk, the first local rank does.
     distributed.all_gather_or_raise(lambda: chunks.describe(words) if distributed.rank() == 0 else None)
     distributed.all_gather_or_raise(lambda: chunks.describe(words) if here()[0] == 0 else None)
     return CachedLatents(chunks, [_note(chunks, len(missing))])
 
 
-class Filling:
+class ChunkEncoder:
     """Encodes missing chunks, one per rank and turn, so that all ranks learn at once of one that failed."""
 
     def __init__(self, encoding: Encoding, source: Source, chunks: Chunks, computed_in: str, told: OnProgress) -> None:
@@ -323,9 +323,9 @@ class Filling:
         mine, samples = missing[rank::size], len(self._numbers(missing))
         with closing(self.encoding.rows(self.source, self._numbers(mine))) as rows:
             for turn in range(turns):
-                heard = distributed.all_gather_or_raise(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
+                signals = distributed.all_gather_or_raise(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
                 self.told(samples * (turn + 1) // turns, samples)
-                _go_on(heard, self.chunks)
+                _go_on(signals, self.chunks)
 
     def _begin(self, missing: list[int]) -> None:
         """Raise `StorageFailed` before encoding where the disk has no room."""
@@ -379,9 +379,9 @@ def _lacking(encoding: Encoding, source: Source, chunks: Chunks) -> list[int]:
     return [chunk for chunk in range(first, len(chunks), step) if not serves(chunk)]
 
 
-def _go_on(heard: list[str | None], chunks: Chunks) -> None:
+def _go_on(signals: list[str | None], chunks: Chunks) -> None:
     """Raise `NotBegun` on all ranks where one of them was asked to stop; the chunks written so far remain."""
-    signal = next(filter(None, heard), None)
+    signal = next(filter(None, signals), None)
     if signal is not None:
         raise NotBegun(
             f"stopped by {signal} while latents were encoded; those that were are kept in {chunks.folder}",
@@ -398,19 +398,17 @@ def _note(chunks: Chunks, encoded: int) -> str:
 # A source that yields latents in place of images once they are cached.
 
 
-class LatentSource:
+class LatentSource(WrappedSource):
     """The samples of a source; once `latents` is set, each has `moments` instead of `image`, and the image is not read.
 
     A run creates its sources before the model and encodes after it: `latents` is set in between. Workers start later
-    and receive the object in its final state.
+    and receive the object in its final state. Names and files are the underlying source's: the data's fingerprint must
+    not depend on the cache.
     """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        super().__init__(source)
         self.latents: CachedLatents | None = None
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, index: int) -> Sample:
         """Return a sample with its moments. Raise `BadSample` where it has none."""
@@ -425,13 +423,3 @@ class LatentSource:
     def without_image(self, index: int) -> Sample:
         """Return a sample without decoding its image."""
         return without_image(self.source, index)
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-    def key(self, index: int) -> str:
-        return key_of(self.source, index)
-
-    def files_of(self, index: int) -> Files:
-        """Return the files of the underlying source: the data's fingerprint must not depend on the cache."""
-        return files_of(self.source, index)

@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import BadRecipe, MissingExtra, unknown_name
-from halfstep.tasks.models.names import check_timms_name, unknown_among_many
 from halfstep.tasks.models.unet import UNet
-from halfstep.tasks.shared.pretrained import fetched
+from halfstep.tasks.shared.pretrained import check_timms_name, fetched, unknown_among_many
 
 OWN = "unet"
 PREFIX = "smp-"

@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import BadRecipe, HalfstepError, MissingExtra
-from halfstep.tasks.models.names import check_timms_name
 from halfstep.tasks.shared.images import Pixels, usual
-from halfstep.tasks.shared.pretrained import fetched
+from halfstep.tasks.shared.pretrained import check_timms_name, fetched
 
 
 def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.Module:

@@ -54,18 +54,18 @@ class Confusion:
     def per_class(self) -> list[Row]:
         """Return IoU, Dice, precision, recall and counts of each class; NaN where a ratio is undefined."""
         counts = self.counts.double()
-        both, truth, said = counts.diagonal(), counts.sum(1), counts.sum(0)
+        both, truth, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
         figures = {
-            "iou": both / (truth + said - both),
-            "dice": 2 * both / (truth + said),
-            "precision": both / said,
+            "iou": both / (truth + predicted - both),
+            "dice": 2 * both / (truth + predicted),
+            "precision": both / predicted,
             "recall": both / truth,
         }
         return [
             {
                 "class": name,
                 "truth": int(truth[number]),
-                "answered": int(said[number]),
+                "answered": int(predicted[number]),
                 **{key: float(values[number]) for key, values in figures.items()},
             }
             for number, name in enumerate(self.names)
@@ -84,8 +84,8 @@ class Confusion:
         total = self.counts.sum(1).tolist()
         pairs = [divmod(place, len(self.names)) for place in places.tolist()]
         return [
-            (self.names[truth], self.names[said], count, count / total[truth])
-            for count, (truth, said) in zip(found.tolist(), pairs, strict=True)
+            (self.names[truth], self.names[predicted], count, count / total[truth])
+            for count, (truth, predicted) in zip(found.tolist(), pairs, strict=True)
             if count
         ]
 
@@ -97,11 +97,11 @@ def overlaps(tables: Tensor) -> dict[str, Tensor]:
     """
     # MPS has no float64.
     counts = tables.to(torch.float64 if tables.is_cpu else torch.float32)
-    both, truth, said = counts.diagonal(dim1=1, dim2=2), counts.sum(2), counts.sum(1)
-    either = truth + said - both
+    both, truth, predicted = counts.diagonal(dim1=1, dim2=2), counts.sum(2), counts.sum(1)
+    either = truth + predicted - both
     there = either > 0
     iou = torch.where(there, both / either.clamp(min=1), 1.0)
-    dice = torch.where(there, 2 * both / (truth + said).clamp(min=1), 1.0)
+    dice = torch.where(there, 2 * both / (truth + predicted).clamp(min=1), 1.0)
     right = both.sum(1) / counts.sum((1, 2)).clamp(min=1)
     if tables.shape[1] == 2:
         return {"iou": iou[:, 1], "dice": dice[:, 1], "accuracy": right}
@@ -166,12 +166,12 @@ class Overlap(Metric):
         super().__init__(confmat=torch.zeros(len(names), len(names), dtype=torch.int64))
         self.names, self.ignored = names, ignored
 
-    def update(self, said: Tensor, truth: Tensor) -> None:
+    def update(self, predicted: Tensor, truth: Tensor) -> None:
         """Add class indices, in any shape."""
         classes = len(self.names)
         # Ignored pixels are counted in an extra row that is dropped: boolean indexing would synchronize the device.
         rows = torch.where(truth == self.ignored, classes, truth)
-        counts = counted(rows.unsqueeze(0), said.unsqueeze(0), (classes + 1, classes))[0, :classes]
+        counts = counted(rows.unsqueeze(0), predicted.unsqueeze(0), (classes + 1, classes))[0, :classes]
         self.confmat = self.confmat + counts
 
     def compute(self) -> dict[str, Tensor]:
@@ -179,15 +179,15 @@ class Overlap(Metric):
         counts = self.total("confmat")
         if not counts.sum():
             return {name: counts.new_tensor(float("nan")) for name in ("iou", "dice")}
-        both, truth, said = counts.diagonal(), counts.sum(1), counts.sum(0)
-        return _scores(self.names, both, truth, said)
+        both, truth, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+        return _scores(self.names, both, truth, predicted)
 
 
-def _scores(names: list[str], both: Tensor, truth: Tensor, said: Tensor) -> dict[str, Tensor]:
-    either = truth + said - both
+def _scores(names: list[str], both: Tensor, truth: Tensor, predicted: Tensor) -> dict[str, Tensor]:
+    either = truth + predicted - both
     # A class that is neither present nor predicted agrees perfectly.
     iou = torch.where(either > 0, both / either.clamp(min=1), 1.0)
-    dice = torch.where(either > 0, 2 * both / (truth + said).clamp(min=1), 1.0)
+    dice = torch.where(either > 0, 2 * both / (truth + predicted).clamp(min=1), 1.0)
     if len(names) == 2:
         return {"iou": iou[1], "dice": dice[1]}
     there = (either > 0).nonzero().flatten().tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import colorsys
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.data.image_io import scaled
-from halfstep.data.source import Files, Sample, Source, files_of, key_of
+from halfstep.data.source import Sample, Source, WrappedSource
 from halfstep.precision.precision import widen
 from halfstep.train.task import Picture
 
@@ -137,16 +137,14 @@ def shrunk(image: Tensor, mask: Tensor, longest: int | None) -> tuple[Tensor, Te
     return v2.functional.resize(image, size, antialias=True), smaller
 
 
-class Shrunk:
+class Shrunk(WrappedSource):
     """A source whose samples have at most `longest` pixels on the longer side; cached in memory while there is room."""
 
     def __init__(self, source: Source, longest: int) -> None:
-        self.source, self.longest = source, longest
+        super().__init__(source)
+        self.longest = longest
         self._kept: dict[int, Sample] = {}
         self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, index: int) -> Sample:
         """Return a sample in its reduced size, from memory where it was read before."""
@@ -164,15 +162,6 @@ class Shrunk:
         size = sum(part.nbytes for part in sample.values())
         if self._bytes + size <= MOST_BYTES:
             self._kept[index], self._bytes = sample, self._bytes + size
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-    def key(self, index: int) -> str:
-        return key_of(self.source, index)
-
-    def files_of(self, index: int) -> Files:
-        return files_of(self.source, index)
 
 
 # -- tiles ------------------------------------------------------------------------------------------------------------
@@ -202,7 +191,8 @@ def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int =
     high, wide = min(tile, height), min(tile, width)
     window = torch.outer(_ramp(high, images), _ramp(wide, images))
     total, weight = None, images.new_zeros(height, width, dtype=window.dtype)
-    for chunk in _chunks(places):
+    for begin in range(0, len(places), AT_ONCE):
+        chunk = places[begin : begin + AT_ONCE]
         crops = torch.stack([images[n, :, y : y + high, x : x + wide] for n, y, x in chunk])
         outs = _padded(model, crops, stride)
         if total is None:
@@ -253,8 +243,3 @@ def _starts(length: int, tile: int, overlap: int) -> list[int]:
 def _ramp(length: int, like: Tensor) -> Tensor:
     places = (torch.arange(length, device=like.device, dtype=torch.float32) + 0.5) / length
     return torch.sin(math.pi * places).square().clamp(min=FAINTEST)
-
-
-def _chunks(places: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    for begin in range(0, len(places), AT_ONCE):
-        yield places[begin : begin + AT_ONCE]

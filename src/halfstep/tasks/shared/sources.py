@@ -123,11 +123,6 @@ def drawn_masks(data: Any) -> ShapeMasks:
     return ShapeMasks(data.samples, data.size, data.classes, data.channels)
 
 
-def drawn_labels(data: Any) -> ShapeLabels:
-    """Return the generated classification samples that `data` describes."""
-    return ShapeLabels(data.samples, data.size, data.classes or 4, data.channels)
-
-
 def drawn_pictures(data: Any) -> ShapePictures:
     """Return the generated diffusion samples that `data` describes."""
     return ShapePictures(data.samples, data.size, data.classes or 4, data.channels)
@@ -139,7 +134,7 @@ def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source],
     Classes that are `known` from training keep their numbers, and no others are allowed.
     """
     if data.name == "shapes":
-        drawn = drawn_labels(data)
+        drawn = ShapeLabels(data.samples, data.size, data.classes or 4, data.channels)
         return shared(drawn, data.val), drawn.classes
     names = list(known)
 

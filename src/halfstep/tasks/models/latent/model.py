@@ -169,7 +169,7 @@ def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int,
     else:
         wanted["num_class_embeds"] = asked.embeds
     wanted["class_embed_type"] = None
-    wrong = _differences(config, wanted)
+    wrong = [f"{name}={config.get(name)}" for name, value in wanted.items() if config.get(name) != value]
     if isinstance(denoiser, UNet2DConditionModel) != (asked.kind == "embedding"):
         wrong.insert(0, f"a {type(denoiser).__name__}")
     if wrong:
@@ -178,10 +178,6 @@ def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int,
             allowed=f"for model.condition={asked.kind}: " + ", ".join(f"{k}={v}" for k, v in wanted.items()),
             do="change model.condition, or write model.denoiser=new",
         )
-
-
-def _differences(config: Any, wanted: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={config.get(name)}" for name, value in wanted.items() if config.get(name) != value]
 
 
 def _plain(shared: Mapping[str, Any], options: Any, embeds: int | None) -> nn.Module:

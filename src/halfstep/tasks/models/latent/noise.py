@@ -125,9 +125,9 @@ def _velocity(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
 
 
 @island
-def reconstruction(said: Tensor, image: Tensor) -> Tensor:
+def reconstruction(predicted: Tensor, image: Tensor) -> Tensor:
     """Return the mean squared error per pixel."""
-    return F.mse_loss(said, image)
+    return F.mse_loss(predicted, image)
 
 
 @island
@@ -143,9 +143,9 @@ def divergence(moments: Tensor, image: Tensor) -> Tensor:
 
 
 @island
-def squared_errors(said: Tensor, target: Tensor) -> Tensor:
+def squared_errors(predicted: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of each sample."""
-    return (said - target).square().flatten(1).mean(1)
+    return (predicted - target).square().flatten(1).mean(1)
 
 
 # -- quarters ---------------------------------------------------------------------------------------------------------

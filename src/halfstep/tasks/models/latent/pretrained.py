@@ -61,7 +61,7 @@ _DENOISERS = {"UNet2DModel": UNet2DModel, "UNet2DConditionModel": UNet2DConditio
 
 
 @dataclass(frozen=True)
-class KeptAutoencoder:
+class PretrainedAutoencoder:
     """An autoencoder with its trained weights."""
 
     module: AutoencoderKL
@@ -72,7 +72,7 @@ class KeptAutoencoder:
     """Plain data from which `AutoencoderKL(**config)` builds the same module."""
 
 
-def kept_autoencoder(folder: str | Path) -> KeptAutoencoder:
+def pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
     """Load an autoencoder from a run's folder, a diffusers folder, or a pipeline's folder with `vae` in it.
 
     Raise `BadData`, `Unsafe` or `StateMismatch` where there is none to be used.
@@ -84,10 +84,10 @@ def kept_autoencoder(folder: str | Path) -> KeptAutoencoder:
     else:
         module, config = _from_diffusers(place, "vae", _AUTOENCODERS, TRAIN_ONE)
         scale = _own_scale(config, place)
-    return KeptAutoencoder(module, scale, digest(module), plain_config(module))
+    return PretrainedAutoencoder(module, scale, digest(module), plain_config(module))
 
 
-def kept_denoiser(folder: str | Path) -> nn.Module:
+def pretrained_denoiser(folder: str | Path) -> nn.Module:
     """Load a denoiser from a diffusers folder, or from a pipeline's folder with `unet` in it.
 
     Raise `BadData` or `Unsafe` where there is none to be used.
@@ -295,7 +295,7 @@ ORIGIN = "autoencoder_origin"
 
 
 @dataclass(frozen=True)
-class Begun:
+class ResumableRun:
     """A run with a checkpoint to resume from."""
 
     folder: Path
@@ -303,15 +303,15 @@ class Begun:
     """The facts it saved about its parts."""
 
 
-def begun(folder: str | None) -> Begun | None:
+def resumable_run(folder: str | None) -> ResumableRun | None:
     """Return the run in a folder; None where it has no checkpoint yet and starts from its recipe."""
     if folder is None or not generations(Path(folder) / CHECKPOINTS):
         return None
     facts = read_json(Path(folder) / FACTS)
-    return Begun(Path(folder), facts) if isinstance(facts, dict) else None
+    return ResumableRun(Path(folder), facts) if isinstance(facts, dict) else None
 
 
-def own_autoencoder(where: str, run: Begun | None) -> tuple[KeptAutoencoder, list[str]]:
+def own_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAutoencoder, list[str]]:
     """Return the autoencoder in the folder `where`, or a resumed run's own, with a note where the two differ.
 
     The checkpoint restores the weights only after the data was encoded: with the latents of another autoencoder, the
@@ -319,9 +319,9 @@ def own_autoencoder(where: str, run: Begun | None) -> tuple[KeptAutoencoder, lis
     """
     origin = run.facts.get(ORIGIN) if run is not None else None
     if run is None or not isinstance(origin, dict):
-        return kept_autoencoder(where), []
+        return pretrained_autoencoder(where), []
     try:
-        kept = kept_autoencoder(where)
+        kept = pretrained_autoencoder(where)
     except HalfstepError:
         became = "is gone, or cannot be used any more"
     else:
@@ -331,7 +331,7 @@ def own_autoencoder(where: str, run: Begun | None) -> tuple[KeptAutoencoder, lis
     return _from_checkpoint(run, origin), [f"the autoencoder is that of the checkpoint: {where} {became}"]
 
 
-def _from_checkpoint(run: Begun, origin: Mapping[str, Any]) -> KeptAutoencoder:
+def _from_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> PretrainedAutoencoder:
     newest, _ = newest_whole(run.folder / CHECKPOINTS)
     assert newest is not None, "a run that was begun has one"
     place, config, prefix = newest.generation, run.facts.get(AUTOENCODER), f"{AUTOENCODER}."
@@ -345,7 +345,7 @@ def _from_checkpoint(run: Begun, origin: Mapping[str, Any]) -> KeptAutoencoder:
             allowed="the checkpoint and the facts of one run",
             do="bring both back from a copy, or add --new to begin again in a folder of its own",
         ) from error
-    return KeptAutoencoder(module.eval(), origin.get("scale"), str(origin.get("digest")), dict(config or {}))
+    return PretrainedAutoencoder(module.eval(), origin.get("scale"), str(origin.get("digest")), dict(config or {}))
 
 
 # -- origins ----------------------------------------------------------------------------------------------------------
@@ -362,12 +362,12 @@ class PartOrigins:
     def __init__(self, options: Any, data: Any, folder: str | None = None) -> None:
         """`folder` is the run's own, from which it may resume."""
         self._options, self._data = options, data
-        self._begun = begun(folder)
+        self._resumed = resumable_run(folder)
         self._autoencoder: dict[str, Any] | None = None
         self._origin: dict[str, Any] | None = None
         self._denoiser: dict[str, Any] | None = None
         # The checkpoint restores the denoiser's weights; only its config is needed before.
-        self._known: Mapping[str, Any] = self._begun.facts if self._begun is not None else {}
+        self._known: Mapping[str, Any] = self._resumed.facts if self._resumed is not None else {}
         self._finished = False
         self.notes: list[str] = []
         """Lines for the user about the origin of a part."""
@@ -378,7 +378,7 @@ class PartOrigins:
         if self._autoencoder is None and options.autoencoder not in ("new", "none"):
             self.autoencoder()
         if self._denoiser is None and options.stage != "autoencoder" and options.denoiser != "new":
-            self._kept_denoiser()
+            self._pretrained_denoiser()
         autoencoder = self._new() if options.autoencoder == "new" else self._autoencoder
         found = {AUTOENCODER: autoencoder, ORIGIN: self._origin, DENOISER: self._denoiser}
         return {name: config for name, config in found.items() if config is not None}
@@ -398,7 +398,7 @@ class PartOrigins:
             return autoencoder_from(self._new()), None
         if self._finished and self._autoencoder is not None:
             return autoencoder_from(self._autoencoder), (self._origin or {}).get("scale")
-        kept, self.notes = own_autoencoder(where, self._begun)
+        kept, self.notes = own_autoencoder(where, self._resumed)
         self._autoencoder, self._origin = kept.config, {"digest": kept.digest, "scale": kept.scale}
         return kept.module, kept.scale
 
@@ -411,21 +411,21 @@ class PartOrigins:
             return None
         if options.denoiser == "new":
             return new_denoiser(options, latents, size, asked)
-        denoiser = self._kept_denoiser()
+        denoiser = self._pretrained_denoiser()
         check_denoiser(denoiser, options.denoiser, options, latents, asked)
         return denoiser
 
     def _new(self) -> dict[str, Any]:
         return autoencoder_config(self._options, self._data.channels, self._data.size)
 
-    def _kept_denoiser(self) -> nn.Module:
+    def _pretrained_denoiser(self) -> nn.Module:
         known = self._known.get(DENOISER)
         if isinstance(known, dict) and known.get("kind") in KINDS:
             self._denoiser = known
             config = {name: value for name, value in known.items() if name != "kind"}
             module: nn.Module = getattr(diffusers, known["kind"])(**config)
             return module
-        denoiser = kept_denoiser(self._options.denoiser)
+        denoiser = pretrained_denoiser(self._options.denoiser)
         self._denoiser = {"kind": type(denoiser).__name__, **plain_config(denoiser)}
         return denoiser
 

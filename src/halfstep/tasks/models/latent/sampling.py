@@ -102,15 +102,17 @@ def _latents(
     latents = draws.normal(torch.empty(size, device=model.latent_scale.device))
     # With trailing spacing, rounding sometimes gives diffusers one timestep more than requested, below the first.
     for number, timestep in enumerate(scheduler.timesteps.tolist()[: options.sample_steps], 1):
-        said = _guided(model, latents, timestep, condition, options.guidance)
-        latents = _stepped(scheduler, said, timestep, latents, draws.generator)
+        predicted = _guided(model, latents, timestep, condition, options.guidance)
+        latents = _stepped(scheduler, predicted, timestep, latents, draws.generator)
         done(number)
     return latents
 
 
 @island
-def _stepped(scheduler: Any, said: Tensor, timestep: int, latents: Tensor, generator: torch.Generator | None) -> Tensor:
-    stepped: Tensor = scheduler.step(said, timestep, latents, generator=generator).prev_sample
+def _stepped(
+    scheduler: Any, predicted: Tensor, timestep: int, latents: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    stepped: Tensor = scheduler.step(predicted, timestep, latents, generator=generator).prev_sample
     return stepped
 
 

@@ -154,3 +154,144 @@ class FrameEncoder(nn.Module):
         seen = self.positions(self.look(frames))
         out: Tensor = self.mix(seen.flatten(2).transpose(1, 2))
         return out
+
+
+# -- decoders ---------------------------------------------------------------------------------------------------------
+
+
+SMALLEST_GRID = 8
+"""Positions per side on which a slot is laid out before upsampling."""
+
+
+class BroadcastDecoder(nn.Module):
+    """Broadcasts a slot to a small grid with positions and upsamples it to the frame."""
+
+    def __init__(self, slot_width: int, channels: int, width: int, layers: int, size: int) -> None:
+        super().__init__()
+        doublings = _doublings(size, layers)
+        self.grid = size >> doublings
+        self.positions = Positions(slot_width)
+        stack: list[nn.Module] = []
+        for number in range(layers):
+            before = width if number else slot_width
+            if number < doublings:
+                # A kernel of 4 with stride 2 covers every output pixel equally often; a kernel of 3 or 5 would not.
+                stack += [_even(as_loud(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))), nn.ReLU()]
+            else:
+                stack += [as_loud(nn.Conv2d(before, width, 5, padding=2)), nn.ReLU()]
+        self.paint = nn.Sequential(*stack, as_loud(nn.Conv2d(width, channels + 1, 3, padding=1)))
+        island(self, "positions")
+
+    def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return frames, and the share of each slot in every pixel (N × slots × height × width)."""
+        laid_out = slots.flatten(0, 1)[..., None, None].expand(-1, -1, self.grid, self.grid)
+        painted = self.paint(self.positions(laid_out))
+        return blended(painted.unflatten(0, slots.shape[:2]))
+
+
+@island
+def blended(painted: Tensor) -> tuple[Tensor, Tensor]:
+    """Blend N × slots × (colors and opacity) × height × width: return the frames and the share of each slot."""
+    colours, opacity = painted[:, :, :-1], painted[:, :, -1:]
+    shares = opacity.softmax(1)
+    return (colours * shares).sum(1), shares.squeeze(2)
+
+
+def _doublings(size: int, layers: int) -> int:
+    found = 0
+    while found < layers and size % 2 == 0 and size // 2 >= SMALLEST_GRID:
+        size, found = size // 2, found + 1
+    return found
+
+
+def _even(layer: nn.ConvTranspose2d) -> nn.ConvTranspose2d:
+    """Initialize symmetric kernels: asymmetric ones would leave a checkerboard pattern in every frame."""
+    with torch.no_grad():
+        kernel = layer.weight
+        mirrored = [kernel.flip(axes) for axes in ((), (-1,), (-2,), (-1, -2))]
+        layer.weight.copy_(
+            torch.stack(mirrored).sum(0) / 2.0
+        )  # half the sum of four independent kernels keeps their variance
+    return layer
+
+
+# -- token decoder ----------------------------------------------------------------------------------------------------
+# The autoregressive decoder predicts the tokens of a frame one after another from its slots.
+
+
+class TokenDecoder(nn.Module):
+    """Predicts each of `places` tokens from the slots and the tokens before it."""
+
+    def __init__(self, slot_width: int, vocabulary: int, places: int, *, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.told = nn.Sequential(nn.LayerNorm(slot_width), nn.Linear(slot_width, width))
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.begin = nn.Parameter(torch.zeros(1, 1, width))
+        self.places = nn.Parameter(torch.zeros(places, width))
+        for beginning in (self.tokens.weight, self.begin, self.places):
+            # The usual standard deviation in transformers; torch's default for embeddings is 1.
+            nn.init.normal_(beginning, std=0.02)
+        self.layers = nn.ModuleList(TellingBlock(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.say = nn.Linear(width, vocabulary)
+
+    def forward(self, slots: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits, N × places × vocabulary."""
+        told = self.told(slots)
+        # The last token is only predicted, never an input.
+        heard = torch.cat([self.begin.expand(len(tokens), -1, -1), self.tokens(tokens[:, :-1])], dim=1)
+        x = heard + self.places
+        for layer in self.layers:
+            x = layer(x, told)
+        out: Tensor = self.say(self.norm(x))
+        return out
+
+
+# -- discrete autoencoder ---------------------------------------------------------------------------------------------
+# A discrete autoencoder maps a frame to tokens of a small vocabulary and back.
+
+
+SMALLEST = 1e-30
+"""A lower bound of the exponential draw: the log of an exact zero would be a token that always wins."""
+
+
+class DiscreteAutoencoder(nn.Module):
+    """An autoencoder in which `stride` pixels per side become one token.
+
+    Its activations hold one number per vocabulary entry, position and frame. Encoder and decoder run in the precision
+    of the run; only the draw between them is wider.
+    """
+
+    def __init__(self, channels: int, vocabulary: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv2d(channels, width, stride, stride=stride),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, vocabulary, 1),
+        )
+        layers: list[nn.Module] = [nn.Conv2d(vocabulary, width, 1), nn.ReLU()]
+        for _ in range(stride.bit_length() - 1):
+            layers += [nn.Conv2d(width, 4 * width, 3, padding=1), nn.PixelShuffle(2), nn.ReLU()]
+        self.decoder = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
+
+    def forward(self, frames: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens of frames (N × height × width) and the frames decoded from them.
+
+        In training tokens are drawn softly (Gumbel-softmax), to pass gradients; in evaluation the most likely is taken.
+        """
+        likely = self.encoder(frames)
+        if self.training:
+            soft = drawn(likely, temperature)
+            return soft.argmax(1), self.decoder(soft)
+        tokens = likely.argmax(1, keepdim=True)
+        return tokens.squeeze(1), self.decoder(torch.zeros_like(likely).scatter_(1, tokens, 1.0))
+
+
+@island
+def drawn(likely: Tensor, temperature: Tensor) -> Tensor:
+    """Return a Gumbel-softmax draw over dimension 1; it becomes harder as the temperature falls."""
+    # The negative logarithm of an exponential draw is a Gumbel draw.
+    gumbel = -torch.empty_like(likely).exponential_().clamp_min(SMALLEST).log()
+    return ((likely + gumbel) / temperature).softmax(1)

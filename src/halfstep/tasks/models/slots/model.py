@@ -11,8 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.precision.island import island
-from halfstep.tasks.models.slots.decoders import BroadcastDecoder, DiscreteAutoencoder, TokenDecoder
-from halfstep.tasks.models.slots.layers import FeedForward, FrameEncoder, TransformerBlock
+from halfstep.tasks.models.slots.layers import (
+    BroadcastDecoder,
+    DiscreteAutoencoder,
+    FeedForward,
+    FrameEncoder,
+    TokenDecoder,
+    TransformerBlock,
+)
 
 # -- slot attention ---------------------------------------------------------------------------------------------------
 # Slot attention: slots compete for the positions of a frame.
@@ -230,9 +236,9 @@ class TellingModel(SlotModel):
 
 
 @island
-def squared_error(said: Tensor, frames: Tensor) -> Tensor:
+def squared_error(predicted: Tensor, frames: Tensor) -> Tensor:
     """Return the mean squared error of frames."""
-    return F.mse_loss(said, frames)
+    return F.mse_loss(predicted, frames)
 
 
 @island

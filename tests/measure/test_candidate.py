@@ -18,7 +18,7 @@ from halfstep.measure.conditions import busy, conditions, in_words
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import Speed, TimedRace, race, warm
-from halfstep.measure.worker_process import ArmFailed, ArmProcess, ArmTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
 from tests.support import cases
 
 LINEAR = Subject("tests.support.cases:linear")
@@ -43,7 +43,7 @@ def test_a_precision_that_is_not_here_is_refused_not_replaced() -> None:
 
 def test_an_arm_elsewhere_is_the_same_arm() -> None:
     setting = StepSetting("bf16", batch=4)
-    with ArmProcess(LINEAR, setting) as away:
+    with CandidateProcess(LINEAR, setting) as away:
         opened = away.open()
         assert opened["samples"] == 4
         assert opened["conditions"]["torch"] == torch.__version__
@@ -54,27 +54,30 @@ def test_an_arm_elsewhere_is_the_same_arm() -> None:
 
 @pytest.mark.slow
 def test_an_arm_elsewhere_says_why_it_cannot() -> None:
-    with ArmProcess(LINEAR, StepSetting("tf32")) as away, pytest.raises(HalfstepError, match="tf32 on") as refused:
+    with (
+        CandidateProcess(LINEAR, StepSetting("tf32")) as away,
+        pytest.raises(HalfstepError, match="tf32 on") as refused,
+    ):
         away.open()
     assert refused.value.do
-    with ArmProcess(Subject("tests.support.cases:broken"), StepSetting()) as away:
+    with CandidateProcess(Subject("tests.support.cases:broken"), StepSetting()) as away:
         away.open()
-        with pytest.raises(ArmFailed, match="IndexError"):
+        with pytest.raises(CandidateFailed, match="IndexError"):
             away.seconds()
 
 
 def test_an_arm_that_dies_or_hangs_is_told_apart() -> None:
-    with ArmProcess(LINEAR, StepSetting()) as away:
-        with pytest.raises(ArmTooSlow):
+    with CandidateProcess(LINEAR, StepSetting()) as away:
+        with pytest.raises(CandidateTooSlow):
             away.open(limit=0.01)
-        with pytest.raises(ArmFailed):
+        with pytest.raises(CandidateFailed):
             away.seconds()
 
 
 def test_no_time_left_is_too_slow_and_not_a_wait_without_end() -> None:
-    with ArmProcess(LINEAR, StepSetting()) as away:
+    with CandidateProcess(LINEAR, StepSetting()) as away:
         away.open()
-        with pytest.raises(ArmTooSlow):
+        with pytest.raises(CandidateTooSlow):
             away.seconds(1, limit=-0.5)
 
 
@@ -142,16 +145,16 @@ class Failing(Clockwork):
 
 
 def test_an_arm_that_fails_leaves_the_race_and_the_others_go_on() -> None:
-    error = ArmFailed("ValueError: call 61")
+    error = CandidateFailed("ValueError: call 61")
     found = race({"a": Clockwork(2.0), "b": Failing(error, 4), "c": Clockwork(1.0)}, baseline="a", pairs=10)
     assert found.failed == {"b": error}
     assert found.speeds["b"].pairs == 4
     assert found.speeds["c"].pairs == 10
     alone = race({"a": Clockwork(2.0), "b": Failing(error, 4)}, baseline="a", pairs=10)
     assert alone.speeds["a"].pairs < 10, "a baseline does not race with itself"
-    with pytest.raises(ArmFailed, match="call 61"):
+    with pytest.raises(CandidateFailed, match="call 61"):
         race({"a": Failing(error, 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
-    late = race({"a": Failing(ArmTooSlow("time is up"), 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
+    late = race({"a": Failing(CandidateTooSlow("time is up"), 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
     assert late.speeds["b"].pairs == 4
     assert "a" in late.failed
 
@@ -165,7 +168,7 @@ def test_what_a_case_started_does_not_outlive_its_arm(tmp_path: Path, monkeypatc
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), str(tmp_path)]))
     monkeypatch.chdir(tmp_path)
-    with ArmProcess(Subject("sleepy:case"), StepSetting()) as away:
+    with CandidateProcess(Subject("sleepy:case"), StepSetting()) as away:
         away.open()
         started = int(Path("pid").read_text().split()[1])
         begin = time.monotonic()
@@ -181,7 +184,8 @@ def test_an_arm_ends_with_its_parent_even_in_a_long_step(tmp_path: Path) -> None
     )
     parent = subprocess.Popen(
         [sys.executable, "-c",
-         "from halfstep.measure.worker_process import *; ArmProcess(Subject('endless:case'), StepSetting()).open()"],
+         "from halfstep.measure.worker_process import *; "
+         "CandidateProcess(Subject('endless:case'), StepSetting()).open()"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(tmp_path)])},
     )  # fmt: skip
     file, deadline = tmp_path / "pid", time.monotonic() + 60

@@ -1,1 +1,0 @@
-"""Metrics and drawings of the slots task."""
