@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from faults.crash_story import commit_together
-from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain, sweep
-from halfstep.checkpoint.manifest import MANIFEST, read_manifest, state_of, tensors_of
-from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers
+from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain
+from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers, sweep
 from halfstep.checkpoint.reading import MOST_TENSORS, newest_whole, read_state, verified
+from halfstep.checkpoint.sealed import MANIFEST, read_manifest, state_of, tensors_of
 from halfstep.files import LARGEST_JSON
 
 

@@ -3,33 +3,46 @@
 The files are written to a folder with a draft name, which readers ignore. Each rank writes its own two files; then rank
 0 writes the manifest with the digests of all files. Everything is fsynced, and the folder is renamed to its final name.
 The rename is the commit. Old generations are removed only after it, so an interrupted save never costs an earlier one.
+`Saver` does all of this in a thread of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.manifest import MANIFEST, Manifest, NewerFormat, read_manifest, state_of, tensors_of
-from halfstep.checkpoint.paths import CheckpointDir, Disk, following, generations, leftovers, named
+from halfstep import distributed
+from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk, following, generations, named, remove, sweep_aside
 from halfstep.checkpoint.reading import MOST_TENSORS
-from halfstep.checkpoint.sealed import Sealed, write_sealed
+from halfstep.checkpoint.sealed import (
+    MANIFEST,
+    Manifest,
+    NewerFormat,
+    Sealed,
+    read_manifest,
+    state_of,
+    tensors_of,
+    write_sealed,
+)
 from halfstep.errors import HalfstepError
 from halfstep.files import LARGEST_JSON
 from halfstep.safetensors_header import content, header
 
-"""The prefix of the reason when a save is refused because a tensor is non-finite."""
 LENGTH = 8
 """The bytes in front of a safetensors header that hold its length."""
 MADE_WITH_A_RUN = 3
 """The parent folders that may be as new as the checkpoints: the run's, the one of all runs, and its parent."""
+Ruined = Callable[[int], bool]
+"""A function that returns whether the weights after an attempt were unusable, judging by the losses."""
 
 
 class RankGather(Protocol):
@@ -242,17 +255,150 @@ def _seems_whole(generation: CheckpointDir) -> bool:
         return False
 
 
-def sweep(folder: Path, disk: Disk) -> None:
-    """Remove the drafts that interrupted saves left behind; only to be called by the holder of the run's lock."""
-    # Without the lock, a draft may belong to a save that is still running in another process.
-    for path in leftovers(folder):
+def set_aside_since(folder: Path, attempt: int, ruined: Ruined = lambda attempt: False) -> CheckpointDir | None:
+    """Set aside all checkpoints from this attempt on, and those that are `ruined`; return the newest one left.
+
+    Returns None if no other exists; then nothing is set aside. Every rank must call this; rank 0 decides for all.
+    """
+    left = distributed.rank_zero_or_raise(lambda: _rename_since(folder, attempt, ruined))
+    return None if left is None else CheckpointDir(folder / left[0], *left[1:])
+
+
+def _rename_since(folder: Path, attempt: int, ruined: Ruined) -> list[str | int] | None:
+    found = generations(folder)
+    good = (n for n, one in enumerate(found) if one.attempt < attempt and not ruined(one.attempt))
+    newest = next(good, None)
+    if newest is None:
+        return None
+    for one in found[:newest]:
+        # A failed rename loses nothing: that checkpoint is merely newer than the one that is used.
         with contextlib.suppress(OSError):
-            remove(path, disk)
+            one.path.rename(one.path.with_name(one.name + BAD))
+    sweep_aside(folder, Disk())
+    left = found[newest]
+    return [left.name, left.attempt, left.number]
 
 
-def remove(path: Path, disk: Disk) -> None:
-    """Remove a folder and the files directly in it; do nothing if it is a link or does not exist."""
-    if path.is_dir() and not path.is_symlink():
-        for file in sorted(path.iterdir()):
-            disk.remove(file)
-        disk.remove_folder(path)
+# -- saving in the background -----------------------------------------------------------------------------------------
+# Training waits for a copy of the state, not for the disk.
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The outcome of a save."""
+
+    attempt: int
+    generation: CheckpointDir | None
+    """The committed generation, or None if the save failed."""
+    failure: NotCommitted | None
+    seconds: float
+    """The time from the request to the commit."""
+    blocked: float
+    """The part of `seconds` in which training was blocked."""
+    bytes: int
+
+
+class Saver:
+    """A writer of checkpoints with at most one save in flight; failures are returned by `news` and are never lost."""
+
+    def __init__(
+        self, folder: Path, *, keep: int, party: RankGather, background: bool = True, disk: Disk | None = None
+    ) -> None:
+        self._folder, self._keep, self._party, self._disk = folder, keep, party, disk or Disk()
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._kept: dict[str, Tensor] = {}
+        self._running: list[Future[SaveResult]] = []
+        self._done: list[SaveResult] = []
+
+    def save(self, snapshot: RankSnapshot) -> None:
+        """Save a snapshot; with a background thread, return as soon as the state is copied.
+
+        Waits for the previous save first. Failures are not raised here: `news` and `finish` return them.
+        """
+        began = time.perf_counter()
+        # One save at a time: the copy below overwrites the buffers that the previous save is still writing from.
+        self._wait()
+        copied = self._copied(snapshot)
+        if self._thread is None:
+            saved = self._committed(copied, began)
+            self._done.append(replace(saved, blocked=saved.seconds))
+            return
+        blocked = time.perf_counter() - began
+        self._running.append(self._thread.submit(self._committed, copied, began, blocked))
+
+    def news(self) -> list[SaveResult]:
+        """Return the outcomes of saves that have ended since the last call, without waiting.
+
+        With several ranks an outcome is returned only after the next save begins, or by `finish`.
+        """
+        # With several ranks, each would see the end of the save at a different step. After a failed save all of them
+        # must stop at the same step.
+        if self._party.size == 1 and self._running and self._running[0].done():
+            self._wait()
+        told, self._done = self._done, []
+        return told
+
+    def finish(self) -> list[SaveResult]:
+        """Wait for the save in flight, and return the outcomes since the last call."""
+        self._wait()
+        return self.news()
+
+    def close(self) -> None:
+        """Wait for the save in flight and release the thread and the buffers."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._wait()
+        self._kept.clear()
+
+    def _wait(self) -> None:
+        self._done += [future.result() for future in self._running]
+        self._running = []
+
+    def _committed(self, snapshot: RankSnapshot, began: float, blocked: float = 0.0) -> SaveResult:
+        generation, failure = None, None
+        try:
+            generation = commit(self._folder, snapshot, keep=self._keep, disk=self._disk, party=self._party)
+        except NotCommitted as error:
+            failure = error
+        except Exception as error:
+            # Every exception becomes a failed save: the Future would raise it in the training loop instead.
+            failure = NotCommitted(f"{type(error).__name__}: {error}")
+        size = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors.values())
+        return SaveResult(snapshot.attempt, generation, failure, time.perf_counter() - began, blocked, size)
+
+    def _copied(self, snapshot: RankSnapshot) -> RankSnapshot:
+        """Return the snapshot with its tensors in host memory.
+
+        If memory is exhausted, return one that fails on all ranks.
+        """
+        try:
+            if self._thread is None:
+                return replace(snapshot, tensors={name: tensor.cpu() for name, tensor in snapshot.tensors.items()})
+            return replace(snapshot, tensors=self._copies(snapshot))
+        except (MemoryError, RuntimeError) as error:
+            # torch reports exhausted host memory as a RuntimeError, not as a MemoryError.
+            self._kept.clear()
+            # Not raised here: the other ranks would wait for this rank's part of the save.
+            reason = str(error).strip().partition("\n")[0]
+            return replace(snapshot, tensors={}, failure=f"no memory for a copy of the state: {reason}")
+
+    def _copies(self, snapshot: RankSnapshot) -> dict[str, Tensor]:
+        """Copy the tensors as they are now into buffers that the next save reuses."""
+        self._kept = {name: self._buffer(name, tensor) for name, tensor in snapshot.tensors.items()}
+        waiting = False
+        for name, tensor in snapshot.tensors.items():
+            self._kept[name].copy_(tensor, non_blocking=True)
+            waiting = waiting or not tensor.is_cpu
+        # A non-blocking copy from a device returns before the data has arrived, and the writer would read too early.
+        if waiting:
+            torch.accelerator.synchronize()
+        return dict(self._kept)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
+            return kept
+        # In the layout of the original, so that the copy is one sequential pass; the writer makes it contiguous.
+        like = torch.empty_like(tensor, device=torch.empty(0).device)
+        # Only a copy from a device to pinned memory is asynchronous.
+        return like if tensor.is_cpu else like.pin_memory()

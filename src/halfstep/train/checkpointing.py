@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from halfstep.checkpoint.commit import NotCommitted
+from halfstep.checkpoint.commit import NotCommitted, Ruined, Saver, SaveResult, set_aside_since
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
-from halfstep.checkpoint.quarantine import Ruined, set_aside_since
-from halfstep.checkpoint.saver import Saver, SaveResult
 from halfstep.errors import HalfstepError, Stopped, StorageFailed
 from halfstep.journal import events
 from halfstep.journal.events import Journal

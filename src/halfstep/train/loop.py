@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halfstep import distributed
-from halfstep.checkpoint.saver import Saver
+from halfstep.checkpoint.commit import Saver
 from halfstep.data.dataset import BadSampleBudget, nonfinite_ids
 from halfstep.data.loader import TrainLoader, ValLoader
 from halfstep.data.source import Batch, Replaced, Sample

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import sweep
-from halfstep.checkpoint.manifest import read_manifest
-from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk
-from halfstep.checkpoint.quarantine import sweep_aside
+from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, sweep, sweep_aside
 from halfstep.checkpoint.reading import newest_whole, none_whole, read_state
+from halfstep.checkpoint.sealed import read_manifest
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events

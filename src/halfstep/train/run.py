@@ -13,8 +13,8 @@ import torch
 
 from halfstep import distributed
 from halfstep._version import __version__
+from halfstep.checkpoint.commit import Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.saver import Saver
 from halfstep.errors import BadRecipe, Diverged, RanksDisagree, Stopped
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.commit import RankSnapshot
+from halfstep.checkpoint.commit import RankSnapshot, Saver
 from halfstep.checkpoint.paths import Disk, generations, leftovers
 from halfstep.checkpoint.reading import read_state, verified
-from halfstep.checkpoint.saver import Saver
 
 
 class Alone:
