@@ -151,8 +151,8 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
 
 def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
     from halfstep.terminal import progress
+    from halfstep.train.environment import seed_all
     from halfstep.train.process_group import generators_kept
-    from halfstep.train.rng import seed_all
     from halfstep.train.task import LeftOut
 
     inference = finished.choice.precision.inference(finished.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,15 +25,15 @@ from halfstep.step.report import GUARD, StepReport
 from halfstep.step.window import Window
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.environment import AutoChoices
-from halfstep.train.epoch_metrics import EpochMetrics
+from halfstep.train.epoch_metrics import EpochMetrics, Progress
 from halfstep.train.evaluation import Choosing, SoFar, evaluate
 from halfstep.train.guarding import Guarding
 from halfstep.train.outputs import RunOutputs, worn
 from halfstep.train.setup import AnyRecipe, Parts
 from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, Stopping
-from halfstep.train.state import Progress, RunObjects, State
+from halfstep.train.state import RunObjects, State
 from halfstep.train.task import Task
-from halfstep.train.time_left import ENOUGH, Length, TimeLeft, too_long
+from halfstep.train.throughput import ENOUGH, Length, Throughput, TimeLeft, too_long
 
 # -- news -------------------------------------------------------------------------------------------------------------
 # Share replaced and suspect samples between the ranks, so that each is recorded once.
@@ -66,46 +66,6 @@ class SampleReports:
         guilty = [number for batch in window for number in nonfinite_ids(batch)]
         told = [json.loads(rank) for rank in distributed.from_all(json.dumps([ids, guilty]))]
         return sorted({n for one in told for n in one[0]}), sorted({n for one in told for n in one[1]})
-
-
-# -- meter ------------------------------------------------------------------------------------------------------------
-# Measure throughput, and the time spent waiting for data.
-
-
-T = TypeVar("T")
-
-
-class Throughput:
-    """A counter of samples, seconds, and seconds spent waiting for data since the last `read`."""
-
-    def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._since, self._samples, self._waited = time.perf_counter(), 0, 0.0
-
-    def waiting(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the same items, and count the time until each arrives as waiting."""
-        source = iter(items)
-        while True:
-            asked = time.perf_counter()
-            try:
-                item = next(source)
-            except StopIteration:
-                return
-            self._waited += time.perf_counter() - asked
-            yield item
-
-    def count(self, samples: int) -> None:
-        """Count so many samples."""
-        self._samples += samples
-
-    def read(self) -> tuple[float, float]:
-        """Return samples per second and the share of time spent waiting, and start over."""
-        seconds = max(time.perf_counter() - self._since, 1e-9)
-        found = self._samples / seconds, min(self._waited / seconds, 1.0)
-        self._begin()
-        return found
 
 
 # -- loop -------------------------------------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from halfstep.train.environment import AutoChoices, differences, environment
 from halfstep.train.guarding import cures_in
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST
-from halfstep.train.restore import lengthened, restore
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.state import State
+from halfstep.train.state import State, lengthened, restore
 
 T = TypeVar("T")
 _DRAFT = re.compile(

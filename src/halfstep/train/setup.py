@@ -38,8 +38,8 @@ from halfstep.step.ema import Ema
 from halfstep.step.loss_scale import DynamicScale
 from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
+from halfstep.train.environment import seed_all
 from halfstep.train.guarding import placed_again
-from halfstep.train.rng import seed_all
 from halfstep.train.task import Task, unheard
 from halfstep.train.weights import load_weights
 
