@@ -59,9 +59,9 @@ class RankGather(Protocol):
 class NotCommitted(Exception):
     """A save that was not committed on any rank; its text is the reason."""
 
-    def __init__(self, reason: str, *, for_its_numbers: bool = False) -> None:
+    def __init__(self, reason: str, *, is_nonfinite: bool = False) -> None:
         super().__init__(reason)
-        self.for_its_numbers = for_its_numbers
+        self.is_nonfinite = is_nonfinite
         """Whether the save was refused because of non-finite values, not because of the disk."""
 
 
@@ -76,7 +76,7 @@ class RankSnapshot:
     """The tensors that this rank writes, by name, in host memory."""
     finite: Collection[str] = ()
     """The names of tensors that must be finite."""
-    numbers: Collection[str] = ()
+    not_nan: Collection[str] = ()
     """The names of tensors that must contain no NaN; they may contain infinities, as an attention mask does."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
@@ -93,9 +93,9 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int, disk: Disk, party
     generation = named(folder, snapshot.attempt, 0)
     try:
         # Each `by_all` below is a barrier: no rank enters a phase before every rank has finished the one before it.
-        told = by_all(party, lambda: _number(folder, snapshot, first))
-        generation = named(folder, snapshot.attempt, told[0][1])
-        _refuse_other_steps([attempt for attempt, _ in told])
+        numbers = by_all(party, lambda: _number(folder, snapshot, first))
+        generation = named(folder, snapshot.attempt, numbers[0][1])
+        _refuse_other_steps([attempt for attempt, _ in numbers])
         by_all(party, lambda: _begin(generation, disk) if first else None)
         # The draft folder must exist before any rank writes into it.
         sealed = by_all(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
@@ -123,19 +123,19 @@ def by_all(party: RankGather, do: Callable[[], Any]) -> list[Any]:
     except Exception as failure:
         # Every exception is shared: a rank that raised here alone would leave the others waiting in the collective.
         own = _as_plain(failure)
-    told = [json.loads(text) for text in party.share(json.dumps(own))]
-    for rank, one in enumerate(told):
+    outcomes = [json.loads(text) for text in party.share(json.dumps(own))]
+    for rank, one in enumerate(outcomes):
         if "failed" in one:
             reason = one["failed"] if party.size == 1 else f"{one['failed']} (rank {rank})"
-            raise NotCommitted(reason, for_its_numbers=one["for_its_numbers"])
-    return [one["done"] for one in told]
+            raise NotCommitted(reason, is_nonfinite=one["is_nonfinite"])
+    return [one["done"] for one in outcomes]
 
 
 def _as_plain(failure: Exception) -> dict[str, Any]:
     if isinstance(failure, NotCommitted):
-        return {"failed": str(failure), "for_its_numbers": failure.for_its_numbers}
+        return {"failed": str(failure), "is_nonfinite": failure.is_nonfinite}
     strerror = getattr(failure, "strerror", None)
-    return {"failed": strerror or f"{type(failure).__name__}: {failure}", "for_its_numbers": False}
+    return {"failed": strerror or f"{type(failure).__name__}: {failure}", "is_nonfinite": False}
 
 
 def _number(folder: Path, snapshot: RankSnapshot, first: bool) -> tuple[int, int]:
@@ -180,8 +180,8 @@ def _all_finite(snapshot: RankSnapshot) -> None:
     # Such a checkpoint could not be resumed from, and retention would remove a good one to make room for it.
     for name, tensor in snapshot.tensors.items():
         infinite = name in snapshot.finite and not bool(torch.isfinite(tensor).all())
-        if infinite or (name in snapshot.numbers and bool(tensor.isnan().any())):
-            raise NotCommitted(f"not finite: {name}", for_its_numbers=True)
+        if infinite or (name in snapshot.not_nan and bool(tensor.isnan().any())):
+            raise NotCommitted(f"not finite: {name}", is_nonfinite=True)
 
 
 def _write_own(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> list[Sealed]:
@@ -299,21 +299,21 @@ class SaveResult:
 
 
 class Saver:
-    """A writer of checkpoints with at most one save in flight; failures are returned by `news` and are never lost."""
+    """A writer of checkpoints with at most one save in flight; `results` returns failures, and none is lost."""
 
     def __init__(
         self, folder: Path, *, keep: int, party: RankGather, background: bool = True, disk: Disk | None = None
     ) -> None:
         self._folder, self._keep, self._party, self._disk = folder, keep, party, disk or Disk()
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._kept: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._running: list[Future[SaveResult]] = []
         self._done: list[SaveResult] = []
 
     def save(self, snapshot: RankSnapshot) -> None:
         """Save a snapshot; with a background thread, return as soon as the state is copied.
 
-        Waits for the previous save first. Failures are not raised here: `news` and `finish` return them.
+        Waits for the previous save first. Failures are not raised here: `results` and `finish` return them.
         """
         began = time.perf_counter()
         # One save at a time: the copy below overwrites the buffers that the previous save is still writing from.
@@ -326,7 +326,7 @@ class Saver:
         blocked = time.perf_counter() - began
         self._running.append(self._thread.submit(self._committed, copied, began, blocked))
 
-    def news(self) -> list[SaveResult]:
+    def results(self) -> list[SaveResult]:
         """Return the outcomes of saves that have ended since the last call, without waiting.
 
         With several ranks an outcome is returned only after the next save begins, or by `finish`.
@@ -335,20 +335,20 @@ class Saver:
         # must stop at the same step.
         if self._party.size == 1 and self._running and self._running[0].done():
             self._wait()
-        told, self._done = self._done, []
-        return told
+        ended, self._done = self._done, []
+        return ended
 
     def finish(self) -> list[SaveResult]:
         """Wait for the save in flight, and return the outcomes since the last call."""
         self._wait()
-        return self.news()
+        return self.results()
 
     def close(self) -> None:
         """Wait for the save in flight and release the thread and the buffers."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         self._wait()
-        self._kept.clear()
+        self._buffers.clear()
 
     def _wait(self) -> None:
         self._done += [future.result() for future in self._running]
@@ -377,27 +377,27 @@ class Saver:
             return replace(snapshot, tensors=self._copies(snapshot))
         except (MemoryError, RuntimeError) as error:
             # torch reports exhausted host memory as a RuntimeError, not as a MemoryError.
-            self._kept.clear()
+            self._buffers.clear()
             # Not raised here: the other ranks would wait for this rank's part of the save.
             reason = str(error).strip().partition("\n")[0]
             return replace(snapshot, tensors={}, failure=f"no memory for a copy of the state: {reason}")
 
     def _copies(self, snapshot: RankSnapshot) -> dict[str, Tensor]:
         """Copy the tensors as they are now into buffers that the next save reuses."""
-        self._kept = {name: self._buffer(name, tensor) for name, tensor in snapshot.tensors.items()}
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in snapshot.tensors.items()}
         waiting = False
         for name, tensor in snapshot.tensors.items():
-            self._kept[name].copy_(tensor, non_blocking=True)
+            self._buffers[name].copy_(tensor, non_blocking=True)
             waiting = waiting or not tensor.is_cpu
         # A non-blocking copy from a device returns before the data has arrived, and the writer would read too early.
         if waiting:
             torch.accelerator.synchronize()
-        return dict(self._kept)
+        return dict(self._buffers)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._kept.get(name)
-        if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
-            return kept
+        buffer = self._buffers.get(name)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
+            return buffer
         # In the layout of the original, so that the copy is one sequential pass; the writer makes it contiguous.
         like = torch.empty_like(tensor, device=torch.empty(0).device)
         # Only a copy from a device to pinned memory is asynchronous.

@@ -239,8 +239,8 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
 
 def _inputs(finished: Finished, where: Path) -> Inputs:
     """Return clips for a task whose data has frames, images otherwise; a single image file is always an image."""
-    from halfstep.data.image_files import image_files
-    from halfstep.data.image_io import SUFFIXES, read_image
+    from halfstep.data.image_files import SUFFIXES, image_files
+    from halfstep.data.image_io import read_image
 
     if not where.is_dir() and not where.is_file():
         raise BadData(

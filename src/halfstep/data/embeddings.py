@@ -12,14 +12,14 @@ from torch import Tensor
 
 from halfstep.checkpoint.reading import MOST_TENSORS, load_tensors
 from halfstep.data.folders import first_of
-from halfstep.data.source import BadSample, Files, Sample, Source, files_of, key_of, without_image
+from halfstep.data.source import BadSample, Files, Sample, Source, WrappedSource, without_image
 from halfstep.errors import BadData, in_one_line
 
 ALLOWED = f"a .safetensors file with a tensor for each image by its name, at most {MOST_TENSORS:,} of them"
 SHAPES = "tokens × width or width, floating numbers, the same for all images"
 
 
-class Embedded:
+class Embedded(WrappedSource):
     """A source that adds `embedding` in fp32: the tensor with the sample's name, after the prefix `under`.
 
     Missing names, duplicate names and different shapes raise BadData at once. The values are read on demand: a
@@ -27,7 +27,8 @@ class Embedded:
     """
 
     def __init__(self, source: Source, file: str | Path, under: str = "") -> None:
-        self.source, self.file, self.under = source, Path(file), under
+        super().__init__(source)
+        self.file, self.under = Path(file), under
         self._tensors: dict[str, Tensor] | None = None
         names = [self._named(index) for index in range(len(source))]
         # At once: a name that is missing would otherwise end the run hours later.
@@ -39,9 +40,6 @@ class Embedded:
         # A worker opens the file by itself, instead of being sent its whole content.
         return {**self.__dict__, "_tensors": None}
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def read(self, index: int) -> Sample:
         """Return the sample with its embedding; raise BadSample where one cannot be read."""
         return {**self.source.read(index), "embedding": self._embedding(index)}
@@ -50,17 +48,9 @@ class Embedded:
         """Return the sample without its image."""
         return {**without_image(self.source, index), "embedding": self._embedding(index)}
 
-    def name(self, index: int) -> str:
-        """Return the name of the sample in the underlying source."""
-        return self.source.name(index)
-
-    def key(self, index: int) -> str:
-        """Return the name that does not depend on where the set is."""
-        return key_of(self.source, index)
-
     def files_of(self, index: int) -> Files:
         """Return the files of the sample, and the file of embeddings."""
-        return [*files_of(self.source, index), (f"embeddings/{self.file.name}", self.file)]
+        return [*super().files_of(index), (f"embeddings/{self.file.name}", self.file)]
 
     def _embedding(self, index: int) -> Tensor:
         # A copy: the tensor is a view of the file, and must not be changed for the next epoch.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from halfstep.data.to_device import placed
+from halfstep.data.loader import placed
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.batches import resized, size_of
 from halfstep.measure.case import SEED, Case

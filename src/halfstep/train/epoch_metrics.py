@@ -139,7 +139,7 @@ class MetricSums:
 
     def load_state_dict(self, state: Any) -> None:
         """Roll the metrics back to a snapshot."""
-        self._metrics.put_back(state)
+        self._metrics.load_snapshot(state)
 
 
 class _Foreign:
@@ -156,7 +156,7 @@ class _Foreign:
             for metric in self._metrics
         ]
 
-    def put_back(self, state: list[dict[str, Any]]) -> None:
+    def load_snapshot(self, state: list[dict[str, Any]]) -> None:
         for metric, saved in zip(self._metrics, state, strict=True):
             for name, value in saved.items():
                 setattr(metric, name, getattr(metric, name)[: value.length] if isinstance(value, _Length) else value)

@@ -153,10 +153,10 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
 
 
 def _was_saved(folder: Path) -> bool:
-    return any(_tells_of_one(event) for event in kept_events(folder / JOURNAL))
+    return any(_mentions_checkpoint(event) for event in kept_events(folder / JOURNAL))
 
 
-def _tells_of_one(event: events.Event) -> bool:
+def _mentions_checkpoint(event: events.Event) -> bool:
     # A resume cuts the event of its own checkpoint out of the journal; the event of the resume stays.
     resumed = event.get("resumed")
     return event.get("what") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))

@@ -158,11 +158,11 @@ class _Going:
 
 class _Counted:
     def __init__(self, told: OnProgress, of: int) -> None:
-        self._told, self._done, self._of = told, 0, of
+        self._on_progress, self._done, self._of = told, 0, of
 
     def __call__(self) -> None:
         self._done += 1
-        self._told(self._done, self._of)
+        self._on_progress(self._done, self._of)
 
 
 class _Notes:

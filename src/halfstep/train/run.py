@@ -106,9 +106,9 @@ def train(
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close()
         run = _ended(loop, folder, reason, time.perf_counter() - began)
-        told = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
+        summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
         cures = loop.guarding.cures
-        journal.tell(events.END, reason=reason, cures=[str(cure) for cure in cures.placed], **told, **more)
+        journal.tell(events.END, reason=reason, cures=[str(cure) for cure in cures.placed], **summary, **more)
     loop.keeper.result({**_result(run, loop.parts), "cures": cures.as_dict()})
     return run
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import distributed
-from halfstep.data.order import derive
-from halfstep.data.to_device import placed
+from halfstep.data.dataset import derive
+from halfstep.data.loader import placed
 from halfstep.errors import BadRecipe, UnknownName
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.precision.select import Choice, choose_precision
@@ -347,8 +347,8 @@ class Parts:
     @property
     def lr(self) -> float:
         """The learning rate of the first parameter group."""
-        rate: float = self.optimizer.param_groups[0]["lr"]
-        return rate
+        lr: float = self.optimizer.param_groups[0]["lr"]
+        return lr
 
 
 def prepare(

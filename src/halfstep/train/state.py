@@ -40,7 +40,7 @@ from halfstep.train.weights import fleeting, put_buffers, with_a_place
 
 OWN = ("weights/buffers/", "weights/more/", "average/buffers/", "random/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""
-FINITE, NUMBERS = ("weights/parameters/", "average/averages/"), ("weights/buffers/", "average/buffers/")
+FINITE, NOT_NAN = ("weights/parameters/", "average/averages/"), ("weights/buffers/", "average/buffers/")
 """Tensors that must be finite in a checkpoint, and those in which an infinity may be intended."""
 
 EXTRA = "_extra_state"
@@ -54,7 +54,7 @@ class RunObjects:
     recipe: AnyRecipe
     parts: Parts
     progress: Progress
-    tally: EpochMetrics
+    epoch_metrics: EpochMetrics
     budget: BadSampleBudget
     samples: Samples
     measured: AutoChoices
@@ -100,7 +100,7 @@ class State:
             loss_scales={
                 name: {"scale": loss["loss_scale"], "base_count": loss["base_count"]} for name, loss in losses.items()
             },
-            counts={"steps": stepper["counts"], "epoch": live.tally.state_dict(), "latest": dict(live.latest)},
+            counts={"steps": stepper["counts"], "epoch": live.epoch_metrics.state_dict(), "latest": dict(live.latest)},
             random=read_generators(live.parts.stepper.device),
             cursor={
                 "progress": vars(live.progress),
@@ -127,7 +127,7 @@ class State:
             plain,
             tensors,
             finite=[key for key in tensors if key.startswith(FINITE)],
-            numbers=[key for key in tensors if key.startswith(NUMBERS)],
+            not_nan=[key for key in tensors if key.startswith(NOT_NAN)],
             environment=environment,
         )
 
@@ -159,9 +159,9 @@ NO_AVERAGE = ("average", None)
 """The one component that a run may do without."""
 
 
-def _optimizer_facts(live: RunObjects, lane: str) -> dict[str, Any]:
+def _optimizer_facts(live: RunObjects, name: str) -> dict[str, Any]:
     """Return what an optimizer's state lacks: its kind, and the names of the parameters that it refers to by number."""
-    optimizer = live.parts.stepper.optimizers[lane]
+    optimizer = live.parts.stepper.optimizers[name]
     names = {id(parameter): name for name, parameter in live.parts.model.named_parameters()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     return {"kind": type(optimizer).__name__, "names": groups}
@@ -314,8 +314,8 @@ def _scaled_on(own: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, A
     """Return a loss scale with its new settings at the old one's value."""
     if saved is None or own["scale"].keys() != saved["scale"].keys():
         return own
-    kept = {key: saved["scale"][key] for key in ("scale", "_growth_tracker") if key in own["scale"]}
-    return {"scale": {**own["scale"], **kept}, "base_count": saved["base_count"]}
+    learned = {key: saved["scale"][key] for key in ("scale", "_growth_tracker") if key in own["scale"]}
+    return {"scale": {**own["scale"], **learned}, "base_count": saved["base_count"]}
 
 
 def _moved_schedules(live: RunObjects, now: State, saved: State) -> dict[str, Any]:
@@ -350,8 +350,8 @@ def _check_precision(now: State, saved: State) -> None:
 
 
 def _in_words(precision: Mapping[str, Any]) -> str:
-    kept = ", ".join(precision.get("islands", ()))
-    return f"{precision.get('name')}{f' with {kept} in fp32' if kept else ''}"
+    in_fp32 = ", ".join(precision.get("islands", ()))
+    return f"{precision.get('name')}{f' with {in_fp32} in fp32' if in_fp32 else ''}"
 
 
 def _check_weights(live: RunObjects, now: State, saved: State) -> None:
@@ -359,9 +359,9 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
     lines = list(_unfitting(now.weights["parameters"], saved.weights["parameters"], set()))
     # Non-persistent buffers may grow with the longest batch: their shapes are not compared.
     free = with_a_place(live.parts.model, saved.weights["fleeting"])
-    kept = {name: buffer for name, buffer in saved.weights["buffers"].items() if name not in free}
+    then = {name: buffer for name, buffer in saved.weights["buffers"].items() if name not in free}
     own = {name: buffer for name, buffer in now.weights["buffers"].items() if name not in free}
-    lines += _unfitting(own, kept, _empty_buffers(live.parts.model))
+    lines += _unfitting(own, then, _empty_buffers(live.parts.model))
     lines += [f"not in the model: {name}" for name in saved.weights["more"] if name not in now.weights["more"]]
     lines += [f"not in the checkpoint: {name}" for name in now.weights["more"] if name not in saved.weights["more"]]
     if (now.average is None) != (saved.average is None):
@@ -394,8 +394,8 @@ def _facts(tensor: Tensor) -> str:
     return f"{'×'.join(map(str, tensor.shape)) or 'one number'} in {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _other_optimizer(now: State, saved: State, lane: str) -> Iterator[str]:
-    own, then = now.optimizers[lane], saved.optimizers.get(lane, {})
+def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:
+    own, then = now.optimizers[optimizer], saved.optimizers.get(optimizer, {})
     if own["kind"] != then.get("kind"):
         yield f"was {then.get('kind')}, and is {own['kind']}"
     before, after = ([name for group in one.get("names", []) for name in group] for one in (then, own))
@@ -422,7 +422,7 @@ def _same_form(what: str, own: Any, saved: Any, levels: int) -> None:
 
 
 def _check_rest(live: RunObjects, now: State, saved: State) -> None:
-    live.tally.check_state(saved.counts["epoch"])
+    live.epoch_metrics.check_state(saved.counts["epoch"])
     check_generators(saved.random, live.parts.stepper.device)
     same_keys("the progress", vars(live.progress), saved.cursor["progress"])
     _check_schedules(now, saved)
@@ -461,7 +461,7 @@ def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
 
 def _put(live: RunObjects, saved: State) -> None:
     _put_weights(live, saved)
-    live.tally.load_state_dict(saved.counts["epoch"])
+    live.epoch_metrics.load_state_dict(saved.counts["epoch"])
     live.latest.update(saved.counts["latest"])
     vars(live.progress).update(saved.cursor["progress"])
     live.samples.quarantined = set(live.progress.quarantined)

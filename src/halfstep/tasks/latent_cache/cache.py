@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep import distributed
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.source import BadSample, Files, Sample, Source, files_of, key_of, without_image
+from halfstep.data.source import BadSample, Sample, Source, WrappedSource, files_of, without_image
 from halfstep.errors import BadData, NotBegun, StorageFailed
 from halfstep.files import cache_folder, write_json
 from halfstep.journal.numbers import size as in_words
@@ -398,7 +398,7 @@ def _note(chunks: Chunks, encoded: int) -> str:
 # A source that yields latents in place of images once they are cached.
 
 
-class LatentSource:
+class LatentSource(WrappedSource):
     """The samples of a source; once `latents` is set, each has `moments` instead of `image`, and the image is not read.
 
     A run creates its sources before the model and encodes after it: `latents` is set in between. Workers start later
@@ -406,11 +406,8 @@ class LatentSource:
     """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        super().__init__(source)
         self.latents: CachedLatents | None = None
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, index: int) -> Sample:
         """Return a sample with its moments. Raise `BadSample` where it has none."""
@@ -425,13 +422,3 @@ class LatentSource:
     def without_image(self, index: int) -> Sample:
         """Return a sample without decoding its image."""
         return without_image(self.source, index)
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-    def key(self, index: int) -> str:
-        return key_of(self.source, index)
-
-    def files_of(self, index: int) -> Files:
-        """Return the files of the underlying source: the data's fingerprint must not depend on the cache."""
-        return files_of(self.source, index)

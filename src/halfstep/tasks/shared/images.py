@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.data.image_io import scaled
-from halfstep.data.source import Files, Sample, Source, files_of, key_of
+from halfstep.data.source import Sample, Source, WrappedSource
 from halfstep.precision.precision import widen
 from halfstep.train.task import Picture
 
@@ -137,16 +137,14 @@ def shrunk(image: Tensor, mask: Tensor, longest: int | None) -> tuple[Tensor, Te
     return v2.functional.resize(image, size, antialias=True), smaller
 
 
-class Shrunk:
+class Shrunk(WrappedSource):
     """A source whose samples have at most `longest` pixels on the longer side; cached in memory while there is room."""
 
     def __init__(self, source: Source, longest: int) -> None:
-        self.source, self.longest = source, longest
+        super().__init__(source)
+        self.longest = longest
         self._kept: dict[int, Sample] = {}
         self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, index: int) -> Sample:
         """Return a sample in its reduced size, from memory where it was read before."""
@@ -164,15 +162,6 @@ class Shrunk:
         size = sum(part.nbytes for part in sample.values())
         if self._bytes + size <= MOST_BYTES:
             self._kept[index], self._bytes = sample, self._bytes + size
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-    def key(self, index: int) -> str:
-        return key_of(self.source, index)
-
-    def files_of(self, index: int) -> Files:
-        return files_of(self.source, index)
 
 
 # -- tiles ------------------------------------------------------------------------------------------------------------
