@@ -256,7 +256,9 @@ class Shards:
 
     def _alike(self) -> None:
         """Raise BadData unless all samples have the same parts: a batch cannot have labels for some."""
-        kinds = {self._kind(row): (path, row) for path, rows in self._each() for row in rows}
+        kinds = {
+            self._kind(row): (path, row) for path, rows in zip(self.paths, self._rows, strict=True) for row in rows
+        }
         if len(kinds) > 1:
             (one, a), (other, b) = list(kinds.values())[:2]
             raise BadData(
@@ -267,9 +269,6 @@ class Shards:
 
     def _kind(self, row: ShardRow) -> tuple[bool, bool]:
         return "label" in self.parts and row.label >= 0, "mask" in self.parts and row.mask >= 0
-
-    def _each(self) -> list[tuple[Path, list[ShardRow]]]:
-        return list(zip(self.paths, self._rows, strict=True))
 
     def _class_names(self) -> list[str]:
         """Return the lines of `classes.txt` beside the shards or one folder up; else the numbers."""

@@ -134,8 +134,7 @@ def _form(generator: Any) -> list[Any]:
     """Return the kind of a generator and its number of words, regardless of its position."""
     if not isinstance(generator, (list, tuple)):
         return [type(generator).__name__]
-    return [len(generator), *(list(p.shape) if isinstance(p, Tensor) else p for p in generator if _is_kind(p))]
-
-
-def _is_kind(part: Any) -> bool:
-    return isinstance(part, (Tensor, str))
+    return [
+        len(generator),
+        *(list(p.shape) if isinstance(p, Tensor) else p for p in generator if isinstance(p, (Tensor, str))),
+    ]

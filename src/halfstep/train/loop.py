@@ -202,7 +202,7 @@ class Loop:
         self.throughput.read()
         if self.progress.attempts >= self.planned:
             return
-        self._tell_stage(self._reading())
+        self._tell_stage(f"reading the first {self.train.share.window} samples")
         for window in self.throughput.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
             self._stop_if_alone()  # a stop during reading or evaluation need not wait for a step
             self._tell_stage(self._computing())
@@ -217,9 +217,6 @@ class Loop:
         """Emit, before the first step of this launch, what takes so long: it may be a minute."""
         if self._is_fresh:
             self.journal.tell(events.STAGE, doing=doing)
-
-    def _reading(self) -> str:
-        return f"reading the first {self.train.share.window} samples"
 
     def _computing(self) -> str:
         compiling = "compiling the model and " if self.recipe.train.compile else ""

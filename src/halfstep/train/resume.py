@@ -91,9 +91,10 @@ def find(folder: Path) -> FoundCheckpoint | None:
     Raises StateMismatch for another number of ranks, and NoCheckpoint where checkpoints existed and none is whole.
     """
     decided = distributed.rank_zero_or_raise(lambda: _chosen(folder))
-    if decided["name"] is None:
+    if decided["newest"] is None:
         return None
-    generation = CheckpointDir(folder / CHECKPOINTS / decided["name"], decided["attempt"], decided["number"])
+    name, attempt, number = decided["newest"]
+    generation = CheckpointDir(folder / CHECKPOINTS / name, attempt, number)
     manifest = read_manifest(generation)
     # Each rank has files of its own, with its own buffers and random state.
     if manifest.world != distributed.size():
@@ -121,21 +122,13 @@ def _chosen(folder: Path) -> dict[str, Any]:
     sweep(place, disk)
     sweep_aside(place, disk)
     _remove_drafts(folder, disk)
-    passed_over = [f"{one.generation.name}: {one.problem}" for one in damaged]
-    if verdict is None:
-        return {"name": None, "passed_over": passed_over}
-    generation = verdict.generation
-    return {
-        "name": generation.name,
-        "attempt": generation.attempt,
-        "number": generation.number,
-        "passed_over": passed_over,
-    }
+    newest = verdict and (verdict.generation.name, verdict.generation.attempt, verdict.generation.number)
+    return {"newest": newest, "passed_over": [f"{one.generation.name}: {one.problem}" for one in damaged]}
 
 
 def _refuse_lost(folder: Path) -> None:
     """Raise NoCheckpoint where a run was saved and has no checkpoint: it must not start over silently."""
-    if _was_saved(folder):
+    if any(_mentions_checkpoint(event) for event in kept_events(folder / JOURNAL)):
         raise none_whole(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
     if not (folder / JOURNAL).exists() and (folder / LAST).exists():
@@ -150,10 +143,6 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
         for path in drafts:
             with contextlib.suppress(OSError):
                 disk.remove(path)
-
-
-def _was_saved(folder: Path) -> bool:
-    return any(_mentions_checkpoint(event) for event in kept_events(folder / JOURNAL))
 
 
 def _mentions_checkpoint(event: events.Event) -> bool:

@@ -27,7 +27,6 @@ from halfstep.recipe.schema import (
     DataOptions,
     Extension,
     LossOptions,
-    LossScaleOptions,
     ModelOptions,
     OptimizerOptions,
     Recipe,
@@ -388,7 +387,7 @@ def prepare(
         clip_value=train.clip_value,
         schedule=schedule,
         ema=Ema(model, train.ema) if train.ema is not None else None,
-        loss_scale=_loss_scale(recipe.loss_scale) if choice.precision.scaled else None,
+        loss_scale=DynamicScale(**recipe.loss_scale.model_dump()) if choice.precision.scaled else None,
     )
     return Parts(model, optimizer, schedule, shape, stepper, notes)
 
@@ -420,7 +419,3 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
         # In place, unlike torch.compile(model): the names in the state dict stay the same.
         model.compile()
     return model, notes
-
-
-def _loss_scale(options: LossScaleOptions) -> DynamicScale:
-    return DynamicScale(**options.model_dump())
