@@ -128,7 +128,7 @@ def _chosen(folder: Path) -> dict[str, Any]:
 
 def _refuse_lost(folder: Path) -> None:
     """Raise NoCheckpoint where a run was saved and has no checkpoint: it must not start over silently."""
-    if any(_mentions_checkpoint(event) for event in kept_events(folder / JOURNAL)):
+    if _was_saved(folder):
         raise none_whole(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
     if not (folder / JOURNAL).exists() and (folder / LAST).exists():
@@ -143,6 +143,10 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
         for path in drafts:
             with contextlib.suppress(OSError):
                 disk.remove(path)
+
+
+def _was_saved(folder: Path) -> bool:
+    return any(_mentions_checkpoint(event) for event in kept_events(folder / JOURNAL))
 
 
 def _mentions_checkpoint(event: events.Event) -> bool:
