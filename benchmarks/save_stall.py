@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from halfstep import distributed
+from halfstep.checkpoint.commit import Saver, SaveResult
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.saver import Saver, SaveResult
 from halfstep.cli.pages.verify import speed_in_words
 from halfstep.cli.verify import described, look
 from halfstep.host_memory import keep_freed_memory

@@ -22,10 +22,10 @@ import halfstep
 from halfstep.draw.images import enlarged, grid, write_png
 from halfstep.measure.conditions import conditions, in_words
 from halfstep.runs.finished import Finished, open_finished
+from halfstep.train.environment import seed_all
 from halfstep.train.evaluation import evaluate, values
 from halfstep.train.loaders import make_val_loader
 from halfstep.train.metrics import Metrics
-from halfstep.train.rng import seed_all
 from halfstep.train.run_folder import RESULT
 from halfstep.train.task import unheard
 

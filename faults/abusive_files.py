@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.checkpoint.manifest import with_seal
+from halfstep.checkpoint.sealed import with_seal
 from halfstep.train.state import COMPONENTS
 
 TENSORS, STATE, MANIFEST = FILES = ("rank-00000.safetensors", "rank-00000.json", "MANIFEST.json")

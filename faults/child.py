@@ -15,7 +15,7 @@ import halfstep
 import halfstep.journal.curves
 import halfstep.runs.fit
 from faults import mutants
-from halfstep.checkpoint import saver
+from halfstep.checkpoint import commit
 from halfstep.checkpoint.paths import Disk
 from halfstep.errors import HalfstepError
 from tests.support.tiny_task import Tiny
@@ -62,7 +62,7 @@ def run(
     if before is not None:
         before()
     if disk is not None:
-        saver.Disk = lambda: disk  # type: ignore[assignment, misc]
+        commit.Disk = lambda: disk  # type: ignore[assignment, misc]
     recipe = Path(folder).with_suffix(".yaml")
     recipe.write_text("task: tiny\n")
     try:

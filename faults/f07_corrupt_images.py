@@ -10,10 +10,9 @@ import torch
 
 from faults.bad_images import DAMAGED, encoded, picture
 from faults.outcome import Outcome
-from halfstep.data.dataset import BadSampleBudget, Samples
+from halfstep.data.dataset import BadSampleBudget, Order, Samples
 from halfstep.data.folders import ImageFolder
 from halfstep.data.loader import TrainLoader
-from halfstep.data.order import Order
 from halfstep.data.source import Batch, Replaced, Sample
 from halfstep.errors import BadData
 

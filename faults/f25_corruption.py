@@ -11,9 +11,9 @@ from pathlib import Path
 from faults import rig
 from faults.judged import first_wrong, held, outcome
 from faults.outcome import Outcome
-from halfstep.checkpoint.manifest import MANIFEST, with_seal
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
 from halfstep.checkpoint.reading import newest_whole, read_state, verified
+from halfstep.checkpoint.sealed import MANIFEST, with_seal
 from halfstep.journal.jsonl import read_events
 from halfstep.train.resume import find
 from tests.support.digest import digest_of

@@ -9,8 +9,8 @@ from faults.crash_story import Save, Story, outcome
 from faults.f19_crash_points import outcomes
 from faults.outcome import Outcome
 from halfstep.checkpoint import commit as protocol
-from halfstep.checkpoint.manifest import MANIFEST, tensors_of
 from halfstep.checkpoint.paths import BAD, DRAFT, CheckpointDir, generations
+from halfstep.checkpoint.sealed import MANIFEST, tensors_of
 
 ID = "F26"
 WHAT = "while old, damaged and unfinished checkpoints are cleared away, the newest whole one is there all the time"

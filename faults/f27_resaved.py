@@ -12,8 +12,8 @@ from faults.f19_crash_points import outcomes
 from faults.f20_named_kills import SHORT, killed_and_resumed
 from faults.killing import POINTS, KillAt
 from faults.outcome import Outcome
-from halfstep.checkpoint.manifest import tensors_of
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.sealed import tensors_of
 
 ID = "F27"
 WHAT = "a step that is saved again leaves the first save whole until the second is committed, and never mixes them"

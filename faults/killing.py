@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.checkpoint.manifest import MANIFEST
 from halfstep.checkpoint.paths import DRAFT, Disk
+from halfstep.checkpoint.sealed import MANIFEST
 
 
 class Point(NamedTuple):

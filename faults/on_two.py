@@ -12,8 +12,8 @@ from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.checkpoint.reading import newest_whole, read_state
 from halfstep.errors import HalfstepError
 from halfstep.runs import fit
+from halfstep.train.environment import read_generators
 from halfstep.train.loop import Loop
-from halfstep.train.rng import read_generators
 from tests.support.digest import digest_of
 from tests.support.ranks import Ranks
 

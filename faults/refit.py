@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from halfstep.checkpoint import manifest
+from halfstep.checkpoint import sealed
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
 from halfstep.checkpoint.sealed import Sealed
 
@@ -17,33 +17,33 @@ from halfstep.checkpoint.sealed import Sealed
 def refit(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 0) -> None:
     """Change the JSON of a run's newest checkpoint in place, and its manifest with it."""
     generation = _newest(folder)
-    name = manifest.state_of(rank)
+    name = sealed.state_of(rank)
     content = json.loads((generation.path / name).read_text())
     change(content)
     text = json.dumps(content, separators=(",", ":")).encode()
     (generation.path / name).write_bytes(text)
-    old = manifest.read_manifest(generation)
+    old = sealed.read_manifest(generation)
     own = Sealed(name, len(text), hashlib.sha256(text).hexdigest())
-    files = tuple(own if sealed.name == name else sealed for sealed in old.files)
+    files = tuple(own if one.name == name else one for one in old.files)
     _write(generation, dataclasses.replace(old, files=files).text())
 
 
 def elsewhere(folder: Path, **facts: Any) -> None:
     """As if the newest checkpoint had been made in another environment."""
     generation = _newest(folder)
-    old = manifest.read_manifest(generation)
+    old = sealed.read_manifest(generation)
     _write(generation, dataclasses.replace(old, environment={**old.environment, **facts}).text())
 
 
 def of_later_version(folder: Path) -> None:
     """As a halfstep that is not written yet may write it."""
     generation = _newest(folder)
-    content, form = manifest.read_manifest(generation), manifest.FORMAT
-    manifest.FORMAT = form + 1
+    content, form = sealed.read_manifest(generation), sealed.FORMAT
+    sealed.FORMAT = form + 1
     try:
         _write(generation, content.text())
     finally:
-        manifest.FORMAT = form
+        sealed.FORMAT = form
 
 
 def _newest(folder: Path) -> CheckpointDir:
@@ -51,4 +51,4 @@ def _newest(folder: Path) -> CheckpointDir:
 
 
 def _write(generation: CheckpointDir, text: bytes) -> None:
-    (generation.path / manifest.MANIFEST).write_bytes(text)
+    (generation.path / sealed.MANIFEST).write_bytes(text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep.checkpoint import saver
-from halfstep.checkpoint.commit import NotCommitted, commit
+from halfstep.checkpoint import commit
+from halfstep.checkpoint.commit import NotCommitted
 from halfstep.checkpoint.paths import following
 
 WHAT = "an error in the thread that writes is swallowed"
@@ -13,10 +13,12 @@ ROWS = ("F23", "F24")
 
 
 def apply() -> None:
+    committing = commit.commit
+
     def swallowing(folder: Any, snapshot: Any, **more: Any) -> Any:
         try:
-            return commit(folder, snapshot, **more)
+            return committing(folder, snapshot, **more)
         except NotCommitted:
             return following(folder, snapshot.attempt)
 
-    saver.commit = swallowing  # type: ignore[assignment]
+    commit.commit = swallowing  # type: ignore[assignment]

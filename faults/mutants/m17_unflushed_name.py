@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from halfstep.checkpoint import commit
-from halfstep.checkpoint.manifest import MANIFEST
 from halfstep.checkpoint.paths import CheckpointDir, Disk
-from halfstep.checkpoint.sealed import write_sealed
+from halfstep.checkpoint.sealed import MANIFEST, write_sealed
 
 WHAT = "a save is reported before its name is on the disk"
 ROWS = ("F19",)

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from faults.crash_story import commit_together
-from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain, sweep
-from halfstep.checkpoint.manifest import MANIFEST, read_manifest, state_of, tensors_of
-from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers
+from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain
+from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers, sweep
 from halfstep.checkpoint.reading import MOST_TENSORS, newest_whole, read_state, verified
+from halfstep.checkpoint.sealed import MANIFEST, read_manifest, state_of, tensors_of
 from halfstep.files import LARGEST_JSON
 
 
@@ -133,17 +133,17 @@ def test_parameters_that_are_not_finite_are_never_committed(value: float, dtype:
     with pytest.raises(NotCommitted) as caught:
         save(tmp_path, snapshot(6, tensors={"good": torch.zeros(2), "w": bad}, finite=["good", "w"]))
     assert str(caught.value) == "not finite: w"
-    assert caught.value.for_its_numbers
+    assert caught.value.is_nonfinite
     assert names(tmp_path) == ["step-00000003.0001"]
 
 
 def test_buffers_may_be_infinite_and_not_nan(tmp_path: Path) -> None:
     mask = torch.tensor([0.0, -math.inf])
-    save(tmp_path, snapshot(3, tensors={"mask": mask, "count": torch.tensor(3)}, numbers=["mask", "count"]))
+    save(tmp_path, snapshot(3, tensors={"mask": mask, "count": torch.tensor(3)}, not_nan=["mask", "count"]))
     with pytest.raises(NotCommitted, match="not finite: mask"):
-        save(tmp_path, snapshot(6, tensors={"mask": mask * 0}, numbers=["mask"]))
+        save(tmp_path, snapshot(6, tensors={"mask": mask * 0}, not_nan=["mask"]))
     empty = {"w": torch.empty(0), "flags": torch.tensor([True])}
-    save(tmp_path, snapshot(9, tensors=empty, finite=list(empty), numbers=list(empty)))
+    save(tmp_path, snapshot(9, tensors=empty, finite=list(empty), not_nan=list(empty)))
     assert [one.attempt for one in generations(tmp_path)] == [9, 3]
 
 
@@ -163,7 +163,7 @@ def test_a_failure_anywhere_leaves_no_draft_and_the_old_one(operation: str, nth:
     with pytest.raises(NotCommitted) as caught:
         save(tmp_path, snapshot(6), disk=Failing(operation, nth))
     assert str(caught.value) == "No space left on device"
-    assert not caught.value.for_its_numbers
+    assert not caught.value.is_nonfinite
     assert names(tmp_path) == ["step-00000003.0001"]
     assert save(tmp_path, snapshot(6)).attempt == 6
 
@@ -228,7 +228,7 @@ def test_a_process_that_has_gone_wrong_keeps_all_from_saving(tmp_path: Path) -> 
     bad = snapshot(3, tensors={"w": torch.tensor(math.nan)}, finite=["w"])
     told = together(tmp_path / "c", snapshot(3), bad)
     assert [str(one) for one in told] == ["not finite: w (rank 1)"] * 2
-    assert all(one.for_its_numbers for one in told)
+    assert all(one.is_nonfinite for one in told)
     assert not (tmp_path / "c").exists() or names(tmp_path / "c") == []
 
 

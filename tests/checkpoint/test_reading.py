@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from halfstep.checkpoint.commit import RankSnapshot, commit
-from halfstep.checkpoint.manifest import MANIFEST, with_seal
 from halfstep.checkpoint.paths import Disk, generations
 from halfstep.checkpoint.reading import MOST_TENSORS, newest_whole, read_state, verified
+from halfstep.checkpoint.sealed import MANIFEST, with_seal
 from halfstep.errors import BadData, NoCheckpoint, StateMismatch, Unsafe
 
 TENSORS, STATE = "rank-00000.safetensors", "rank-00000.json"

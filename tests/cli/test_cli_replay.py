@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from halfstep.checkpoint.manifest import with_seal
+from halfstep.checkpoint.sealed import with_seal
 from halfstep.cli.main import build
 from halfstep.errors import Diverged
 from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import LEFT_OUT, QUARANTINED, BadSampleBudget, Samples, ValSamples
+from halfstep.data.dataset import LEFT_OUT, QUARANTINED, BadSampleBudget, Order, Samples, ValSamples
 from halfstep.data.loader import TrainLoader, ValLoader
-from halfstep.data.order import Order
 from halfstep.data.source import BadSample, Batch, Replaced, Sample
 from halfstep.errors import BadData
 
@@ -89,8 +88,8 @@ def test_augmentation_and_mixing_change_with_the_epoch_and_the_sample() -> None:
 
 
 def test_mixing_of_the_same_samples_differs_between_epochs() -> None:
-    gather = loader(Numbers(4))._gather
-    first, second = (gather([loader(Numbers(4)).samples[epoch, n] for n in range(4)]) for epoch in (0, 1))
+    collate = loader(Numbers(4))._collate
+    first, second = (collate([loader(Numbers(4)).samples[epoch, n] for n in range(4)]) for epoch in (0, 1))
     assert isinstance(first, Batch)
     assert isinstance(second, Batch)
     assert not torch.equal(first.tensors["chance"], second.tensors["chance"])
@@ -272,6 +271,6 @@ def test_tasks_may_be_sent_to_workers_that_are_started_anew() -> None:
     import pickle
 
     made = loader(Numbers(3))
-    again: Callable[..., Any] = pickle.loads(pickle.dumps(made._gather))
+    again: Callable[..., Any] = pickle.loads(pickle.dumps(made._collate))
     samples = pickle.loads(pickle.dumps(made.samples))
     assert again([samples[0, 1]]).ids == [1]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.data.order import Order, RankShare, derive
+from halfstep.data.dataset import Order, RankShare, derive
 
 
 def steps(

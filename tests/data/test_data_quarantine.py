@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import Samples, nonfinite_ids
+from halfstep.data.dataset import Order, Samples, nonfinite_ids
 from halfstep.data.loader import TrainLoader
-from halfstep.data.order import Order
 from halfstep.data.source import Batch, Sample
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, distributed
 from halfstep.checkpoint.commit import NotCommitted
-from halfstep.checkpoint.manifest import with_seal
 from halfstep.checkpoint.paths import Disk
+from halfstep.checkpoint.sealed import with_seal
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
 from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
 from halfstep.guard.events import FailedStep, History

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from torch import nn
 
+from halfstep.checkpoint.commit import Saver
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations, leftovers
 from halfstep.checkpoint.reading import verified
-from halfstep.checkpoint.saver import Saver
 from halfstep.errors import HalfstepError, Stopped, StorageFailed
 from halfstep.journal.events import Event, Journal
 from halfstep.train.checkpointing import Checkpoints

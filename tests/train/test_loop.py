@@ -64,7 +64,7 @@ def test_a_run_learns_and_leaves_everything_in_its_folder(recipe: Path) -> None:
 def test_fp32_is_bitwise_the_loop_that_a_person_writes(recipe: Path) -> None:
     run = fit(recipe)
     ids = []
-    from halfstep.data.order import Order
+    from halfstep.data.dataset import Order
 
     for epoch in range(4):
         ids += Order(64, 5).numbers(epoch).split(16)

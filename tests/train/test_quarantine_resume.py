@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.data.order import Order
+from halfstep.data.dataset import Order
 from halfstep.errors import WrongUse
 from halfstep.journal.jsonl import read_events
 from halfstep.train.run import Run

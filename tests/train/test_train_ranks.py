@@ -14,7 +14,7 @@ from faults import on_two
 from faults.everything import Launch
 from faults.refit import refit
 from halfstep import distributed
-from halfstep.checkpoint import saver
+from halfstep.checkpoint import commit
 from halfstep.checkpoint.paths import Disk
 from halfstep.errors import HalfstepError
 from tests.support.ranks import Ranks
@@ -184,12 +184,12 @@ class FullDisk(Disk):
 
 
 def saved_on_a_full_disk(rank: int, folder: str, background: bool) -> dict[str, Any]:
-    own = saver.Disk
-    saver.Disk = FullDisk  # type: ignore[misc]
+    own = commit.Disk
+    commit.Disk = FullDisk  # type: ignore[misc]
     try:
         return run_on(rank, folder, {**SETTINGS, "checkpoint.background": background, "train.epochs": 12})
     finally:
-        saver.Disk = own  # type: ignore[misc]
+        commit.Disk = own  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -3,33 +3,46 @@
 The files are written to a folder with a draft name, which readers ignore. Each rank writes its own two files; then rank
 0 writes the manifest with the digests of all files. Everything is fsynced, and the folder is renamed to its final name.
 The rename is the commit. Old generations are removed only after it, so an interrupted save never costs an earlier one.
+`Saver` does all of this in a thread of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.manifest import MANIFEST, Manifest, NewerFormat, read_manifest, state_of, tensors_of
-from halfstep.checkpoint.paths import CheckpointDir, Disk, following, generations, leftovers, named
+from halfstep import distributed
+from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk, following, generations, named, remove, sweep_aside
 from halfstep.checkpoint.reading import MOST_TENSORS
-from halfstep.checkpoint.sealed import Sealed, write_sealed
+from halfstep.checkpoint.sealed import (
+    MANIFEST,
+    Manifest,
+    NewerFormat,
+    Sealed,
+    read_manifest,
+    state_of,
+    tensors_of,
+    write_sealed,
+)
 from halfstep.errors import HalfstepError
 from halfstep.files import LARGEST_JSON
 from halfstep.safetensors_header import content, header
 
-"""The prefix of the reason when a save is refused because a tensor is non-finite."""
 LENGTH = 8
 """The bytes in front of a safetensors header that hold its length."""
 MADE_WITH_A_RUN = 3
 """The parent folders that may be as new as the checkpoints: the run's, the one of all runs, and its parent."""
+Ruined = Callable[[int], bool]
+"""A function that returns whether the weights after an attempt were unusable, judging by the losses."""
 
 
 class RankGather(Protocol):
@@ -46,9 +59,9 @@ class RankGather(Protocol):
 class NotCommitted(Exception):
     """A save that was not committed on any rank; its text is the reason."""
 
-    def __init__(self, reason: str, *, for_its_numbers: bool = False) -> None:
+    def __init__(self, reason: str, *, is_nonfinite: bool = False) -> None:
         super().__init__(reason)
-        self.for_its_numbers = for_its_numbers
+        self.is_nonfinite = is_nonfinite
         """Whether the save was refused because of non-finite values, not because of the disk."""
 
 
@@ -63,7 +76,7 @@ class RankSnapshot:
     """The tensors that this rank writes, by name, in host memory."""
     finite: Collection[str] = ()
     """The names of tensors that must be finite."""
-    numbers: Collection[str] = ()
+    not_nan: Collection[str] = ()
     """The names of tensors that must contain no NaN; they may contain infinities, as an attention mask does."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
@@ -80,9 +93,9 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int, disk: Disk, party
     generation = named(folder, snapshot.attempt, 0)
     try:
         # Each `by_all` below is a barrier: no rank enters a phase before every rank has finished the one before it.
-        told = by_all(party, lambda: _number(folder, snapshot, first))
-        generation = named(folder, snapshot.attempt, told[0][1])
-        _refuse_other_steps([attempt for attempt, _ in told])
+        numbers = by_all(party, lambda: _number(folder, snapshot, first))
+        generation = named(folder, snapshot.attempt, numbers[0][1])
+        _refuse_other_steps([attempt for attempt, _ in numbers])
         by_all(party, lambda: _begin(generation, disk) if first else None)
         # The draft folder must exist before any rank writes into it.
         sealed = by_all(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
@@ -110,19 +123,19 @@ def by_all(party: RankGather, do: Callable[[], Any]) -> list[Any]:
     except Exception as failure:
         # Every exception is shared: a rank that raised here alone would leave the others waiting in the collective.
         own = _as_plain(failure)
-    told = [json.loads(text) for text in party.share(json.dumps(own))]
-    for rank, one in enumerate(told):
+    outcomes = [json.loads(text) for text in party.share(json.dumps(own))]
+    for rank, one in enumerate(outcomes):
         if "failed" in one:
             reason = one["failed"] if party.size == 1 else f"{one['failed']} (rank {rank})"
-            raise NotCommitted(reason, for_its_numbers=one["for_its_numbers"])
-    return [one["done"] for one in told]
+            raise NotCommitted(reason, is_nonfinite=one["is_nonfinite"])
+    return [one["done"] for one in outcomes]
 
 
 def _as_plain(failure: Exception) -> dict[str, Any]:
     if isinstance(failure, NotCommitted):
-        return {"failed": str(failure), "for_its_numbers": failure.for_its_numbers}
+        return {"failed": str(failure), "is_nonfinite": failure.is_nonfinite}
     strerror = getattr(failure, "strerror", None)
-    return {"failed": strerror or f"{type(failure).__name__}: {failure}", "for_its_numbers": False}
+    return {"failed": strerror or f"{type(failure).__name__}: {failure}", "is_nonfinite": False}
 
 
 def _number(folder: Path, snapshot: RankSnapshot, first: bool) -> tuple[int, int]:
@@ -167,8 +180,8 @@ def _all_finite(snapshot: RankSnapshot) -> None:
     # Such a checkpoint could not be resumed from, and retention would remove a good one to make room for it.
     for name, tensor in snapshot.tensors.items():
         infinite = name in snapshot.finite and not bool(torch.isfinite(tensor).all())
-        if infinite or (name in snapshot.numbers and bool(tensor.isnan().any())):
-            raise NotCommitted(f"not finite: {name}", for_its_numbers=True)
+        if infinite or (name in snapshot.not_nan and bool(tensor.isnan().any())):
+            raise NotCommitted(f"not finite: {name}", is_nonfinite=True)
 
 
 def _write_own(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> list[Sealed]:
@@ -242,17 +255,150 @@ def _seems_whole(generation: CheckpointDir) -> bool:
         return False
 
 
-def sweep(folder: Path, disk: Disk) -> None:
-    """Remove the drafts that interrupted saves left behind; only to be called by the holder of the run's lock."""
-    # Without the lock, a draft may belong to a save that is still running in another process.
-    for path in leftovers(folder):
+def set_aside_since(folder: Path, attempt: int, ruined: Ruined = lambda attempt: False) -> CheckpointDir | None:
+    """Set aside all checkpoints from this attempt on, and those that are `ruined`; return the newest one left.
+
+    Returns None if no other exists; then nothing is set aside. Every rank must call this; rank 0 decides for all.
+    """
+    left = distributed.rank_zero_or_raise(lambda: _rename_since(folder, attempt, ruined))
+    return None if left is None else CheckpointDir(folder / left[0], *left[1:])
+
+
+def _rename_since(folder: Path, attempt: int, ruined: Ruined) -> list[str | int] | None:
+    found = generations(folder)
+    good = (n for n, one in enumerate(found) if one.attempt < attempt and not ruined(one.attempt))
+    newest = next(good, None)
+    if newest is None:
+        return None
+    for one in found[:newest]:
+        # A failed rename loses nothing: that checkpoint is merely newer than the one that is used.
         with contextlib.suppress(OSError):
-            remove(path, disk)
+            one.path.rename(one.path.with_name(one.name + BAD))
+    sweep_aside(folder, Disk())
+    left = found[newest]
+    return [left.name, left.attempt, left.number]
 
 
-def remove(path: Path, disk: Disk) -> None:
-    """Remove a folder and the files directly in it; do nothing if it is a link or does not exist."""
-    if path.is_dir() and not path.is_symlink():
-        for file in sorted(path.iterdir()):
-            disk.remove(file)
-        disk.remove_folder(path)
+# -- saving in the background -----------------------------------------------------------------------------------------
+# Training waits for a copy of the state, not for the disk.
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The outcome of a save."""
+
+    attempt: int
+    generation: CheckpointDir | None
+    """The committed generation, or None if the save failed."""
+    failure: NotCommitted | None
+    seconds: float
+    """The time from the request to the commit."""
+    blocked: float
+    """The part of `seconds` in which training was blocked."""
+    bytes: int
+
+
+class Saver:
+    """A writer of checkpoints with at most one save in flight; `results` returns failures, and none is lost."""
+
+    def __init__(
+        self, folder: Path, *, keep: int, party: RankGather, background: bool = True, disk: Disk | None = None
+    ) -> None:
+        self._folder, self._keep, self._party, self._disk = folder, keep, party, disk or Disk()
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._buffers: dict[str, Tensor] = {}
+        self._running: list[Future[SaveResult]] = []
+        self._done: list[SaveResult] = []
+
+    def save(self, snapshot: RankSnapshot) -> None:
+        """Save a snapshot; with a background thread, return as soon as the state is copied.
+
+        Waits for the previous save first. Failures are not raised here: `results` and `finish` return them.
+        """
+        began = time.perf_counter()
+        # One save at a time: the copy below overwrites the buffers that the previous save is still writing from.
+        self._wait()
+        copied = self._copied(snapshot)
+        if self._thread is None:
+            saved = self._committed(copied, began)
+            self._done.append(replace(saved, blocked=saved.seconds))
+            return
+        blocked = time.perf_counter() - began
+        self._running.append(self._thread.submit(self._committed, copied, began, blocked))
+
+    def results(self) -> list[SaveResult]:
+        """Return the outcomes of saves that have ended since the last call, without waiting.
+
+        With several ranks an outcome is returned only after the next save begins, or by `finish`.
+        """
+        # With several ranks, each would see the end of the save at a different step. After a failed save all of them
+        # must stop at the same step.
+        if self._party.size == 1 and self._running and self._running[0].done():
+            self._wait()
+        ended, self._done = self._done, []
+        return ended
+
+    def finish(self) -> list[SaveResult]:
+        """Wait for the save in flight, and return the outcomes since the last call."""
+        self._wait()
+        return self.results()
+
+    def close(self) -> None:
+        """Wait for the save in flight and release the thread and the buffers."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._wait()
+        self._buffers.clear()
+
+    def _wait(self) -> None:
+        self._done += [future.result() for future in self._running]
+        self._running = []
+
+    def _committed(self, snapshot: RankSnapshot, began: float, blocked: float = 0.0) -> SaveResult:
+        generation, failure = None, None
+        try:
+            generation = commit(self._folder, snapshot, keep=self._keep, disk=self._disk, party=self._party)
+        except NotCommitted as error:
+            failure = error
+        except Exception as error:
+            # Every exception becomes a failed save: the Future would raise it in the training loop instead.
+            failure = NotCommitted(f"{type(error).__name__}: {error}")
+        size = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors.values())
+        return SaveResult(snapshot.attempt, generation, failure, time.perf_counter() - began, blocked, size)
+
+    def _copied(self, snapshot: RankSnapshot) -> RankSnapshot:
+        """Return the snapshot with its tensors in host memory.
+
+        If memory is exhausted, return one that fails on all ranks.
+        """
+        try:
+            if self._thread is None:
+                return replace(snapshot, tensors={name: tensor.cpu() for name, tensor in snapshot.tensors.items()})
+            return replace(snapshot, tensors=self._copies(snapshot))
+        except (MemoryError, RuntimeError) as error:
+            # torch reports exhausted host memory as a RuntimeError, not as a MemoryError.
+            self._buffers.clear()
+            # Not raised here: the other ranks would wait for this rank's part of the save.
+            reason = str(error).strip().partition("\n")[0]
+            return replace(snapshot, tensors={}, failure=f"no memory for a copy of the state: {reason}")
+
+    def _copies(self, snapshot: RankSnapshot) -> dict[str, Tensor]:
+        """Copy the tensors as they are now into buffers that the next save reuses."""
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in snapshot.tensors.items()}
+        waiting = False
+        for name, tensor in snapshot.tensors.items():
+            self._buffers[name].copy_(tensor, non_blocking=True)
+            waiting = waiting or not tensor.is_cpu
+        # A non-blocking copy from a device returns before the data has arrived, and the writer would read too early.
+        if waiting:
+            torch.accelerator.synchronize()
+        return dict(self._buffers)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
+            return buffer
+        # In the layout of the original, so that the copy is one sequential pass; the writer makes it contiguous.
+        like = torch.empty_like(tensor, device=torch.empty(0).device)
+        # Only a copy from a device to pinned memory is asynchronous.
+        return like if tensor.is_cpu else like.pin_memory()

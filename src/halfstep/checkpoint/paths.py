@@ -1,4 +1,4 @@
-"""Name and list the folders of checkpoints: one folder per save, with a number that is never reused.
+"""Name, list, set aside and remove the folders of checkpoints: one folder per save, with a number that is never reused.
 
 `step-00000120.0007` is save number 7, taken after 120 attempted updates. After a rollback the same step is saved again
 in a new folder; the save with the higher number is the newer one. A name ending in `.tmp` is not committed, or is being
@@ -7,6 +7,7 @@ removed. A name ending in `.bad` was found damaged, and is kept so that the user
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -127,3 +128,38 @@ class Disk:
     def remove_folder(self, path: Path) -> None:
         """Remove an empty folder."""
         path.rmdir()
+
+
+# -- removal ----------------------------------------------------------------------------------------------------------
+
+
+def sweep(folder: Path, disk: Disk) -> None:
+    """Remove the drafts that interrupted saves left behind; only to be called by the holder of the run's lock."""
+    # Without the lock, a draft may belong to a save that is still running in another process.
+    for path in leftovers(folder):
+        with contextlib.suppress(OSError):
+            remove(path, disk)
+
+
+def remove(path: Path, disk: Disk) -> None:
+    """Remove a folder and the files directly in it; do nothing if it is a link or does not exist."""
+    if path.is_dir() and not path.is_symlink():
+        for file in sorted(path.iterdir()):
+            disk.remove(file)
+        disk.remove_folder(path)
+
+
+MOST_ASIDE = 2
+"""The number of unused checkpoints that are kept for inspection."""
+
+
+def sweep_aside(folder: Path, disk: Disk) -> None:
+    """Remove all but the newest few checkpoints that were set aside; only for the holder of the run's lock."""
+    # By save number: steps repeat after a rollback.
+    newest_last = sorted(_matching(folder, BAD), key=lambda one: one.number)
+    for one in newest_last[:-MOST_ASIDE]:
+        with contextlib.suppress(OSError):
+            # Rename first: if the removal is interrupted, the next sweep removes the rest.
+            draft = one.path.with_name(one.name.removesuffix(BAD) + DRAFT)
+            disk.rename(one.path, draft)
+            remove(draft, disk)

@@ -13,10 +13,20 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from halfstep.checkpoint.manifest import Manifest, NewerFormat, read_manifest, state_of, tensors_of
 from halfstep.checkpoint.paths import CheckpointDir, generations
-from halfstep.checkpoint.pickle_detection import LOOKED_AT
-from halfstep.checkpoint.sealed import is_passing, problem_with, read_bounded, refuse_code, regular
+from halfstep.checkpoint.sealed import (
+    LOOKED_AT,
+    Manifest,
+    NewerFormat,
+    is_passing,
+    problem_with,
+    read_bounded,
+    read_manifest,
+    refuse_code,
+    regular,
+    state_of,
+    tensors_of,
+)
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, StateMismatch, StorageFailed
 from halfstep.files import LARGEST_JSON, strict_json
 

@@ -151,8 +151,8 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
 
 def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
     from halfstep.terminal import progress
+    from halfstep.train.environment import seed_all
     from halfstep.train.process_group import generators_kept
-    from halfstep.train.rng import seed_all
     from halfstep.train.task import LeftOut
 
     inference = finished.choice.precision.inference(finished.device)
@@ -239,8 +239,8 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
 
 def _inputs(finished: Finished, where: Path) -> Inputs:
     """Return clips for a task whose data has frames, images otherwise; a single image file is always an image."""
-    from halfstep.data.image_files import image_files
-    from halfstep.data.image_io import SUFFIXES, read_image
+    from halfstep.data.image_files import SUFFIXES, image_files
+    from halfstep.data.image_io import read_image
 
     if not where.is_dir() and not where.is_file():
         raise BadData(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.checkpoint.reading import MOST_TENSORS, load_tensors
 from halfstep.data.folders import first_of
-from halfstep.data.source import BadSample, Files, Sample, Source, WrappedSource, files_of, without_image
+from halfstep.data.source import BadSample, Files, Sample, Source, WrappedSource, without_image
 from halfstep.errors import BadData, in_one_line
 
 ALLOWED = f"a .safetensors file with a tensor for each image by its name, at most {MOST_TENSORS:,} of them"
@@ -50,7 +50,7 @@ class Embedded(WrappedSource):
 
     def files_of(self, index: int) -> Files:
         """Return the files of the sample, and the file of embeddings."""
-        return [*files_of(self.source, index), (f"embeddings/{self.file.name}", self.file)]
+        return [*super().files_of(index), (f"embeddings/{self.file.name}", self.file)]
 
     def _embedding(self, index: int) -> Tensor:
         # A copy: the tensor is a view of the file, and must not be changed for the next epoch.

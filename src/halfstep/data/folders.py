@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from halfstep.data.image_files import existing, folders, image_files
-from halfstep.data.image_io import Meaning, Palette, mask_of, read_image
+from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.source import Files, Sample
 from halfstep.errors import BadData
 
@@ -151,13 +151,13 @@ class ImageMaskPairs(Paired):
         channels: int = 3,
     ) -> None:
         super().__init__(images, masks, "mask", MASKS_RULE, "_mask")
-        self.channels, self.meaning = channels, Meaning(classes, ignore_index, palette)
+        self.channels, self.mask_classes = channels, MaskClasses(classes, ignore_index, palette)
 
     def read(self, index: int) -> Sample:
         """Read a pair; raise BadSample where it cannot be read, BadData where the mask does not fit."""
         image_path, mask_path = self.places(index)
         image = read_image(image_path, self.channels)
-        mask = mask_of(mask_path, self.meaning, str(mask_path))
+        mask = mask_of(mask_path, self.mask_classes, str(mask_path))
         same_size(image.shape[-2:], mask.shape, self.name(index))
         return {"image": image, "mask": mask}
 

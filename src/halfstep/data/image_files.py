@@ -12,9 +12,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from halfstep.errors import BadData, MissingExtra, Unsafe
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # -- listing ----------------------------------------------------------------------------------------------------------
 # List the image files of a folder: sorted, and none outside of it.
@@ -114,6 +117,9 @@ MOST_BYTES = 256 * 2**20
 """Bytes of a file on disk."""
 
 
+Numbers: TypeAlias = "np.ndarray[Any, Any]"
+
+
 class BadSample(Exception):
     """A sample that cannot be read: it is skipped, replaced and counted."""
 
@@ -205,3 +211,12 @@ def orientation(image: Image.Image) -> int:
         return int(image.getexif().get(0x0112, 1))
     except Exception:
         return 1
+
+
+def values_in(image: Any, colours: bool = False) -> Numbers:
+    """Return the values of an open mask, or its colors. Of a palette, the numbers count and not the colors."""
+    import numpy as np  # here, because listing and opening files need none
+
+    if colours or image.mode in ("RGBA", "CMYK", "YCbCr"):
+        return np.array(image.convert("RGB"))
+    return np.array(image.convert("L") if image.mode in ("1", "LA") else image)

@@ -8,6 +8,8 @@ one gray page per channel, and so is any number of channels above four.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.image_files import MOST_PIXELS, SUFFIXES, BadSample, Unreadable, opened, orientation
-from halfstep.data.mask_classes import Meaning, Palette, class_numbers
-from halfstep.errors import BadData
-
-__all__ = ["SUFFIXES", "read_image", "scaled"]
+from halfstep.data.image_files import MOST_PIXELS, BadSample, Numbers, Unreadable, opened, orientation, values_in
+from halfstep.errors import BadData, WrongUse
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _GREY = ("1", "L", "I;16", "I;16B", "I;16L", "I", "F")
@@ -155,19 +154,101 @@ def _upright(tensor: Tensor, image: Image.Image) -> Tensor:
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
-# Read masks to tensors of class numbers.
+# Read the values of masks, and map them to classes: 0/255, class numbers, palettes, colors.
 
 
-__all__ = ["Meaning", "Palette", "mask_of"]
+Palette = Sequence[Sequence[int]]
 
 
-def mask_of(file: str | Path | bytes, meaning: Meaning, name: str) -> Tensor:
+@dataclass(frozen=True)
+class MaskClasses:
+    """The classes that the values of a mask stand for."""
+
+    classes: int = 2
+    ignore_index: int | None = None
+    """Pixels of this value belong to no class. With 255, a mask of 0 and 255 has no foreground."""
+    palette: Palette | None = None
+    """The color of each class as red, green, blue, for masks in color."""
+
+    def __post_init__(self) -> None:
+        if self.palette is not None and len(self.palette) != self.classes:
+            raise WrongUse(
+                f"a palette of {len(self.palette)} colours for {self.classes} classes",
+                allowed="one colour for each class",
+                do="write data.palette: [[0, 0, 0], [255, 0, 0], ...]",
+            )
+
+
+def mask_of(file: str | Path | bytes, mask_classes: MaskClasses, name: str) -> Tensor:
     """Return height × width, a class number or `ignore_index` per pixel, as uint8, or int32 where that is too small.
 
-    Raises BadSample where it cannot be read, and BadData for a value without a class.
+    Raises BadSample where the file cannot be read, and BadData for a value without a class: the mask then contradicts
+    the recipe, which no replacement sample can fix.
     """
-    largest = max(meaning.classes - 1, meaning.ignore_index or 0)
-    return torch.from_numpy(class_numbers(file, meaning, name)).to(torch.uint8 if largest <= 255 else torch.int32)
+    with opened(file, name) as image:
+        _bounded(image, 1)
+        values = values_in(image, mask_classes.palette is not None)
+    if mask_classes.palette is not None:
+        numbers = _classes_from_colours(values, mask_classes.palette, name)
+    else:
+        numbers = _from_values(_grey_of(values, name), mask_classes, name)
+    largest = max(mask_classes.classes - 1, mask_classes.ignore_index or 0)
+    return torch.from_numpy(numbers).to(torch.uint8 if largest <= 255 else torch.int32)
+
+
+def _grey_of(values: Numbers, name: str) -> Numbers:
+    """Return one value per pixel; raise BadData for a mask in color."""
+    if values.ndim == 2:
+        return values
+    first = values[..., :1]
+    if not (values == first).all():
+        colour = values[(values != first).any(-1)][0].tolist()
+        raise BadData(
+            f"the mask {name} is in colour, such as {colour}",
+            allowed="a value for each pixel; or colours, with a palette that names them",
+            do="write data.palette: [[0, 0, 0], [255, 0, 0], ...], a colour for each class",
+        )
+    return values[..., 0]
+
+
+def _classes_from_colours(values: Numbers, palette: Palette, name: str) -> Numbers:
+    # One integer per color: comparing integers is cheaper than comparing triples for every class.
+    codes = (values.astype(np.int32) << np.array([16, 8, 0])).sum(-1)
+    numbers = np.full(codes.shape, -1, np.int64)
+    for number, (red, green, blue) in enumerate(palette):
+        numbers[codes == (red << 16) + (green << 8) + blue] = number
+    if (numbers < 0).any():
+        colour = values[numbers < 0][0].tolist()
+        raise BadData(
+            f"the mask {name} has the colour {colour}, which data.palette does not name",
+            allowed=", ".join(str(list(c)) for c in palette[:20]),
+            do="add the colour to data.palette, or correct the mask",
+        )
+    return numbers
+
+
+def _from_values(values: Numbers, mask_classes: MaskClasses, name: str) -> Numbers:
+    present = np.unique(values)
+    if mask_classes.classes <= 2 and mask_classes.ignore_index != 255 and set(present.tolist()) <= {0, 255}:
+        return np.equal(values, 255).astype(np.int64)
+    wrong = [v for v in present.tolist() if not 0 <= v < mask_classes.classes and v != mask_classes.ignore_index]
+    if wrong:
+        raise _outside(wrong, mask_classes, name)
+    return values.astype(np.int64)
+
+
+def _outside(wrong: list[Any], mask_classes: MaskClasses, name: str) -> BadData:
+    classes, ignored = mask_classes.classes, mask_classes.ignore_index
+    allowed = f"0 to {classes - 1}"
+    allowed += ", or a mask of 0 and 255 alone" if classes <= 2 and ignored != 255 else ""
+    allowed += "" if ignored is None else f", and {ignored} for pixels of no class"
+    many = f" and {len(wrong) - 1} other such values" if len(wrong) > 1 else ""
+    lossy = "; masks must be PNG or TIFF, as JPEG changes values" if len(wrong) > 8 else ""
+    return BadData(
+        f"the mask {name} has the value {wrong[0]}{many}, which is none of the {classes} classes",
+        allowed=allowed,
+        do=f"set data.classes or data.ignore_index, or correct the mask{lossy}",
+    )
 
 
 # -- given ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -21,16 +22,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from halfstep.data.dataset import Key, ReadSample, Samples, ValSamples, is_finite, seeded
-from halfstep.data.order import Order, RankShare, derive
+from halfstep.data.dataset import Key, Order, RankShare, ReadSample, Samples, ValSamples, derive, is_finite, seeded
 from halfstep.data.source import Batch, Collate
-from halfstep.data.to_device import moved
 from halfstep.errors import BadData, HalfstepError
 
-# -- beside -----------------------------------------------------------------------------------------------------------
+# -- worker processes -------------------------------------------------------------------------------------------------
 # Manage the worker processes: how they start, what signals mean to them, how they end.
 
 
@@ -206,8 +205,8 @@ class TrainLoader:
     ) -> None:
         self.samples, self.order = samples, order
         self.share = RankShare(batch_size, microbatches, rank, size)
-        self._gather, self.workers = Gather(collate, samples.seed), workers
-        self._moving = ToDevice(torch.device(device), channels_last)
+        self._collate, self.workers = SeededCollate(collate, samples.seed), workers
+        self._to_device = ToDevice(torch.device(device), channels_last)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -218,14 +217,14 @@ class TrainLoader:
         """Yield the micro-batches of each step, from step `first` to the end of the epoch."""
         batches = self.share.batches(self.order.numbers(epoch), first)
         keys = ([(epoch, number) for number in batch] for batch in batches)
-        read = _read(self.samples, keys, self._gather, self.workers, self._moving.pins)
+        read = _read(self.samples, keys, self._collate, self.workers, self._to_device.pins)
         while window := list(islice(read, self.share.microbatches)):
-            yield [self._moving(batch) for batch in window]
+            yield [self._to_device(batch) for batch in window]
 
     def read_batch(self) -> Batch:
         """Return the first batch, read in this process and left on the host."""
         keys = ([(0, number) for number in batch] for batch in self.share.batches(self.order.numbers(0)))
-        return next(iter(_read(self.samples, keys, self._gather, 0, pins=False)))
+        return next(iter(_read(self.samples, keys, self._collate, 0, pins=False)))
 
 
 class ValLoader:
@@ -244,8 +243,8 @@ class ValLoader:
         size: int = 1,
     ) -> None:
         self.samples, self.share = samples, RankShare(batch_size, 1, rank, size)
-        self._gather, self._workers = Gather(collate, samples.seed), workers
-        self._moving = ToDevice(torch.device(device), channels_last)
+        self._collate, self._workers = SeededCollate(collate, samples.seed), workers
+        self._to_device = ToDevice(torch.device(device), channels_last)
 
     def __len__(self) -> int:
         """Return the number of batches if all samples are good."""
@@ -254,15 +253,15 @@ class ValLoader:
     def read(self, numbers: Sequence[int]) -> Batch:
         """Return these samples as one batch, read in this process, without the bad ones."""
         keys = iter([[(0, number) for number in numbers]])
-        return self._moving(next(iter(_read(self.samples, keys, self._gather, 0, pins=False))))
+        return self._to_device(next(iter(_read(self.samples, keys, self._collate, 0, pins=False))))
 
     def __iter__(self) -> Iterator[Batch]:
         keys = ([(0, number) for number in batch] for batch in self.share.once(len(self.samples)))
-        read = _read(self.samples, keys, self._gather, self._workers, self._moving.pins)
-        yield from map(self._moving, _none_empty(read))
+        read = _read(self.samples, keys, self._collate, self._workers, self._to_device.pins)
+        yield from map(self._to_device, _none_empty(read))
 
 
-class Gather:
+class SeededCollate:
     """A collate function in the worker. Mixing depends on the batch, not on the worker."""
 
     def __init__(self, collate: Collate, seed: int) -> None:
@@ -296,21 +295,37 @@ class ToDevice:
         self.pins = here.is_cuda or here.is_xpu
 
     def __call__(self, batch: Batch) -> Batch:
-        return batch._replace(tensors={name: self._moved(tensor) for name, tensor in batch.tensors.items()})
+        move = functools.partial(moved, device=self.device, channels_last=self.channels_last, non_blocking=self.pins)
+        return batch._replace(tensors={name: move(tensor) for name, tensor in batch.tensors.items()})
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return moved(tensor, self.device, self.channels_last, non_blocking=self.pins)
+
+def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+    """Return the model on its device, with the weights of 2d convolutions in the memory format of its images."""
+    model = model.to(device)
+    for parameter in model.parameters() if channels_last else ():
+        if parameter.dim() == 4:
+            # A copy: `contiguous` keeps the strides of 1×1 kernels, and their gradients would then have others.
+            laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
+            parameter.data = laid_out.copy_(parameter.data)
+    return model
+
+
+def moved(tensor: Tensor, device: torch.device, channels_last: bool, *, non_blocking: bool = False) -> Tensor:
+    """Return a tensor of a batch on its device; images in the memory format of the model's weights."""
+    images = channels_last and tensor.dim() == 4 and tensor.is_floating_point()
+    layout = torch.channels_last if images else torch.preserve_format
+    return tensor.to(device, non_blocking=non_blocking, memory_format=layout)
 
 
 def _read(
-    samples: Samples | ValSamples, keys: Iterator[list[Key]], gather: Gather, workers: int, pins: bool
+    samples: Samples | ValSamples, keys: Iterator[list[Key]], collate_fn: SeededCollate, workers: int, pins: bool
 ) -> Iterator[Batch]:
     """Yield the batches of these keys in order; raise a worker's error as if it had happened here."""
     given, worker = SentKeys(keys), Worker() if workers else None
     loader: Any = DataLoader(
         samples,
         batch_sampler=given,  # type: ignore[arg-type]
-        collate_fn=gather,
+        collate_fn=collate_fn,
         num_workers=workers,
         pin_memory=pins,
         worker_init_fn=worker,
@@ -357,7 +372,7 @@ def _none_empty(batches: Iterator[Batch]) -> Iterator[Batch]:
         )
 
 
-# -- workers ----------------------------------------------------------------------------------------------------------
+# -- number of workers ------------------------------------------------------------------------------------------------
 # Choose the number of workers: measured once, in a few seconds, with a reason.
 
 
@@ -393,14 +408,14 @@ def chosen(pace: ReadPace, cores: int, computes_on_cores: bool) -> tuple[int, st
     if pace.seconds < NOTHING:
         return 0, f"{took}, less than to hand it over from another process"
     if computes_on_cores:
-        return _beside_the_training(pace, cores, took)
+        return _workers_beside_training(pace, cores, took)
     wanted = max(2, round(pace.seconds / FAST_STEP + 0.5))
     workers = max(1, min(wanted, cores - 1, MOST))
     limit = f", of {wanted} that would keep up with steps of {FAST_STEP * 1e3:.0f} ms" if workers < wanted else ""
     return workers, f"{took}, and there are {cores} cores{limit}"
 
 
-def _beside_the_training(pace: ReadPace, cores: int, took: str) -> tuple[int, str]:
+def _workers_beside_training(pace: ReadPace, cores: int, took: str) -> tuple[int, str]:
     if pace.waiting > 0.5:
         return min(2, max(1, cores)), f"{took}, {pace.waiting:.0%} of it waiting for the disk"
     # With few cores, workers only take time from the training.
@@ -412,13 +427,13 @@ def _beside_the_training(pace: ReadPace, cores: int, took: str) -> tuple[int, st
 
 def measured(samples: Samples, order: Order, collate: Collate, batch_size: int) -> ReadPace:
     """Return the median of the first few batches; the very first, which warms up caches, does not count."""
-    gather = Gather(collate, samples.seed)
+    collate_fn = SeededCollate(collate, samples.seed)
     batches = RankShare(batch_size).batches(order.numbers(0))
     times: list[tuple[float, float]] = []
     begin = time.perf_counter()
     for batch in islice(batches, 12):
         wall, busy = time.perf_counter(), time.process_time()
-        gather(samples.__getitems__([(0, number) for number in batch]))
+        collate_fn(samples.__getitems__([(0, number) for number in batch]))
         wall, busy = time.perf_counter() - wall, time.process_time() - busy
         times.append((wall, max(0.0, 1.0 - busy / wall)))
         if time.perf_counter() - begin > LONGEST:

@@ -6,124 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from halfstep.data.image_files import MOST_PIXELS, BadSample, opened
-from halfstep.errors import BadData, WrongUse
-
-# -- mask values ------------------------------------------------------------------------------------------------------
-# Read the values of masks, and map them to classes: 0/255, class numbers, palettes, colors. Imports no torch.
-
-
-Numbers = np.ndarray[Any, Any]
-Palette = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """The meaning of the values of a mask."""
-
-    classes: int = 2
-    ignore_index: int | None = None
-    """Pixels of this value belong to no class. With 255, a mask of 0 and 255 has no foreground."""
-    palette: Palette | None = None
-    """The color of each class as red, green, blue, for masks in color."""
-
-    def __post_init__(self) -> None:
-        if self.palette is not None and len(self.palette) != self.classes:
-            raise WrongUse(
-                f"a palette of {len(self.palette)} colours for {self.classes} classes",
-                allowed="one colour for each class",
-                do="write data.palette: [[0, 0, 0], [255, 0, 0], ...]",
-            )
-
-
-def class_numbers(file: str | Path | bytes, meaning: Meaning, name: str) -> Numbers:
-    """Return height × width, a class number or `ignore_index` for each pixel.
-
-    Raises BadSample where the file cannot be read, and BadData for a value without a class: the mask then contradicts
-    the recipe, which no replacement sample can fix.
-    """
-    values = mask_values(file, meaning.palette is not None, name)
-    if meaning.palette is not None:
-        return _classes_from_colours(values, meaning.palette, name)
-    return _from_values(grey_of(values, name), meaning, name)
-
-
-def mask_values(file: str | Path | bytes, colours: bool, name: str) -> Numbers:
-    """Return height × width, or height × width × 3 where the mask is in color or `colours` are requested."""
-    with opened(file, name) as image:
-        if image.width * image.height > MOST_PIXELS:
-            raise BadSample(name, f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}")
-        return values_in(image, colours)
-
-
-def values_in(image: Any, colours: bool = False) -> Numbers:
-    """Return the values of an open image, or its colors. Of a palette, the numbers count and not the colors."""
-    if colours or image.mode in ("RGBA", "CMYK", "YCbCr"):
-        return np.array(image.convert("RGB"))
-    return np.array(image.convert("L") if image.mode in ("1", "LA") else image)
-
-
-def grey_of(values: Numbers, name: str) -> Numbers:
-    """Return one value per pixel; raise BadData for a mask in color."""
-    if values.ndim == 2:
-        return values
-    first = values[..., :1]
-    if not (values == first).all():
-        colour = values[(values != first).any(-1)][0].tolist()
-        raise BadData(
-            f"the mask {name} is in colour, such as {colour}",
-            allowed="a value for each pixel; or colours, with a palette that names them",
-            do="write data.palette: [[0, 0, 0], [255, 0, 0], ...], a colour for each class",
-        )
-    return values[..., 0]
-
-
-def _classes_from_colours(values: Numbers, palette: Palette, name: str) -> Numbers:
-    # One integer per color: comparing integers is cheaper than comparing triples for every class.
-    codes = (values.astype(np.int32) << np.array([16, 8, 0])).sum(-1)
-    numbers = np.full(codes.shape, -1, np.int64)
-    for number, (red, green, blue) in enumerate(palette):
-        numbers[codes == (red << 16) + (green << 8) + blue] = number
-    if (numbers < 0).any():
-        colour = values[numbers < 0][0].tolist()
-        raise BadData(
-            f"the mask {name} has the colour {colour}, which data.palette does not name",
-            allowed=", ".join(str(list(c)) for c in palette[:20]),
-            do="add the colour to data.palette, or correct the mask",
-        )
-    return numbers
-
-
-def _from_values(values: Numbers, meaning: Meaning, name: str) -> Numbers:
-    present = np.unique(values)
-    if meaning.classes <= 2 and meaning.ignore_index != 255 and set(present.tolist()) <= {0, 255}:
-        return np.equal(values, 255).astype(np.int64)
-    wrong = [v for v in present.tolist() if not 0 <= v < meaning.classes and v != meaning.ignore_index]
-    if wrong:
-        raise _outside(wrong, meaning, name)
-    return values.astype(np.int64)
-
-
-def _outside(wrong: list[Any], meaning: Meaning, name: str) -> BadData:
-    allowed = f"0 to {meaning.classes - 1}"
-    allowed += ", or a mask of 0 and 255 alone" if meaning.classes <= 2 and meaning.ignore_index != 255 else ""
-    allowed += "" if meaning.ignore_index is None else f", and {meaning.ignore_index} for pixels of no class"
-    many = f" and {len(wrong) - 1} other such values" if len(wrong) > 1 else ""
-    lossy = "; masks must be PNG or TIFF, as JPEG changes values" if len(wrong) > 8 else ""
-    return BadData(
-        f"the mask {name} has the value {wrong[0]}{many}, which is none of the {meaning.classes} classes",
-        allowed=allowed,
-        do=f"set data.classes or data.ignore_index, or correct the mask{lossy}",
-    )
-
-
-# -- mask reading -----------------------------------------------------------------------------------------------------
-
+from halfstep.data.image_files import Numbers, values_in
 
 NO_CLASS = 255
 """The value of pixels without a class, in sets with class numbers."""
@@ -191,11 +78,6 @@ class MaskReading:
     palette: tuple[Colour, ...] | None = None
     is_clear: bool = True
     """False where the values cannot be classes."""
-
-    @property
-    def meaning(self) -> Meaning:
-        """The meaning for reading the masks."""
-        return Meaning(self.classes, self.ignore_index, self.palette)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a recipe's `data` section."""

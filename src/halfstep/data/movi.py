@@ -8,7 +8,6 @@ frames of a recording are read.
 from __future__ import annotations
 
 import io
-import os
 import re
 import tarfile
 from pathlib import Path
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 
 from halfstep.data.image_files import existing, files
+from halfstep.data.shards import read_part, scan_tar
 from halfstep.data.source import BadSample, Files, Sample
 from halfstep.data.video import MOST_CLIP_PIXELS, in_order
 from halfstep.errors import BadData
 
-MOST_MEMBERS = 2_000_000
 VIDEO, THINGS = ".video.npy", ".segmentations.npy"
 LAYOUT = "ROOT/movi_e-train-000000.tar with 0.video.npy and 0.segmentations.npy in it, and so on"
 _LONGEST_HEADER = 4096
@@ -136,15 +135,7 @@ class MoviShards:
         return torch.from_numpy(taken if head.kind == np.uint8 else taken.astype(np.int32))
 
     def _read(self, number: int, start: int, size: int) -> bytes:
-        """Read bytes of the shard. It is opened each time: a handle shared by processes would share its position."""
-        try:
-            with open(self.root / self._found[number].shard, "rb", buffering=0) as file:
-                content = os.pread(file.fileno(), size, start)
-        except OSError as error:
-            raise BadSample(self.name(number), error.strerror or type(error).__name__) from error
-        if len(content) < size:
-            raise BadSample(self.name(number), "the shard ends before the recording does")
-        return content
+        return read_part(self.root / self._found[number].shard, start, size, self.name(number), "recording")
 
 
 def _of_split(shards: list[str], split: str) -> list[str]:
@@ -160,24 +151,13 @@ def _of_split(shards: list[str], split: str) -> list[str]:
 
 def _scanned(root: Path, shard: str) -> list[Recording]:
     found: dict[str, dict[str, ArrayPlace]] = {}
-    try:
-        # "r:" reads plain tar files only: a compressed one has no offsets to seek to.
-        with tarfile.open(root / shard, "r:") as archive:
-            for count, member in enumerate(archive):
-                if count >= MOST_MEMBERS:
-                    raise tarfile.TarError(f"more than {MOST_MEMBERS:,} members")
-                key, dot, kind = member.name.partition(".")
-                if member.isfile() and dot + kind in (VIDEO, THINGS):
-                    found.setdefault(key, {})[dot + kind] = ArrayPlace(member.offset_data, member.size)
-                # tarfile keeps every member it has seen: with two million, that is too much memory.
-                archive.members = []  # type: ignore[attr-defined]
-    # tarfile passes some damaged headers on as ValueError or OverflowError.
-    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
-        raise BadData(
-            f"the shard {root / shard} cannot be used: {str(error) or type(error).__name__}",
-            allowed=f"plain, whole tar files: {LAYOUT}",
-            do="write the shard again; unpack it first if it is compressed",
-        ) from error
+
+    def note(_: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        key, dot, kind = member.name.partition(".")
+        if dot + kind in (VIDEO, THINGS):
+            found.setdefault(key, {})[dot + kind] = ArrayPlace(member.offset_data, member.size)
+
+    scan_tar(root / shard, f"plain, whole tar files: {LAYOUT}", note)
     keys = sorted((key for key, parts in found.items() if VIDEO in parts), key=in_order)
     return [Recording(shard, key, found[key][VIDEO], found[key].get(THINGS)) for key in keys]
 

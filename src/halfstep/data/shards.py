@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import re
 import tarfile
 import warnings
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import accumulate, product
@@ -20,7 +21,7 @@ import torch
 
 from halfstep.data.folders import same_size
 from halfstep.data.image_files import MOST_BYTES, SUFFIXES, existing, files
-from halfstep.data.image_io import Meaning, Palette, mask_of, read_image
+from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.source import BadSample, Files, Sample
 from halfstep.errors import BadData
 from halfstep.files import cache_folder, write_text
@@ -29,6 +30,7 @@ from halfstep.files import cache_folder, write_text
 # Index the samples of a tar file once, and cache the index; nothing is unpacked.
 
 
+LAYOUT = "a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png"
 MOST_MEMBERS = 2_000_000
 LARGEST_LABEL = 1_000_000
 """A larger label is a date or an id: the model would have an output for every number below it."""
@@ -98,8 +100,8 @@ def _rows(columns: Any) -> list[ShardRow] | None:
         return None
 
 
-def _scanned(shard: Path) -> Iterator[ShardRow]:
-    rows: dict[str, dict[str, int]] = {}
+def scan_tar(shard: Path, allowed: str, note: Callable[[tarfile.TarFile, tarfile.TarInfo], None]) -> None:
+    """Call `note` with each file of a plain tar; raise BadData, with what is `allowed`, where it cannot be used."""
     try:
         # "r:" reads plain tar files only: a compressed one has no offsets to seek to.
         with tarfile.open(shard, "r:") as archive:
@@ -107,12 +109,29 @@ def _scanned(shard: Path) -> Iterator[ShardRow]:
                 if count >= MOST_MEMBERS:
                     raise tarfile.TarError(f"more than {MOST_MEMBERS:,} members")
                 if member.isfile():
-                    _note(rows, archive, member)
+                    note(archive, member)
                 # tarfile keeps every member it has seen: with two million, that is too much memory.
                 archive.members = []  # type: ignore[attr-defined]
     # tarfile passes some damaged headers on as ValueError or OverflowError.
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
-        raise _not_a_shard(shard, str(error) or type(error).__name__) from error
+        raise _not_a_shard(shard, str(error) or type(error).__name__, allowed) from error
+
+
+def read_part(path: Path, start: int, size: int, name: str, what: str = "sample") -> bytes:
+    """Read a part of a shard. It is opened each time: a handle shared by processes would share its position."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            content = os.pread(file.fileno(), size, start)
+    except OSError as error:
+        raise BadSample(name, error.strerror or type(error).__name__) from error
+    if len(content) < size:
+        raise BadSample(name, f"the shard ends before the {what} does")
+    return content
+
+
+def _scanned(shard: Path) -> Iterator[ShardRow]:
+    rows: dict[str, dict[str, int]] = {}
+    scan_tar(shard, LAYOUT, functools.partial(_note, rows))
     for key, found in rows.items():
         if "image" not in found:
             raise _not_a_shard(shard, f"the sample {key!r} has no image ({', '.join(SUFFIXES)})")
@@ -150,10 +169,10 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
     return int(text)
 
 
-def _not_a_shard(shard: Path, reason: str) -> BadData:
+def _not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
     return BadData(
         f"the shard {shard} cannot be used: {reason}",
-        allowed="a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png",
+        allowed=allowed,
         do="write the shard again; unpack it first if it is compressed",
     )
 
@@ -181,7 +200,7 @@ class Shards:
         palette: Palette | None = None,
         parts: Collection[str] = ("label", "mask"),
     ) -> None:
-        self.channels, self.meaning, self.parts = channels, Meaning(classes, ignore_index, palette), parts
+        self.channels, self.mask_classes, self.parts = channels, MaskClasses(classes, ignore_index, palette), parts
         self.paths = shard_paths(root)
         self._root = os.path.commonpath([path.parent for path in self.paths])
         self._rows = [index_of(path) for path in self.paths]
@@ -210,7 +229,7 @@ class Shards:
         if row.label >= 0 and "label" in self.parts:
             rest["label"] = torch.tensor(row.label)
         if row.mask >= 0 and "mask" in self.parts:
-            rest["mask"] = mask_of(_bytes(path, row.mask, row.mask_size, name), self.meaning, name)
+            rest["mask"] = mask_of(_bytes(path, row.mask, row.mask_size, name), self.mask_classes, name)
         return rest
 
     def name(self, index: int) -> str:
@@ -237,7 +256,9 @@ class Shards:
 
     def _alike(self) -> None:
         """Raise BadData unless all samples have the same parts: a batch cannot have labels for some."""
-        kinds = {self._kind(row): (path, row) for path, rows in self._each() for row in rows}
+        kinds = {
+            self._kind(row): (path, row) for path, rows in zip(self.paths, self._rows, strict=True) for row in rows
+        }
         if len(kinds) > 1:
             (one, a), (other, b) = list(kinds.values())[:2]
             raise BadData(
@@ -248,9 +269,6 @@ class Shards:
 
     def _kind(self, row: ShardRow) -> tuple[bool, bool]:
         return "label" in self.parts and row.label >= 0, "mask" in self.parts and row.mask >= 0
-
-    def _each(self) -> list[tuple[Path, list[ShardRow]]]:
-        return list(zip(self.paths, self._rows, strict=True))
 
     def _class_names(self) -> list[str]:
         """Return the lines of `classes.txt` beside the shards or one folder up; else the numbers."""
@@ -321,14 +339,6 @@ def _expanded(pattern: str) -> list[str]:
 
 
 def _bytes(path: Path, start: int, size: int, name: str) -> bytes:
-    """Read a part of a file. It is opened each time: a handle shared by processes would share its position."""
     if size > MOST_BYTES:
         raise BadSample(name, f"{size:,} bytes, more than {MOST_BYTES:,}")
-    try:
-        with open(path, "rb", buffering=0) as file:
-            content = os.pread(file.fileno(), size, start)
-    except OSError as error:
-        raise BadSample(name, error.strerror or type(error).__name__) from error
-    if len(content) < size:
-        raise BadSample(name, "the shard ends before the sample does")
-    return content
+    return read_part(path, start, size, name)

@@ -21,7 +21,11 @@ Collate = Callable[[list[Sample]], Sample]
 
 
 class Source(Protocol):
-    """Samples by number. Safe to use from several processes at once."""
+    """Samples by number. Safe to use from several processes at once.
+
+    A source may also have `key(index)`, a name that stays when the whole set is moved; `files_of(index)`, so that a
+    resumed run notices changed contents (samples may share a file); and `without_image(index)`.
+    """
 
     def __len__(self) -> int: ...
 
@@ -36,14 +40,6 @@ class Source(Protocol):
 
 Files = Iterable[tuple[str, str | Path]]
 """Files with names that do not change when the whole set is moved."""
-
-
-class Filed(Protocol):
-    """A source that names its files, so that a resumed run notices changed contents."""
-
-    def files_of(self, index: int) -> Files:
-        """Return the files of the sample. Samples may share a file."""
-        ...
 
 
 def files_of(source: Source, index: int) -> Files:
@@ -79,8 +75,12 @@ class Batch(NamedTuple):
     """Samples that were non-finite before mixing."""
 
 
+# -- split ------------------------------------------------------------------------------------------------------------
+# Split off validation samples by name: neither an added file nor the seed moves any other.
+
+
 class WrappedSource:
-    """A source over another one: its samples are read differently, and are otherwise the same."""
+    """A base of sources that read from another one: a sample keeps its name, key and files."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -88,37 +88,36 @@ class WrappedSource:
     def __len__(self) -> int:
         return len(self.source)
 
+    def index_in_source(self, index: int) -> int:
+        """Return the number that a sample has in the underlying source."""
+        return index
+
     def name(self, index: int) -> str:
-        """Return the name of the sample in the underlying source."""
-        return self.source.name(index)
+        """Return the name for display."""
+        return self.source.name(self.index_in_source(index))
 
     def key(self, index: int) -> str:
         """Return the name that does not depend on where the set is."""
-        return key_of(self.source, index)
+        return key_of(self.source, self.index_in_source(index))
 
     def files_of(self, index: int) -> Files:
-        """Return the files of the sample in the underlying source."""
-        return files_of(self.source, index)
+        """Return the files of the sample: the data's fingerprint does not depend on the wrapper."""
+        return files_of(self.source, self.index_in_source(index))
 
 
-# -- split ------------------------------------------------------------------------------------------------------------
-# Split off validation samples by name: neither an added file nor the seed moves any other.
-
-
-class HasKeys(Protocol):
-    """A source with sample names that do not change when the whole set is moved."""
-
-    def key(self, index: int) -> str: ...
-
-
-class Subset:
+class Subset(WrappedSource):
     """Some samples of a source, renumbered."""
 
     def __init__(self, source: Source, numbers: Sequence[int]) -> None:
-        self.source, self.numbers = source, list(numbers)
+        super().__init__(source)
+        self.numbers = list(numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def index_in_source(self, index: int) -> int:
+        """Return the number that a sample has in the underlying source."""
+        return self.numbers[index]
 
     def read(self, index: int) -> Sample:
         """Read a sample; raise BadSample where it cannot be read."""
@@ -127,18 +126,6 @@ class Subset:
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
         return without_image(self.source, self.numbers[index])
-
-    def name(self, index: int) -> str:
-        """Return the name for display."""
-        return self.source.name(self.numbers[index])
-
-    def key(self, index: int) -> str:
-        """Return the name that does not depend on where the set is."""
-        return key_of(self.source, self.numbers[index])
-
-    def files_of(self, index: int) -> Files:
-        """Return the files of the sample."""
-        return files_of(self.source, self.numbers[index])
 
 
 def split(source: Source, fraction: float) -> tuple[Subset, Subset]:

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from halfstep.data.folders import MASKS_RULE, paired, same_size
 from halfstep.data.image_files import MOST_PIXELS, existing, files, image_files
-from halfstep.data.image_io import Meaning, mask_of, read_image
+from halfstep.data.image_io import MaskClasses, mask_of, read_image
 from halfstep.data.source import BadSample, Files, Sample, Subset, split
 from halfstep.errors import BadData, HalfstepError, MissingExtra
 
 MOST_CLIP_PIXELS = 4 * MOST_PIXELS
 """Pixels over all frames of a clip, which are in memory together: 800 MB in color."""
 _LAYOUT = "ROOT/CLIP/FRAME; with masks ROOT/images/CLIP/FRAME and ROOT/masks/CLIP/FRAME"
-_NUMBERED = Meaning(classes=256)
+_NUMBERED = MaskClasses(classes=256)
 """A mask has a number for each object, and 0 for the background."""
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from halfstep.checkpoint.commit import NotCommitted
+from halfstep.checkpoint.commit import NotCommitted, Ruined, Saver, SaveResult, set_aside_since
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
-from halfstep.checkpoint.quarantine import Ruined, set_aside_since
-from halfstep.checkpoint.saver import Saver, SaveResult
 from halfstep.errors import HalfstepError, Stopped, StorageFailed
 from halfstep.journal import events
 from halfstep.journal.events import Journal
@@ -73,13 +71,13 @@ class Checkpoints:
             self.last = SaveResult(left.attempt, left, None, seconds=0.0, blocked=0.0, bytes=0)
         return left is not None
 
-    def hear(self) -> None:
+    def record_finished(self) -> None:
         """Record finished saves in the journal; raise StorageFailed after too many consecutive failures."""
-        self._tell(self._saver.news())
+        self._record(self._saver.results())
 
     def finish(self) -> None:
-        """Wait for the save in progress, then record it like `hear`."""
-        self._tell(self._saver.finish())
+        """Wait for the save in progress, then record it like `record_finished`."""
+        self._record(self._saver.finish())
 
     def resumed(self, generation: CheckpointDir) -> None:
         """Record that the run resumes from `generation`, which therefore needs no new save."""
@@ -95,7 +93,7 @@ class Checkpoints:
         """Wait for the save in progress and record it. Called at the end of every run, also of a failed one."""
         self._saver.close()
         with contextlib.suppress(StorageFailed):  # the run already ends for another reason
-            self._tell(self._saver.news())
+            self._record(self._saver.results())
 
     def stop(self, signal: str, planned: int, alarmed: bool = False) -> None:
         """Save and end the run with Stopped; nothing is saved twice, or while the weights may be corrupt."""
@@ -118,7 +116,7 @@ class Checkpoints:
         self.finish()
         # The save of this stop failed where the newest checkpoint is older than what was requested.
         if self.last is None or self.last.attempt < self._asked_for:
-            if self._failure.for_its_numbers:
+            if self._failure.is_nonfinite:
                 raise self._stopped_without_numbers(signal, planned)
             raise StorageFailed(
                 f"the run was asked to stop by {signal}, and its last state could not be saved: {self._failure}",
@@ -141,8 +139,8 @@ class Checkpoints:
             do="start it again with the same command to go on from there; if that ends alike, change the recipe",
         )
 
-    def _tell(self, told: Iterable[SaveResult]) -> None:
-        for saved in told:
+    def _record(self, results: Iterable[SaveResult]) -> None:
+        for saved in results:
             if saved.failure is None:
                 self.failures, self.last = 0, saved
                 self._journal.tell(
@@ -161,7 +159,7 @@ class Checkpoints:
         assert saved.failure is not None
         self._failure = saved.failure
         # A refused save is no storage failure: it does not count toward MOST_FAILURES.
-        if saved.failure.for_its_numbers:
+        if saved.failure.is_nonfinite:
             text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones stay"
             self._journal.tell(events.NOTE, text=text, level="warning")
             return

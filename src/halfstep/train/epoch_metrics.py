@@ -1,9 +1,14 @@
-"""Accumulate the mean loss, skips and metrics of an epoch; an epoch split by a resume gives the same sums."""
+"""Count how far a run is: its progress, its best evaluation, and the loss, skips and metrics of its epoch.
+
+An epoch that is split by a resume gives the same sums.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,6 +17,40 @@ from halfstep.errors import StateMismatch, same_keys
 from halfstep.step.report import StepReport
 from halfstep.train.evaluation import values
 from halfstep.train.metrics import Metric, Metrics
+
+
+@dataclass
+class Progress:
+    """The position of a run in its data, and its best evaluation so far."""
+
+    epoch: int = 0
+    """Epochs completed."""
+    in_epoch: int = 0
+    """Windows attempted in the current epoch."""
+    attempts: int = 0
+    best: float | None = None
+    best_epoch: int = 0
+    stale: int = 0
+    """Evaluations since the best one."""
+    quarantined: list[int] = field(default_factory=list)
+    """Training samples with non-finite values, replaced by others since this epoch began."""
+    suspected: list[int] = field(default_factory=list)
+    """Such samples found in this epoch. Workers prefetch, so only the end of an epoch is the same place for all."""
+
+    def begin_epoch(self) -> set[int]:
+        """Return the samples to leave out from now on: all that were found."""
+        self.quarantined, self.suspected = sorted({*self.quarantined, *self.suspected}), []
+        return set(self.quarantined)
+
+    def judge(self, value: float, epoch: int, *, higher: bool, margin: float) -> bool:
+        """Record an evaluation; return whether it is the best so far. A non-finite value never is."""
+        gain = math.inf if self.best is None else (value - self.best if higher else self.best - value)
+        better = math.isfinite(value) and gain > margin
+        if better:
+            self.best, self.best_epoch, self.stale = value, epoch, 0
+        else:
+            self.stale += 1
+        return better
 
 
 class EpochMetrics:
@@ -100,7 +139,7 @@ class MetricSums:
 
     def load_state_dict(self, state: Any) -> None:
         """Roll the metrics back to a snapshot."""
-        self._metrics.put_back(state)
+        self._metrics.load_snapshot(state)
 
 
 class _Foreign:
@@ -117,7 +156,7 @@ class _Foreign:
             for metric in self._metrics
         ]
 
-    def put_back(self, state: list[dict[str, Any]]) -> None:
+    def load_snapshot(self, state: list[dict[str, Any]]) -> None:
         for metric, saved in zip(self._metrics, state, strict=True):
             for name, value in saved.items():
                 setattr(metric, name, getattr(metric, name)[: value.length] if isinstance(value, _Length) else value)

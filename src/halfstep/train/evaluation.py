@@ -162,8 +162,8 @@ def evaluate(
     try:
         with precision.inference(device):
             for done, batch in enumerate(batches, 1):
-                ears: Any = metrics if heard is None else _Both(metrics, functools.partial(heard, batch))
-                sums.append(_summed(task.loss(model, batch.tensors, ears), len(batch.ids)))
+                listeners: Any = metrics if heard is None else _Both(metrics, functools.partial(heard, batch))
+                sums.append(_summed(task.loss(model, batch.tensors, listeners), len(batch.ids)))
                 left_out(batch.replaced)
                 progress(done, of)
     finally:
@@ -183,11 +183,11 @@ class _Both:
     def __init__(self, metrics: Metrics, other: Callable[[Any, Any], None]) -> None:
         self._metrics, self._other = metrics, other
 
-    def update(self, *said: Any, **named: Any) -> None:
-        self._metrics.update(*said, **named)
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._metrics.update(*args, **kwargs)
         # Tasks may call update() with keywords alone; there is then no pair of output and target to pass on.
-        if len(said) == 2:
-            self._other(*said)
+        if len(args) == 2:
+            self._other(*args)
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from halfstep import distributed
-from halfstep.data.dataset import Samples, ValSamples
+from halfstep.data.dataset import Order, Samples, ValSamples
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
-from halfstep.data.order import Order
 from halfstep.data.source import Collate, Source
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.train.machine import cores, cores_each
@@ -101,11 +100,11 @@ def _same_everywhere(*sources: Source) -> None:
     """Raise RanksDisagree where ranks see different samples: each would train on its own, or wait forever."""
     # The length and first name suffice to find a wrong path, and cost nothing on a large set.
     seen = " and ".join(f"{len(source)} samples from {source.name(0)}" for source in sources)
-    told = distributed.from_all(seen)
-    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    by_rank = distributed.from_all(seen)
+    other = next((rank for rank, text in enumerate(by_rank) if text != by_rank[0]), None)
     if other is not None:
         raise RanksDisagree(
-            f"rank {other} has {told[other]}, rank 0 {told[0]}",
+            f"rank {other} has {by_rank[other]}, rank 0 {by_rank[0]}",
             allowed="the same data on every process",
             do="copy the data to every machine, at the same path",
         )

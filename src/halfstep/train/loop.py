@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep import distributed
-from halfstep.checkpoint.saver import Saver
+from halfstep.checkpoint.commit import Saver
 from halfstep.data.dataset import BadSampleBudget, nonfinite_ids
 from halfstep.data.loader import TrainLoader, ValLoader
 from halfstep.data.source import Batch, Replaced, Sample
@@ -25,17 +24,17 @@ from halfstep.step.report import GUARD, StepReport
 from halfstep.step.window import Window
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.environment import AutoChoices
-from halfstep.train.epoch_metrics import EpochMetrics
+from halfstep.train.epoch_metrics import EpochMetrics, Progress
 from halfstep.train.evaluation import Choosing, SoFar, evaluate
 from halfstep.train.guarding import Guarding
-from halfstep.train.outputs import RunOutputs, worn
+from halfstep.train.outputs import RunOutputs, ema_weights
 from halfstep.train.setup import AnyRecipe, Parts
 from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, Stopping
-from halfstep.train.state import Progress, RunObjects, State
+from halfstep.train.state import RunObjects, State
 from halfstep.train.task import Task
-from halfstep.train.time_left import ENOUGH, Length, TimeLeft, too_long
+from halfstep.train.throughput import ENOUGH, Length, Throughput, TimeLeft, too_long
 
-# -- news -------------------------------------------------------------------------------------------------------------
+# -- bad samples ------------------------------------------------------------------------------------------------------
 # Share replaced and suspect samples between the ranks, so that each is recorded once.
 
 
@@ -44,19 +43,19 @@ class SampleReports:
 
     def __init__(self, journal: Journal, limit: int) -> None:
         self._journal, self.budget = journal, BadSampleBudget(limit)
-        self._fresh: list[Replaced] = []
+        self._pending: list[Replaced] = []
 
-    def hear(self, replaced: Sequence[Replaced]) -> None:
+    def add(self, replaced: Sequence[Replaced]) -> None:
         """Add replaced samples; a single rank records them at once."""
-        self._fresh += replaced
-        if self._fresh and distributed.size() == 1:
-            self.share()
+        self._pending += replaced
+        if self._pending and distributed.size() == 1:
+            self.exchange()
 
-    def share(self) -> None:
+    def exchange(self) -> None:
         """Record the replaced samples of all ranks; raise BadData over the budget. All ranks call it together."""
-        told = distributed.from_all(json.dumps(self._fresh))
-        self._fresh = []
-        for replaced in (Replaced(*row) for rank in told for row in json.loads(rank)):
+        gathered = distributed.all_gather_or_raise(lambda: self._pending)
+        self._pending = []
+        for replaced in (Replaced(*row) for rows in gathered for row in rows):
             self._journal.tell(
                 events.BAD_SAMPLE,
                 name=replaced.name,
@@ -69,49 +68,9 @@ class SampleReports:
     def suspects(self, window: Sequence[Batch]) -> tuple[list[int], list[int]]:
         """Return the samples of a failed step over all ranks, and those of them with non-finite values."""
         ids = [number for batch in window for number in batch.ids]
-        guilty = [number for batch in window for number in nonfinite_ids(batch)]
-        told = [json.loads(rank) for rank in distributed.from_all(json.dumps([ids, guilty]))]
-        return sorted({n for one in told for n in one[0]}), sorted({n for one in told for n in one[1]})
-
-
-# -- meter ------------------------------------------------------------------------------------------------------------
-# Measure throughput, and the time spent waiting for data.
-
-
-T = TypeVar("T")
-
-
-class Throughput:
-    """A counter of samples, seconds, and seconds spent waiting for data since the last `read`."""
-
-    def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._since, self._samples, self._waited = time.perf_counter(), 0, 0.0
-
-    def waiting(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the same items, and count the time until each arrives as waiting."""
-        source = iter(items)
-        while True:
-            asked = time.perf_counter()
-            try:
-                item = next(source)
-            except StopIteration:
-                return
-            self._waited += time.perf_counter() - asked
-            yield item
-
-    def count(self, samples: int) -> None:
-        """Count so many samples."""
-        self._samples += samples
-
-    def read(self) -> tuple[float, float]:
-        """Return samples per second and the share of time spent waiting, and start over."""
-        seconds = max(time.perf_counter() - self._since, 1e-9)
-        found = self._samples / seconds, min(self._waited / seconds, 1.0)
-        self._begin()
-        return found
+        nonfinite = [number for batch in window for number in nonfinite_ids(batch)]
+        gathered = distributed.all_gather_or_raise(lambda: [ids, nonfinite])
+        return sorted({n for rank in gathered for n in rank[0]}), sorted({n for rank in gathered for n in rank[1]})
 
 
 # -- loop -------------------------------------------------------------------------------------------------------------
@@ -144,21 +103,21 @@ class Loop:
         self.train, self.val = train, val
         self.journal, self.keeper, self.telemetry = journal, keeper, telemetry
         self.stepper, self.model = parts.stepper, parts.model
-        self.meter = Throughput()
-        self.news = SampleReports(journal, recipe.data.bad_samples)
+        self.throughput = Throughput()
+        self.sample_reports = SampleReports(journal, recipe.data.bad_samples)
         self.live = RunObjects(
             recipe,
             parts,
             Progress(),
             EpochMetrics(task.metrics().to(parts.stepper.device)),
-            self.news.budget,
+            self.sample_reports.budget,
             train.samples,
             measured,
             data,
             {},
             functools.partial(sizes, keeper.folder),
         )
-        self.progress, self.tally = self.live.progress, self.live.tally
+        self.progress, self.epoch_metrics = self.live.progress, self.live.epoch_metrics
         self.checkpoints = Checkpoints(self.live, saver, journal)
         self.guarding, self.stopping = guarding, stopping
         # After a rollback, checkpoints of the abandoned steps must not be resumed from.
@@ -168,11 +127,11 @@ class Loop:
         # Evaluation batches have the size of a micro-batch: this is their number in steps.
         evaluation = len(val) / recipe.train.microbatches
         self.time_left = TimeLeft(Length(self.planned, self.epochs, recipe.evaluate.every_epochs, evaluation))
-        self._measured = functools.partial(_loss, task, self.tally.metrics)
+        self._measured = functools.partial(_loss, task, self.epoch_metrics.metrics)
         # Replays of a failed step must not update the metrics.
         self._plain = functools.partial(_loss, task, None)
         # A skipped step must not count in the training metrics, so the Stepper rolls them back with the rest.
-        parts.stepper.include(self.tally.counts)
+        parts.stepper.include(self.epoch_metrics.counts)
         self._observed, self._evaluated, self._is_fresh = self.stepper.observed, 0.0, True
         self._so_far: SoFar = dict
         self.is_evaluating = False
@@ -206,8 +165,12 @@ class Loop:
     def _epoch(self) -> Iterator[StepReport]:
         epoch, began, at = self.progress.epoch + 1, time.perf_counter(), self.progress.attempts
         yield from self.steps()
-        self.news.share()
-        train, skipped, steps = self.tally.values(), dict(self.tally.skipped), self.progress.attempts - at
+        self.sample_reports.exchange()
+        train, skipped, steps = (
+            self.epoch_metrics.values(),
+            dict(self.epoch_metrics.skipped),
+            self.progress.attempts - at,
+        )
         seconds = time.perf_counter() - began
         val = self._evaluate(epoch) if self._due(epoch) else None
         is_best = val is not None and self._judge(epoch, val)
@@ -238,15 +201,15 @@ class Loop:
     def steps(self) -> Iterator[StepReport]:
         """Yield the remaining steps of this epoch, each taken when it is requested."""
         if self.progress.in_epoch == 0:
-            self.tally.reset()
+            self.epoch_metrics.reset()
             self.train.samples.quarantined = self.progress.begin_epoch()
         self.stopping.will_stop(AFTER_STEP)
         self.time_left.begin()
-        self.meter.read()
+        self.throughput.read()
         if self.progress.attempts >= self.planned:
             return
-        self._tell_stage(self._reading())
-        for window in self.meter.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
+        self._tell_stage(f"reading the first {self.train.share.window} samples")
+        for window in self.throughput.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
             self._stop_if_alone()  # a stop during reading or evaluation need not wait for a step
             self._tell_stage(self._computing())
             self._is_fresh = False
@@ -261,9 +224,6 @@ class Loop:
         if self._is_fresh:
             self.journal.tell(events.STAGE, text=doing)
 
-    def _reading(self) -> str:
-        return f"reading the first {self.train.share.window} samples"
-
     def _computing(self) -> str:
         compiling = "compiling the model and " if self.recipe.train.compile else ""
         return f"{compiling}computing the first step in {self.parts.choice.precision.name}, watching what runs"
@@ -273,9 +233,9 @@ class Loop:
         ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
             # Replaced samples count toward the budget in the checkpoint, so all ranks need the same set first.
-            self.news.share()
+            self.sample_reports.exchange()
             self.checkpoints.save_unless(self.guarding.alarmed)
-        self.checkpoints.hear()
+        self.checkpoints.record_finished()
         # All ranks agree on `hands` within the step's own collective, so they stop after the same step.
         self._stop_if_asked(self.stepper.hands)
 
@@ -285,7 +245,7 @@ class Loop:
 
     def _stop_if_asked(self, hands: int) -> None:
         if hands:
-            self.news.share()
+            self.sample_reports.exchange()
             self.checkpoints.stop(self.stopping.asked or "another process", self.planned, self.guarding.alarmed)
 
     def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
@@ -296,9 +256,9 @@ class Loop:
         report = self.guarding.step(self._measured, batches, again=self._plain)
         self.progress.attempts += 1
         self.progress.in_epoch += 1
-        self.tally.add(report)
-        self.meter.count(self.train.share.window)
-        self.news.hear([replaced for batch in window for replaced in batch.replaced])
+        self.epoch_metrics.add(report)
+        self.throughput.count(self.train.share.window)
+        self.sample_reports.add([replaced for batch in window for replaced in batch.replaced])
         more = {} if report.applied else self._skipped(report, window)
         self.journal.tell(
             events.STEP,
@@ -325,11 +285,11 @@ class Loop:
 
     def _skipped(self, report: StepReport, window: Sequence[Batch]) -> dict[str, Any]:
         """Return the samples of a skipped step; those with non-finite values are left out of the next epochs."""
-        ids, guilty = self.news.suspects(window)
+        ids, nonfinite = self.sample_reports.suspects(window)
         # A guard refuses a step for reasons of its own, not for non-finite samples.
-        if guilty and not (report.reason or "").startswith(GUARD):
-            self.progress.suspected = sorted({*self.progress.suspected, *guilty})
-        return {"ids": ids, "quarantined": guilty}
+        if nonfinite and not (report.reason or "").startswith(GUARD):
+            self.progress.suspected = sorted({*self.progress.suspected, *nonfinite})
+        return {"ids": ids, "quarantined": nonfinite}
 
     def _tell_observed(self) -> None:
         """Emit what was observed, once per precision: a guard may change it."""
@@ -339,18 +299,18 @@ class Loop:
             self.journal.tell(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=str(seen))
 
     def _tell_speed(self) -> None:
-        self.news.share()
-        rate, waiting = self.meter.read()
+        self.sample_reports.exchange()
+        samples_per_second, waiting = self.throughput.read()
         attempts, in_epoch, left = self.progress.attempts, self.progress.in_epoch, self.time_left
         to_its_end = min(self.train.steps_per_epoch - in_epoch, self.planned - attempts)
         self.journal.tell(
             events.SPEED,
-            samples_per_second=rate,
+            samples_per_second=samples_per_second,
             wait_share=waiting,
             seconds_left=left.of_run(attempts, self.progress.epoch),
             seconds_left_in_epoch=left.of_steps(to_its_end),
             is_rough=left.is_rough,
-            train_metrics=self.tally.metric_values()
+            train_metrics=self.epoch_metrics.metric_values()
             if distributed.size() == 1
             else {},  # a collective, and only rank 0 logs
             meters=self.guarding.readings,
@@ -379,7 +339,7 @@ class Loop:
         self.stopping.will_stop(AFTER_BATCH)
         self.is_evaluating = True
         choosing = Choosing(self.task)
-        with worn(ema):
+        with ema_weights(ema):
             found = evaluate(
                 self.task,
                 self.model,
@@ -387,11 +347,11 @@ class Loop:
                 precision=self.parts.choice.precision,
                 device=self.stepper.device,
                 progress=functools.partial(self._tell_evaluating, epoch),
-                left_out=self.news.hear,
+                left_out=self.sample_reports.add,
                 begun=self._begin_evaluating,
                 heard=choosing.hear if self.keeper.draws and choosing.judges else None,
             )
-            self.news.share()
+            self.sample_reports.exchange()
             self.stopping.will_stop(AFTER_PICTURES)
             self.keeper.pictures(
                 self.task,

@@ -30,7 +30,7 @@ class Metric(ABC):
             setattr(self, name, zeros)
 
     @abstractmethod
-    def update(self, *said: Any, **named: Any) -> None:
+    def update(self, *args: Any, **kwargs: Any) -> None:
         """Add the outputs of a model and the targets of a batch; the task defines the arguments."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Metrics:
     def __init__(self, each: Mapping[str, Metric] | None = None) -> None:
         self._each = dict(each or {})
         # Looked up once, not for every batch.
-        self._heard = {name: inspect.signature(metric.update).parameters for name, metric in self._each.items()}
+        self._parameters = {name: inspect.signature(metric.update).parameters for name, metric in self._each.items()}
 
     def __getitem__(self, name: str) -> Metric:
         return self._each[name]
@@ -85,10 +85,10 @@ class Metrics:
         """Return the metrics with their names."""
         return self._each.items()
 
-    def update(self, *said: Any, **named: Any) -> None:
+    def update(self, *args: Any, **kwargs: Any) -> None:
         """Update every metric with the positional arguments, and with those keyword arguments that it declares."""
         for name, metric in self._each.items():
-            metric.update(*said, **{key: value for key, value in named.items() if key in self._heard[name]})
+            metric.update(*args, **{key: value for key, value in kwargs.items() if key in self._parameters[name]})
 
     def compute(self) -> dict[str, Tensor]:
         """Return the results of all metrics by name."""
@@ -113,7 +113,7 @@ class Metrics:
         """Return the sums as they are now; nothing is copied, since sums are never written in place."""
         return MetricSnapshot({name: metric.metric_state for name, metric in self._each.items()})
 
-    def put_back(self, before: MetricSnapshot) -> None:
+    def load_snapshot(self, before: MetricSnapshot) -> None:
         """Restore the sums of a snapshot."""
         for name, sums in before.sums.items():
             for key, tensor in sums.items():
@@ -142,8 +142,8 @@ class TopK(Metric):
 
     def update(self, scores: Tensor, label: Tensor) -> None:
         """Add the scores and true classes of a batch."""
-        said = scores.argmax(1, keepdim=True) if self.k == 1 else scores.topk(self.k, 1).indices
-        self.right = self.right + (said == label.unsqueeze(1)).sum()
+        predicted = scores.argmax(1, keepdim=True) if self.k == 1 else scores.topk(self.k, 1).indices
+        self.right = self.right + (predicted == label.unsqueeze(1)).sum()
         self.samples = self.samples + label.numel()
 
     def compute(self) -> Tensor:

@@ -53,7 +53,7 @@ class RunOutputs:
 
     def best(self, model: nn.Module, ema: Ema | None, epoch: int, metrics: dict[str, float]) -> None:
         """Save the weights that were evaluated: the averaged ones where there are any."""
-        with worn(ema):
+        with ema_weights(ema):
             self._save(model, BEST, "best", {"epoch": str(epoch), **{k: repr(v) for k, v in metrics.items()}})
 
     def last(self, model: nn.Module, ema: Ema | None) -> None:
@@ -191,6 +191,6 @@ def _in_words(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).strip().partition("\n")[0] or type(error).__name__
 
 
-def worn(ema: Ema | None) -> AbstractContextManager[None]:
+def ema_weights(ema: Ema | None) -> AbstractContextManager[None]:
     """Return a context in which the model has its averaged weights, where there are any."""
     return ema.in_place() if ema is not None else nullcontext()

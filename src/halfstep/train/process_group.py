@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from halfstep.data.dataset import generators_aside
 from halfstep.precision.hardware import describe
 
 AUTO = "auto"
@@ -33,17 +32,9 @@ def together() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore all random generators at the end: a run seeds them for itself."""
-    own = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(own):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+def generators_kept() -> AbstractContextManager[None]:
+    """Return a context that restores all random generators at its end: a run seeds them for itself."""
+    return generators_aside([torch.accelerator.current_device_index()] if torch.accelerator.is_available() else [])
 
 
 def device_of(name: str) -> torch.device:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import sweep
-from halfstep.checkpoint.manifest import read_manifest
-from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk
-from halfstep.checkpoint.quarantine import sweep_aside
+from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, sweep, sweep_aside
 from halfstep.checkpoint.reading import newest_whole, none_whole, read_state
+from halfstep.checkpoint.sealed import read_manifest
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
@@ -24,9 +22,8 @@ from halfstep.train.environment import AutoChoices, differences, environment
 from halfstep.train.guarding import cures_in
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST
-from halfstep.train.restore import lengthened, restore
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.state import State
+from halfstep.train.state import State, lengthened, restore
 
 T = TypeVar("T")
 _DRAFT = re.compile(
@@ -94,9 +91,10 @@ def find(folder: Path) -> FoundCheckpoint | None:
     Raises StateMismatch for another number of ranks, and NoCheckpoint where checkpoints existed and none is whole.
     """
     decided = distributed.rank_zero_or_raise(lambda: _chosen(folder))
-    if decided["name"] is None:
+    if decided["newest"] is None:
         return None
-    generation = CheckpointDir(folder / CHECKPOINTS / decided["name"], decided["attempt"], decided["number"])
+    name, attempt, number = decided["newest"]
+    generation = CheckpointDir(folder / CHECKPOINTS / name, attempt, number)
     manifest = read_manifest(generation)
     # Each rank has files of its own, with its own buffers and random state.
     if manifest.world != distributed.size():
@@ -125,16 +123,8 @@ def _chosen(folder: Path) -> dict[str, Any]:
     sweep(place, disk)
     sweep_aside(place, disk)
     _remove_drafts(folder, disk)
-    passed_over = [f"{one.generation.name}: {one.problem}" for one in damaged]
-    if verdict is None:
-        return {"name": None, "passed_over": passed_over}
-    generation = verdict.generation
-    return {
-        "name": generation.name,
-        "attempt": generation.attempt,
-        "number": generation.number,
-        "passed_over": passed_over,
-    }
+    newest = verdict and (verdict.generation.name, verdict.generation.attempt, verdict.generation.number)
+    return {"newest": newest, "passed_over": [f"{one.generation.name}: {one.problem}" for one in damaged]}
 
 
 def _refuse_lost(folder: Path) -> None:
@@ -157,10 +147,10 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
 
 
 def _was_saved(folder: Path) -> bool:
-    return any(_tells_of_one(event) for event in kept_events(folder / JOURNAL))
+    return any(_mentions_checkpoint(event) for event in kept_events(folder / JOURNAL))
 
 
-def _tells_of_one(event: events.Event) -> bool:
+def _mentions_checkpoint(event: events.Event) -> bool:
     # A resume cuts the event of its own checkpoint out of the journal; the event of the resume stays.
     resumed = event.get("resumed")
     return event.get("kind") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))

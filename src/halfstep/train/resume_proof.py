@@ -22,9 +22,8 @@ from halfstep.train.environment import AutoChoices
 from halfstep.train.guarding import cures_in
 from halfstep.train.loop import Loop
 from halfstep.train.process_group import generators_kept
-from halfstep.train.restore import restore
 from halfstep.train.resume import find, take_up
-from halfstep.train.state import COMPONENTS, State
+from halfstep.train.state import COMPONENTS, State, restore
 
 Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
 """Builds a loop in a folder, with what was measured when the run began and the remedies of its guard."""
@@ -159,11 +158,11 @@ class _Going:
 
 class _Counted:
     def __init__(self, told: OnProgress, of: int) -> None:
-        self._told, self._done, self._of = told, 0, of
+        self._on_progress, self._done, self._of = told, 0, of
 
     def __call__(self) -> None:
         self._done += 1
-        self._told(self._done, self._of)
+        self._on_progress(self._done, self._of)
 
 
 class _Notes:

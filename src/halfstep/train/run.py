@@ -13,8 +13,8 @@ import torch
 
 from halfstep import distributed
 from halfstep._version import __version__
+from halfstep.checkpoint.commit import Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.saver import Saver
 from halfstep.errors import BadRecipe, Diverged, RanksDisagree, Stopped
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
@@ -109,9 +109,9 @@ def train(
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close()
         run = _ended(loop, folder, reason, time.perf_counter() - began)
-        told = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
+        summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
         cures = loop.guarding.cures
-        journal.tell(events.END, reason=reason, remedies=[str(cure) for cure in cures.placed], **told, **more)
+        journal.tell(events.END, reason=reason, remedies=[str(cure) for cure in cures.placed], **summary, **more)
     loop.keeper.result({**_result(run, loop.parts), "cures": cures.as_dict()})
     return run
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import distributed
-from halfstep.data.order import derive
-from halfstep.data.to_device import placed
+from halfstep.data.dataset import derive
+from halfstep.data.loader import placed
 from halfstep.errors import BadRecipe, UnknownName
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.precision.select import Choice, choose_precision
@@ -27,7 +27,6 @@ from halfstep.recipe.schema import (
     DataOptions,
     Extension,
     LossOptions,
-    LossScaleOptions,
     ModelOptions,
     OptimizerOptions,
     Recipe,
@@ -38,8 +37,8 @@ from halfstep.step.ema import Ema
 from halfstep.step.loss import DynamicScale
 from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
+from halfstep.train.environment import seed_all
 from halfstep.train.guarding import placed_again
-from halfstep.train.rng import seed_all
 from halfstep.train.task import Task, unheard
 from halfstep.train.weights import load_weights
 
@@ -347,8 +346,8 @@ class Parts:
     @property
     def lr(self) -> float:
         """The learning rate of the first parameter group."""
-        rate: float = self.optimizer.param_groups[0]["lr"]
-        return rate
+        lr: float = self.optimizer.param_groups[0]["lr"]
+        return lr
 
 
 def prepare(
@@ -388,7 +387,7 @@ def prepare(
         clip_value=train.clip_value,
         schedule=schedule,
         ema=Ema(model, train.ema) if train.ema is not None else None,
-        loss_scale=_loss_scale(recipe.loss_scale) if choice.precision.scaled else None,
+        loss_scale=DynamicScale(**recipe.loss_scale.model_dump()) if choice.precision.scaled else None,
     )
     return Parts(model, optimizer, schedule, shape, stepper, notes)
 
@@ -420,7 +419,3 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
         # In place, unlike torch.compile(model): the names in the state dict stay the same.
         model.compile()
     return model, notes
-
-
-def _loss_scale(options: LossScaleOptions) -> DynamicScale:
-    return DynamicScale(**options.model_dump())

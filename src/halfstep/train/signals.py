@@ -29,15 +29,15 @@ _open: Hearing | None = None
 
 
 class Hearing:
-    """A thread that calls `told(number, nth)` for each of these signals. Created and closed in the main thread.
+    """A thread that calls `callback(number, nth)` for each of these signals. Created and closed in the main thread.
 
     The C handler writes the number of each signal to a socket before Python's handlers run. Other signals are passed on
     to the previous wakeup descriptor, such as that of an event loop.
     """
 
-    def __init__(self, numbers: Collection[int], told: OnSignal) -> None:
+    def __init__(self, numbers: Collection[int], callback: OnSignal) -> None:
         global _open
-        self._numbers, self._told = numbers, told
+        self._numbers, self._callback = numbers, callback
         self._reader, self._writer = socket.socketpair()
         # set_wakeup_fd requires it: a full socket must never block the C handler.
         self._writer.setblocking(False)
@@ -75,7 +75,7 @@ class Hearing:
                         return
                     if number in self._numbers:
                         counts[number] += 1
-                        self._told(number, counts[number])
+                        self._callback(number, counts[number])
                     elif self._before >= 0:
                         with contextlib.suppress(OSError):
                             os.write(self._before, bytes([number]))
@@ -118,7 +118,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass
-class _Heard:
+class _Received:
     first: str | None = None
     interrupts: int = 0
     """How often Python ran its handler for Ctrl-C."""
@@ -128,7 +128,7 @@ class _Heard:
     """When a run that gets a signal now will stop."""
 
 
-_active: _Heard | None = None
+_active: _Received | None = None
 """The state of the main thread's Stopping; a nested one shares it."""
 
 
@@ -143,8 +143,8 @@ class Stopping:
     """
 
     def __init__(self, last_resort: Callable[[], None] = lambda: None) -> None:
-        self._heard = _Heard()
-        self._outer: _Heard | None = None
+        self._received = _Received()
+        self._outer: _Received | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._last_resort = last_resort
         self._hearing: Hearing | None = None
@@ -152,11 +152,11 @@ class Stopping:
     @property
     def asked(self) -> str | None:
         """The name of the first signal that requested a stop."""
-        return self._heard.first
+        return self._received.first
 
     def will_stop(self, when: str) -> None:
         """Set when a run that gets a signal from now on will stop; shown in the acknowledgment."""
-        self._heard.when = when
+        self._received.when = when
 
     def leave_unbegun(self) -> None:
         """Raise NotBegun where a stop was requested before the first step: there is nothing to save."""
@@ -168,9 +168,9 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         global _active
-        self._heard = _active or _Heard()
+        self._received = _active or _Received()
         if threading.current_thread() is threading.main_thread():
-            self._outer, _active = _active, self._heard
+            self._outer, _active = _active, self._received
             if self._outer is None:
                 self._hearing = Hearing(HEARD, self._acknowledge)
             for number in HEARD:
@@ -192,13 +192,13 @@ class Stopping:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        heard = self._heard
-        heard.first = heard.first or signal.Signals(number).name
+        received = self._received
+        received.first = received.first or signal.Signals(number).name
         if number == signal.SIGINT:
-            heard.interrupts += 1
+            received.interrupts += 1
             # An exception in __enter__ or __exit__ would leave handlers installed.
-            if heard.interrupts > 1 and not _is_leaving(heard) and not _is_at_the_door(frame):
-                heard.raised = time.monotonic()
+            if received.interrupts > 1 and not _is_leaving(received) and not _is_at_the_door(frame):
+                received.raised = time.monotonic()
                 raise KeyboardInterrupt
 
     # -- in the thread that acknowledges ------------------------------------------------------------------------
@@ -207,9 +207,9 @@ class Stopping:
         """Print at once what the nth signal of this kind leads to."""
         if number == signal.SIGTERM:
             if nth == 1:
-                say(f"SIGTERM: stopping {self._heard.when}")
+                say(f"SIGTERM: stopping {self._received.when}")
         elif nth == 1:
-            say(f"stopping {self._heard.when}; Ctrl-C again to stop now")
+            say(f"stopping {self._received.when}; Ctrl-C again to stop now")
         elif nth == 2:
             say("stopping now")
             self._see_to_it()
@@ -219,10 +219,10 @@ class Stopping:
     def _see_to_it(self) -> None:
         """Enforce a second Ctrl-C: Python merges two that arrive in one kernel, and a long kernel may still run."""
         end = time.monotonic() + GRACE
-        while (hearing := self._hearing) is not None and self._heard.raised is None:
+        while (hearing := self._hearing) is not None and self._received.raised is None:
             hearing.send_again()
             time.sleep(GRACE / 10)
-            if time.monotonic() > end and self._heard.raised is None:
+            if time.monotonic() > end and self._received.raised is None:
                 self._last_resort()
 
 
@@ -240,9 +240,9 @@ def asked_to_stop() -> str | None:
     return None if _active is None else _active.first
 
 
-def _is_leaving(heard: _Heard) -> bool:
+def _is_leaving(received: _Received) -> bool:
     """Return whether a KeyboardInterrupt is in progress: a third Ctrl-C would interrupt the cleanup."""
-    return heard.raised is not None and time.monotonic() - heard.raised < PATIENCE
+    return received.raised is not None and time.monotonic() - received.raised < PATIENCE
 
 
 _DOOR = (Stopping.__enter__.__code__, Stopping.__exit__.__code__)

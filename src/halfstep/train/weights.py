@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.checkpoint.pickle_detection import LOOKED_AT, runs_code
+from halfstep.checkpoint.sealed import LOOKED_AT, runs_code
 from halfstep.errors import BadData, MissingExtra, StateMismatch, Unsafe
 from halfstep.files import replacing
 from halfstep.recipe.schema import WEIGHTS

@@ -18,59 +18,19 @@ from halfstep.errors import WrongUse
 
 Array = np.ndarray[Any, Any]
 Inside = Callable[[Array, Array], Any]
-
-
-def _circle(x: Array, y: Array) -> Any:
-    return x**2 + y**2 < 0.85
-
-
-def _square(x: Array, y: Array) -> Any:
-    return np.maximum(abs(x), abs(y)) < 0.8
-
-
-def _triangle(x: Array, y: Array) -> Any:
-    return (y < 0.75) & (y > 1.9 * abs(x) - 0.95)
-
-
-def _cross(x: Array, y: Array) -> Any:
-    return (np.minimum(abs(x), abs(y)) < 0.27) & (np.maximum(abs(x), abs(y)) < 0.95)
-
-
-def _ring(x: Array, y: Array) -> Any:
-    return abs(np.hypot(x, y) - 0.72) < 0.22
-
-
-def _bar(x: Array, y: Array) -> Any:
-    return (abs(x) < 0.95) & (abs(y) < 0.27)
-
-
-def _diamond(x: Array, y: Array) -> Any:
-    return abs(x) / 0.55 + abs(y) < 1.0
-
-
-def _bowl(x: Array, y: Array) -> Any:
-    return (x**2 + y**2 < 0.95) & (y > 0.05)
-
-
-def _star(x: Array, y: Array) -> Any:
-    return np.hypot(x, y) < 0.62 + 0.36 * np.cos(5.0 * np.arctan2(x, -y))
-
-
-def _frame(x: Array, y: Array) -> Any:
-    return abs(np.maximum(abs(x), abs(y)) - 0.65) < 0.18
-
+"""Returns which points are inside of a shape."""
 
 KINDS: dict[str, Inside] = {
-    "circle": _circle,
-    "square": _square,
-    "triangle": _triangle,
-    "cross": _cross,
-    "ring": _ring,
-    "bar": _bar,
-    "diamond": _diamond,
-    "bowl": _bowl,
-    "star": _star,
-    "frame": _frame,
+    "circle": lambda x, y: x**2 + y**2 < 0.85,
+    "square": lambda x, y: np.maximum(abs(x), abs(y)) < 0.8,
+    "triangle": lambda x, y: (y < 0.75) & (y > 1.9 * abs(x) - 0.95),
+    "cross": lambda x, y: (np.minimum(abs(x), abs(y)) < 0.27) & (np.maximum(abs(x), abs(y)) < 0.95),
+    "ring": lambda x, y: abs(np.hypot(x, y) - 0.72) < 0.22,
+    "bar": lambda x, y: (abs(x) < 0.95) & (abs(y) < 0.27),
+    "diamond": lambda x, y: abs(x) / 0.55 + abs(y) < 1.0,
+    "bowl": lambda x, y: (x**2 + y**2 < 0.95) & (y > 0.05),
+    "star": lambda x, y: np.hypot(x, y) < 0.62 + 0.36 * np.cos(5.0 * np.arctan2(x, -y)),
+    "frame": lambda x, y: abs(np.maximum(abs(x), abs(y)) - 0.65) < 0.18,
 }
 _MASKED = list(KINDS)
 _LABELLED = ["circle", "cross", "triangle", "frame", "bar", "star", "bowl", "diamond", "square", "ring"]

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from halfstep import distributed
 from halfstep.data.dataset import ValSamples
 from halfstep.data.loader import ValLoader
-from halfstep.data.source import BadSample, Sample, Source
+from halfstep.data.source import BadSample, Sample, Source, Subset
 from halfstep.errors import BadData
 
 # -- everyone ---------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Encoding:
                 yield moments
 
 
-class Ready:
+class Ready(Subset):
     """Samples of a source as the autoencoder sees them.
 
     An unreadable sample becomes an empty image with `good` false, so that the other samples keep their positions.
@@ -121,19 +121,14 @@ class Ready:
     def __init__(
         self, source: Source, numbers: Sequence[int], image_of: Callable[[Sample], Tensor], shape: tuple[int, ...]
     ) -> None:
-        self.source, self.numbers, self.image_of, self.shape = source, numbers, image_of, shape
-
-    def __len__(self) -> int:
-        return len(self.numbers)
+        super().__init__(source, numbers)
+        self.image_of, self.shape = image_of, shape
 
     def read(self, index: int) -> Sample:
         """Return the image of a sample and whether it is good."""
         image = ready_image(self.source, self.numbers[index], self.image_of)
         good = torch.tensor(image is not None)
         return {"image": torch.zeros(self.shape) if image is None else image, "good": good}
-
-    def name(self, index: int) -> str:
-        return self.source.name(self.numbers[index])
 
 
 def ready_image(source: Source, number: int, image_of: Callable[[Sample], Tensor]) -> Tensor | None:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.checkpoint.manifest import is_sealed
 from halfstep.checkpoint.packing import unpack
 from halfstep.checkpoint.reading import load_tensors, refuse_strangers
-from halfstep.checkpoint.sealed import problem_with, read_bounded
+from halfstep.checkpoint.sealed import is_sealed, problem_with, read_bounded
 from halfstep.errors import BadData, HalfstepError, StateMismatch
 from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.precision.island import island

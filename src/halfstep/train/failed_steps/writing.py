@@ -12,12 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import NotCommitted, RankGather, by_all, remove
-from halfstep.checkpoint.manifest import with_seal
+from halfstep.checkpoint.commit import NotCommitted, RankGather, by_all
 from halfstep.checkpoint.packing import pack
-from halfstep.checkpoint.paths import Disk
+from halfstep.checkpoint.paths import Disk, remove
 from halfstep.checkpoint.reading import MOST_TENSORS
-from halfstep.checkpoint.sealed import Sealed, write_sealed
+from halfstep.checkpoint.sealed import Sealed, with_seal, write_sealed
 from halfstep.errors import HalfstepError, reason_in
 from halfstep.files import LARGEST_JSON
 from halfstep.guard.events import FailedStep

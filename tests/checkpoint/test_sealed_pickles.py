@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from halfstep.checkpoint.pickle_detection import LOOKED_AT, runs_code
+from halfstep.checkpoint.sealed import LOOKED_AT, runs_code
 from halfstep.safetensors_header import header
 
 

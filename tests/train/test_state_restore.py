@@ -18,9 +18,8 @@ from halfstep.errors import BadData, StateMismatch
 from halfstep.recipe.changes import DATA
 from halfstep.train.loop import Loop
 from halfstep.train.process_group import generators_kept
-from halfstep.train.restore import FORM, restore
 from halfstep.train.resume import FoundCheckpoint, find, take_up
-from halfstep.train.state import State
+from halfstep.train.state import FORM, State, restore
 from tests.support.digest import digest_of
 
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.commit import RankSnapshot
+from halfstep.checkpoint.commit import RankSnapshot, Saver
 from halfstep.checkpoint.paths import Disk, generations, leftovers
 from halfstep.checkpoint.reading import read_state, verified
-from halfstep.checkpoint.saver import Saver
 
 
 class Alone:
@@ -86,7 +85,7 @@ def test_the_training_goes_on_while_a_save_is_written(savers: Any) -> None:
     gate = Gate()
     saver = savers(gate)
     saver.save(snapshot(1, weight=torch.ones(3)))
-    assert saver.news() == []
+    assert saver.results() == []
     gate.open.set()
     (told,) = saver.finish()
     assert gate.threads == {"checkpoint_0"}
@@ -101,7 +100,7 @@ def test_the_second_save_is_copied_into_the_memory_of_the_first(savers: Any, tmp
     for attempt in (1, 2, 3):
         saver.save(snapshot(attempt, **tensors))
         assert saver.finish()[0].failure is None
-        places.append({name: kept.data_ptr() for name, kept in saver._kept.items()})
+        places.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
         assert all(torch.equal(tensor, saved(tmp_path)[name]) for name, tensor in tensors.items())
         for tensor in tensors.values():
             tensor.add_(1)
@@ -116,10 +115,10 @@ def test_a_tensor_of_another_shape_or_type_gets_other_memory(savers: Any, tmp_pa
         assert saver.finish()[0].failure is None
         assert torch.equal(saved(tmp_path)["weight"], tensor)
         assert saved(tmp_path)["weight"].dtype == tensor.dtype
-    assert list(saver._kept) == ["weight"]
+    assert list(saver._buffers) == ["weight"]
     saver.save(snapshot(9))
     assert saver.finish()[0].bytes == 0
-    assert not saver._kept
+    assert not saver._buffers
 
 
 def test_one_save_is_under_way_at_a_time(savers: Any, tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_none(
     (told,) = saver.finish()
     assert (told.generation, told.attempt) == (None, 1)
     assert ("No space left" if isinstance(error, OSError) else type(error).__name__) in str(told.failure)
-    assert saver.news() == [] == saver.finish()
+    assert saver.results() == [] == saver.finish()
     assert generations(tmp_path / "checkpoints") == [] == leftovers(tmp_path / "checkpoints")
     disk.error = None
     saver.save(snapshot(2, weight=torch.ones(3)))
@@ -162,7 +161,7 @@ def test_a_failure_of_the_protocol_itself_is_told_too(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "checkpoints", keep=2, party=Broken())
     saver.save(snapshot(1, weight=torch.ones(3)))
     assert [str(one.failure) for one in saver.finish()] == ["RuntimeError: Connection closed by peer"]
-    assert saver.news() == []
+    assert saver.results() == []
     saver.close()
 
 
@@ -198,13 +197,13 @@ def test_close_waits_for_what_is_under_way(savers: Any, tmp_path: Path) -> None:
     threading.Timer(0.1, gate.open.set).start()
     saver.close()
     assert torch.equal(saved(tmp_path)["weight"], torch.ones(3))
-    assert [one.attempt for one in saver.news()] == [1]
+    assert [one.attempt for one in saver.results()] == [1]
 
 
 def test_without_a_background_the_save_is_done_when_it_returns(savers: Any, tmp_path: Path) -> None:
     saver, names = savers(None, False), threading.enumerate()
     saver.save(snapshot(7, weight=torch.full((2,), 7.0)))
     assert torch.equal(saved(tmp_path)["weight"], torch.full((2,), 7.0))
-    (told,) = saver.news()
+    (told,) = saver.results()
     assert told.blocked == told.seconds > 0
     assert threading.enumerate() == names

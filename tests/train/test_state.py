@@ -127,7 +127,7 @@ def test_only_weights_and_averages_must_be_finite(tmp_path: Path) -> None:
     snapshot = state(tmp_path, settings={"train.ema": 0.9}).snapshot(1, {})
     kinds = {name.rsplit("/", 1)[0] for name in snapshot.finite}
     assert kinds == {"weights/parameters", "average/averages"}
-    assert {name.rsplit("/", 1)[0] for name in snapshot.numbers} == {"weights/buffers", "average/buffers"}
+    assert {name.rsplit("/", 1)[0] for name in snapshot.not_nan} == {"weights/buffers", "average/buffers"}
 
 
 def test_an_optimizers_numbers_have_names(tmp_path: Path) -> None:

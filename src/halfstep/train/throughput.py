@@ -1,18 +1,52 @@
-"""Estimate how long a run still takes, from the steps and evaluations that this process has timed."""
+"""Measure the throughput of a run, and estimate how long it still takes from what this process has timed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from halfstep.journal.numbers import duration
 from halfstep.recipe.sources import read_recipe, recipe_names
 from halfstep.train.setup import AnyRecipe
 
+T = TypeVar("T")
 KEPT = 0.98
 """The weight that past values keep with each new one: about the last fifty count."""
+
+
+class Throughput:
+    """A counter of samples, seconds, and seconds spent waiting for data since the last `read`."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since, self._samples, self._waited = time.perf_counter(), 0, 0.0
+
+    def waiting(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the same items, and count the time until each arrives as waiting."""
+        source = iter(items)
+        while True:
+            asked = time.perf_counter()
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - asked
+            yield item
+
+    def count(self, samples: int) -> None:
+        """Count so many samples."""
+        self._samples += samples
+
+    def read(self) -> tuple[float, float]:
+        """Return samples per second and the share of time spent waiting, and start over."""
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        found = self._samples / seconds, min(self._waited / seconds, 1.0)
+        self._begin()
+        return found
 
 
 class Mean:

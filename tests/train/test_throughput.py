@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.time_left import Length, TimeLeft, too_long
+from halfstep.train.throughput import Length, TimeLeft, too_long
 
 
 class Clock:

@@ -11,8 +11,8 @@ import torch
 
 from halfstep.checkpoint.packing import pack, unpack
 from halfstep.errors import StateMismatch
+from halfstep.train.environment import check_generators, read_generators, seed_all, set_generators
 from halfstep.train.process_group import generators_kept
-from halfstep.train.rng import check_generators, read_generators, seed_all, set_generators
 from tests.support.digest import digest_of
 
 HERE = torch.device("cpu")

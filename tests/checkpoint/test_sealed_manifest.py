@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from halfstep.checkpoint.manifest import (
+from halfstep.checkpoint.paths import CheckpointDir, named
+from halfstep.checkpoint.sealed import (
     FORMAT,
     MANIFEST,
     Manifest,
     NewerFormat,
+    Sealed,
     read_manifest,
     state_of,
     tensors_of,
     with_seal,
 )
-from halfstep.checkpoint.paths import CheckpointDir, named
-from halfstep.checkpoint.sealed import Sealed
 from halfstep.errors import Unsafe
 
 FILES = tuple(Sealed(name, size, f"{size:x}" * 64) for size, name in enumerate([tensors_of(0), state_of(0)], start=5))
