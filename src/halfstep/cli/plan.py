@@ -157,7 +157,7 @@ def has_terminal() -> bool:
 
 def _text(given: Subject, report: dict[str, Any]) -> str:
     """Return the complete recipe with the plan's changes, as YAML."""
-    from halfstep.recipe.written import to_yaml
+    from halfstep.recipe.strict_yaml import to_yaml
 
     choice, device = report["choice"], report["device"]["name"]
     speed = f", {choice['speed']['speedup']:.2f}x strict fp32" if choice["speed"] else ""

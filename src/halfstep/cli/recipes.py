@@ -154,7 +154,7 @@ def _is_meant(row: SettingRow, word: str) -> bool:
 def _show(found: RawRecipe, chosen: list[SettingRow], *, whole: bool) -> None:
     from halfstep.cli.pages.explained import one_setting, short
     from halfstep.recipe.explain import value_in_words
-    from halfstep.recipe.written import flat
+    from halfstep.recipe.strict_yaml import flat
 
     if not whole:
         for row in chosen:

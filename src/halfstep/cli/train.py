@@ -111,7 +111,7 @@ def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tup
 
 
 def _show(resolved: Resolved, now: Now) -> None:
-    from halfstep.recipe.written import to_yaml
+    from halfstep.recipe.strict_yaml import to_yaml
 
     now("")
     say(to_yaml(resolved.recipe).rstrip("\n"))

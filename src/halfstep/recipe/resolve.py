@@ -16,7 +16,7 @@ from halfstep.recipe.aliases import PRECISION_WORDS, read_over, read_precision_w
 from halfstep.recipe.complaints import Complaint, bad_recipe, shown, validated
 from halfstep.recipe.overrides import Override, apply, translations
 from halfstep.recipe.schema import AUTO
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat
 
 LARGEST_SEED = 2**31
 

@@ -20,8 +20,7 @@ from halfstep.journal.listeners import listeners
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM, refuse_contradictions
 from halfstep.recipe.resolve import Resolved
 from halfstep.recipe.sources import read_recipe
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.recipe.written import to_yaml, value_of
+from halfstep.recipe.strict_yaml import read_yaml, to_yaml, value_of
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched

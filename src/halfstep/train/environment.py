@@ -14,7 +14,7 @@ from halfstep._version import __version__
 from halfstep.errors import same_keys
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat
 
 INDIFFERENT = ("halfstep",)
 """Facts that are recorded but do not affect the bits."""
