@@ -85,9 +85,8 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
     """
     if not settings:
         return finished
-    from halfstep.recipe.aliases import PRECISION_WORDS
-    from halfstep.recipe.fields import settings_of
-    from halfstep.recipe.overrides import read_flags
+    from halfstep.recipe.fields import fields_of
+    from halfstep.recipe.names import PRECISION_WORDS, read_flags
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.finished import remembering
     from halfstep.runs.resolve import resolved_recipe
@@ -98,7 +97,7 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
         if key in PRECISION_WORDS:
             raise BadRecipe(f"{key} as a setting", allowed="--precision P, --bf16 or --fp16", do="write --precision P")
         if key not in HOW:
-            allowed = [one for one in HOW if one in settings_of(schema)]
+            allowed = [one for one in HOW if one in fields_of(schema).by_key]
             raise BadRecipe(
                 f"{key} is part of what {finished.folder} was trained with",
                 allowed=", ".join(allowed) or f"no setting: {finished.recipe.task} has none that can change afterwards",

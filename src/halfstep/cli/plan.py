@@ -170,10 +170,10 @@ def _text(given: Subject, report: dict[str, Any]) -> str:
 
 def _changed(given: Subject, changes: dict[str, Any]) -> AnyRecipe:
     """Return the recipe with the plan's changes."""
-    from halfstep.recipe.overrides import Override, apply
+    from halfstep.recipe.resolve import apply
 
     recipe = _resolved(given).recipe
-    changed = apply(recipe.model_dump(), [Override(key, value) for key, value in changes.items()])
+    changed = apply(recipe.model_dump(), changes.items())
     found: AnyRecipe = type(recipe).model_validate(changed)
     return found
 

@@ -18,7 +18,7 @@ from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal.events import Journal
 from halfstep.precision.select import Choice, choose_precision
-from halfstep.recipe.complaints import validated
+from halfstep.recipe.resolve import validated
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
 from halfstep.train.environment import AutoChoices

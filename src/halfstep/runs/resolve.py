@@ -16,7 +16,8 @@ from typing import Any
 
 from halfstep.data.layout import data_place
 from halfstep.errors import BadData, BadRecipe, HalfstepError, WrongUse, missing_extra
-from halfstep.recipe.overrides import Override, key_for, read_flags, typed_again
+from halfstep.recipe.fields import fields_of
+from halfstep.recipe.names import Override, key_for, read_flags, typed_again
 from halfstep.recipe.resolve import ChosenSetting, Resolved, resolve
 from halfstep.recipe.schema import NO_FILE, WEIGHTS
 from halfstep.recipe.sources import RawRecipe, read_recipe
@@ -36,7 +37,8 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
     """
     schema = schema or task_schema(_named_task(found))
     if isinstance(settings, Mapping):
-        overrides = [Override(key_for(key, schema), value) for key, value in settings.items()]
+        fields = fields_of(schema)
+        overrides = [Override(key_for(key, fields), value) for key, value in settings.items()]
     else:
         overrides = read_flags(list(settings), schema)
     # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
