@@ -48,8 +48,8 @@ def run(
     from halfstep.measure.plan.plan import plan
 
     try:
-        with progress("planning", "s") as tell:
-            found = plan(given, seconds=seconds, device=device, grow_batch=grow_batch, progress=tell)
+        with progress("planning", "s") as on_progress:
+            found = plan(given, seconds=seconds, device=device, grow_batch=grow_batch, progress=on_progress)
     except KeyboardInterrupt:  # the case was still being opened
         nothing = {"subject": given.text, "interrupted": True}
         if json:

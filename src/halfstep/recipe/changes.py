@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from halfstep.errors import Contradiction, FolderTaken, StateMismatch
+from halfstep.errors import FolderTaken, StateMismatch
 from halfstep.recipe.schema import Extension
 from halfstep.recipe.strict_yaml import flat
 
@@ -148,14 +148,6 @@ class SavedRun:
     def _section(self, name: str) -> Mapping[str, Any]:
         section = self.recipe.get(name)
         return section if isinstance(section, Mapping) else {}
-
-
-def refuse_contradictions(new: bool, extend: bool, rewarm: bool) -> None:
-    """Raise Contradiction for `--rewarm` without `--extend`, and for `--new` with `--extend`."""
-    if rewarm and not extend:
-        raise Contradiction("--rewarm without --extend", allowed="--extend --rewarm", do="add --extend --epochs N")
-    if new and extend:
-        raise Contradiction("--new together with --extend", allowed="one of them", do="leave --new out")
 
 
 def extended(recipe: Any, before: SavedRun, rewarm: bool) -> Any:

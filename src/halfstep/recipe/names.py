@@ -176,8 +176,8 @@ def read_flags(words: Sequence[str], schema: Any) -> list[Override]:
 def typed_again(words: Sequence[str], changes: Sequence[str], schema: Any) -> list[str]:
     """Return the words as typed, without those that `changes` replaces, followed by `changes`."""
     changed = {_one_for_precision(one.key) for one in read_flags(changes, schema)}
-    kept = [typed for one, typed in _each(words, fields_of(schema)) if _one_for_precision(one.key) not in changed]
-    return [word for typed in kept for word in typed] + list(changes)
+    unchanged = [typed for one, typed in _each(words, fields_of(schema)) if _one_for_precision(one.key) not in changed]
+    return [word for typed in unchanged for word in typed] + list(changes)
 
 
 def translations(overrides: Iterable[Override], fields: Fields) -> list[str]:

@@ -1,5 +1,6 @@
-"""Resolve a recipe in one pass: translate, override and validate it, and fill in what is left out.
+"""Resolve a recipe in one pass: read it, translate foreign names, override, validate, and fill in what is left out.
 
+`sources.read_recipe` and `names.read_flags` read the file and the command line; `resolve` does the rest in this order.
 Imports no torch: the caller passes the task's schema.
 """
 
@@ -222,17 +223,18 @@ def _read_over(line: Mapping[str, Any], recipe: Mapping[str, Any]) -> Named | No
 
 
 def _validate(content: Mapping[str, Any], schema: Any, label: str) -> Any:
+    """Return the recipe with its defaults; raise BadRecipe for values that are invalid, alone or together."""
     # A section whose fields all have defaults may be omitted or left empty.
     filled: dict[str, Any] = {key: {} for key in schema.model_fields if key in ("model", "data", "loss")}
     filled |= {key: value for key, value in content.items() if value is not None or key not in schema.model_fields}
     recipe = validated(filled, schema, label)
-    wrong = [complaint for complaint in _impossible(recipe) if complaint]
+    wrong = list(_impossible(recipe))
     if wrong:
         raise _bad_recipe(label, wrong)
     return recipe
 
 
-def _impossible(recipe: Any) -> Iterable[Complaint | None]:
+def _impossible(recipe: Any) -> Iterator[Complaint]:
     """Yield complaints about values that are valid alone, but not together."""
     train, schedule, scale = recipe.train, recipe.schedule, recipe.loss_scale
     open_length = train.epochs is train.steps is None and recipe.sizing == AUTO
@@ -346,7 +348,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# -- resolve ----------------------------------------------------------------------------------------------------------
+# -- complete ---------------------------------------------------------------------------------------------------------
 
 
 def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:

@@ -304,10 +304,3 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def value_of(recipe: Any, key: str) -> Any:
-    """Return the value of a dotted key."""
-    for name in key.split("."):
-        recipe = getattr(recipe, name)
-    return recipe
