@@ -29,7 +29,7 @@ from halfstep.journal.events import Journal
 from halfstep.journal.listeners import listeners
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import describe
-from halfstep.recipe.overrides import read_flags as read_settings
+from halfstep.recipe.names import read_flags as read_settings
 from halfstep.recipe.resolve import resolve
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class

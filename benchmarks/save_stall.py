@@ -36,10 +36,10 @@ from halfstep.cli.verify import described, look
 from halfstep.host_memory import keep_freed_memory
 from halfstep.journal.events import Journal
 from halfstep.precision.hardware import describe
-from halfstep.recipe.overrides import read_flags as read_settings
+from halfstep.recipe.names import read_flags as read_settings
 from halfstep.recipe.resolve import resolve
 from halfstep.recipe.sources import read_recipe
-from halfstep.recipe.written import to_yaml
+from halfstep.recipe.strict_yaml import to_yaml
 from halfstep.runs.registry import task_class
 from halfstep.step.report import StepReport
 from halfstep.train.checkpointing import Checkpoints

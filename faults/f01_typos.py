@@ -59,8 +59,8 @@ def _must_pass(ending: Ending, recipe: str) -> None:
 
 
 def _mutants(per_key: int) -> Iterator[Mutant]:
-    from halfstep.recipe.aliases import FOREIGN_SECTIONS, PRECISION_WORDS
-    from halfstep.recipe.fields import places, sections_of
+    from halfstep.recipe.fields import fields_of
+    from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.registry import task_class
 
@@ -68,7 +68,8 @@ def _mutants(per_key: int) -> Iterator[Mutant]:
     for name in REFERENCES:
         raw = read_recipe(name).raw
         schema = task_class(raw["task"]).schema
-        meaningful = {*places(schema), *sections_of(schema), *PRECISION_WORDS, *FOREIGN_SECTIONS}
+        fields = fields_of(schema)
+        meaningful = {*fields.keys_of, *fields.sections, *PRECISION_WORDS, *FOREIGN_SECTIONS}
         for path in _paths(raw):
             spoiled = {word for word in _misspelt(path[-1], chance) if word not in meaningful}
             # `task` decides which schema there is; without it the error is another one, and is a row of F02.

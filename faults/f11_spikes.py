@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from faults import child, rig
 from faults.outcome import Outcome
 from halfstep.journal.events import Journal
-from halfstep.recipe.overrides import Override
+from halfstep.recipe.names import Override
 from halfstep.recipe.resolve import resolve
 from halfstep.step.report import StepReport
 from halfstep.train.loop import Loop

@@ -27,7 +27,7 @@ class Ending(NamedTuple):
 
 def in_process(recipe: str, folder: Path, words: Sequence[str] = ()) -> Ending:
     """The same check, with `folder` as the place where it would make files."""
-    from halfstep.recipe.overrides import read_flags
+    from halfstep.recipe.names import read_flags
     from halfstep.recipe.resolve import resolve
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.registry import task_class

@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryConfusionMatrix, MulticlassConfusi
 from faults import child
 from halfstep import island
 from halfstep.journal.events import Journal
-from halfstep.recipe.overrides import Override
+from halfstep.recipe.names import Override
 from halfstep.recipe.resolve import resolve
 from halfstep.train import setup
 from halfstep.train.loop import Loop

@@ -13,7 +13,7 @@ import typer
 
 from halfstep.cli._commands import command_names
 from halfstep.cli.main import build
-from halfstep.recipe.overrides import read_flags
+from halfstep.recipe.names import read_flags
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_schema
 from tests.guides.items import PAGE, ROOT, STATES, Item, counts, items, with_counts

@@ -23,7 +23,7 @@ from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import tracker_listeners
 from halfstep.journal.mlflow import Rest
 from halfstep.journal.trackers import MLFLOW_FILE, tracker_hints
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat
 from tests.journal.told import speed, start, step, whole_run
 from tests.support.mlflow_server import Store, serving
 from tests.support.tiny_task import Tiny

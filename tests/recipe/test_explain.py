@@ -13,9 +13,8 @@ from rich.console import Console
 
 import halfstep
 from halfstep.cli.pages.explained import short
-from halfstep.recipe.aliases import FOREIGN_SECTIONS, PRECISION_WORDS
 from halfstep.recipe.explain import Shipped, editor_schema, json_schema, markdown, rows
-from halfstep.recipe.overrides import read_flags
+from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS, read_flags
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe, TrainOptions
 from halfstep.recipe.strict_yaml import read_yaml
 from halfstep.runs.registry import task_schemas

@@ -8,10 +8,9 @@ import pytest
 
 from halfstep.errors import BadRecipe
 from halfstep.recipe.changes import changes
-from halfstep.recipe.overrides import read_flags
+from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import resolve
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.recipe.written import to_yaml
+from halfstep.recipe.strict_yaml import read_yaml, to_yaml
 from tests.support.tiny_task import Tiny
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from halfstep.errors import BadRecipe, Contradiction, HalfstepError, Unsafe
-from halfstep.recipe.overrides import read_flags
+from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import Resolved, resolve
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.recipe.strict_yaml import read_yaml

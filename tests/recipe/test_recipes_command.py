@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from halfstep.cli import main
 from halfstep.cli.recipes import shipped
 from halfstep.recipe.explain import pages
-from halfstep.recipe.overrides import read_flags
+from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import Resolved, resolve
 from halfstep.recipe.sources import read_recipe, recipe_names
 from halfstep.runs.registry import task_class, task_schemas

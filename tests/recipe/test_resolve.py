@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import BadRecipe, Contradiction, HalfstepError, PrecisionRefused, Unsafe
-from halfstep.recipe.overrides import read_flags
+from halfstep.recipe.changes import different
+from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import Resolved, resolve
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.recipe.written import different, to_yaml
+from halfstep.recipe.strict_yaml import read_yaml, to_yaml
 
 
 class Data(DataOptions):

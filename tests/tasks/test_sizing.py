@@ -19,8 +19,7 @@ from halfstep.data.mask_classes import MaskCounts, read_masks_as
 from halfstep.data.set_facts import SetFacts, set_facts
 from halfstep.errors import BadData, BadRecipe
 from halfstep.recipe.sources import RawRecipe, read_recipe
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.recipe.written import to_yaml
+from halfstep.recipe.strict_yaml import read_yaml, to_yaml
 from halfstep.runs.resolve import in_short, resolved_recipe
 from halfstep.tasks.sizing import choices, classification, segmentation
 from halfstep.train.machine import GIGA, Machine, this_machine

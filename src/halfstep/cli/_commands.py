@@ -56,11 +56,11 @@ class Commands(HelpWithoutValue, TyperGroup):
         except (typer.Exit, typer.Abort):
             raise  # both derive from RuntimeError, and `_explained` would load torch after every --help
         except (HalfstepError, ImportError, MemoryError, RuntimeError) as error:
-            told = _explained(error)
-            if told is None or ctx.params["debug"]:
+            explained = _explained(error)
+            if explained is None or ctx.params["debug"]:
                 raise
-            _print(told)
-            raise typer.Exit(told.exit_code) from None
+            _print(explained)
+            raise typer.Exit(explained.exit_code) from None
 
 
 def _explained(error: Exception) -> HalfstepError | None:
@@ -84,12 +84,12 @@ def _print(error: HalfstepError) -> None:
     whose = "" if rank == "0" else f"rank {rank}: "
     console = screen(stderr=True, soft_wrap=True)
     width = console.width if console.is_terminal else None
-    told = [_folded(_indented(whose + error.given), width)]
+    lines = [_folded(_indented(whose + error.given), width)]
     if error.allowed:
-        told.append(_folded(_indented(f"  allowed: {error.allowed}"), width))
+        lines.append(_folded(_indented(f"  allowed: {error.allowed}"), width))
     if error.do:
-        told.append(_indented(f"  do: {error.do}"))  # never folded: it may contain a command to copy
-    console.print(Text("\n".join(told), style="red"))
+        lines.append(_indented(f"  do: {error.do}"))  # never folded: it may contain a command to copy
+    console.print(Text("\n".join(lines), style="red"))
 
 
 def _folded(text: str, width: int | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from halfstep.errors import INTERRUPTED, StorageFailed, WrongUse
+from halfstep.errors import INTERRUPTED, FolderTaken, StorageFailed, WrongUse
 from halfstep.precision.names import read_settings
 from halfstep.terminal import say, screen
 
@@ -147,6 +147,27 @@ def end(report: dict[str, Any]) -> None:
 
 # -- storing ----------------------------------------------------------------------------------------------------------
 # Output files: an OSError is reported in terms of the option the user gave.
+
+
+def refuse_taken(file: Path, overwrite: bool, *, do: str, flag: str) -> None:
+    """Raise `FolderTaken` for a file that exists, unless it may be overwritten; `flag` is the option for that."""
+    if file.is_dir() or (file.exists() and not overwrite):
+        more = "" if file.is_dir() else f", or add {flag} to replace it"
+        raise FolderTaken(f"{file} is there already", allowed="a name that is free", do=f"{do}{more}")
+
+
+def write_csv(rows: Sequence[Mapping[str, object]], file: Path) -> None:
+    """Write a table with a column for every key that a row has."""
+    import csv
+    import io
+
+    from halfstep.files import write_text
+
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(file, text.getvalue())
 
 
 @contextmanager

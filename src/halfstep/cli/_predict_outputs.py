@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli._options import storing
+from halfstep.cli._options import storing, write_csv
 from halfstep.errors import BadData, BadRecipe, FolderTaken, WrongUse
+from halfstep.terminal import progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,9 +86,8 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
     """
     if not settings:
         return finished
-    from halfstep.recipe.aliases import PRECISION_WORDS
-    from halfstep.recipe.fields import settings_of
-    from halfstep.recipe.overrides import read_flags
+    from halfstep.recipe.fields import fields_of
+    from halfstep.recipe.names import PRECISION_WORDS, read_flags
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.finished import remembering
     from halfstep.runs.resolve import resolved_recipe
@@ -98,7 +98,7 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
         if key in PRECISION_WORDS:
             raise BadRecipe(f"{key} as a setting", allowed="--precision P, --bf16 or --fp16", do="write --precision P")
         if key not in HOW:
-            allowed = [one for one in HOW if one in settings_of(schema)]
+            allowed = [one for one in HOW if one in fields_of(schema).by_key]
             raise BadRecipe(
                 f"{key} is part of what {finished.folder} was trained with",
                 allowed=", ".join(allowed) or f"no setting: {finished.recipe.task} has none that can change afterwards",
@@ -150,17 +150,16 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
 
 
 def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
-    from halfstep.terminal import progress
     from halfstep.train.environment import seed_all
     from halfstep.train.process_group import generators_kept
     from halfstep.train.task import LeftOut
 
     inference = finished.choice.precision.inference(finished.device)
     try:
-        with progress("sampling", "steps") as told, generators_kept(), inference:
+        with progress("sampling", "steps") as on_progress, generators_kept(), inference:
             # Seeded inside `generators_kept`, which restores the caller's generators afterwards.
             seed_all(seed)
-            return finished.task.sample(finished.model, samples, told)
+            return finished.task.sample(finished.model, samples, on_progress)
     except LeftOut:
         raise WrongUse(
             f"the model of {finished.folder} makes nothing by itself",
@@ -203,20 +202,20 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
     Unreadable inputs are reported; raise `BadData` where none can be read.
     """
     from halfstep.data.source import BadSample
-    from halfstep.terminal import progress
 
     inputs = _inputs(finished, where)
+    do = f"halfstep predict {finished.folder}, or write a predict for {type(finished.task).__name__}"
     rows, bad = [], []
-    with progress("predicting", inputs.unit) as told:
+    with progress("predicting", inputs.unit) as on_progress:
         for number, name in enumerate(inputs.names):
             try:
-                said = _predicted(finished, inputs.read(number))
+                prediction = finished.predict_tensor(inputs.read(number), allowed="no folder", do=do)
             except BadSample as error:
                 bad.append({"file": name, "reason": error.reason})
             else:
                 with writing(out):
-                    rows.append({"file": name, **_write(said, out, Path(name))})
-            told(number + 1, len(inputs.names))
+                    rows.append({"file": name, **_write(prediction, out, Path(name))})
+            on_progress(number + 1, len(inputs.names))
     if not rows:
         raise BadData(
             f"none of the {inputs.unit} below {where} could be read ({len(bad)} tried)",
@@ -224,7 +223,7 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
             do=f"look at {bad[0]['file']}: {bad[0]['reason']}" if bad else f"give a folder with {inputs.unit}",
         )
     with writing(out):
-        _write_table(rows, out / TABLE)
+        write_csv(rows, out / TABLE)
     kinds = [kind for kind in ("mask", "overlay", "animation") if any(kind in row for row in rows)]
     return {
         "out": str(out),
@@ -252,9 +251,8 @@ def _inputs(finished: Finished, where: Path) -> Inputs:
     if {"frames", "every"} <= set(type(data).model_fields) and where.suffix.lower() not in SUFFIXES:
         return _clips(data, where)
     root, names = (where.parent, [where.name]) if where.is_file() else (where, image_files(where))
-    channels = getattr(finished.task, "channels_read", getattr(data, "channels", 3))
     kinds = "JPEG, PNG, TIFF, WEBP or BMP images"
-    return Inputs("images", names, lambda number: read_image(root / names[number], channels), kinds)
+    return Inputs("images", names, lambda number: read_image(root / names[number], finished.channels()), kinds)
 
 
 def _clips(data: Any, place: Path) -> Inputs:
@@ -280,20 +278,6 @@ def _clip_names(parts: list[tuple[str, int]]) -> list[str]:
         whole if times[whole] == 1 and whole not in taken else name
         for name, (whole, _) in zip(numbered, parts, strict=True)
     ]
-
-
-def _predicted(finished: Finished, image: Tensor) -> Prediction:
-    from halfstep.train.task import LeftOut
-
-    try:
-        with finished.choice.precision.inference(finished.device):
-            return finished.task.predict(finished.model, image.to(finished.device))
-    except LeftOut:
-        raise WrongUse(
-            f"the model of {finished.folder} says nothing about images",
-            allowed="no folder",
-            do=f"halfstep predict {finished.folder}, or write a predict for {type(finished.task).__name__}",
-        ) from None
 
 
 def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
@@ -323,17 +307,3 @@ def _labelled(prediction: Prediction, name: Path) -> Picture | None:
     if prediction.overlay is None or not prediction.legend:
         return prediction.overlay
     return alone(PicturedSample({"": prediction.overlay}, str(name)), prediction.legend)
-
-
-def _write_table(rows: list[dict[str, object]], path: Path) -> None:
-    import csv
-    import io
-
-    from halfstep.files import write_text
-
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())

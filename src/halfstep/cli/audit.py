@@ -10,6 +10,7 @@ import typer
 
 from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
 from halfstep.errors import INTERRUPTED, WrongUse
+from halfstep.terminal import progress
 
 if TYPE_CHECKING:
     from halfstep.measure.subject import Subject
@@ -83,10 +84,9 @@ def _nothing(words: list[str], precision: str | None, device: str | None) -> dic
 
 def _report(examined: Subject, precision: str | None, device: str | None) -> dict[str, Any]:
     from halfstep.measure.audit.audit import audit
-    from halfstep.terminal import progress
 
-    with progress("auditing", "stages") as told:
-        report = audit(examined, precision=precision, device=device, progress=told).as_dict()
+    with progress("auditing", "stages") as on_progress:
+        report = audit(examined, precision=precision, device=device, progress=on_progress).as_dict()
     return {**report, "next": next_command(examined, report, device)}
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli._options import flag
-from halfstep.terminal import say
+from halfstep.cli._options import flag, print_json
+from halfstep.errors import DATA, WrongUse, unknown_name
+from halfstep.terminal import progress, say
 
 GROUP = "Run"
 ACTIONS = ("list", "check", "get")
@@ -34,8 +36,6 @@ def run(
     balanced; exit code 65 where a run would fail or its figures would be false. get NAME downloads a set; list shows
     the sets.
     """
-    from halfstep.errors import WrongUse, unknown_name
-
     if action not in ACTIONS:
         raise unknown_name("action", action, ACTIONS)
     if action == "list":
@@ -50,23 +50,18 @@ def run(
     else:
         report = _get(what, quiet=json)
     if json:
-        from json import dumps
-
-        say(dumps(report, indent=1))
+        print_json(report)
     if action == "check" and not report["ok"]:
-        from halfstep.errors import DATA
-
         raise typer.Exit(DATA)
 
 
 def _check(folder: str, task: str | None, masks: Path | None, classes: int | None, *, quiet: bool) -> dict[str, Any]:
     from halfstep.data.check.report import check
     from halfstep.data.layout import data_place, find_layout
-    from halfstep.terminal import progress
 
     layout = find_layout(data_place(folder), task, masks)
-    with progress("reading", "files") as told:
-        report = check(layout, told, classes)
+    with progress("reading", "files") as on_progress:
+        report = check(layout, on_progress, classes)
     report["next"] = _next(folder, report, masks)
     if not quiet:
         from halfstep.cli.pages.data import show
@@ -76,8 +71,6 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
 
 
 def _next(folder: str, report: dict[str, Any], masks: Path | None) -> str:
-    import shlex
-
     words = ["halfstep", "train", report["recipe"], "--data_dir", folder]
     return shlex.join([*words, "--masks", str(masks)] if masks else words)
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import flag
+from halfstep.cli._options import flag, print_json
 from halfstep.errors import CONFIGURATION, WrongUse
-from halfstep.terminal import say
 
 if TYPE_CHECKING:
     from halfstep.doctor.wheel import Build
@@ -52,7 +51,7 @@ def run(
 
 def _device(report: dict[str, Any], json: bool) -> None:
     if json:
-        _print_json(report)
+        print_json(report)
     else:
         from halfstep.cli.pages.layout import show
 
@@ -67,7 +66,7 @@ def _tables(formats: bool, gpus: bool, json: bool) -> None:
 
     report = {**({"formats": known.format_rows()} if formats else {}), **({"gpus": known.gpu_rows()} if gpus else {})}
     if json:
-        _print_json(report)
+        print_json(report)
     else:
         known.show(report)
 
@@ -81,7 +80,7 @@ def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None,
     report = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
     report |= {"changed": [change.as_dict() for change in changed]} if fix else {}
     if json:
-        _print_json(report)
+        print_json(report)
     else:
         from halfstep.cli.pages.settings import show
 
@@ -99,12 +98,6 @@ def _refuse_device_options(device: str | None, precision: str, strict: bool, **o
             allowed="a RECIPE with --accelerate, --deepspeed, --fix and --json; or a device report without them",
             do=f"leave out {', '.join(wrong)}, or ask for the device report by itself",
         )
-
-
-def _print_json(report: dict[str, Any]) -> None:
-    from json import dumps
-
-    say(dumps(report, indent=1))
 
 
 def examine(

@@ -60,9 +60,9 @@ def _answer(
     device, precision, batch, recompute = asked
     from halfstep.measure.memory.report import EstimateOptions, report_of
 
-    wish = EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute)
-    with progress("estimating", "precisions") as told:
-        report = report_of(wanted.open, wish, told)
+    options = EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute)
+    with progress("estimating", "precisions") as on_progress:
+        report = report_of(wanted.open, options, on_progress)
     report = {"subject": wanted.text, **report, "next": next_command(wanted, report)}
     if json:
         print_json(report)
@@ -122,10 +122,10 @@ def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
     case = wanted.open()
     report: dict[str, Any] = {"subject": wanted.text, "survival": [], "interrupted": False}
     try:
-        with progress("trying", "formats") as told:
+        with progress("trying", "formats") as on_progress:
             for done, name in enumerate(formats, 1):
                 report["survival"].append(survival(case, format_name=name).as_dict())
-                told(done, len(formats))
+                on_progress(done, len(formats))
     except KeyboardInterrupt:
         report["interrupted"] = True
     if json:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened
-from halfstep.terminal import say
+from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened, print_json
 
 GROUP = "Run"
 
@@ -53,9 +52,7 @@ def run(
     found = measured(finished, "validation" if data is None else str(data))
     written = write_files(found, finished, csv, picture, samples)
     if json:
-        from json import dumps
-
-        say(dumps({**found.report, "written": [str(file) for file in written]}, indent=1))
+        print_json({**found.report, "written": [str(file) for file in written]})
     else:
         from halfstep.cli.pages.evaluate import show
 

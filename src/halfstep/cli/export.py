@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import OwnTask, RunFolder, flag, storing
+from halfstep.cli._options import OwnTask, RunFolder, flag, print_json, refuse_taken, storing
 from halfstep.errors import FolderTaken, WrongUse, unknown_name
-from halfstep.terminal import say
+from halfstep.terminal import progress
 
 if TYPE_CHECKING:
     from halfstep.runs.export import Exported
@@ -62,9 +62,7 @@ def run(
     found = exported(folder, weights, ema, task_from_file(task)[0] if task else None)
     report = write(found, file, kind)
     if json:
-        from json import dumps
-
-        say(dumps({"run": str(folder), **report}, indent=1))
+        print_json({"run": str(folder), **report})
     else:
         from halfstep.cli.pages.export import show
 
@@ -76,7 +74,6 @@ def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
     from halfstep._version import __version__
     from halfstep.runs.export import write as write_checked
     from halfstep.runs.snippet import snippet
-    from halfstep.terminal import progress
 
     signature = found.signature()
     python, kept = (
@@ -90,8 +87,8 @@ def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
         allowed="a folder that this user can write to, with room for the weights",
         do="give --out FILE, in a place of your own",
     ):
-        with progress("exporting", "steps") as told:
-            checked = write_checked(found, file, format, notes, told)
+        with progress("exporting", "steps") as on_progress:
+            checked = write_checked(found, file, format, notes, on_progress)
         sha256 = _sha256(file)
     return {
         "file": str(file),
@@ -148,12 +145,7 @@ def _refuse(folder: Path, file: Path, format: str, force: bool) -> None:
             allowed="a file in a folder that is there",
             do=f"make the folder, or --out {folder / FILE}{SUFFIXES[format]}",
         )
-    if file.exists() and (file.is_dir() or not force):
-        raise FolderTaken(
-            f"{file} is there already",
-            allowed="a name that is free",
-            do="give --out FILE, with another name" + ("" if file.is_dir() else ", or add --force to replace it"),
-        )
+    refuse_taken(file, force, do="give --out FILE, with another name", flag="--force")
 
 
 def _refuse_name(file: Path, format: str) -> None:

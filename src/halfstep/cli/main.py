@@ -24,7 +24,7 @@ def main() -> None:
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
     try:
         with nothing_collected():
-            _speak(sys.argv[1:])
+            _show_activity(sys.argv[1:])
             application = build(sys.argv[1:2])
         application(prog_name="halfstep")
     except KeyboardInterrupt:
@@ -44,7 +44,7 @@ def build(names: Iterable[str] = ()) -> typer.Typer:
     return application([name for name in known if name in tuple(names)] or known)
 
 
-def _speak(words: list[str]) -> None:
+def _show_activity(words: list[str]) -> None:
     command, subject = (*words[:2], "", "")[:2]
     # These finish at once; a line that says so would only flicker.
     if "--help" in words or command in QUICK or command.startswith("-"):

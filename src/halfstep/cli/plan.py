@@ -48,8 +48,8 @@ def run(
     from halfstep.measure.plan.plan import plan
 
     try:
-        with progress("planning", "s") as tell:
-            found = plan(given, seconds=seconds, device=device, grow_batch=grow_batch, progress=tell)
+        with progress("planning", "s") as on_progress:
+            found = plan(given, seconds=seconds, device=device, grow_batch=grow_batch, progress=on_progress)
     except KeyboardInterrupt:  # the case was still being opened
         nothing = {"subject": given.text, "interrupted": True}
         if json:
@@ -157,7 +157,7 @@ def has_terminal() -> bool:
 
 def _text(given: Subject, report: dict[str, Any]) -> str:
     """Return the complete recipe with the plan's changes, as YAML."""
-    from halfstep.recipe.written import to_yaml
+    from halfstep.recipe.strict_yaml import to_yaml
 
     choice, device = report["choice"], report["device"]["name"]
     speed = f", {choice['speed']['speedup']:.2f}x strict fp32" if choice["speed"] else ""
@@ -170,10 +170,10 @@ def _text(given: Subject, report: dict[str, Any]) -> str:
 
 def _changed(given: Subject, changes: dict[str, Any]) -> AnyRecipe:
     """Return the recipe with the plan's changes."""
-    from halfstep.recipe.overrides import Override, apply
+    from halfstep.recipe.resolve import apply
 
     recipe = _resolved(given).recipe
-    changed = apply(recipe.model_dump(), [Override(key, value) for key, value in changes.items()])
+    changed = apply(recipe.model_dump(), changes.items())
     found: AnyRecipe = type(recipe).model_validate(changed)
     return found
 

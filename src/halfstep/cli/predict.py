@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened
-from halfstep.terminal import say
+from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened, print_json
+from halfstep.printable import in_line
+from halfstep.terminal import screen
 
 GROUP = "Run"
 COMMAND = {"context_settings": {"ignore_unknown_options": True}}
@@ -57,19 +59,12 @@ def run(
 
         report = predict(finished, images, place)
     if json:
-        from json import dumps
-
-        say(dumps(report, indent=1))
+        print_json(report)
     else:
         _print(report)
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    from halfstep.printable import in_line
-    from halfstep.terminal import screen
-
     console = screen()
     where = f" in {report['precision']} on {in_line(report['device'])}"
     if "picture" in report:

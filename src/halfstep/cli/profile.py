@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
+from halfstep.terminal import progress
 
 GROUP = "Trouble"
 COMMAND = TAKES_SETTINGS
@@ -27,10 +28,9 @@ def run(
     """Explain a missing speed-up: where a step's time goes, one cause, and one command to run."""
     examined = subject(recipe, context.args)
     from halfstep.measure.profile.profile import profile
-    from halfstep.terminal import progress
 
-    with progress("profiling", "%") as tell:
-        report = profile(examined, precision=precision, seconds=seconds, device=device, progress=tell).as_dict()
+    with progress("profiling", "%") as on_progress:
+        report = profile(examined, precision=precision, seconds=seconds, device=device, progress=on_progress).as_dict()
     if json:
         print_json(report)
     else:

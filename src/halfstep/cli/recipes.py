@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import flag
+from halfstep.cli._options import flag, print_json
+from halfstep.errors import FolderTaken, WrongUse, unknown_name
 from halfstep.printable import in_line
 from halfstep.terminal import say, screen
 
@@ -45,14 +46,11 @@ def run(
     else:
         report = _explain(_needed(recipe, action), more, quiet=json)
     if json or action == "schema":
-        from json import dumps
-
-        say(dumps(report, indent=1))
+        print_json(report)
 
 
 def _recipe_or_action(word: str) -> str:
     """Return the word as a recipe; a misspelled action is reported as such, not as an unknown recipe."""
-    from halfstep.errors import unknown_name
     from halfstep.recipe.fields import nearest
     from halfstep.recipe.sources import is_path, recipe_names
 
@@ -89,7 +87,6 @@ def _schema() -> dict[str, Any]:
 
 
 def _copy(recipe: str, to: str | None, *, quiet: bool) -> Path:
-    from halfstep.errors import FolderTaken
     from halfstep.recipe.sources import recipe_text
 
     label, text = recipe_text(recipe)
@@ -112,7 +109,6 @@ def _copy(recipe: str, to: str | None, *, quiet: bool) -> Path:
 
 
 def _explain(recipe: str, setting: str | None, *, quiet: bool) -> dict[str, Any]:
-    from halfstep.errors import unknown_name
     from halfstep.recipe.explain import rows
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.registry import task_schemas
@@ -133,8 +129,6 @@ def _explain(recipe: str, setting: str | None, *, quiet: bool) -> dict[str, Any]
 
 def _sized(found: RawRecipe, folder: str, *, quiet: bool) -> dict[str, Any]:
     """Report what a recipe chooses for a data set on this machine, and why."""
-    import shlex
-
     from halfstep.runs.resolve import resolved_recipe
 
     chosen = resolved_recipe(found, {"data.path": folder}).sizing
@@ -154,7 +148,7 @@ def _is_meant(row: SettingRow, word: str) -> bool:
 def _show(found: RawRecipe, chosen: list[SettingRow], *, whole: bool) -> None:
     from halfstep.cli.pages.explained import one_setting, short
     from halfstep.recipe.explain import value_in_words
-    from halfstep.recipe.written import flat
+    from halfstep.recipe.strict_yaml import flat
 
     if not whole:
         for row in chosen:
@@ -166,8 +160,6 @@ def _show(found: RawRecipe, chosen: list[SettingRow], *, whole: bool) -> None:
 
 def _needed(recipe: str | None, action: str) -> str:
     if recipe is None:
-        from halfstep.errors import WrongUse
-
         raise WrongUse(
             f"{action} which recipe?",
             allowed="a name from `halfstep recipes`, or a path",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import TakesSettings, flag
+from halfstep.cli._options import TAKES_SETTINGS, TakesSettings, flag, print_json
 from halfstep.errors import Diverged, NotBegun, OutOfMemory, Stopped, WrongUse
 from halfstep.host_memory import keep_freed_memory, nothing_collected
 from halfstep.status_line import Now, waiting
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from halfstep.train.run import Run
 
 GROUP = "Run"
-COMMAND = {
-    "cls": TakesSettings,
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-}
+COMMAND = {"cls": TakesSettings, **TAKES_SETTINGS}
 """typer's arguments for the command, where they differ from the default."""
 
 
@@ -58,24 +55,20 @@ def run(
         raise WrongUse(f"{recipe} where RECIPE should be", allowed="RECIPE first", do=f"halfstep train RECIPE {recipe}")
     now = waiting(f"halfstep train {recipe}")
     now("reading the recipe")
-    from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM, refuse_contradictions
+    from halfstep.runs.resolve import accepted_changes, refuse_early
 
-    refuse_contradictions(new, extend, rewarm)
+    accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     resolved, own, notes = _resolved(recipe, task, context.args, now)
     if show:
         _show(resolved, now)
         return
-    accepted = {DATA: accept_data_change, RECIPE: accept_recipe_change, EXTEND: extend, REWARM: rewarm}
-    given = [name for name, is_given in accepted.items() if is_given]
     # A user's task may need other packages and data than ours, so only our tasks are checked early.
     if own is None:
-        from halfstep.runs.resolve import refuse_early
-
-        refuse_early(resolved, new=new, accepted=given)
+        refuse_early(resolved, new=new, accepted=accepted)
     now("loading torch")
     # Loading torch takes seconds; a signal during that time must not be lost.
     with Stopping(end_process) as stopping:
-        options = {"task": own, "new": new, "quiet": json, "notes": notes, "accepted": given, "now": now}
+        options = {"task": own, "new": new, "quiet": json, "notes": notes, "accepted": accepted, "now": now}
         try:
             result = _launched(resolved, stopping, options)
         except (Stopped, Diverged) as ended:
@@ -89,9 +82,8 @@ def run(
             raise typer.Exit(failed.exit_code) from None
     if json and os.environ.get("RANK", "0") == "0":
         from dataclasses import asdict
-        from json import dumps
 
-        say(dumps({**asdict(result), "dir": str(result.dir)}, indent=1))
+        print_json({**asdict(result), "dir": str(result.dir)})
 
 
 def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tuple[Resolved, Any, list[str]]:
@@ -111,7 +103,7 @@ def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tup
 
 
 def _show(resolved: Resolved, now: Now) -> None:
-    from halfstep.recipe.written import to_yaml
+    from halfstep.recipe.strict_yaml import to_yaml
 
     now("")
     say(to_yaml(resolved.recipe).rstrip("\n"))

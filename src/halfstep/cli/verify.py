@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import OwnTask, RunFolder, flag
+from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
 from halfstep.cli.pages.verify import print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
-from halfstep.terminal import say
+from halfstep.terminal import progress
 
 if TYPE_CHECKING:
     from halfstep.checkpoint.paths import CheckpointDir
@@ -48,20 +48,18 @@ def run(
             allowed="--steps and --task with --resume, which trains a few steps",
             do=f"halfstep verify {folder} --resume",
         )
-    looked = look(folder)
-    report = described(folder, looked)
+    result = look(folder)
+    report = described(folder, result)
     if not json:
         print_report(report)
-    failure = complaint(folder, looked)
+    failure = complaint(folder, result)
     proof = None
     if resume and failure is None:
-        proof = proven(folder, looked.verdicts, steps or STEPS, task)
+        proof = proven(folder, result.verdicts, steps or STEPS, task)
         report["proof"] = {**asdict(proof), "losses": len(proof.losses), "equal": proof.equal}
         failure = _not_exact(proof)
     if json:
-        from json import dumps
-
-        say(dumps(report, indent=1))
+        print_json(report)
     elif proof is not None:
         print_proof(proof)
     if failure is not None:
@@ -109,31 +107,30 @@ def look(folder: Path) -> VerifiedRun:
     # A run that saves often may retire every listed generation while the first is read.
     for _ in range(TRIES):
         found = generations(place)
-        looked = _looked_at(found)
-        if looked.verdicts or not found:
+        result = _verify_all(found)
+        if result.verdicts or not found:
             break  # otherwise the run retired all of them and has saved new ones
-    return looked
+    return result
 
 
-def _looked_at(found: list[CheckpointDir]) -> VerifiedRun:
+def _verify_all(found: list[CheckpointDir]) -> VerifiedRun:
     from halfstep.checkpoint.reading import verified
-    from halfstep.terminal import progress
 
     total, done = sum(map(_size, found)), 0
     before, began = _spent(), time.perf_counter()
-    with progress("verifying", "MB") as told:
+    with progress("verifying", "MB") as on_progress:
 
         def count(read: int) -> None:
             nonlocal done
             done += read
-            told(done // 10**6, total // 10**6)
+            on_progress(done // 10**6, total // 10**6)
 
-        def seen(generation: CheckpointDir) -> CheckpointVerdict | None:
+        def verify_one(generation: CheckpointDir) -> CheckpointVerdict | None:
             # A problem in a generation that is gone by now is no problem: the run retired it while it was read.
             verdict = verified(generation, count)
             return verdict if verdict.problem is None or os.path.lexists(generation.path) else None
 
-        verdicts = [verdict for one in found if (verdict := seen(one)) is not None]
+        verdicts = [verdict for one in found if (verdict := verify_one(one)) is not None]
     seconds = time.perf_counter() - began
     # User time is SHA-256, system time is copying; the rest of the wall time is waiting.
     hashing, copying, blocks = (now - then for now, then in zip(_spent(), before, strict=True))
@@ -162,16 +159,16 @@ def _size(generation: CheckpointDir) -> int:
 # -- what it means ----------------------------------------------------------------------------------------------------
 
 
-def complaint(folder: Path, looked: VerifiedRun) -> HalfstepError | None:
+def complaint(folder: Path, result: VerifiedRun) -> HalfstepError | None:
     """Return the error for missing or corrupt checkpoints, with what a resume would do; None where all are intact."""
-    if not looked.verdicts:
+    if not result.verdicts:
         return NoCheckpoint(
             f"{folder} has no checkpoints",
             allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
             do="start it with the same command, and verify when it has been saved",
         )
-    damaged = [one for one in looked.verdicts if one.problem is not None]
-    whole = [one for one in looked.verdicts if one.problem is None]
+    damaged = [one for one in result.verdicts if one.problem is not None]
+    whole = [one for one in result.verdicts if one.problem is None]
     if not damaged:
         return None
     if not whole:
@@ -183,30 +180,30 @@ def complaint(folder: Path, looked: VerifiedRun) -> HalfstepError | None:
             do="bring back the folder from a copy, or begin again with --new, in a folder of its own",
         )
     return BadData(
-        f"{len(damaged)} of {len(looked.verdicts)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged",
+        f"{len(damaged)} of {len(result.verdicts)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged",
         allowed="checkpoints as they were written",
-        do=_what_a_resume_does(folder, looked),
+        do=_what_a_resume_does(folder, result),
     )
 
 
-def _what_a_resume_does(folder: Path, looked: VerifiedRun) -> str:
+def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
     from halfstep.train.run_folder import is_finished
 
-    newest = next(one for one in looked.verdicts if one.problem is None).generation
+    newest = next(one for one in result.verdicts if one.problem is None).generation
     if is_finished(folder):
         return "nothing, if you need the weights only: the run is finished, and nothing goes on from its checkpoints"
-    if looked.verdicts[0].problem is None:
+    if result.verdicts[0].problem is None:
         return f"nothing has to be done for a resume: it goes on from {newest.name}, the newest, which is whole"
-    lost = looked.verdicts[0].generation.attempt - newest.attempt
+    lost = result.verdicts[0].generation.attempt - newest.attempt
     again = f", and does at least {lost:,} {'step' if lost == 1 else 'steps'} again" if lost else ""
     return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
 
 
-def described(folder: Path, looked: VerifiedRun) -> dict[str, Any]:
+def described(folder: Path, result: VerifiedRun) -> dict[str, Any]:
     """Return the report as plain data."""
     from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
 
-    newest = next((one.generation.name for one in looked.verdicts if one.problem is None), None)
+    newest = next((one.generation.name for one in result.verdicts if one.problem is None), None)
     return {
         "run": str(folder),
         "checkpoints": [
@@ -218,17 +215,17 @@ def described(folder: Path, looked: VerifiedRun) -> dict[str, Any]:
                 "bytes": one.manifest.bytes if one.manifest else _size(one.generation),
                 "processes": one.manifest.world if one.manifest else None,
             }
-            for one in looked.verdicts
+            for one in result.verdicts
         ],
         "newest_whole": newest,
         "set_aside": [path.name for path in set_aside(folder / CHECKPOINTS)],
-        "bytes": looked.bytes,
-        "seconds": looked.seconds,
-        "bytes_per_second": looked.bytes / looked.seconds if looked.seconds >= BRIEF else None,
-        "limited_by": looked.limited_by if looked.seconds >= BRIEF else None,
-        "seconds_hashing": looked.hashing,
-        "seconds_copying": looked.copying,
-        "bytes_from_disk": looked.from_disk,
+        "bytes": result.bytes,
+        "seconds": result.seconds,
+        "bytes_per_second": result.bytes / result.seconds if result.seconds >= BRIEF else None,
+        "limited_by": result.limited_by if result.seconds >= BRIEF else None,
+        "seconds_hashing": result.hashing,
+        "seconds_copying": result.copying,
+        "bytes_from_disk": result.from_disk,
     }
 
 
@@ -241,7 +238,6 @@ def proven(folder: Path, verdicts: list[CheckpointVerdict], steps: int, task: Pa
 
     from halfstep.runs.finished import rebuilding
     from halfstep.runs.registry import task_from_file
-    from halfstep.terminal import progress
     from halfstep.train.resume_proof import prove
 
     # The proof trains in this process alone, without the other ranks.
@@ -253,8 +249,8 @@ def proven(folder: Path, verdicts: list[CheckpointVerdict], steps: int, task: Pa
             do=f"halfstep verify {folder}, without --resume",
         )
     own = (lambda: task_from_file(task)[0]) if task is not None else None
-    with tempfile.TemporaryDirectory(prefix="halfstep-verify-") as place, progress("proving", "steps") as told:
-        return prove(rebuilding(folder, own), [one.generation for one in verdicts], steps, Path(place), told)
+    with tempfile.TemporaryDirectory(prefix="halfstep-verify-") as place, progress("proving", "steps") as on_progress:
+        return prove(rebuilding(folder, own), [one.generation for one in verdicts], steps, Path(place), on_progress)
 
 
 def _not_exact(proof: Proof) -> NotExact | None:

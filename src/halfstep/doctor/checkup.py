@@ -103,10 +103,10 @@ def _conflicts(
         if other is one:
             continue
         # Each conflict gets two resolutions: change the one file, or change the other.
-        wish = _wish(other, one, settings, settled.name)
+        asked = _asked_precision(other, one, settings, settled.name)
         ways = (
             Resolution(settled.name, other.where, _lines_for(other, settled.name, everything)),
-            Resolution(wish, one.where, _lines_for(one, wish, everything)),
+            Resolution(asked, one.where, _lines_for(one, asked, everything)),
         )
         found.append(Conflict(one, other, ways))
     return found
@@ -129,12 +129,12 @@ def _section(setting: FoundSetting) -> str:
     return setting.key.rpartition(".")[0]
 
 
-def _wish(other: FoundSetting, one: FoundSetting, settings: Sequence[FoundSetting], refused: str) -> str:
+def _asked_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[FoundSetting], refused: str) -> str:
     """Return the precision the other setting's file asks for as a whole: `amp: true` with `fp16: false` means bf16."""
     own = _settled([s for s in _same_file(settings, other) if s is not one])
-    wish = own.name if own else refused
-    if wish not in (refused, AUTO):
-        return wish
+    asked = own.name if own else refused
+    if asked not in (refused, AUTO):
+        return asked
     return "fp32" if refused != "fp32" else "bf16"
 
 

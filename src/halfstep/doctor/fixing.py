@@ -47,29 +47,29 @@ def make_agree(
     wanted = read_precision(precision).name
     if wanted not in precision_names():
         raise WrongUse(f"--fix {precision}", allowed=", ".join(precision_names()), do="--fix bf16")
-    kept: dict[Path, bytes] = {}
+    originals: dict[Path, bytes] = {}
 
     def verdict() -> SettingsVerdict:
         sources = read_sources(recipe, accelerate, deepspeed, variables)
         return judge([setting for source in sources for setting in source.precision])
 
     try:
-        return _mended(verdict, wanted, kept)
+        return _fix_all(verdict, wanted, originals)
     except BaseException:
-        for path, content in kept.items():
+        for path, content in originals.items():
             _write(path, content)
         raise
 
 
-def _mended(verdict: Callable[[], SettingsVerdict], wanted: str, kept: dict[Path, bytes]) -> list[Change]:
+def _fix_all(verdict: Callable[[], SettingsVerdict], wanted: str, originals: dict[Path, bytes]) -> list[Change]:
     """Change one line and check again: a dormant format may become active with its switch."""
     changes: list[Change] = []
     while len(changes) < _MOST:
         found = verdict()
         if not found.conflicts:
-            _check_wish(found, wanted)
+            _check_precision(found, wanted)
             return changes
-        changes.append(_mend(found.conflicts[0], wanted, kept))
+        changes.append(_fix_line(found.conflicts[0], wanted, originals))
     raise WrongUse(
         f"settings that still contradict each other after {_MOST} changes",
         allowed="files whose settings can be made to agree",
@@ -77,7 +77,7 @@ def _mended(verdict: Callable[[], SettingsVerdict], wanted: str, kept: dict[Path
     )
 
 
-def _check_wish(verdict: SettingsVerdict, wanted: str) -> None:
+def _check_precision(verdict: SettingsVerdict, wanted: str) -> None:
     if verdict.precision not in (wanted, AUTO):
         raise WrongUse(
             f"--fix {wanted}, where nothing contradicts and everything asks for {verdict.precision or 'nothing'}",
@@ -86,13 +86,13 @@ def _check_wish(verdict: SettingsVerdict, wanted: str) -> None:
         )
 
 
-def _mend(conflict: Conflict, wanted: str, kept: dict[Path, bytes]) -> Change:
+def _fix_line(conflict: Conflict, wanted: str, originals: dict[Path, bytes]) -> Change:
     """Change the line of the setting that does not ask for `wanted`; where neither does, one after the other."""
     setting = conflict.other if conflict.ways[0].precision == wanted else conflict.one
     path = _file_of(setting, wanted)
     content = path.read_bytes()
     # The first content of each file is the original; it is what an error restores.
-    kept.setdefault(path, content)
+    originals.setdefault(path, content)
     lines = content.decode("utf-8").splitlines(keepends=True)
     number = setting.line or 0
     before = lines[number - 1]

@@ -49,14 +49,14 @@ class Build:
 
     def as_dict(self) -> dict[str, str]:
         """Return the facts in words, without those that are absent."""
-        told = {
+        facts = {
             "torch": self.torch,
             "built for": f"CUDA {_dotted(self.cuda)}" if self.cuda else self.other or "CPUs only",
             "architectures": " ".join(self.architectures),
             "driver runs": f"CUDA {_dotted(self.driver)}" if self.driver else "",
             "GPUs": ", ".join(_said(board) for board in self.boards),
         }
-        return {key: words for key, words in told.items() if words}
+        return {key: words for key, words in facts.items() if words}
 
 
 def check_build(build: Build) -> list[Finding]:

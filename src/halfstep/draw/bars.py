@@ -69,7 +69,7 @@ def _speed(axes: Axes, rows: Rows) -> None:
         axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
         axes.set_ylim(0.0, 1.1 * max(1.0, *tops))
     else:
-        _say(axes, "speed was not measured")
+        _note(axes, "speed was not measured")
     _name(axes, rows, ["not measured" if gain is None else f"{gain['times']:.2f}x" for gain in gains])
 
 
@@ -84,7 +84,7 @@ def _memory(axes: Axes, rows: Rows) -> None:
     unit, size = ("GiB", 2**30) if max(heights) >= 2**30 else ("MiB", 2**20)
     axes.set_ylabel(unit)
     if not any(heights):
-        _say(axes, "memory was not measured")
+        _note(axes, "memory was not measured")
         _name(axes, rows, [""] * len(rows))
         return
     _stack(axes, [{name: taken / size for name, taken in own.items()} for own in parts])
@@ -116,7 +116,7 @@ def _metric(axes: Axes, rows: Rows, bench: Mapping[str, Any]) -> None:
     _name(axes, rows, [(row["parity"] or {}).get("verdict", "") if row["runs"] else "" for row in rows])
     values = [[number for run in row["runs"] if math.isfinite(number := float(run["metric"]))] for row in rows]
     if not any(values):
-        _say(axes, "there is no finite metric")
+        _note(axes, "there is no finite metric")
         return
     margin = (bench.get("margin") or {}).get("size")
     centre = sum(values[0]) / len(values[0]) if values[0] else None
@@ -165,7 +165,7 @@ def _dots(axes: Axes, place: int, values: Sequence[float]) -> None:
     axes.plot([place - 0.25, place + 0.25], [mean, mean], color=colour, linewidth=2)
 
 
-def _say(axes: Axes, text: str) -> None:
+def _note(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color="#555555")
 
 

@@ -54,8 +54,8 @@ def _bar(name: str, value: float, left: int) -> Array:
     field = paper(high, BAR)
     field[2:-2] = EMPTY
     field[2:-2, : 0 if math.isnan(value) else round(BAR * value)] = RIGHT
-    told = "none there" if math.isnan(value) else f"{value:.3f}"
-    return beside([_label(name, left, high), field, words(told, TEXT, 80)], 6)
+    text = "none there" if math.isnan(value) else f"{value:.3f}"
+    return beside([_label(name, left, high), field, words(text, TEXT, 80)], 6)
 
 
 def _cell(share: float, right: bool, side: int, numbered: bool) -> Array:

@@ -12,13 +12,20 @@ import numpy as np
 from halfstep.errors import MissingExtra, WrongUse
 from halfstep.files import replacing
 
+try:
+    from PIL import Image, ImageDraw, ImageFont
+except ImportError as error:
+    raise MissingExtra(
+        "writing into a picture without the package pillow", allowed="pillow", do="pip install halfstep[vision]"
+    ) from error
+
 Array = np.ndarray[Any, Any]
 
 
 def write_png(path: Path, picture: Array) -> None:
     """Replace `path` by a uint8 picture: height × width in gray, or height × width × 3 or 4 in color.
 
-    Raise `WrongUse` for another shape or dtype, `MissingExtra` without Pillow.
+    Raise `WrongUse` for another shape or dtype.
     """
     image = image_of(picture)
     with replacing(path) as draft:
@@ -27,12 +34,6 @@ def write_png(path: Path, picture: Array) -> None:
 
 def image_of(picture: Array) -> Any:
     """Return a picture as a Pillow image. Raise `WrongUse` for another shape or dtype."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtra(
-            "writing a picture without the package pillow", allowed="pillow", do="pip install halfstep[vision]"
-        ) from error
     layered = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[2] in (3, 4))
     if picture.dtype != np.uint8 or not layered or picture.size == 0:
         raise WrongUse(
@@ -46,13 +47,6 @@ def image_of(picture: Array) -> Any:
 # -- lettering --------------------------------------------------------------------------------------------------------
 # Text in pictures, in Pillow's built-in font.
 
-
-try:
-    from PIL import Image, ImageDraw, ImageFont
-except ImportError as error:
-    raise MissingExtra(
-        "writing into a picture without the package pillow", allowed="pillow", do="pip install halfstep[vision]"
-    ) from error
 
 Colour = tuple[int, int, int]
 INK, PALE, PAPER = (24, 24, 27), (105, 105, 112), (255, 255, 255)

@@ -102,7 +102,7 @@ def _cards(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
 def _card(entry: PicturedSample, each: int) -> Array:
     edge = FRAME if entry.frame else 0
     picture = fitted(next(iter(entry.panels.values())), each - 2 * edge, HIGHEST)
-    picture = _bordered(picture, entry.frame) if entry.frame else picture
+    picture = _framed(picture, FRAME, entry.frame) if entry.frame else picture
     lines = [words(line, TEXT, each - GAP, INK if not n else PALE) for n, line in enumerate(entry.caption.split("\n"))]
     return _placed(stacked([picture, *lines], gap=2), each)
 
@@ -176,16 +176,10 @@ def _placed(part: Array, wide: int) -> Array:
     return beside([part, paper(1, wide - part.shape[1])], gap=0) if part.shape[1] < wide else part[:, :wide]
 
 
-def _bordered(picture: Array, colour: Colour) -> Array:
-    out = paper(picture.shape[0] + 2 * FRAME, picture.shape[1] + 2 * FRAME)
+def _framed(part: Array, edge: int = MARGIN, colour: Colour = PAPER) -> Array:
+    out = paper(part.shape[0] + 2 * edge, part.shape[1] + 2 * edge)
     out[:] = colour
-    out[FRAME:-FRAME, FRAME:-FRAME] = picture
-    return out
-
-
-def _framed(part: Array) -> Array:
-    out = paper(part.shape[0] + 2 * MARGIN, part.shape[1] + 2 * MARGIN)
-    out[MARGIN:-MARGIN, MARGIN:-MARGIN] = part
+    out[edge:-edge, edge:-edge] = part
     return out
 
 

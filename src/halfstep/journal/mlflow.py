@@ -22,7 +22,7 @@ from halfstep.files import read_json, write_json
 from halfstep.journal import events
 from halfstep.journal.events import Event
 from halfstep.journal.trackers import MLFLOW_FILE, EventScalars, Picture, Scalars
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat
 
 # -- sending ----------------------------------------------------------------------------------------------------------
 # Send over the network in a separate thread, so that no step waits for it.

@@ -1,4 +1,4 @@
-"""Decide which settings may differ when a run is resumed or extended. Imports no torch."""
+"""Compare two recipes, and decide which settings may differ when a run is resumed or extended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from halfstep.errors import Contradiction, FolderTaken, StateMismatch
+from halfstep.errors import FolderTaken, StateMismatch
 from halfstep.recipe.schema import Extension
-from halfstep.recipe.written import different
+from halfstep.recipe.strict_yaml import flat
 
 SAFE = ("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples")
 """The settings that change no bit of what is trained unless a step fails: keys, and sections with their dot."""
@@ -24,6 +24,7 @@ RECIPE, DATA = "recipe", "data"
 EXTEND, REWARM = "extend", "rewarm"
 """The requests for an existing run: `--extend`, and with it `--rewarm`."""
 MOST_LINES = 20
+ABSENT = "(absent)"
 
 
 def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[str]:
@@ -31,6 +32,26 @@ def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[str]:
     # With the dot or the colon, so that a key is not taken for another that begins with it.
     safe = tuple(key if key.endswith(".") else f"{key}:" for key in SAFE)
     return [line for line in different(saved, now, ignore=ignore) if not line.startswith(safe)]
+
+
+def different(one: Any, other: Any, ignore: Collection[str] = ()) -> list[str]:
+    """Return lines such as `train.lr: 0.1 -> 0.2`, for recipes or for the content of their files."""
+    before, after = dict(flat(_plain(one))), dict(flat(_plain(other)))
+    keys = [key for key in dict.fromkeys([*before, *after]) if key not in ignore]
+    pairs = ((key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
+    # True == 1 and 1 == 1.0 in Python; in a recipe they are different values.
+    return [f"{key}: {_shown(a)} -> {_shown(b)}" for key, a, b in pairs if type(a) is not type(b) or a != b]
+
+
+def _plain(recipe: Any) -> Mapping[str, Any]:
+    content: Mapping[str, Any] = recipe if isinstance(recipe, Mapping) else recipe.model_dump(mode="json")
+    return content
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)[:120]
 
 
 def but_for_places(lines: list[str]) -> list[str]:
@@ -127,14 +148,6 @@ class SavedRun:
     def _section(self, name: str) -> Mapping[str, Any]:
         section = self.recipe.get(name)
         return section if isinstance(section, Mapping) else {}
-
-
-def refuse_contradictions(new: bool, extend: bool, rewarm: bool) -> None:
-    """Raise Contradiction for `--rewarm` without `--extend`, and for `--new` with `--extend`."""
-    if rewarm and not extend:
-        raise Contradiction("--rewarm without --extend", allowed="--extend --rewarm", do="add --extend --epochs N")
-    if new and extend:
-        raise Contradiction("--new together with --extend", allowed="one of them", do="leave --new out")
 
 
 def extended(recipe: Any, before: SavedRun, rewarm: bool) -> Any:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from halfstep.recipe.aliases import FOREIGN_SECTIONS, PRECISION_WORDS
-from halfstep.recipe.fields import SHORT_FOR, Json, RecipeField, places_in, settings_in, short_for
+from halfstep.recipe.fields import SHORT_FOR, Fields, Json, RecipeField, fields_in
+from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS
 from halfstep.recipe.schema import ALSO
 
 _TEXT = {"type": "string"}
@@ -36,9 +36,8 @@ class Shipped(NamedTuple):
 
 def rows(schema: Json) -> list[SettingRow]:
     """Return a row for every setting of a task, from its JSON schema."""
-    settings = settings_in(schema)
-    words = places_in(settings)
-    return [_row(setting, words) for setting in settings.values()]
+    fields = fields_in(schema)
+    return [_row(setting, fields.keys_of) for setting in fields.by_key.values()]
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
@@ -126,19 +125,21 @@ def _may_be_left_out(schema: Json, name: str) -> bool:
 def _with_other_words(schema: Json) -> dict[str, Any]:
     """Return the schema with all names that are translated before validation."""
     # An editor validates the file as it is written. Without these it would mark names as errors that halfstep accepts.
-    flat = {word: keys[0] for word, keys in places_in(settings_in(schema)).items() if len(keys) == 1}
-    other: dict[str, Any] = {word: {"description": f"Read as {key}."} for word, key in flat.items()}
+    fields = fields_in(schema)
+    other: dict[str, Any] = {
+        word: {"description": f"Read as {keys[0]}."} for word, keys in fields.keys_of.items() if len(keys) == 1
+    }
     other |= {word: {"type": "object", "description": "Read as if it stood outside."} for word in FOREIGN_SECTIONS}
     other |= {word: {"description": "Translated into precision."} for word in PRECISION_WORDS}
-    own = {name: _or_its_name(schema, name, field) for name, field in schema["properties"].items()}
+    own = {name: _or_its_name(fields, name, field) for name, field in schema["properties"].items()}
     own["precision"] = {key: value for key, value in own["precision"].items() if key != "type"}
     definitions = {name: _with_also(definition) for name, definition in schema.get("$defs", {}).items()}
     return {**schema, "properties": {**other, **own}, "$defs": definitions}
 
 
-def _or_its_name(schema: Json, name: str, field: Json) -> Json:
+def _or_its_name(fields: Fields, name: str, field: Json) -> Json:
     """Allow `optimizer: sgd` for `optimizer: {name: sgd}`."""
-    if short_for(name, settings_in(schema)) is None:
+    if fields.short_for(name) is None:
         return field
     return {**{key: value for key, value in field.items() if key != "$ref"}, "anyOf": [{"$ref": field["$ref"]}, _TEXT]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -81,45 +81,47 @@ class RecipeField:
         return self.key.rpartition(".")[2]
 
 
-# pydantic builds the JSON schema anew on every call, and one command asks for it many times.
+@dataclass(frozen=True)
+class Fields:
+    """The settings of a task's recipe, and the words that stand for them."""
+
+    by_key: dict[str, RecipeField]
+    """The settings by dotted key."""
+    keys_of: dict[str, list[str]]
+    """The keys that each short word can mean."""
+    sections: list[str]
+    """The keys that contain other keys."""
+    top: list[str]
+    """The keys at the top level: sections, and settings outside of any."""
+
+    def short_for(self, section: str) -> str | None:
+        """Return the key that the name of a section can stand for, or None."""
+        return next((key for name in SHORT_FOR if (key := f"{section}.{name}") in self.by_key), None)
+
+    def allowed(self, key: str, otherwise: str) -> str:
+        """Return the allowed values of a setting in words, or `otherwise` if there is no such setting."""
+        return self.by_key[key].allowed if key in self.by_key else otherwise
+
+
+# pydantic builds the JSON schema anew on every call.
 @lru_cache(maxsize=64)
-def settings_of(schema: Any) -> dict[str, RecipeField]:
-    """Return the settings of a `Recipe[...]` class, by dotted key."""
-    return settings_in(schema.model_json_schema())
+def fields_of(schema: Any) -> Fields:
+    """Return the settings of a `Recipe[...]` class."""
+    return fields_in(schema.model_json_schema())
 
 
-def settings_in(schema: Json) -> dict[str, RecipeField]:
-    """Return the settings that a JSON schema declares, by dotted key."""
-    return {setting.key: setting for setting in _walk(schema, schema, "")}
-
-
-def sections_of(schema: Any) -> list[str]:
-    """Return the keys that contain other keys."""
-    # A section without fields of its own declares no setting, so it is not among the prefixes.
-    return list(dict.fromkeys(key.rpartition(".")[0] for key in settings_of(schema) if "." in key)) + [
-        key for key in schema.model_fields if _is_empty_section(schema, key)
-    ]
-
-
-def places(schema: Any) -> dict[str, list[str]]:
-    """Return the keys that each short word can mean."""
-    return places_in(settings_of(schema))
-
-
-def places_in(settings: Mapping[str, RecipeField]) -> dict[str, list[str]]:
-    """Return the same for settings that are already listed."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for key, setting in settings.items():
+def fields_in(schema: Json) -> Fields:
+    """Return the settings that a JSON schema declares."""
+    nodes = list(_walk(schema, schema, ""))
+    by_key = {key: _setting(key, node, required) for key, node, required in nodes if not _is_section(node)}
+    keys_of: defaultdict[str, list[str]] = defaultdict(list)
+    for key, setting in by_key.items():
         for word in (setting.name, *setting.also):
-            found[word].append(key)
+            keys_of[word].append(key)
         if setting.name in SHORT_FOR:
-            found[key.rpartition(".")[0]].append(key)
-    return dict(found)
-
-
-def short_for(section: str, settings: Collection[str]) -> str | None:
-    """Return the key that the name of a section can stand for, or None."""
-    return next((key for name in SHORT_FOR if (key := f"{section}.{name}") in settings), None)
+            keys_of[key.rpartition(".")[0]].append(key)
+    sections = [key for key, node, _ in nodes if _is_section(node)]
+    return Fields(by_key, dict(keys_of), sections, list(schema["properties"]))
 
 
 def in_words(node: Json) -> str:
@@ -140,14 +142,18 @@ def in_words(node: Json) -> str:
     )
 
 
-def _walk(root: Json, node: Json, prefix: str) -> Iterator[RecipeField]:
+def _walk(root: Json, node: Json, prefix: str) -> Iterator[tuple[str, Json, bool]]:
+    """Yield the key of every section and setting, its part of the schema, and whether it is required."""
     required = node.get("required", ())
     for name, field in node.get("properties", {}).items():
-        target = root.get("$defs", {}).get(str(field.get("$ref", "")).rpartition("/")[2])
-        if target and "properties" in target:
-            yield from _walk(root, target, f"{prefix}{name}.")
-        else:
-            yield _setting(f"{prefix}{name}", {**(target or {}), **field}, name in required)
+        target = root.get("$defs", {}).get(str(field.get("$ref", "")).rpartition("/")[2], {})
+        yield f"{prefix}{name}", {**target, **field}, name in required
+        yield from _walk(root, target, f"{prefix}{name}.")
+
+
+def _is_section(node: Json) -> bool:
+    # A section without fields of its own has empty properties.
+    return "properties" in node
 
 
 def _setting(key: str, node: Json, required: bool) -> RecipeField:
@@ -164,11 +170,6 @@ def _setting(key: str, node: Json, required: bool) -> RecipeField:
         may_be_null="null" in kinds,
         is_list_of_text=node.get("type") == "array" and node.get("items", {}).get("type") == "string",
     )
-
-
-def _is_empty_section(schema: Any, key: str) -> bool:
-    annotation = schema.model_fields[key].annotation
-    return getattr(annotation, "model_fields", None) == {}
 
 
 def _limits(node: Json) -> list[str]:

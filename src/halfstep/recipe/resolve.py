@@ -1,24 +1,41 @@
-"""Resolve a recipe: translate, override and validate it, and fill in every default.
+"""Resolve a recipe in one pass: read it, translate foreign names, override, validate, and fill in what is left out.
 
+`sources.read_recipe` and `names.read_flags` read the file and the command line; `resolve` does the rest in this order.
 Imports no torch: the caller passes the task's schema.
 """
 
 from __future__ import annotations
 
+import copy
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from halfstep.errors import Contradiction, Unsafe
-from halfstep.recipe.aliases import PRECISION_WORDS, read_over, read_precision_words, same_precision, translate
-from halfstep.recipe.complaints import Complaint, bad_recipe, shown, validated
-from halfstep.recipe.overrides import Override, apply, translations
+from pydantic import ValidationError
+
+from halfstep.errors import BadRecipe, Contradiction, Unsafe
+from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, Named, is_off, is_on, read_settings
+from halfstep.recipe.fields import Fields, fields_of, nearest
+from halfstep.recipe.names import (
+    FOREIGN_SECTIONS,
+    PRECISION_WORDS,
+    Override,
+    Translated,
+    nearest_key,
+    same_precision,
+    translate,
+    translations,
+)
 from halfstep.recipe.schema import AUTO
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat
 
 LARGEST_SEED = 2**31
+MOST = 10
+"""The maximum number of mistakes in an error; further ones are only counted."""
+_UNKNOWN = "extra_forbidden"
+"""pydantic's type of the error for an unknown key."""
 
 
 class ChosenSetting(NamedTuple):
@@ -55,44 +72,97 @@ def resolve(
     label: str = "run",
     size: Size | None = None,
 ) -> Resolved:
-    """Validate a recipe against its task's schema and fill in its defaults.
+    """Return the complete recipe, from what `read_recipe` and `read_flags` have read.
 
     `size` chooses what a recipe with `sizing: auto` omits. Raises BadRecipe with every mistake at once, Contradiction
     for settings that exclude each other, and Unsafe for a `run.dir` that contains `..`.
     """
-    line = [one if isinstance(one, Override) else Override(*one) for one in overrides]
-    precision_line = _together([o for o in line if o.key in PRECISION_WORDS])
-    ours = [o for o in line if o.key not in PRECISION_WORDS]
-    translated = translate(raw, schema)
-    moved = translations(ours, schema)
-    notes = translated.notes + (["; ".join(moved)] if moved else [])
-    content = apply(translated.raw, ours)
-    _one_length(content, ours, notes)
-    _no_interpolation({**content, **translated.precision, **precision_line}, label)
-    _settle_precision(content, translated.precision, precision_line, notes)
-    recipe = _checked(content, schema, label)
+    fields = fields_of(schema)
+    line = _command_line(overrides)
+    translated = translate(raw, fields)
+    content, notes = _override(translated, line, fields, label)
+    recipe = _validate(content, schema, label)
     # Only after validation, so that a mistake is reported before the data set is measured.
     chosen = size(recipe, dict(flat(content))) if size and recipe.sizing == AUTO else ()
     if chosen:
         # Validated again: the choice may exclude something that was given.
-        recipe = _checked(apply(content, [Override(one.key, one.value) for one in chosen]), schema, label)
+        recipe = _validate(apply(content, [(one.key, one.value) for one in chosen]), schema, label)
     return _complete(recipe, label, notes, chosen)
 
 
-def _together(overrides: Iterable[Override]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in overrides:
-        if not same_precision(key, found.setdefault(key, value), value):
+# -- override ---------------------------------------------------------------------------------------------------------
+
+
+class CommandLine(NamedTuple):
+    """The overrides: the words for precision, which are read together, and all others."""
+
+    precision: dict[str, Any]
+    others: list[Override]
+
+
+def _command_line(overrides: Iterable[tuple[str, Any]]) -> CommandLine:
+    line = CommandLine({}, [])
+    for one in overrides:
+        key, value = one
+        if key not in PRECISION_WORDS:
+            line.others.append(one if isinstance(one, Override) else Override(key, value))
+        elif not same_precision(key, line.precision.setdefault(key, value), value):
             raise Contradiction(
-                f"{key} is given as {found[key]!r} and as {value!r}",
+                f"{key} is given as {line.precision[key]!r} and as {value!r}",
                 allowed="one precision",
                 do="delete one of the two",
             )
-    return found
+    return line
 
 
-def _one_length(content: dict[str, Any], overrides: Iterable[Override], notes: list[str]) -> None:
-    """Let epochs on the command line replace the recipe's steps, and vice versa."""
+def _override(
+    translated: Translated, line: CommandLine, fields: Fields, label: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the recipe with the command line over it and one precision, and the notes for the user."""
+    moved = translations(line.others, fields)
+    content = apply(translated.raw, line.others)
+    notes = [*translated.notes, *(["; ".join(moved)] if moved else []), *_one_length(content, line.others)]
+    _no_interpolation({**content, **translated.precision, **line.precision}, label)
+    named = _read_over(line.precision, translated.precision)
+    if named is None:
+        return content, notes
+    content["precision"] = named.name
+    if named.took:
+        notes.append(named.took)
+    written = _read_precision(translated.precision) if line.precision and translated.precision else None
+    if written and written.name != named.name:
+        notes.append(f"the command line's {named.name} replaces the recipe's {written.name}")
+    return content, notes
+
+
+def apply(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a copy of the recipe with the overrides applied."""
+    result = copy.deepcopy(dict(raw))
+    for key, value in overrides:
+        *sections, name = key.split(".")
+        place = _section(result, sections)
+        if place is not None:
+            place[name] = value
+    return result
+
+
+def _section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
+    """Return the inner mapping, creating it if needed.
+
+    Returns None if another value is there, which validation then reports.
+    """
+    place = recipe
+    for name in names:
+        if place.get(name) is None:
+            place[name] = {}
+        if not isinstance(place[name], dict):
+            return None
+        place = place[name]
+    return place
+
+
+def _one_length(content: dict[str, Any], overrides: Iterable[Override]) -> Iterator[str]:
+    """Let epochs on the command line replace the recipe's steps, and vice versa; yield a note about it."""
     keys, train = {o.key: o.value for o in overrides if o.value is not None}, content.get("train")
     if "train.epochs" in keys and "train.steps" in keys:
         raise Contradiction(
@@ -103,7 +173,7 @@ def _one_length(content: dict[str, Any], overrides: Iterable[Override], notes: l
     for given, other in (("epochs", "steps"), ("steps", "epochs")):
         if f"train.{given}" in keys and f"train.{other}" not in keys and isinstance(train, dict):
             if train.get(other) is not None:
-                notes.append(f"train.{given}={train[given]} replaces the recipe's train.{other}={train[other]}")
+                yield f"train.{given}={train[given]} replaces the recipe's train.{other}={train[other]}"
             train[other] = None
 
 
@@ -116,37 +186,55 @@ def _no_interpolation(content: Any, label: str, key: str = "") -> None:
         for inner in content:
             _no_interpolation(inner, label, key)
     elif isinstance(content, str) and "${" in content:
-        raise bad_recipe(
-            label, [Complaint(f"{key} is {shown(content)}", "the value itself; recipes have no ${...}", "write it out")]
+        raise _bad_recipe(
+            label,
+            [Complaint(f"{key} is {_shown(content)}", "the value itself; recipes have no ${...}", "write it out")],
         )
 
 
-def _settle_precision(
-    content: dict[str, Any], recipe: Mapping[str, Any], line: Mapping[str, Any], notes: list[str]
-) -> None:
-    named = read_over(line, recipe)
-    if named is None:
-        return
-    content["precision"] = named.name
-    if named.took:
-        notes.append(named.took)
-    written = read_precision_words(recipe) if line and recipe else None
-    if written and written.name != named.name:
-        notes.append(f"the command line's {named.name} replaces the recipe's {written.name}")
+def _read_precision(words: Mapping[str, Any]) -> Named | None:
+    """Return the precision that the words for precision mean together, or None without any.
+
+    Raises Contradiction if they disagree, and BadRecipe for a value that is no precision.
+    """
+    for key, value in words.items():
+        if isinstance(value, list) or (isinstance(value, dict) and "enabled" not in value):
+            raise BadRecipe(f"{key} holds a {type(value).__name__}", allowed="a precision, or true", do=f"{key}: bf16")
+    return read_settings(words)
 
 
-def _checked(content: Mapping[str, Any], schema: Any, label: str) -> Any:
+def _read_over(line: Mapping[str, Any], recipe: Mapping[str, Any]) -> Named | None:
+    """Return the precision of the command line over the recipe's.
+
+    A switch without a format uses a format from the recipe.
+    """
+    # `--amp` over `amp_dtype: float16` means fp16: the line only switches on what the recipe describes.
+    if line and all(key in SWITCHES and is_on(value) for key, value in line.items()):
+        written = _read_precision(recipe)
+        if written and written.name in ("bf16", "fp16"):
+            return written
+        # A flag that the recipe denies (`bf16: false`) still excludes its format.
+        denied = [key for key in FLAGS if is_off(recipe.get(key))]
+        line = {**line, **{key: recipe[key] for key in (*FORMATS, *denied) if key in recipe}}
+    return _read_precision(line or recipe)
+
+
+# -- validate ---------------------------------------------------------------------------------------------------------
+
+
+def _validate(content: Mapping[str, Any], schema: Any, label: str) -> Any:
+    """Return the recipe with its defaults; raise BadRecipe for values that are invalid, alone or together."""
     # A section whose fields all have defaults may be omitted or left empty.
     filled: dict[str, Any] = {key: {} for key in schema.model_fields if key in ("model", "data", "loss")}
     filled |= {key: value for key, value in content.items() if value is not None or key not in schema.model_fields}
     recipe = validated(filled, schema, label)
-    wrong = [complaint for complaint in _impossible(recipe) if complaint]
+    wrong = list(_impossible(recipe))
     if wrong:
-        raise bad_recipe(label, wrong)
+        raise _bad_recipe(label, wrong)
     return recipe
 
 
-def _impossible(recipe: Any) -> Iterable[Complaint | None]:
+def _impossible(recipe: Any) -> Iterator[Complaint]:
     """Yield complaints about values that are valid alone, but not together."""
     train, schedule, scale = recipe.train, recipe.schedule, recipe.loss_scale
     open_length = train.epochs is train.steps is None and recipe.sizing == AUTO
@@ -171,6 +259,98 @@ def _impossible(recipe: Any) -> Iterable[Complaint | None]:
         yield Complaint(given, "a warm-up that ends before the run does", "")
 
 
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+# Report all mistakes in a recipe at once, each with its key, its value and what is allowed.
+
+
+class Complaint(NamedTuple):
+    """One mistake in a recipe: what was given, what is allowed, and what to do."""
+
+    given: str
+    allowed: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.given}; {self.do}" if self.do else f"{self.given}; allowed: {self.allowed}"
+
+
+def _bad_recipe(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
+    """Return one error for all mistakes of a recipe."""
+    explain = "halfstep recipes explain lists every setting"
+    if len(complaints) == 1:
+        one = complaints[0]
+        return BadRecipe(f"recipe {label}: {one.given}", allowed=one.allowed, do=one.do or explain)
+    lines = [f"  - {complaint}" for complaint in complaints[:MOST]]
+    if len(complaints) > MOST:
+        lines.append(f"  - and {len(complaints) - MOST} more")
+    return BadRecipe(f"recipe {label} has {len(complaints)} mistakes:\n" + "\n".join(lines), do=explain)
+
+
+def validated(content: Any, schema: Any, label: str) -> Any:
+    """Return the content as an instance of the schema's model; `label` names the recipe in errors.
+
+    Raises BadRecipe with every mistake.
+    """
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise _bad_recipe(label, _complaints(error, fields_of(schema))) from None
+
+
+def _complaints(error: ValidationError, fields: Fields) -> list[Complaint]:
+    """Return one complaint for each key."""
+    # pydantic reports one error for each branch of a union; for the user that is one mistake.
+    found: dict[str, Complaint] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        kind, value = detail["type"], detail["input"]
+        key = _key(detail["loc"], kind, fields)
+        if key in FOREIGN_SECTIONS and isinstance(value, dict):
+            found |= {(inner := f"{key}.{name}"): _unknown(inner, fields) for name in value}
+        else:
+            found.setdefault(key, _unknown(key, fields) if kind == _UNKNOWN else _complaint(key, kind, value, fields))
+    return list(found.values())
+
+
+def _key(location: tuple[str | int, ...], kind: str, fields: Fields) -> str:
+    """Return the dotted key, without the names that pydantic adds for the branches of a union."""
+    parts = [str(part) for part in location]
+    # The longest known prefix: what follows it are the branches of a union or the indices of a list.
+    known = () if kind == _UNKNOWN else {*fields.by_key, *fields.sections}
+    ends = (end for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in known)
+    return ".".join(parts[: next(ends, len(parts))])
+
+
+def _complaint(key: str, kind: str, value: Any, fields: Fields) -> Complaint:
+    allowed = fields.allowed(key, "keys with values")
+    if kind == "missing":
+        return Complaint(f"{key} is missing", allowed, f"add {key}")
+    choices = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
+    word = nearest(value, choices) if isinstance(value, str) else None
+    return Complaint(f"{key} is {_shown(value)}", allowed, f"did you mean {word}?" if word else "")
+
+
+def _unknown(key: str, fields: Fields) -> Complaint:
+    # Shortened, and without characters that could control a terminal.
+    given = f"{key[:80] if key[:80].isprintable() else repr(key[:80])[1:-1]} is not known"
+    section, _, name = key[:200].rpartition(".")
+    meant = fields.keys_of.get(name, [])
+    if meant:
+        return Complaint(given, "", f"did you mean {' or '.join(meant)}?")
+    beside = nearest(name, [*fields.top, *PRECISION_WORDS]) if not section else None
+    near = beside or nearest_key(key, fields)
+    names = [other.rpartition(".")[2] for other in fields.by_key if other.rpartition(".")[0] == section]
+    allowed = ", ".join(names if section else fields.top)
+    return Complaint(given, allowed, f"did you mean {near}?" if near else "delete it")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# -- complete ---------------------------------------------------------------------------------------------------------
+
+
 def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:
     # A drawn seed is written to recipe.yaml, so that the run can be repeated.
     drawn = frozenset({"train.seed"} if recipe.train.seed is None else ())
@@ -178,7 +358,7 @@ def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[Chosen
     seed = secrets.randbelow(LARGEST_SEED) if drawn else recipe.train.seed
     folder = _from_home(recipe.run.dir or str(PurePath("runs", label)))
     if ".." in PurePath(folder).parts or not folder.strip() or "\0" in folder:
-        raise Unsafe(f"run.dir is {shown(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}")
+        raise Unsafe(f"run.dir is {_shown(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}")
     whole = recipe.model_copy(
         update={
             "train": recipe.train.model_copy(update={"seed": seed}),
@@ -196,5 +376,5 @@ def _from_home(folder: str) -> str:
         return str(Path(folder).expanduser())
     except RuntimeError:
         raise Unsafe(
-            f"run.dir is {shown(folder)}, and there is no such home", allowed="a path", do="write the path out"
+            f"run.dir is {_shown(folder)}, and there is no such home", allowed="a path", do="write the path out"
         ) from None

@@ -1,4 +1,4 @@
-"""Read YAML as plain data: no tags, anchors or repeated keys, and numbers by YAML 1.2. Imports no torch.
+"""Read YAML as plain data: no tags, anchors or repeated keys, and numbers by YAML 1.2; write it. Imports no torch.
 
 Values are built from the parser's events with an explicit stack, so that nesting costs no recursion and a limit stops
 the parser at once.
@@ -7,7 +7,7 @@ the parser at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -242,3 +242,65 @@ class _Builder:
 
     def _refused(self, event: Any, given: str, allowed: str, do: str) -> BadRecipe:
         return BadRecipe(f"{self._at(event)}: {given}", allowed=allowed, do=do)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that keeps the order of the schema, and writes values that read back unchanged."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        # `strict_yaml` refuses anchors, and PyYAML would write one for a value that occurs twice.
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # Quoted if this reader or another would take the word for something else. Single quotes fold Unicode line breaks
+    # into spaces; double quotes escape them.
+    style = '"' if not value.isprintable() else None if _is_plain(value) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
+    # With a dot and a signed exponent, a float is a float in YAML 1.1 and 1.2 alike.
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+def _list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+    # On one line: lists in a recipe are short, and a block would need a line for each item.
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+
+
+def _is_plain(value: str) -> bool:
+    return bool(value) and scalar(value, "") == value
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_representer(float, _number)
+_Dumper.add_representer(list, _list)
+
+
+def to_yaml(recipe: Any) -> str:
+    """Return the whole recipe as YAML; it reads back to the same recipe."""
+    text: str = yaml.dump(
+        recipe.model_dump(mode="json"),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=110,
+        default_flow_style=False,
+    )
+    return text
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

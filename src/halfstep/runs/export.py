@@ -77,12 +77,12 @@ class Exported:
         """Return the metadata of an exported file as strings: model, metric, preprocessing, classes."""
         known = {"step": self.step, "epoch": self.epoch, self.task.metric: self.value}
         words = {key: str(value) for key, value in known.items() if value is not None}
-        told = {"model": self.name, "metric": self.task.metric, "averaged": str(self.averaged).lower(), **words}
+        facts = {"model": self.name, "metric": self.task.metric, "averaged": str(self.averaged).lower(), **words}
         signature = self.signature()
         if signature is None:
-            return told
+            return facts
         return {
-            **told,
+            **facts,
             "preprocessing": json.dumps(signature.preprocessing.as_dict()),
             "classes": json.dumps(signature.classes),
             "output": signature.meaning,
@@ -118,13 +118,13 @@ def exported(folder: Path, which: str | None, average: bool | None, own: type[Ta
 
 def _from_file(folder: Path, task: Task, file: str, averaged: bool) -> Exported:
     model = model_with(task, folder / file)  # raises for non-finite weights
-    step, epoch, value = _told(folder, file, task.metric)
+    step, epoch, value = _when_saved(folder, file, task.metric)
     # A run with an EMA evaluates the average, so its metric does not belong to the plain weights.
     evaluated = averaged or task.recipe.train.ema is None
     return Exported(task, model.eval(), file, averaged, step, epoch, value if evaluated else None)
 
 
-def _told(folder: Path, file: str, metric: str) -> tuple[int | None, int | None, float | None]:
+def _when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int | None, float | None]:
     """Return the step, the epoch and the metric at which a file was last written, from the journal."""
     at, saved_at, waiting = None, None, False
     found: tuple[int | None, int | None, float | None] = None, None, None
@@ -330,7 +330,7 @@ LARGEST_ONNX = 2 * 10**9
 
 
 def write(
-    found: Exported, file: Path, format: str, notes: Mapping[str, str], told: OnProgress = unheard
+    found: Exported, file: Path, format: str, notes: Mapping[str, str], on_progress: OnProgress = unheard
 ) -> Checked | None:
     """Replace `file` once it is verified; return the comparison, None where the task has no signature.
 
@@ -341,10 +341,10 @@ def write(
         _weights_alone(found, file, format, notes)
         return None
     images, source = images_of(found.task, signature)
-    told(1, 3)
+    on_progress(1, 3)
     with replacing(file) as draft:
         written = WRITERS[format](found, images[0], notes, draft)
-        told(2, 3)
+        on_progress(2, 3)
         return checked(found.model, written, signature, images, source)
 
 

@@ -18,7 +18,7 @@ from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal.events import Journal
 from halfstep.precision.select import Choice, choose_precision
-from halfstep.recipe.complaints import validated
+from halfstep.recipe.resolve import validated
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
 from halfstep.train.environment import AutoChoices
@@ -32,22 +32,45 @@ from halfstep.train.run import make_loop
 from halfstep.train.run_folder import RECIPE, RESULT, recipe_in
 from halfstep.train.setup import without_weights
 from halfstep.train.state import State
-from halfstep.train.task import Task
+from halfstep.train.task import LeftOut, Prediction, Task
 from halfstep.train.weights import load_weights
 
 WHICH = {"best": BEST, "last": LAST}
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The task, model and weights of a run, ready to use."""
+class TrainedModel:
+    """The model of a run on its device, with its task and its precision."""
 
     folder: Path
-    recipe: Any
     task: Task
     model: nn.Module
+    """The model on its device, ready to call: `model(preprocessing(image))`."""
     choice: Choice
     device: torch.device
+
+    def channels(self) -> int:
+        """Return how many channels the task reads of an image."""
+        channels: int = getattr(self.task, "channels_read", getattr(self.task.recipe.data, "channels", 3))
+        return channels
+
+    def predict_tensor(self, image: torch.Tensor, *, allowed: str, do: str) -> Prediction:
+        """Return the prediction for an image or a clip.
+
+        Raise `WrongUse` with `allowed` and `do` for a task that predicts nothing about images.
+        """
+        try:
+            with self.choice.precision.inference(self.device):
+                return self.task.predict(self.model, image.to(self.device))
+        except LeftOut:
+            raise WrongUse(f"the model of {self.folder} says nothing about images", allowed=allowed, do=do) from None
+
+
+@dataclass(frozen=True)
+class Finished(TrainedModel):
+    """The task, model, recipe and weights of a run, ready to use."""
+
+    recipe: Any
     weights: Path
 
 
@@ -67,7 +90,7 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
         placed_again(model, cures)
         precision = cures.precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
-    return Finished(folder, recipe, task, model.eval(), choice, device, path)
+    return Finished(folder, task, model.eval(), choice, device, recipe, path)
 
 
 def task_of(folder: Path, own: type[Task] | None) -> Task:

@@ -7,6 +7,7 @@ import copy
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,10 @@ from halfstep.files import write_json
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
-from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM, refuse_contradictions
 from halfstep.recipe.resolve import Resolved
 from halfstep.recipe.sources import read_recipe
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.recipe.written import to_yaml, value_of
 from halfstep.runs.registry import task_class
-from halfstep.runs.resolve import Settings, in_short, resolved_recipe
+from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched
 from halfstep.terminal import progress, screen
 from halfstep.train.process_group import generators_kept, together
@@ -92,9 +90,7 @@ def fit(
     finished run continues to the length in `settings` at its last learning rate; with `rewarm` too, with a new warm-up
     and decay over the added part. Raise a `HalfstepError` where the recipe, the data or the folder is not usable.
     """
-    asked = {DATA: accept_data_change, RECIPE: accept_recipe_change, EXTEND: extend, REWARM: rewarm}
-    accepted = [name for name, given in asked.items() if given]
-    refuse_contradictions(new, extend, rewarm)
+    accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     resolved = resolved_recipe(read_recipe(str(recipe)), _with_precision(settings, precision), schema=_schema(task))
     return launch(resolved, task=task, new=new, quiet=quiet, command="halfstep.fit", accepted=accepted)
 
@@ -120,14 +116,14 @@ def launch(
     # The order matters: `_opened` is collective and needs the process group, and signals must be caught around both.
     with Stopping() as stopping, together(), generators_kept(), _opened(resolved, new, accepted) as opened:
         # Rank 0 decides the recipe: the folder it numbered is part of it.
-        recipe = kind.schema.model_validate(read_yaml(opened["recipe"], resolved.label))
+        recipe = kind.schema.model_validate(opened["recipe"])
         folder, journal = Path(recipe.run.dir), Journal()
         with status_kept(folder), contextlib.closing(journal):
-            with _gone_if_it_cannot_begin(folder, opened["state"]):
+            with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None
                 now("reading the data, building the model")
-                with nothing_collected(), _watched(quiet, now) as told:
+                with nothing_collected(), _watched(quiet, now) as on_progress:
                     loop = make_loop(
                         _ready(task, kind, recipe),
                         recipe,
@@ -136,7 +132,7 @@ def launch(
                         measured=found.measured_for(recipe) if found else None,
                         cures=found.cures_for(recipe) if found else None,
                         stopping=stopping,
-                        told=told,
+                        told=on_progress,
                     )
                 now("")
                 unfinished, finished = opened["state"] == UNFINISHED, opened["result"]
@@ -146,10 +142,10 @@ def launch(
                 unfinish(folder)
                 keep_recipe(folder, recipe)
             # A resumed run keeps its own recipe; only values that still apply are reported.
-            chosen = [one for one in resolved.sizing if value_of(recipe, one.key) == one.value]
-            heard = [*notes, *resolved.notes, *in_short(chosen)]
+            chosen = [one for one in resolved.sizing if attrgetter(one.key)(recipe) == one.value]
+            all_notes = [*notes, *resolved.notes, *in_short(chosen)]
             return train(
-                loop, folder, label=resolved.label, command=command, notes=heard, sizing=chosen, resumed=resumed
+                loop, folder, label=resolved.label, command=command, notes=all_notes, sizing=chosen, resumed=resumed
             )
 
 
@@ -161,7 +157,8 @@ def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterato
     def open_it() -> dict[str, Any]:
         opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted)
         held.append(opened.lock)
-        return {"recipe": to_yaml(opened.recipe), "state": opened.state, "result": opened.result}
+        # Sent to the other ranks as plain data.
+        return {"recipe": opened.recipe.model_dump(mode="json"), "state": opened.state, "result": opened.result}
 
     try:
         yield distributed.rank_zero_or_raise(open_it)
@@ -176,17 +173,17 @@ def _watched(quiet: bool, now: Now) -> Iterator[OnProgress]:
     with contextlib.ExitStack() as stack:
         bars: list[OnProgress] = []
 
-        def told(done: int, of: int) -> None:
+        def on_progress(done: int, of: int) -> None:
             if not bars:
                 now("")
                 bars.append(stack.enter_context(progress("getting ready", "samples")))
             bars[0](done, of)
 
-        yield unheard if quiet or distributed.rank() > 0 else told
+        yield unheard if quiet or distributed.rank() > 0 else on_progress
 
 
 @contextmanager
-def _gone_if_it_cannot_begin(folder: Path, state: str) -> Iterator[None]:
+def _removed_unless_started(folder: Path, state: str) -> Iterator[None]:
     """Remove the folder of a run that failed to start, so that the corrected command can be repeated."""
     try:
         yield

@@ -6,26 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from halfstep.errors import BadData, WrongUse
-from halfstep.precision.select import Choice
-from halfstep.runs.finished import open_finished
+from halfstep.runs.finished import TrainedModel, open_finished
 from halfstep.train.signature import Preprocessing, Signature
 from halfstep.train.task import LeftOut, Prediction, Task
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(TrainedModel):
     """The model of a run with its preprocessing, its classes and its precision."""
-
-    folder: Path
-    task: Task
-    model: nn.Module
-    """The model on its device, ready to call: `model(preprocessing(image))`."""
-    choice: Choice
-    device: torch.device
 
     @property
     def signature(self) -> Signature:
@@ -63,18 +52,11 @@ class Loaded:
         from halfstep.data.source import BadSample
 
         try:
-            read = as_read(image, _channels(self.task))
+            read = as_read(image, self.channels())
         except BadSample as error:
             raise BadData(f"{error.name}: {error.reason}", allowed="an image", do="give another file") from None
-        try:
-            with self.choice.precision.inference(self.device):
-                return self.task.predict(self.model, read.to(self.device))
-        except LeftOut:
-            raise WrongUse(
-                f"the model of {self.folder} says nothing about images",
-                allowed="runs whose task predicts",
-                do=f"use .task.sample(...), as `halfstep predict {self.folder}` does",
-            ) from None
+        do = f"use .task.sample(...), as `halfstep predict {self.folder}` does"
+        return self.predict_tensor(read, allowed="runs whose task predicts", do=do)
 
 
 def load(
@@ -86,8 +68,3 @@ def load(
     """
     found = open_finished(Path(run).expanduser(), weights=str(weights), precision=precision, own=task)
     return Loaded(found.folder, found.task, found.model, found.choice, found.device)
-
-
-def _channels(task: Task) -> int:
-    channels: int = getattr(task, "channels_read", getattr(task.recipe.data, "channels", 3))
-    return channels

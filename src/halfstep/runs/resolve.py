@@ -1,4 +1,4 @@
-"""Resolve a recipe and the user's settings to one complete recipe, without loading torch.
+"""Resolve a recipe with the schema and the sizing rules of its task, and check it before torch is loaded.
 
 A mistyped setting is thus reported at once. Only `sizing: auto` asks torch for the device, after all other checks.
 """
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.layout import data_place
-from halfstep.errors import BadData, BadRecipe, HalfstepError, WrongUse, missing_extra
-from halfstep.recipe.overrides import Override, key_for, read_flags, typed_again
+from halfstep.errors import BadData, BadRecipe, Contradiction, HalfstepError, WrongUse, missing_extra
+from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
+from halfstep.recipe.fields import fields_of
+from halfstep.recipe.names import Override, key_for, read_flags, typed_again
 from halfstep.recipe.resolve import ChosenSetting, Resolved, resolve
 from halfstep.recipe.schema import NO_FILE, WEIGHTS
 from halfstep.recipe.sources import RawRecipe, read_recipe
@@ -36,7 +38,8 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
     """
     schema = schema or task_schema(_named_task(found))
     if isinstance(settings, Mapping):
-        overrides = [Override(key_for(key, schema), value) for key, value in settings.items()]
+        fields = fields_of(schema)
+        overrides = [Override(key_for(key, fields), value) for key, value in settings.items()]
     else:
         overrides = read_flags(list(settings), schema)
     # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
@@ -95,8 +98,8 @@ def _facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
         if must_exist:
             raise
         return UNKNOWN
-    with progress("looking at the data", "masks") as told:
-        return set_facts(layout, told)
+    with progress("looking at the data", "masks") as on_progress:
+        return set_facts(layout, on_progress)
 
 
 def _named_task(found: RawRecipe) -> str:
@@ -113,6 +116,19 @@ def _named_task(found: RawRecipe) -> str:
 EVERY_RUN = ("safetensors", "matplotlib")
 DRAWN = ("shapes", "maps")
 """Data that is generated, not read from disk."""
+
+
+def accepted_changes(new: bool, data: bool, recipe: bool, extend: bool, rewarm: bool) -> list[str]:
+    """Return which changes of an existing run were accepted or requested.
+
+    Raise `Contradiction` for `--rewarm` without `--extend`, and for `--new` with `--extend`.
+    """
+    if rewarm and not extend:
+        raise Contradiction("--rewarm without --extend", allowed="--extend --rewarm", do="add --extend --epochs N")
+    if new and extend:
+        raise Contradiction("--new together with --extend", allowed="one of them", do="leave --new out")
+    asked = {DATA: data, RECIPE: recipe, EXTEND: extend, REWARM: rewarm}
+    return [name for name, given in asked.items() if given]
 
 
 def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from halfstep._version import __version__
 from halfstep.errors import StateMismatch, same_keys
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat
 from halfstep.step.step_inputs import generator_states, set_generator_states
 
 INDIFFERENT = ("halfstep",)

@@ -27,6 +27,7 @@ from halfstep.recipe.changes import (
     but_for_length,
     but_for_places,
     changes,
+    different,
     extended,
     in_words,
     is_longer,
@@ -37,8 +38,7 @@ from halfstep.recipe.changes import (
 )
 from halfstep.recipe.changes import RECIPE as RECIPE_CHANGE
 from halfstep.recipe.sources import read_bounded
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.recipe.written import different, to_yaml
+from halfstep.recipe.strict_yaml import read_yaml, to_yaml
 
 # -- lock -------------------------------------------------------------------------------------------------------------
 # Lock a folder for one process, with a lock that the system releases however its holder dies.

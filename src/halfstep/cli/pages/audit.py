@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, print_finding
+from halfstep.cli.pages.layout import heading, indented, print_finding, ruled_table
 from halfstep.printable import printable
 from halfstep.terminal import screen
 
@@ -117,7 +115,7 @@ def _first(row: dict[str, Any], report: dict[str, Any]) -> tuple[bool, float]:
 
 
 def _table(rows: list[dict[str, Any]], console: Console, report: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table = ruled_table(console)
     values, wide = any(row["forward"] for row in rows), console.width >= _WIDE
     table.add_column("module", overflow="fold")
     for title in ("stored", "computed", "kept"):
@@ -195,4 +193,4 @@ def _print_islands(console: Console, islands: list[dict[str, Any]]) -> None:
         ]
         path = one["path"] or "(the model itself)"
         table.add_row(Text(printable(path)), Text(word, style=colour), Text(printable(one["why"])))
-    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    console.print(indented(table))

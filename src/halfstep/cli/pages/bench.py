@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading
+from halfstep.cli.pages.layout import heading, indented, ruled_table
 from halfstep.printable import printable
 from halfstep.terminal import screen
 
@@ -39,8 +37,8 @@ def show(bench: Bench, files: Sequence[Path]) -> None:
         for title, cell in report.columns(bench.metric, bench.price_per_hour, configs=bench.has_configs).items()
         if title not in main or title == name
     }
-    told, count = bench.conditions.get("device", ""), len(bench.seeds)
-    heading(console, "Figures", printable(f"{bench.name} on {told}, {count} {report.many(count, 'seed')}"))
+    device, count = bench.conditions.get("device", ""), len(bench.seeds)
+    heading(console, "Figures", printable(f"{bench.name} on {device}, {count} {report.many(count, 'seed')}"))
     console.print(_table(main, bench.rows, console))
     heading(console, "More")
     console.print(_table(rest, bench.rows, console))
@@ -69,7 +67,7 @@ def _print_verdicts(console: Console, bench: Bench) -> None:
 
 
 def _table(columns: Mapping[str, Cell], rows: Sequence[BenchRow], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table = ruled_table(console)
     for title in columns:
         table.add_column(title, overflow="fold", no_wrap=title in _WHOLE)
     for row in rows:
@@ -78,7 +76,7 @@ def _table(columns: Mapping[str, Cell], rows: Sequence[BenchRow], console: Conso
 
 
 def _print_aside(console: Console, text: str) -> None:
-    console.print(Padding(Text(printable(text), style="dim"), (0, 0, 0, 2), expand=False))
+    console.print(indented(Text(printable(text), style="dim")))
 
 
 def next_command(bench: Bench) -> str:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from halfstep.cli.pages.layout import indented
 from halfstep.printable import in_line
 from halfstep.terminal import screen
 
@@ -68,7 +69,7 @@ def _facts(report: dict[str, Any]) -> Padding:
         table.add_row(Text("kinds", style="dim"), Text(kinds))
     if report["masks"]:
         table.add_row(Text("masks", style="dim"), Text(f"are read so: {report['masks']['read_as']}"))
-    return Padding(table, (0, 0, 0, 2), expand=False)
+    return indented(table)
 
 
 def _classes(classes: Sequence[dict[str, Any]]) -> Padding:
@@ -76,13 +77,13 @@ def _classes(classes: Sequence[dict[str, Any]]) -> Padding:
     most = max((one.get("pixels", one["images"]) for one in classes), default=0) or 1
     for one in classes[:MOST_CLASSES]:
         amount = one.get("pixels", one["images"])
-        told = f"{one['pixels']:.1%} of the pixels, in {one['images']:,} images" if "pixels" in one else f"{amount:,}"
+        text = f"{one['pixels']:.1%} of the pixels, in {one['images']:,} images" if "pixels" in one else f"{amount:,}"
         # A class that is present gets at least one block, however rare it is.
         bar = Text("█" * max(1, round(20 * amount / most)) if amount else "", style="cyan")
-        table.add_row(Text(f"class {in_line(one['name'])}", style="dim"), bar, Text(told))
+        table.add_row(Text(f"class {in_line(one['name'])}", style="dim"), bar, Text(text))
     if len(classes) > MOST_CLASSES:
         table.add_row(Text(f"and {len(classes) - MOST_CLASSES} more", style="dim"))
-    return Padding(table, (0, 0, 0, 2), expand=False)
+    return indented(table)
 
 
 def _print_finding(console: Console, finding: dict[str, Any], folder: str) -> None:
@@ -92,7 +93,7 @@ def _print_finding(console: Console, finding: dict[str, Any], folder: str) -> No
     names = [in_line(name) for name in finding["files"][:MOST_NAMES]]
     more = finding["count"] - len(names)
     lines = [*names, *([f"and {more:,} more"] if more > 0 else []), f"do: {_typed(finding, folder)}"]
-    console.print(Padding(Text("\n".join(lines)), (0, 0, 0, 2), expand=False))
+    console.print(indented(Text("\n".join(lines))))
 
 
 def _typed(finding: dict[str, Any], folder: str) -> str:
@@ -109,8 +110,8 @@ def _verdict(report: dict[str, Any]) -> Text:
     rest = sum(finding["severity"] == "warning" for finding in report["findings"])
     if errors:
         remarks = f" and {rest} remark{'s' * (rest != 1)}" if rest else ""
-        told = f"{errors} kind{'s' * (errors != 1)} of mistakes{remarks}; mend the mistakes, then check again"
-        return Text(told, style="bold red")
+        text = f"{errors} kind{'s' * (errors != 1)} of mistakes{remarks}; mend the mistakes, then check again"
+        return Text(text, style="bold red")
     remarks = f", {rest} remark{'s' * (rest != 1)}" if rest else ""
     return Text(f"fit to train on{remarks}", style="green")
 

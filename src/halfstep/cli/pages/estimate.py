@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, pairs
+from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
 from halfstep.measure.memory.report import place_in_words
 from halfstep.measure.setting import size_in_words
 from halfstep.measure.survival_report import THE_MODEL_ITSELF
@@ -68,7 +67,7 @@ def _parts(columns: Sequence[Column], console: Console) -> Padding:
     )
     if len({column["moment"] for column in columns}) > 1:
         table.add_row("when", *(printable(column["moment"]) for column in columns))
-    return _indented(table)
+    return indented(table, 1)
 
 
 def _activations(columns: Sequence[Column], console: Console) -> Padding:
@@ -77,7 +76,7 @@ def _activations(columns: Sequence[Column], console: Console) -> Padding:
         table.add_section()
         for name in _largest(columns, key)[:most]:
             table.add_row(printable(name or THE_MODEL_ITSELF), *(_size(column[key].get(name, 0)) for column in columns))
-    return _indented(table)
+    return indented(table, 1)
 
 
 def _largest(columns: Sequence[Column], key: str) -> list[str]:
@@ -99,7 +98,7 @@ def _print_savings(console: Console, savings: Sequence[Mapping[str, Any]]) -> No
         change = f"{abs(row['saved']):.0%} {'less' if row['saved'] >= 0 else 'more'} than fp32 at batch {row['batch']}"
         why = f"; {printable(row['why'])}" if row["why"] else ""
         console.print()
-        console.print(Padding(Text(f"{row['precision']}: {change}{why}"), (0, 0, 0, 2), expand=False))
+        console.print(indented(Text(f"{row['precision']}: {change}{why}")))
 
 
 def _print_device(console: Console, page: Mapping[str, Any]) -> None:
@@ -111,9 +110,9 @@ def _print_device(console: Console, page: Mapping[str, Any]) -> None:
         words = "recomputed" if row["recompute"] else "kept"
         table.add_row(row["precision"], words, _peak(page, row), _reach(row), str(row["preferred"] or "-"))
     if table.row_count:
-        console.print(_indented(table))
+        console.print(indented(table, 1))
     for why in dict.fromkeys(row["why"] for row in page["not_searched"]):
-        console.print(Padding(Text(printable(why), style="yellow"), (0, 0, 0, 2), expand=False))
+        console.print(indented(Text(printable(why), style="yellow")))
     _print_abilities(console, page)
     for row in page["refused"]:
         console.print(Padding(Text(printable(f"{row['given']}\ndo: {row['do']}"), style="red"), (0, 0, 0, 2)))
@@ -141,7 +140,7 @@ def _print_abilities(console: Console, page: Mapping[str, Any]) -> None:
         if can["native"] is False:
             instead = f"; {page['auto']} is the one for it" if page["auto"] != name else ""
             text = f"{name}: not native on {page['device']['name']}: {can['reason']}{instead}"
-            console.print(Padding(Text(text, style="yellow"), (0, 0, 0, 2), expand=False))
+            console.print(indented(Text(text, style="yellow")))
 
 
 def _print_notes(console: Console, report: Mapping[str, Any]) -> None:
@@ -157,19 +156,15 @@ def _print_notes(console: Console, report: Mapping[str, Any]) -> None:
     if notes or assumed:
         heading(console, "Notes")
     for note in (*notes, *assumed):
-        console.print(Padding(Text(printable(note), style="dim"), (0, 0, 0, 2), expand=False))
+        console.print(indented(Text(printable(note), style="dim")))
 
 
 def _table(console: Console, first: str, titles: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table = ruled_table(console)
     table.add_column(first, overflow="fold")
     for title in titles:
         table.add_column(title, justify="right")
     return table
-
-
-def _indented(table: Table) -> Padding:
-    return Padding(table, (0, 0, 0, 1), expand=False)
 
 
 # -- survival page ----------------------------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def _which_modules(modules: list[dict[str, Any]]) -> str:
 
 
 def _modules(rows: list[dict[str, Any]], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table = ruled_table(console)
     table.add_column("module", overflow="fold")
     for title in ("largest", "headroom", "overflows", "vanish", "gradients\nvanish"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -286,4 +281,4 @@ def _print_advice(console: Console, found: list[dict[str, Any]], subject: str) -
         return
     heading(console, "Do")
     for line in dict.fromkeys(advice):
-        console.print(Padding(Text(printable(line), style="bold"), (0, 0, 0, 2), expand=False))
+        console.print(indented(Text(printable(line), style="bold")))

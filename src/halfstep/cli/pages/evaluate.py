@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 from collections.abc import Sequence
@@ -15,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli._options import storing
-from halfstep.errors import FolderTaken, WrongUse
+from halfstep.cli._options import refuse_taken, storing, write_csv
+from halfstep.errors import WrongUse
 from halfstep.printable import in_line
-from halfstep.terminal import screen
+from halfstep.terminal import progress, screen
 
 if TYPE_CHECKING:
     from halfstep.data.loader import ValLoader
@@ -45,9 +43,9 @@ class SampleScores:
     """For each sample its number, its quality and its figures."""
     counts: Any = None
 
-    def hear(self, batch: Batch, said: Any, truth: Any) -> None:
+    def add(self, batch: Batch, output: Any, truth: Any) -> None:
         """Add the outputs of a batch."""
-        judged = self.task.judge(said, truth)
+        judged = self.task.judge(output, truth)
         self.choosing.add(batch, judged)
         counts = judged.counts.cpu()
         self.counts = counts if self.counts is None else self.counts + counts
@@ -98,20 +96,19 @@ def measured(finished: Finished, data: str) -> EvaluationReport:
 
 def _evaluated(finished: Finished, loader: ValLoader, listener: SampleScores) -> tuple[dict[str, float], list[Any]]:
     """Return the metrics, and the samples that were left out."""
-    from halfstep.terminal import progress
     from halfstep.train.evaluation import evaluate
 
     left_out: list[Any] = []
-    with progress("evaluating", "batches") as told:
+    with progress("evaluating", "batches") as on_progress:
         metrics = evaluate(
             finished.task,
             finished.model,
             loader,
             precision=finished.choice.precision,
             device=finished.device,
-            progress=told,
+            progress=on_progress,
             left_out=left_out.extend,
-            heard=listener.hear if listener.choosing.judges else None,
+            heard=listener.add if listener.choosing.judges else None,
         )
     return metrics, left_out
 
@@ -172,12 +169,7 @@ def check_files(table: Path | None, picture: Path | None, overwrite: bool) -> No
             f"--picture {picture}", allowed="a name that ends in .png", do=f"--picture {picture.with_suffix('.png')}"
         )
     for file in [*(tables(table) if table else []), *([picture] if picture else [])]:
-        if file.is_dir() or (file.exists() and not overwrite):
-            raise FolderTaken(
-                f"{file} is there already",
-                allowed="a name that is free",
-                do="give another name" + ("" if file.is_dir() else ", or add --overwrite to replace it"),
-            )
+        refuse_taken(file, overwrite, do="give another name", flag="--overwrite")
 
 
 def tables(table: Path) -> list[Path]:
@@ -211,17 +203,10 @@ def write_files(
 
 
 def _write_tables(report: dict[str, Any], files: Sequence[Path]) -> None:
-    from halfstep.files import write_text
-
     names, counts = report["confusion"]["names"], report["confusion"]["counts"]
     matrix = [{"truth": name, **dict(zip(names, row, strict=True))} for name, row in zip(names, counts, strict=True)]
     for file, rows in zip(files, (report["each"], report["classes"], matrix), strict=True):
-        text = io.StringIO()
-        # All rows have the same keys.
-        writer = csv.DictWriter(text, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(file, text.getvalue())
+        write_csv(rows, file)
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
@@ -280,23 +265,23 @@ def show(report: dict[str, Any], written: Sequence[Path]) -> None:
     """Print the page."""
     console = screen()
     where = f" in {report['precision']} on {in_line(report['device'])}"
-    _say(console, (in_line(report["weights"]), "bold"), where)
+    _print_line(console, (in_line(report["weights"]), "bold"), where)
     _metrics(console, report)
     if "classes" in report:
         _classes(console, report)
         _confusion(console, report)
         _worst(console, report)
     for one in report["left_out"]:
-        _say(console, ("left out", "yellow"), in_line(f" {one['file']}: {one['reason']}"))
+        _print_line(console, ("left out", "yellow"), in_line(f" {one['file']}: {one['reason']}"))
     for finding in report["findings"]:
-        _say(console, (f"{finding['severity']} {finding['id']}", "yellow"), in_line(f": {finding['evidence']}"))
+        _print_line(console, (f"{finding['severity']} {finding['id']}", "yellow"), in_line(f": {finding['evidence']}"))
     for file in written:
-        _say(console, "written: ", (in_line(file), "bold"))
+        _print_line(console, "written: ", (in_line(file), "bold"))
     if "classes" in report and not written:
-        _say(console, ("\n--csv FILE writes a row for each sample, --picture FILE.png draws the worst", "dim"))
+        _print_line(console, ("\n--csv FILE writes a row for each sample, --picture FILE.png draws the worst", "dim"))
 
 
-def _say(console: Console, *parts: str | tuple[str, str]) -> None:
+def _print_line(console: Console, *parts: str | tuple[str, str]) -> None:
     """Print one line from words and (words, style) pairs."""
     console.print(Text.assemble(*parts), soft_wrap=True)
 
@@ -317,9 +302,9 @@ def _metrics(console: Console, report: dict[str, Any]) -> None:
     width = max(map(len, shown))
     for name, value in shown.items():
         mark = "  the metric that decides" if name == report["metric"] else ""
-        _say(console, f"  {in_line(name):<{width}}  {_number(value)}", (mark, "dim"))
+        _print_line(console, f"  {in_line(name):<{width}}  {_number(value)}", (mark, "dim"))
     data = "validation samples" if report["data"] == "validation" else f"samples in {in_line(report['data'])}"
-    _say(console, (f"  over {report['samples']} {data}", "dim"))
+    _print_line(console, (f"  over {report['samples']} {data}", "dim"))
 
 
 def _classes(console: Console, report: dict[str, Any]) -> None:
@@ -340,7 +325,7 @@ def _classes(console: Console, report: dict[str, Any]) -> None:
     console.print()
     console.print(table)
     if _many(report):
-        _say(console, (f"the lowest {MOST_CLASSES} of {len(rows)} classes; --csv FILE writes them all", "dim"))
+        _print_line(console, (f"the lowest {MOST_CLASSES} of {len(rows)} classes; --csv FILE writes them all", "dim"))
 
 
 def _many(report: dict[str, Any]) -> bool:
@@ -377,7 +362,7 @@ def _worst(console: Console, report: dict[str, Any]) -> None:
     console.print("\nthe worst:")
     for row in report["worst"]:
         words = [f"{key} {_figure(value)}" for key, value in row.items() if key != "file"]
-        _say(console, f"  {in_line(_from_here(row['file']))}  {', '.join(words)}")
+        _print_line(console, f"  {in_line(_from_here(row['file']))}  {', '.join(words)}")
 
 
 def _from_here(file: str) -> str:

@@ -14,7 +14,7 @@ from halfstep.errors import HalfstepError
 from halfstep.recipe.explain import OWN_SECTIONS, SettingRow, Shipped, rows, value_in_words
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.recipe.sources import RawRecipe, read_recipe
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat
 from halfstep.runs.registry import task_schemas
 
 FIRST = (

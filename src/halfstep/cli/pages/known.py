@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, pairs
+from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
 from halfstep.terminal import screen
 
 _SHOWN = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
@@ -94,12 +92,12 @@ def _show_formats(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
     console.print()
     for row in rows:
-        console.print(Padding(_bits(row), (0, 0, 0, 2), expand=False))
+        console.print(indented(_bits(row)))
     for row in rows:
         if row["notes"]:
             heading(console, row["name"])
             for note in row["notes"]:
-                console.print(Padding(Text(note), (0, 0, 0, 2), expand=False))
+                console.print(indented(Text(note)))
     heading(console, "Mixed precision")
     console.print(
         pairs(
@@ -127,7 +125,7 @@ def _gpus(rows: list[dict[str, Any]], console: Console) -> Table:
 
 
 def _table(console: Console, *titles: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table = ruled_table(console)
     for title in titles:
         table.add_column(title, overflow="fold", no_wrap=title in ("format", "--device", "choose", "memory"))
     return table

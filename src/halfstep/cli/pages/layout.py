@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +33,16 @@ def show(report: dict[str, Any]) -> None:
         print_finding(console, finding)
 
 
+def indented(content: RenderableType, by: int = 2) -> Padding:
+    """Return text or a table moved to the right, no wider than it needs."""
+    return Padding(content, (0, 0, 0, by), expand=False)
+
+
+def ruled_table(console: Console, **more: Any) -> Table:
+    """Return a table with a line below its titles; without it where the output is no terminal."""
+    return Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False, **more)
+
+
 def heading(console: Console, title: str, aside: str = "") -> None:
     """Print a heading with an optional remark."""
     console.print()
@@ -53,11 +63,11 @@ def pairs(rows: dict[str, str]) -> Padding:
     table = Table.grid(padding=(0, 2))
     for key, value in rows.items():
         table.add_row(Text(key, style="dim"), Text(value))
-    return Padding(table, (0, 0, 0, 2), expand=False)
+    return indented(table)
 
 
 def _formats(rows: list[dict[str, Any]], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table = ruled_table(console)
     table.add_column("format", no_wrap=True)
     table.add_column("native", no_wrap=True)
     for title in (*_OPERATIONS, "combined"):
@@ -79,7 +89,7 @@ def _print_choice(console: Console, choice: dict[str, Any]) -> None:
     verdict = Text(f"{choice['precision']}", style="bold green").append(
         f"  {asked}: {choice['summary']}", style="not bold"
     )
-    console.print(Padding(verdict, (0, 0, 0, 2), expand=False))
+    console.print(indented(verdict))
     ladder = Table.grid(padding=(0, 2))
     for rung in choice["rungs"]:
         ladder.add_row(rung["name"], "taken" if rung["accepted"] else "passed over", rung["reason"])
@@ -91,4 +101,4 @@ def print_finding(console: Console, finding: dict[str, str]) -> None:
     words = Text(f"{finding['severity']} {finding['id']}", style=_STYLE[finding["severity"]])
     console.print()
     console.print(words)
-    console.print(Padding(Text(f"{finding['evidence']}\ndo: {finding['fix']}"), (0, 0, 0, 2), expand=False))
+    console.print(indented(Text(f"{finding['evidence']}\ndo: {finding['fix']}")))

@@ -6,13 +6,11 @@ import math
 import shlex
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, pairs
+from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.conditions import busy, flags_in_words
 from halfstep.measure.plan.choice import INTERRUPTED, NO_TIME
@@ -28,7 +26,7 @@ def show(report: dict[str, Any]) -> None:
     heading(console, "Why")
     console.print(pairs({part: printable(words) for part, words in _why(report).items()}))
     heading(console, "Measured", "times as fast as strict fp32, with the median's 95 % interval")
-    console.print(Padding(_ladder(report, console), (0, 0, 0, 1), expand=False))
+    console.print(indented(_ladder(report, console), 1))
     cut = _cut(report["ladder"])
     if cut:
         heading(console, "Passed over")
@@ -139,7 +137,7 @@ def _growth(growth: dict[str, Any]) -> str:
 
 
 def _ladder(report: dict[str, Any], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False, pad_edge=False)
+    table = ruled_table(console, pad_edge=False)
     table.add_column("")
     table.add_column("setting", overflow="fold")
     for title in ("speed", "interval", "pairs", "update", "memory"):

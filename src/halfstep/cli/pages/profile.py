@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading
+from halfstep.cli.pages.layout import heading, indented
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.conditions import busy, in_words
 from halfstep.measure.profile.facts import PARTS
@@ -87,7 +87,7 @@ def _print_shares(console: Console, facts: dict[str, Any]) -> None:
         if part == "narrow" and facts["format"] in ("bf16", "fp16"):
             words = f"matrix work in {facts['format']}"
         table.add_row(words, f"{share:.0%}", Text("#" * round(share * _BAR), style="cyan"))
-    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    console.print(indented(table))
 
 
 def _print_layers(console: Console, facts: dict[str, Any]) -> None:
@@ -125,8 +125,8 @@ def _grid(rows: dict[str, str]) -> Padding:
     table.add_column(overflow="fold")
     for key, value in rows.items():
         table.add_row(Text(printable(key), style="dim"), Text(printable(value)))
-    return Padding(table, (0, 0, 0, 2), expand=False)
+    return indented(table)
 
 
 def _indented(console: Console, words: str, style: str = "") -> None:
-    console.print(Padding(Text(printable(words), style=style), (0, 0, 0, 2), expand=False))
+    console.print(indented(Text(printable(words), style=style)))

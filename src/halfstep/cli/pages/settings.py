@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, pairs, print_finding
+from halfstep.cli.pages.layout import heading, indented, pairs, print_finding, ruled_table
 from halfstep.doctor.settings import shown
 from halfstep.printable import in_line
 from halfstep.terminal import screen
@@ -36,7 +34,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _settings(rows: list[dict[str, Any]], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
+    table = ruled_table(console)
     widest = max(len(row["key"]) for row in rows)
     table.add_column("source", no_wrap=True)
     table.add_column("key", overflow="fold", no_wrap=widest <= _KEY_WIDTH)
@@ -52,10 +50,10 @@ def _print_changes(console: Console, changes: list[dict[str, Any]]) -> None:
     heading(console, "Changes applied", "" if changes else "none: nothing contradicts")
     for change in changes:
         lines = f"{shown(change['file'])}, line {change['line']}\n- {change['before']}\n+ {change['after']}"
-        console.print(Padding(Text(in_line(lines)), (0, 0, 0, 2), expand=False))
+        console.print(indented(Text(in_line(lines))))
     files = dict.fromkeys(change["file"] for change in changes)
     if files:
-        console.print(Padding(Text(in_line(f"Files modified: {', '.join(files)}")), (0, 0, 0, 2), expand=False))
+        console.print(indented(Text(in_line(f"Files modified: {', '.join(files)}"))))
 
 
 def _print_status(console: Console, status: dict[str, Any]) -> None:
@@ -70,7 +68,7 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
         "Final Status": status["final"],
     }
     for name, words in lines.items():
-        console.print(Padding(Text(f"{name}: {words}"), (0, 0, 0, 3), expand=False))
+        console.print(indented(Text(f"{name}: {words}"), 3))
 
 
 def _verdict(status: dict[str, Any], console: Console) -> str:

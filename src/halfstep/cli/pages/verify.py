@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from halfstep.printable import in_line
+from halfstep.terminal import screen
 
 if TYPE_CHECKING:
     from halfstep.train.resume_proof import Proof
@@ -12,10 +15,6 @@ if TYPE_CHECKING:
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a line per checkpoint, and what is wrong with it."""
-    from rich.text import Text
-
-    from halfstep.terminal import screen
-
     console = screen()
     for one in report["checkpoints"]:
         state = ("whole  ", "green") if one["whole"] else ("damaged", "red")
@@ -49,9 +48,6 @@ def _in_words(size: int) -> str:
 
 def print_proof(proof: Proof) -> None:
     """Print that a resume was proven exact; one that is not raises an error instead."""
-    from rich.text import Text
-
-    from halfstep.terminal import screen
     from halfstep.train.state import COMPONENTS
 
     if proof.equal:

@@ -335,8 +335,7 @@ def _check_kept(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: P
 
 def _recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
     """Return the complete recipe of a candidate, except for what differs between seeds."""
-    from halfstep.recipe.aliases import PRECISION_WORDS
-    from halfstep.recipe.overrides import read_flags
+    from halfstep.recipe.names import PRECISION_WORDS, read_flags
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.registry import task_schema
     from halfstep.runs.resolve import resolved_recipe

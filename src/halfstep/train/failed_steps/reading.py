@@ -20,8 +20,7 @@ from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.precision.island import island
 from halfstep.recipe.changes import SAFE
 from halfstep.recipe.sources import read_bounded as read_recipe_file
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.recipe.written import flat
+from halfstep.recipe.strict_yaml import flat, read_yaml
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, versions_of
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window

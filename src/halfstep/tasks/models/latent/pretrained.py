@@ -24,7 +24,7 @@ from halfstep.checkpoint.reading import newest_whole, read_state
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe, in_one_line
 from halfstep.files import read_json
 from halfstep.precision.island import island
-from halfstep.recipe.complaints import validated
+from halfstep.recipe.resolve import validated
 from halfstep.recipe.sources import read_recipe
 from halfstep.tasks.models.latent.checks import check_channels, check_size
 from halfstep.tasks.models.latent.model import (

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import pytest
 
 from halfstep.errors import BadRecipe
-from halfstep.recipe.overrides import apply, read_flags
+from halfstep.recipe.names import read_flags
+from halfstep.recipe.resolve import apply
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe
 
 

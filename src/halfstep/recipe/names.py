@@ -1,0 +1,258 @@
+"""Read the names of settings, also those of other projects, in a recipe and on a command line. Imports no torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from halfstep.errors import BadRecipe, Contradiction
+from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, is_off, is_on, read_claims
+from halfstep.recipe.fields import Fields, allowed_edits, edits, fields_of, nearest
+from halfstep.recipe.strict_yaml import NULL, read_value
+
+PRECISION_SWITCHES = (*SWITCHES, *FLAGS)
+PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", *FORMATS)
+FOREIGN_SECTIONS = ("trainer", "training", "globals")
+"""The sections in which other projects keep settings that a recipe has at the top level or in its own sections."""
+_ON_OFF = ("true", "false")
+
+
+def key_for(word: str, fields: Fields) -> str:
+    """Return the dotted key that a word means; a word for precision stands for itself.
+
+    Raises BadRecipe for an unknown word, with the nearest key, and for one that several settings share.
+    """
+    section, _, inner = word.partition(".")
+    if section in FOREIGN_SECTIONS and inner:
+        # `trainer.gradient_clip_val`, as other projects write it.
+        return key_for(inner, fields)
+    if word in fields.by_key or word in PRECISION_WORDS:
+        return word
+    meant = fields.keys_of.get(word, [])
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        raise BadRecipe(f"{word} can mean several settings", allowed=", ".join(meant), do=f"write {meant[0]}=...")
+    near = nearest_key(word, fields)
+    raise BadRecipe(
+        f"there is no setting {word[:80]!r}",
+        allowed=f"the {len(fields.by_key)} settings that `halfstep recipes explain` lists",
+        do=f"did you mean {near}?" if near else "look for it with halfstep recipes explain NAME",
+    )
+
+
+def nearest_key(word: str, fields: Fields) -> str | None:
+    """Return the key that was probably meant: first from the same section, then by its last name anywhere."""
+    section, _, name = word.rpartition(".")
+    same = [key for key in fields.by_key if section and key.rpartition(".")[0] == section]
+    near = nearest(word, same) if same else None
+    if near and edits(name, near.rpartition(".")[2]) <= allowed_edits(name):
+        return near
+    by_word = {word: word for word in PRECISION_WORDS} | {word: meant[0] for word, meant in fields.keys_of.items()}
+    short = nearest(name, by_word)
+    return by_word[short] if short else nearest(word, fields.by_key)
+
+
+# -- in a recipe ------------------------------------------------------------------------------------------------------
+
+
+class Translated(NamedTuple):
+    """A recipe with known names only, its words for precision, and notes on what was translated."""
+
+    raw: dict[str, Any]
+    precision: dict[str, Any]
+    notes: list[str]
+
+
+def translate(raw: Mapping[str, Any], fields: Fields) -> Translated:
+    """Move every known foreign name to its setting; leave unknown names for validation to report.
+
+    Raises Contradiction if two names of one setting have different values.
+    """
+    # Names are moved within nested mappings, which belong to the caller.
+    result = copy.deepcopy(dict(raw))
+    precision = _take_precision(result)
+    moved = [f"{word} is read as {key}" for word, key in _moves(result, fields)]
+    for section in FOREIGN_SECTIONS:
+        if result.get(section) in ({}, None):
+            result.pop(section, None)
+    return Translated(result, precision, ["; ".join(moved)] if moved else [])
+
+
+def same_precision(key: str, one: Any, other: Any) -> bool:
+    """Return whether two values of one key mean the same, as `bf16` and `bf16-mixed` do."""
+    if one == other:
+        return True
+    meanings = [[(claim.meaning, claim.denies) for claim in read_claims({key: value})] for value in (one, other)]
+    return meanings[0] == meanings[1]
+
+
+def _take_precision(raw: dict[str, Any]) -> dict[str, Any]:
+    found = {word: raw.pop(word) for word in PRECISION_WORDS if word in raw}
+    for section in FOREIGN_SECTIONS:
+        inner = raw.get(section)
+        if not isinstance(inner, dict):
+            continue
+        for word in [word for word in PRECISION_WORDS if word in inner]:
+            value = inner.pop(word)
+            if not same_precision(word, value, found.setdefault(word, value)):
+                _same(f"{section}.{word}", value, word, found[word])
+    return found
+
+
+def _moves(raw: dict[str, Any], fields: Fields) -> Iterator[tuple[str, str]]:
+    """Move each name that has exactly one meaning, and yield where it was and its key."""
+    for section in fields.sections:
+        key = fields.short_for(section) if isinstance(raw.get(section), str) else None
+        if key is not None:
+            raw[section] = {key.rpartition(".")[2]: raw[section]}
+            yield section, key
+    # A name that several settings share stays where it is: validation reports it and lists the candidates.
+    one_meaning = {word: keys[0] for word, keys in fields.keys_of.items() if len(keys) == 1}
+    for section in ("", *FOREIGN_SECTIONS):
+        holder: Any = raw.get(section) if section else raw
+        ours = () if section else (*fields.top, *FOREIGN_SECTIONS)
+        for word in list(holder) if isinstance(holder, dict) else ():
+            if word in one_meaning and word not in ours:
+                yield from _move(raw, holder, word, f"{section}.{word}".lstrip("."), one_meaning[word])
+    for key, setting in fields.by_key.items():
+        section = key.rpartition(".")[0]
+        holder = raw.get(section)
+        for word in setting.also if isinstance(holder, dict) else ():
+            if word in holder:
+                yield from _move(raw, holder, word, f"{section}.{word}", key)
+
+
+def _move(raw: dict[str, Any], holder: dict[str, Any], word: str, written: str, key: str) -> Iterator[tuple[str, str]]:
+    section, _, name = key.rpartition(".")
+    place = raw.get(section) if section else raw
+    if place is None:
+        place = raw[section] = {}
+    if not isinstance(place, dict):
+        return
+    value = holder[word]
+    _same(written, value, key, place.get(name, value))
+    place[name] = value
+    if (holder is not place) or word != name:
+        del holder[word]
+    yield written, key
+
+
+def _same(one: str, value: Any, other: str, against: Any) -> None:
+    if value != against:
+        raise Contradiction(
+            f"{one} says {value!r}, but {other} says {against!r}",
+            allowed="one value for one setting",
+            do=f"delete {one} or {other}",
+        )
+
+
+# -- on a command line ------------------------------------------------------------------------------------------------
+
+
+class Override(NamedTuple):
+    """A key and its value; the key is dotted, or one of the words for precision."""
+
+    key: str
+    value: Any
+
+
+class Typed(Override):
+    """An override that remembers the word it was typed as."""
+
+    # A subclass of a NamedTuple cannot add a field, but it has attributes.
+    word: str
+
+
+def read_flags(words: Sequence[str], schema: Any) -> list[Override]:
+    """Return the settings that follow RECIPE, assignments and flags mixed, in their order.
+
+    Raises BadRecipe for a word that is no setting, for an unknown key, and for a flag without its value.
+    """
+    return [one for one, _ in _each(words, fields_of(schema))]
+
+
+def typed_again(words: Sequence[str], changes: Sequence[str], schema: Any) -> list[str]:
+    """Return the words as typed, without those that `changes` replaces, followed by `changes`."""
+    changed = {_one_for_precision(one.key) for one in read_flags(changes, schema)}
+    unchanged = [typed for one, typed in _each(words, fields_of(schema)) if _one_for_precision(one.key) not in changed]
+    return [word for typed in unchanged for word in typed] + list(changes)
+
+
+def translations(overrides: Iterable[Override], fields: Fields) -> list[str]:
+    """Return a note such as `--use-optimizations is read as train.compile` for each foreign name that was typed."""
+    typed = [one for one in overrides if isinstance(one, Typed) and _is_foreign(one, fields)]
+    return list(dict.fromkeys(f"{one.word} is read as {one.key}" for one in typed))
+
+
+def _one_for_precision(key: str) -> str:
+    return "precision" if key in PRECISION_WORDS else key
+
+
+def _is_foreign(one: Typed, fields: Fields) -> bool:
+    """Return whether a typed name belongs to another project; our own short names, such as `--lr`, need no note."""
+    section, _, name = one.word.lstrip("-").replace("-", "_").rpartition(".")
+    setting = fields.by_key.get(one.key)
+    return setting is not None and (section in FOREIGN_SECTIONS or name in setting.also)
+
+
+def _each(words: Sequence[str], fields: Fields) -> Iterator[tuple[Override, list[str]]]:
+    """Yield each setting, with the one or two words that it was typed as."""
+    left = list(words)
+    while left:
+        before = list(left)
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            key, read = _flag(word, left, fields)
+        elif equals:
+            key = key_for(name.strip(), fields)
+            read = _value(key, value, fields)
+        else:
+            raise BadRecipe(
+                f"{word[:80]!r} is no setting",
+                allowed="KEY=VALUE, such as train.batch_size=4, or a flag, such as --batch_size 4",
+                do="name the setting that the value is for",
+            )
+        typed = Typed(key, read)
+        typed.word = name.strip()
+        yield typed, before[: len(before) - len(left)]
+
+
+def _flag(word: str, left: list[str], fields: Fields) -> tuple[str, Any]:
+    name, equals, value = word.lstrip("-").partition("=")
+    if not word.startswith("--") or not name:
+        raise BadRecipe(f"{word[:80]!r} is no flag", allowed="flags such as --batch_size 4", do="write two dashes")
+    key = key_for(name if "." in name else name.replace("-", "_"), fields)
+    if equals:
+        return key, _value(key, value, fields)
+    if key in PRECISION_SWITCHES or (key in fields.by_key and fields.by_key[key].is_switch):
+        return key, _switch(key, left)
+    if not left:
+        allowed = fields.allowed(key, "a precision, such as bf16")
+        raise BadRecipe(f"{word} has no value", allowed=allowed, do=f"write {word} VALUE")
+    return key, _value(key, left.pop(0), fields)
+
+
+def _switch(key: str, left: list[str]) -> Any:
+    """Return True unless the next word is a value; `--mixed_precision bf16` also names the format."""
+    if not left:
+        return True
+    if left[0].lower() in _ON_OFF or (key in PRECISION_SWITCHES and (is_on(left[0]) or is_off(left[0]))):
+        return is_on(left.pop(0))
+    if key in SWITCHES and not left[0].startswith("-") and "=" not in left[0]:
+        return left.pop(0)
+    return True
+
+
+def _value(key: str, text: str, fields: Fields) -> Any:
+    setting = fields.by_key.get(key)
+    # Quotes are an explicit request for YAML's rules, and words for precision have no setting with a type.
+    if setting is None or text[:1] in ("'", '"'):
+        return read_value(text, key)
+    # A text setting takes the word as it is: YAML would read `16` as a number, which the strict schema then refuses.
+    if setting.is_text and not (setting.may_be_null and text in NULL):
+        return text
+    value = read_value(text, key)
+    return [text] if setting.is_list_of_text and value is not None and not isinstance(value, list) else value
