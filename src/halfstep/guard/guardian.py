@@ -12,11 +12,11 @@ from halfstep.guard.alarms.skips import Skips
 from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, Spike
 from halfstep.guard.diagnosis.diagnoser import Diagnoser
 from halfstep.guard.events import FailedStep, GuardEvent, History, Kind, Level, warn
-from halfstep.guard.repair.advice import farewell
+from halfstep.guard.repair.advice import give_up_error
 from halfstep.guard.repair.remedies import Remedies, RemedyApplier
 from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.guard.streak import Limits, Streak
-from halfstep.step.report import GUARD, StepReport
+from halfstep.step.report import StepReport, refused_by
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 
@@ -153,10 +153,10 @@ class Guardian:
                 self._say("alarm", LEVELS[finding.severity], str(finding), dict(finding.as_dict()))
         if report.applied:
             self._applied(report)
-        elif report.reason == REFUSED or not (report.reason or "").startswith(GUARD):
+        elif report.reason == REFUSED or (guard := refused_by(report.reason)) is None:
             self._skipped(report, again)
         else:
-            self._turned_down(report)
+            self._turned_down(report, guard)
 
     def _applied(self, report: StepReport) -> None:
         self._examiner.remember(report, self._rate)
@@ -228,10 +228,10 @@ class Guardian:
         if alarm is not None:
             raise self._given_up(alarm, report, streak)
 
-    def _turned_down(self, report: StepReport) -> None:
+    def _turned_down(self, report: StepReport, guard: str) -> None:
         """Count a step that a user's own guard refused; give up once there are too many."""
         streak = self._streak_of(report)
-        streak.guard = (report.reason or "").removeprefix(GUARD)
+        streak.guard = guard
         self._skips.refused()
         alarm = self._skips.alarm()
         if alarm is not None:
@@ -279,7 +279,8 @@ class Guardian:
     def _given_up(self, alarm: str, report: StepReport, streak: Streak) -> Diverged:
         """Return the error that ends the run; if the weights are the cause and a copy exists, restore it first."""
         step = self._rewind.back() if streak.blames_weights else None
-        error = farewell(alarm, streak, mode=self.mode, rates=self.history().rates, back_at=step, limits=self.limits)
+        rates = self.history().rates
+        error = give_up_error(alarm, streak, mode=self.mode, rates=rates, back_at=step, limits=self.limits)
         error.report = report
         self._say("alarm", "error", error.given, {"attempt": report.attempt, "do": error.do})
         return error

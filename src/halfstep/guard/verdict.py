@@ -46,6 +46,13 @@ class Culprit:
     outside: str | None = None
 
 
+def place_of(culprit: Culprit | None) -> tuple[object, ...] | None:
+    """Return the fields of an origin that say where it is; two reruns with equal ones failed in the same place."""
+    if culprit is None:
+        return None
+    return culprit.operation, culprit.module, culprit.backward, culprit.line, culprit.outside
+
+
 @dataclass(frozen=True)
 class Cure:
     """A possible remedy."""

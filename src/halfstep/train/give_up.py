@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from halfstep import distributed
 from halfstep.errors import Diverged, HalfstepError, OutOfMemory
 from halfstep.guard.alarms.spike import REFUSED
+from halfstep.guard.repair.advice import LOWER_LR
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, kept_events
@@ -228,7 +229,7 @@ def given_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if is_spoilt else ACCEPT)
     good, kept = None if is_spoilt else checkpoints.name, _kept(checkpoints, is_spoilt)
     if do and cause == DIVERGENCE and not _is_in_the_code(error):
-        kept = f"{kept}; try a lower learning rate"
+        kept = f"{kept}; {LOWER_LR}"
     return GivenUp(_why(loop, cause, error), kept, do or error.do, good, cause, error.verdict)
 
 

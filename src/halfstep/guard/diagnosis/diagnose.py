@@ -27,10 +27,22 @@ from halfstep.guard.diagnosis.explain import grown, rate_evidence, strayed, too_
 from halfstep.guard.diagnosis.rerun import HeldTensors, ReplayConfig, holdings
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, cures_for
 from halfstep.guard.events import History
-from halfstep.guard.verdict import CODE, COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE, WARM_UP, Cure, Verdict
+from halfstep.guard.verdict import (
+    CODE,
+    COMPILER,
+    DATA,
+    DIVERGENCE,
+    HARDWARE,
+    PRECISION,
+    STATE,
+    WARM_UP,
+    Cure,
+    Verdict,
+    place_of,
+)
 from halfstep.observe.nonfinite_origin import BATCH, LITERAL, OTHERS
 from halfstep.precision.precision import Precision, precision_named
-from halfstep.step.report import GRADIENT_OVERFLOW, GUARD, LOSS_NOT_FINITE
+from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, refused_by
 from halfstep.step.step_inputs import StepInputs
 
 # -- agreement --------------------------------------------------------------------------------------------------------
@@ -107,14 +119,13 @@ def _size(count: int) -> str:
 # -- diagnose ---------------------------------------------------------------------------------------------------------
 
 
-BUFFER_NOT_FINITE = "buffer_not_finite"
-"""The reason of a skip whose loss and gradients are finite, but whose running statistics are not."""
 _FORWARD = (LOSS_NOT_FINITE, BUFFER_NOT_FINITE)
 """The reasons that do not depend on the loss scale."""
 _NO_HISTORY = History()
 _NO_PAST = Past()
 _WRITTEN = "written"
 _OTHER_LOSS = Cure("fix_code", explain.OTHER_LOSS, None)
+_CLONE_FIRST = Cure("fix_code", explain.CLONE_FIRST, None)
 _NORMALISE = Cure("fix_code", "normalise this batch as the others are", None)
 _SLOWER = Cure("lower_rate", "lower the learning rate", None)
 
@@ -145,7 +156,7 @@ def diagnose(
         tell(cost)
     trials = Trials(model, attempt, written=written, most=cost.reruns)
     verdict = agreed(_Case(trials, precision, reason, history, compiled, past, tuple(optimizers)).verdict())
-    if not written or explain.BATCH_WRITTEN in verdict.sentence:
+    if not written or _CLONE_FIRST in verdict.cures:
         return verdict
     # The batch was changed during the step, so the reruns are not quite the step that failed.
     return replace(verdict, evidence=(explain.BATCH_WRITTEN, *verdict.evidence))
@@ -217,14 +228,12 @@ class _Case:
     # -- what does not happen again -----------------------------------------------------------------------------
 
     def _not_again(self) -> Verdict:
-        if self.reason.startswith(GUARD):
+        if (guard := refused_by(self.reason)) is not None:
             evidence = (weight_evidence(self.trials.model), *rate_evidence(self.history))
-            return Verdict(DIVERGENCE, explain.refused(self.reason), None, evidence, (_SLOWER,))
+            return Verdict(DIVERGENCE, explain.refused(guard), None, evidence, (_SLOWER,))
         if self.trials.written:
-            fix = Cure("fix_code", explain.CLONE_FIRST, None)
-            return Verdict(
-                DATA, f"data: {explain.BATCH_WRITTEN}; run again as it is now it is finite", None, (), (fix,)
-            )
+            sentence = f"data: {explain.BATCH_WRITTEN}; run again as it is now it is finite"
+            return Verdict(DATA, sentence, None, (), (_CLONE_FIRST,))
         # The scale may be just at the limit, so that rounding decides. Twice the scale shows whether it is.
         if self.reason == GRADIENT_OVERFLOW and not (above := self._run(2 * self.scale)).finite:
             return self._scale_too_high(above)
@@ -376,7 +385,7 @@ class _Case:
         return Verdict(CODE, explain.in_the_code(fp32), fp32.culprit, evidence, (fix,))
 
     def _first_elsewhere(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> tuple[str, ...]:
-        if as_it_was.culprit == fp32.culprit or explain.place(as_it_was) == explain.place(fp32):
+        if place_of(as_it_was.culprit) == place_of(fp32.culprit):
             return ()
         return (f"in {self.precision} it is {explain.place(as_it_was)} first, which {as_it_was.deed}",)
 

@@ -41,9 +41,9 @@ def not_run(outcome: TrialOutcome) -> str:
     return f"data: the step could not be run again: {outcome.error}; so its cause is not known"
 
 
-def refused(reason: str) -> str:
+def refused(guard: str) -> str:
     """Return the sentence for a finite step that a guard refused."""
-    return f"divergence: all numbers are finite, and {reason.partition(':')[2]} refused the step"
+    return f"divergence: all numbers are finite, and {guard} refused the step"
 
 
 def place(outcome: TrialOutcome) -> str:
@@ -88,9 +88,17 @@ def precision(precision: Precision, outcome: TrialOutcome, cures: Sequence[Cure]
     works = [_named(cure) for cure in cures if cure.works]
     too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
     happened = what_happened(outcome)
-    if precision.name not in happened:
+    if not _names_format(outcome, precision.name):
         happened += f" in {precision}"
     return f"precision: {'; '.join([happened, *([', '.join(too)] if too else []), *_wrap(outcome.culprit)])}"
+
+
+def _names_format(outcome: TrialOutcome, format: str) -> bool:
+    """Return whether the words for the origin say that it computed in this format; those for undefined code do not."""
+    culprit = outcome.culprit
+    if culprit is None or culprit.outside is not None or outcome.senseless:
+        return False
+    return culprit.format == format
 
 
 def not_helping(cures: Sequence[Cure]) -> tuple[str, ...]:
