@@ -15,13 +15,14 @@ from torch import nn
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.errors import BadData, HalfstepError
 from halfstep.guard.diagnosis.diagnose import diagnose
-from halfstep.guard.diagnosis.rerun import ReplayConfig, uses_compiled
+from halfstep.guard.diagnosis.rerun import ReplayConfig
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials
 from halfstep.guard.repair.advice import REPAIR, advise, advise_precision
 from halfstep.guard.verdict import Verdict, place_of
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, kept_events
 from halfstep.journal.text import GAVE_UP
+from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.runs.finished import task_of

@@ -64,6 +64,19 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     raise _not_a_loss(result)
 
 
+def ready_for_backward(value: Tensor, divide: float, scale: float) -> Tensor:
+    """Return a micro-batch's loss, divided by its share of the window and multiplied by the loss scale."""
+    # By 1 nothing is added to the graph, so that fp32 stays bitwise equal to a plain loop.
+    ready = value if divide == 1 else value / divide
+    return ready if scale == 1.0 else ready * scale
+
+
+def expected_count(count: float, microbatches: int, ranks: int) -> float | None:
+    """Return the elements of a whole window, from those of one micro-batch; None where that is no divisor."""
+    expected = count * microbatches * ranks
+    return expected if 0.0 < expected < math.inf else None
+
+
 class LossSlot:
     """One loss by name: its scale, and its sum over the micro-batches of a window."""
 
@@ -102,19 +115,17 @@ class LossSlot:
         if self.microbatches and counted != (self.count is not None):
             raise _mixed()
         value = _scalar(loss.sum if isinstance(loss, Counted) else loss)
+        divisor: float = divide
         if isinstance(loss, Counted):
             # Divided before backward: the gradients of a plain sum may overflow fp16. The exact count is known only
             # after the agreement, and is folded into unscaling.
-            ready = value / self._divisor(loss.count, divide, ranks, window)
-        else:
-            ready = value / divide if divide > 1 else value
+            divisor = self._divisor(loss.count, divide, ranks, window)
         self.microbatches += 1
         self.divided = divide
         # Summed on the device; the host reads it once, in the agreement.
         seen = value.detach()
         self.total = seen if self.total is None else self.total + seen
-        # Without a scale nothing is added to the graph, so that fp32 stays bitwise equal to a plain loop.
-        return ready if self.scale.value == 1.0 else ready * self.scale.value
+        return ready_for_backward(value, divisor, self.scale.value)
 
     def _divisor(self, count: Count, microbatches: int, ranks: Ranks, window: int) -> float:
         count = count.detach() if isinstance(count, Tensor) else float(count)
@@ -123,8 +134,7 @@ class LossSlot:
             # Once in a run: all ranks must divide by the same number before their gradients are summed. Through the
             # store rather than by a collective, because a rank may fail on its way here.
             # A host read, in the first window only.
-            mine: float | None = float(count) * microbatches * ranks.size
-            mine = mine if mine is not None and 0.0 < mine < math.inf else None
+            mine = expected_count(float(count), microbatches, ranks.size)
             if ranks.size > 1:
                 ranks.offer(window, self.name, mine)
                 mine = ranks.first_of(window, self.name)

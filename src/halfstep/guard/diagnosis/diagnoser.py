@@ -16,11 +16,11 @@ from halfstep.errors import WrongUse, in_one_line
 from halfstep.guard.diagnosis import diagnose as replay
 from halfstep.guard.diagnosis.bad_weights import Past
 from halfstep.guard.diagnosis.diagnose import Cost
-from halfstep.guard.diagnosis.rerun import uses_compiled
 from halfstep.guard.events import FailedStep, History, Kind, Level
 from halfstep.guard.streak import Streak
 from halfstep.guard.verdict import PRECISION, WARM_UP, Cure, Verdict
 from halfstep.observe.reachable import closure_of, generators_in
+from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.island import islands
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs

@@ -19,7 +19,6 @@ from torch._ops import OpOverload
 
 from halfstep import distributed
 from halfstep.formats import FP32
-from halfstep.observe import recorder
 from halfstep.observe.nonfinite_origin import (
     Made,
     NonfiniteOrigins,
@@ -35,7 +34,7 @@ from halfstep.observe.recorder import OUTSIDE, Operation, Recorder, as_written
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.buffers import Buffers
-from halfstep.step.loss import Counted, loss_and_aux
+from halfstep.step.loss import Counted, expected_count, loss_and_aux, ready_for_backward
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
 
 # -- holdings ---------------------------------------------------------------------------------------------------------
@@ -82,19 +81,6 @@ def _is_plain(thing: Any) -> bool:
 
 def _of(name: str, holder: str) -> str:
     return f"{holder}.{as_written(name)}"
-
-
-# -- compiled ---------------------------------------------------------------------------------------------------------
-# Detect whether compiled code ran in a step: it may behave differently from the same code run eagerly.
-
-
-def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
-    """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
-    return recorder.uses_compiled(model) or any(_is_compiled(thing) for _, thing in reachable(loss_fn, model))
-
-
-def _is_compiled(thing: Any) -> bool:
-    return callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", {})
 
 
 # -- kept -------------------------------------------------------------------------------------------------------------
@@ -215,19 +201,15 @@ class ReplayLoss:
         if count is not None:
             self.count = (self.count or 0.0) + float(count)
             divide = self._divisor(float(count))
-        ready = value if divide == 1 else value / divide
-        return ready if self.scale == 1.0 else ready * self.scale
+        return ready_for_backward(value, divide, self.scale)
 
     def _divisor(self, count: float) -> float:
         """Return the divisor of the step; in the first step of a run, an estimate that all micro-batches share."""
         if self._base is None:
             # The step exchanged the counts between ranks. Here one rank may fail, and must not leave the others
             # waiting.
-            everywhere = count * self._microbatches * distributed.size()
-            if not 0.0 < everywhere < math.inf:
-                return 1.0
-            self._base = everywhere
-        return self._base
+            self._base = expected_count(count, self._microbatches, distributed.size())
+        return self._base or 1.0
 
     @property
     def counts_nothing(self) -> bool:

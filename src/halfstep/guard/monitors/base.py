@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.finding import Finding
-from halfstep.guard.diagnosis.rerun import uses_compiled
+from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.island import islands
 from halfstep.step.optimizer_slot import OptimizerSlot, owned_by
 from halfstep.step.report import StepReport
