@@ -23,8 +23,7 @@ from halfstep.checkpoint.manifest import MANIFEST, state_of, tensors_of, with_se
 from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
 from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
-from halfstep.guard.events import FailedStep, History
-from halfstep.guard.verdict import Cause, Culprit, Cure, Verdict
+from halfstep.guard.verdict import Cause, Culprit, Cure, FailedStep, History, Verdict
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
 from halfstep.step.report import StepReport
@@ -107,7 +106,7 @@ def run(tmp_path: Path) -> Path:
 def test_the_step_comes_back_to_the_bit(run: Path) -> None:
     model, trouble = troubled()
     before = rerun(model, trouble.attempt, ReplayConfig(precision_named("fp32")))
-    again = rerun(model, trouble.attempt._replace(microbatches=trouble.attempt.microbatches[:1]), before.way)
+    again = rerun(model, trouble.attempt._replace(microbatches=trouble.attempt.microbatches[:1]), before.config)
     record = read(kept(run, model, trouble))
     recorded = record.step
     assert (recorded.verdict, recorded.history, recorded.precision) == (trouble.verdict, trouble.history, "fp32")
@@ -128,8 +127,8 @@ def test_the_step_comes_back_to_the_bit(run: Path) -> None:
     assert type(attempt.microbatches) is Window
     assert attempt.factors == trouble.attempt.factors
     assert torch.equal(attempt.microbatches[1]["x"].isnan(), bad_batch()[1]["x"].isnan())
-    assert not rerun(other, attempt, before.way).finite
-    half = rerun(other, attempt._replace(microbatches=attempt.microbatches[:1]), before.way)
+    assert not rerun(other, attempt, before.config).finite
+    half = rerun(other, attempt._replace(microbatches=attempt.microbatches[:1]), before.config)
     assert (half.loss, half.finite) == (again.loss, True), "dropout drew the same numbers"
 
 

@@ -31,7 +31,7 @@ from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, refused_b
 from halfstep.step.step_inputs import StepInputs
 from halfstep.train.environment import differences, environment
 from halfstep.train.failed_steps.reading import Record, load_attempt, load_model, recipe_digest, run_of
-from halfstep.train.give_up import launcher, lower_rate, written_rate
+from halfstep.train.give_up import launcher, lower_lr, recipe_lr
 from halfstep.train.process_group import AUTO, device_of
 from halfstep.train.run_folder import RECIPE, is_finished
 from halfstep.train.setup import make_model, without_weights
@@ -246,7 +246,7 @@ def advice(verdict: Verdict | None, replayed: Replayed, run: Path, task: Path | 
         # Finite in another precision: that precision is the fix.
         found = advise_precision(precision)
         return {"do": found.do, "command": _command(record, run, found.setting, task)}
-    lr = lower_rate(recipe.optimizer.lr, record.step.history.rates, _written_rate(run))
+    lr = lower_lr(recipe.optimizer.lr, record.step.history.rates, _recipe_lr(run))
     kind, words, setting = advise(verdict or record.step.verdict, lr)
     if kind == "skip" and is_finished(run):
         return {"do": f"{words}; this run went on without the batch", "command": ""}
@@ -255,10 +255,10 @@ def advice(verdict: Verdict | None, replayed: Replayed, run: Path, task: Path | 
     return {"do": words, "command": _command(record, run, setting, task)}
 
 
-def _written_rate(run: Path) -> float | None:
+def _recipe_lr(run: Path) -> float | None:
     """Return the learning rate in the recipe file the run was started from, without typed overrides."""
     begun = next((event for event in kept_events(run / JOURNAL) if event["event"] == events.START), {})
-    return written_rate(str(begun.get("command", "")))
+    return recipe_lr(str(begun.get("command", "")))
 
 
 def _command(record: Record, run: Path, setting: str, task: Path | None) -> str:
@@ -269,12 +269,12 @@ def _command(record: Record, run: Path, setting: str, task: Path | None) -> str:
     changed = "--accept-recipe-change" if setting and setting != REPAIR else ""
     launched = f"{shlex.join(launcher(record.ranks))} train"
     # Where no checkpoint is good, there is nothing to resume from.
-    anew = "--new" if finished or (changed and _has_only_spoilt(run)) else changed
+    anew = "--new" if finished or (changed and _has_no_good_checkpoint(run)) else changed
     words = [launched, shlex.quote(str(run / RECIPE)), setting, own, anew]
     return " ".join(filter(None, words))
 
 
-def _has_only_spoilt(run: Path) -> bool:
+def _has_no_good_checkpoint(run: Path) -> bool:
     """Return whether the run gave up with checkpoints of which none is good."""
     ends = [event for event in kept_events(run / JOURNAL) if event["event"] == events.END]
     gave_up = bool(ends) and ends[-1].get("reason") == GAVE_UP and ends[-1].get("checkpoint") is None

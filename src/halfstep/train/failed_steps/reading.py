@@ -25,8 +25,7 @@ from halfstep.checkpoint.reading import load_tensors, refuse_strangers
 from halfstep.checkpoint.sealed import problem_with, read_bounded
 from halfstep.errors import BadData, HalfstepError, StateMismatch
 from halfstep.files import LARGEST_JSON, strict_json
-from halfstep.guard.events import History
-from halfstep.guard.verdict import Verdict
+from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.island import island
 from halfstep.recipe.changes import SAFE
 from halfstep.recipe.sources import read_bounded as read_recipe_file

@@ -16,7 +16,7 @@ from halfstep.checkpoint.commit import RankGather, RankSnapshot, by_all, commit,
 from halfstep.checkpoint.packing import pack
 from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.errors import HalfstepError, reason_in
-from halfstep.guard.events import FailedStep
+from halfstep.guard.verdict import FailedStep
 from halfstep.safetensors_header import header
 from halfstep.step.step_inputs import StepInputs
 from halfstep.train.environment import environment
