@@ -25,10 +25,9 @@ from torch import nn
 from halfstep import Stepper
 from halfstep.errors import Diverged
 from halfstep.guard.diagnosis.diagnose import diagnose
-from halfstep.guard.events import GuardEvent
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
-from halfstep.guard.verdict import WARM_UP, Cause, Verdict
+from halfstep.guard.verdict import WARM_UP, Cause, GuardEvent, Verdict
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale, LossScale
 

@@ -91,9 +91,9 @@ class Made:
         """Seconds of one copy of the run in memory, over an older one."""
         stepper, batch = self.stepper()
         stepper.step(loss_fn, batch)
-        rewind = RollbackSnapshot(stepper)
-        rewind.keep()
-        return statistics.median(clock.seconds(rewind.keep, 1) for _ in range(COPIES))
+        snapshot = RollbackSnapshot(stepper)
+        snapshot.take()
+        return statistics.median(clock.seconds(snapshot.take, 1) for _ in range(COPIES))
 
 
 def quiet(told: object) -> None:

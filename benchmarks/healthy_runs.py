@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.events import GuardEvent
-from halfstep.guard.verdict import WARM_UP
+from halfstep.guard.verdict import WARM_UP, GuardEvent
 from halfstep.step.loss import DynamicScale
 
 Step = tuple[Callable[[nn.Module, Any], Any], Any, str | None]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.guard.events import GuardEvent
+from halfstep.guard.verdict import GuardEvent
 from halfstep.precision.island import islands
 
 CULPRIT = "decoder.stretch"

@@ -163,7 +163,7 @@ class Diverged(HalfstepError, RuntimeError):
     report: Any = None
     """The StepReport of the last attempt."""
     cause: str = ""
-    """The verdict's cause, `divergence`, or a sentence where neither is known."""
+    """The verdict's cause, or `divergence`; empty where neither is known."""
     why: str = ""
     """The message without its advice on checkpoints, for callers that know which of them is good."""
 

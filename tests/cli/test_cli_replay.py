@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from halfstep.checkpoint.sealed import with_seal
+from halfstep.checkpoint.sealed import MANIFEST, state_of, with_seal
 from halfstep.cli.main import build
 from halfstep.errors import Diverged
 from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
@@ -24,8 +25,7 @@ from halfstep.precision.precision import precision_named
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_from_file
 from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.failed_steps.places import RECORD, recorded_in
-from halfstep.train.failed_steps.reading import read
+from halfstep.train.failed_steps.reading import read, recorded_in
 from halfstep.train.run import make_loop
 from halfstep.train.run_folder import open_run
 
@@ -255,8 +255,8 @@ def test_a_point_that_is_not_finite_is_named(place: Path, task: Path) -> None:
 
 def test_a_failed_step_is_chosen_by_its_number_or_its_folder(failed: Path, task: Path) -> None:
     (only,) = recorded_in(failed)
-    number = int(only.name)
-    for words in ([failed, "--attempt", number], [only]):
+    number = only.attempt
+    for words in ([failed, "--attempt", number], [only.path]):
         assert replayed(*words, "--task", task)["recorded"]["attempt"] == number
     done = halfstep("replay", failed, "--attempt", 77, "--task", task)
     assert done.exit_code == 65
@@ -266,8 +266,8 @@ def test_a_failed_step_is_chosen_by_its_number_or_its_folder(failed: Path, task:
 
 def test_the_list_says_what_each_was(run: Path) -> None:
     (only,) = recorded_in(run)
-    shutil.copytree(only, only.with_name("000099"))
-    (only.with_name("000099") / RECORD).write_text("{}")
+    other = Path(shutil.copytree(only.path, only.path.with_name("step-00000099.0002")))
+    (other / MANIFEST).write_text("{}")
     done = halfstep("replay", run, "--list")
     assert done.exit_code == 0
     said = " ".join(done.stdout.split())
@@ -294,6 +294,12 @@ def test_failed_steps_of_an_earlier_version_are_refused_by_name(tmp_path: Path) 
     done = halfstep("replay", tmp_path)
     assert done.exit_code == 79
     assert "trouble holds failed steps of an earlier halfstep" in " ".join(done.stderr.split())
+    (tmp_path / "failed_steps" / "000001").mkdir(parents=True)
+    (tmp_path / "failed_steps" / "000001" / "failed_step.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "failed_steps" / "000001"):
+        done = halfstep("replay", folder)
+        assert done.exit_code == 79
+        assert "failed_steps holds failed steps of an earlier halfstep" in " ".join(done.stderr.split())
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -305,17 +311,21 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 # -- what is not as it was --------------------------------------------------------------------------------------------
 
 
-def change(run: Path, **fields: Any) -> None:
-    """With a new seal, as somebody would who knows how it is made."""
-    path = recorded_in(run)[0] / RECORD
-    content = json.loads(path.read_text())
-    content.pop("seal")
-    content.update(fields)
-    path.write_bytes(with_seal(content))
+def change(run: Path, environment: dict[str, Any] | None = None, **fields: Any) -> None:
+    """With new digests and a new seal, as somebody would who knows how they are made."""
+    place = recorded_in(run)[0].path
+    content, manifest = (json.loads((place / name).read_text()) for name in (state_of(0), MANIFEST))
+    content["record"].update(fields)
+    text = json.dumps(content).encode()
+    (place / state_of(0)).write_bytes(text)
+    manifest["files"][state_of(0)] = [len(text), hashlib.sha256(text).hexdigest()]
+    manifest["environment"] = manifest["environment"] if environment is None else environment
+    manifest.pop("seal")
+    (place / MANIFEST).write_bytes(with_seal(manifest))
 
 
 def test_another_device_or_torch_is_said(run: Path, task: Path) -> None:
-    environment = dict(read(recorded_in(run)[0]).environment)
+    environment = dict(read(recorded_in(run)[0]).manifest.environment)
     change(run, environment={**environment, "device": "NVIDIA H100", "torch": "2.99.0"})
     report = replayed(run, "--task", task)
     assert any(note.startswith("device was NVIDIA H100, and is ") for note in report["notes"])
@@ -351,7 +361,7 @@ def test_another_model_is_refused(run: Path, task: Path, tmp_path: Path) -> None
 
 
 def test_a_record_without_tensors_is_listed_and_not_run(run: Path, task: Path) -> None:
-    change(run, without="the batch is too large", files={}, batches=[])
+    change(run, without="the batch is too large")
     done = halfstep("replay", run, "--task", task)
     assert done.exit_code == 65
     assert "the batch is too large" in done.stderr
@@ -359,10 +369,10 @@ def test_a_record_without_tensors_is_listed_and_not_run(run: Path, task: Path) -
 
 
 def test_words_of_a_record_cannot_command_a_terminal(run: Path) -> None:
-    content = json.loads((recorded_in(run)[0] / RECORD).read_text())
-    content["step"]["verdict"]["sentence"] = "\x1b[2J[red]gone"
-    content["step"]["report"]["reason"] = "\x1b]0;x"
-    change(run, step=content["step"])
+    record = json.loads((recorded_in(run)[0].path / state_of(0)).read_text())["record"]
+    record["verdict"]["sentence"] = "\x1b[2J[red]gone"
+    record["report"]["reason"] = "\x1b]0;x"
+    change(run, **record)
     done = halfstep("replay", run, "--list")
     assert done.exit_code == 0
     assert "\x1b" not in done.stdout

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.train.failed_steps.places import FAILED_STEPS, WEIGHTS, recorded_in
+from halfstep.checkpoint.sealed import tensors_of
+from halfstep.train.failed_steps.reading import FAILED_STEPS, recorded_in
 from tests.cli.test_cli_replay import halfstep
 from tests.support.troubled import InOneModule, fit
 
@@ -33,23 +34,23 @@ def place(failed: Path, tmp_path: Path) -> Path:
 
 
 def cut(record: Path) -> None:
-    (record / WEIGHTS).write_bytes((record / WEIGHTS).read_bytes()[:-8])
+    (record / tensors_of(0)).write_bytes((record / tensors_of(0)).read_bytes()[:-8])
 
 
 def test_the_newest_whole_one_is_run(place: Path) -> None:
     run, (whole,) = place / "run", recorded_in(place / "run")
-    cut(Path(shutil.copytree(whole, whole.with_name("000999"))))
+    cut(Path(shutil.copytree(whole.path, whole.path.with_name("step-00000999.0002"))))
     done = halfstep("replay", run, "--task", place / "mine.py", "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["recorded"]["attempt"] == int(whole.name)
+    assert json.loads(done.stdout)["recorded"]["attempt"] == whole.attempt
     listed = halfstep("replay", run, "--list").stdout
     assert "attempt 999  damaged" in listed
-    assert shlex.split(listed.splitlines()[-1])[-1] == str(int(whole.name))
+    assert shlex.split(listed.splitlines()[-1])[-1] == str(whole.attempt)
 
 
 def test_where_none_is_whole_nothing_is_advised_that_ends_alike(place: Path) -> None:
     run, (record,) = place / "run", recorded_in(place / "run")
-    cut(record)
+    cut(record.path)
     done = halfstep("replay", run, "--task", place / "mine.py")
     assert done.exit_code == 65
     assert "do: nothing" in done.output
@@ -58,10 +59,10 @@ def test_where_none_is_whole_nothing_is_advised_that_ends_alike(place: Path) -> 
 
 def test_one_that_is_asked_for_names_an_older_one(place: Path) -> None:
     run, (whole,) = place / "run", recorded_in(place / "run")
-    cut(Path(shutil.copytree(whole, whole.with_name("000999"))))
+    cut(Path(shutil.copytree(whole.path, whole.path.with_name("step-00000999.0002"))))
     done = halfstep("replay", run, "--attempt", 999, "--task", place / "mine.py")
     assert done.exit_code == 65
-    assert f"--attempt {int(whole.name)}" in done.output
+    assert f"--attempt {whole.attempt}" in done.output
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

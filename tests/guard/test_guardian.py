@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper, Window
 from halfstep.errors import Diverged, UnknownName
-from halfstep.guard.events import FailedStep, GuardEvent
 from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import FailedStep, GuardEvent
 from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import buffered_model, plain_model

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.events import FailedStep, GuardEvent
 from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import FailedStep, GuardEvent
 from halfstep.step.report import StepReport
 from tests.support.digest import digest_of
 from tests.support.models import plain_model

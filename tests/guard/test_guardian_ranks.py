@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.events import GuardEvent
 from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import GuardEvent
 from halfstep.precision.island import islands
 from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of

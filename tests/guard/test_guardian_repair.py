@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.repair_vae import CULPRIT, one
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.events import GuardEvent
 from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import GuardEvent
 from halfstep.precision.island import islands
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import plain_model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep import DynamicScale, Guardian, StaticScale, Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.events import GuardEvent
+from halfstep.guard.verdict import GuardEvent
 from halfstep.step.loss import LossScale
 from tests.support.digest import digest_of
 from tests.support.models import plain_model

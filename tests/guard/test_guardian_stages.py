@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged, UnknownName, WrongUse
-from halfstep.guard.events import GuardEvent
 from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import GuardEvent
 
 Batch = tuple[Tensor, Tensor]
 
@@ -147,7 +147,7 @@ def test_losses_that_become_scattered_over_decades_end_no_run(mode: str, spikes:
 def test_under_repair_nothing_is_kept_while_losses_are_above_the_usual() -> None:
     guardian, _ = guarded("repair", keep_every=1)
     trained(guardian, [1.0] * 60 + [1e5])
-    assert guardian._rewind.step == 59  # of the last step whose loss was usual, before its update
+    assert guardian._snapshot.step == 59  # of the last step whose loss was usual, before its update
     assert guardian.in_trouble
 
 
@@ -158,7 +158,7 @@ def test_a_guard_that_is_off_goes_on_from_a_state_in_the_middle_of_a_spike() -> 
     other.load_state_dict(guardian.state_dict())
     trained(other, [1.0] * 3)
     assert not other.in_trouble
-    assert other._rewind.step is not None
+    assert other._snapshot.step is not None
     assert told == []
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged, StateMismatch
-from halfstep.guard.events import GuardEvent
 from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import GuardEvent
 from tests.support.models import plain_model
 
 

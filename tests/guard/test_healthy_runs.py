@@ -8,7 +8,7 @@ import torch
 from benchmarks import healthy_runs
 from halfstep.guard.alarms import spike
 from halfstep.guard.alarms.spike import Ruin
-from halfstep.guard.events import GuardEvent
+from halfstep.guard.verdict import GuardEvent
 
 
 @pytest.mark.full

@@ -73,7 +73,7 @@ class RankSnapshot:
     plain: Any
     """The state as plain JSON, with names in place of tensors."""
     tensors: Mapping[str, Tensor]
-    """The tensors that this rank writes, by name, in host memory."""
+    """The tensors that this rank writes, by name; one that is on a device is copied to the host as it is written."""
     finite: Collection[str] = ()
     """The names of tensors that must be finite."""
     not_nan: Collection[str] = ()
@@ -83,11 +83,11 @@ class RankSnapshot:
     """Why this rank has nothing to save, or empty. It is shared with the other ranks, so that they do not wait."""
 
 
-def commit(folder: Path, snapshot: RankSnapshot, *, keep: int, disk: Disk, party: RankGather) -> CheckpointDir:
+def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk, party: RankGather) -> CheckpointDir:
     """Save the snapshots of all ranks as one checkpoint and return its generation.
 
     Every rank must call this. Raises NotCommitted on all ranks if any rank fails; earlier checkpoints then stay as they
-    are. Older generations beyond the newest `keep` are removed after the commit.
+    are. Older generations beyond the newest `keep` are removed after the commit; None keeps all.
     """
     first = party.rank == 0
     generation = named(folder, snapshot.attempt, 0)
@@ -108,7 +108,7 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int, disk: Disk, party
             with contextlib.suppress(OSError):
                 remove(generation.draft, disk)
         raise
-    if first:
+    if first and keep is not None:
         # The commit stands even if removing old generations fails: that only costs space, and the next save tries
         # again.
         with contextlib.suppress(OSError):
@@ -206,7 +206,7 @@ def _refuse_more_than(most: int, count: int, what: str) -> None:
 
 def _stream(table: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield table
-    yield from (content(tensor) for tensor in tensors.values())
+    yield from (content(tensor.cpu()) for tensor in tensors.values())
 
 
 def _finish(generation: CheckpointDir, manifest: Manifest, disk: Disk) -> None:
@@ -235,11 +235,16 @@ def retain(folder: Path, keep: int, disk: Disk) -> None:
             left -= _seems_whole(one)
             continue
         with contextlib.suppress(OSError):
-            # Rename first, and make that durable: a crash during the removal then leaves a draft, which readers ignore,
-            # and not a committed name with some of its files gone.
-            disk.rename(one.path, one.draft)
-            disk.flush_folder(folder)
-            remove(one.draft, disk)
+            discard(one, disk)
+
+
+def discard(generation: CheckpointDir, disk: Disk) -> None:
+    """Remove a committed generation."""
+    # Rename first, and make that durable: a crash during the removal then leaves a draft, which readers ignore, and not
+    # a committed name with some of its files gone.
+    disk.rename(generation.path, generation.draft)
+    disk.flush_folder(generation.path.parent)
+    remove(generation.draft, disk)
 
 
 def _seems_whole(generation: CheckpointDir) -> bool:

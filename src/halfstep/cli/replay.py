@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._options import OwnTask, end, flag
-from halfstep.errors import BadData, HalfstepError, StateMismatch, reason_in
+from halfstep.errors import BadData, HalfstepError, reason_in
 
 if TYPE_CHECKING:
-    from halfstep.train.failed_steps.record import Record
+    from halfstep.checkpoint.paths import CheckpointDir
+    from halfstep.train.failed_steps.reading import Record
 
 GROUP = "Trouble"
 
@@ -19,7 +20,9 @@ GROUP = "Trouble"
 def run(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run's folder, or one failed step of it: RUN/failed_steps/000123."),
+        typer.Argument(
+            metavar="RUN", help="A run's folder, or one failed step of it: RUN/failed_steps/step-00000123.0001."
+        ),
     ],
     attempt: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Which failed step; the newest if left out.")
@@ -42,15 +45,15 @@ def run(
     end(report)
 
 
-def _recorded(folder: Path) -> tuple[Path, list[Path]]:
+def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
     """Return the run's folder and its failed steps; for the folder of one failed step, only that one."""
-    from halfstep.train.failed_steps.places import EARLIER, FAILED_STEPS, RECORD, recorded_in, refuse_elsewhere
-    from halfstep.train.failed_steps.reading import run_of
+    from halfstep.train.failed_steps.reading import recorded_at, recorded_in, refuse_earlier, refuse_elsewhere, run_of
     from halfstep.train.run_folder import recipe_in
 
+    refuse_earlier(folder)
     # A user may point at one failed step instead of its run.
-    if (folder / RECORD).is_file() and run_of(folder) != folder:
-        return recipe_in(run_of(folder)).parent, [folder]
+    if (only := recorded_at(folder)) is not None:
+        return recipe_in(run_of(folder)).parent, [only]
     run = recipe_in(folder).parent
     try:
         refuse_elsewhere(run)
@@ -60,33 +63,27 @@ def _recorded(folder: Path) -> tuple[Path, list[Path]]:
             allowed="the folder that the run made",
             do="move it away: the next step that fails makes a folder",
         ) from None
-    if (run / EARLIER).is_dir() and not (run / FAILED_STEPS).exists():
-        raise StateMismatch(
-            f"{run / EARLIER} holds failed steps of an earlier halfstep",
-            allowed=f"{FAILED_STEPS}/, as this version writes them",
-            do="replay them with the version that wrote them",
-        )
     return folder, recorded_in(run)
 
 
-def _chosen(run_folder: Path, found: list[Path], attempt: int | None) -> Path:
+def _chosen(run_folder: Path, found: list[CheckpointDir], attempt: int | None) -> CheckpointDir:
     if attempt is None:
         # Where none is intact, opening the newest reports what is wrong.
-        return next((path for path in reversed(found) if _is_whole(_read(path))), found[-1])
-    for path in found:
-        if int(path.name) == attempt:
-            return path
+        return next((place for place in reversed(found) if _is_whole(_read(place))), found[-1])
+    for place in reversed(found):
+        if place.attempt == attempt:
+            return place
     raise BadData(
         f"attempt {attempt:,} of {run_folder} was not recorded",
-        allowed=", ".join(str(int(path.name)) for path in found),
-        do=f"halfstep replay {run_folder} --attempt {int(found[-1].name)}",
+        allowed=", ".join(str(place.attempt) for place in found),
+        do=f"halfstep replay {run_folder} --attempt {found[-1].attempt}",
     )
 
 
-def _replayed(run_folder: Path, place: Path, precision: str | None, task: Path | None) -> dict[str, Any]:
+def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, task: Path | None) -> dict[str, Any]:
     from halfstep.precision.names import read_precision
     from halfstep.runs.registry import task_from_file
-    from halfstep.runs.replay import advice, described, in_precision, open_recorded, replay
+    from halfstep.runs.replay import advice, described, open_recorded, replay
     from halfstep.terminal import progress
     from halfstep.train.failed_steps.reading import read
 
@@ -112,37 +109,33 @@ def _replayed(run_folder: Path, place: Path, precision: str | None, task: Path |
             verdict = replay(replayed, report, told)
     except KeyboardInterrupt:
         return {**report, "interrupted": True}
-    advised = advice(verdict or record.verdict, record, run_folder, replayed.recipe, task)
-    if verdict is None and choice.precision.name != record.precision:
-        # Finite in another precision: that precision is the fix.
-        advised = in_precision(choice.precision.name, record, run_folder, task)
-    return {**report, **advised._asdict()}
+    return {**report, **advice(verdict, replayed, run_folder, task)}
 
 
-def _listing(run_folder: Path, found: list[Path]) -> dict[str, Any]:
+def _listing(run_folder: Path, found: list[CheckpointDir]) -> dict[str, Any]:
     from halfstep.runs.replay import described
 
     rows = []
-    for path in found:
-        record = _read(path)
-        known = {"attempt": int(path.name), "problem": record} if isinstance(record, str) else described(record)
-        rows.append({"path": str(path), **known})
+    for place in found:
+        record = _read(place)
+        known = {"attempt": place.attempt, "problem": record} if isinstance(record, str) else described(record)
+        rows.append({"path": str(place.path), **known})
     return {"run": str(run_folder), "guard": _guard_of(run_folder), "failed_steps": rows}
 
 
-def _read(path: Path) -> Record | str:
+def _read(place: CheckpointDir) -> Record | str:
     """Return the record, or what is wrong with it as far as it shows without reading its tensors."""
     from halfstep.train.failed_steps.reading import cut_off, read
 
     try:
-        record = read(path)
+        record = read(place)
         return cut_off(record) or record
     except HalfstepError as error:
         return reason_in(error)
 
 
 def _is_whole(record: Record | str) -> bool:
-    return not isinstance(record, str) and not record.without
+    return not isinstance(record, str) and not record.step.without
 
 
 def _guard_of(run_folder: Path) -> str:

@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import Diverged, same_keys, unknown_name
-from halfstep.guard.alarms.scale_collapse import FALLS, ScaleCollapse
-from halfstep.guard.alarms.skips import Skips
 from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, Spike
 from halfstep.guard.diagnosis.diagnoser import Diagnoser
-from halfstep.guard.events import FailedStep, GuardEvent, History, Kind, Level, warn
-from halfstep.guard.repair.advice import farewell
+from halfstep.guard.repair.advice import give_up_error
 from halfstep.guard.repair.remedies import Remedies, RemedyApplier
 from halfstep.guard.repair.snapshot import RollbackSnapshot
-from halfstep.guard.streak import Limits, Streak
-from halfstep.step.report import GUARD, StepReport
+from halfstep.guard.streak import FALLS, Limits, ScaleCollapse, Skips, Streak
+from halfstep.guard.verdict import FailedStep, GuardEvent, History, Kind, Level, warn
+from halfstep.step.report import StepReport, refused_by
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 
@@ -76,8 +74,8 @@ class Guardian:
         self._collapse = ScaleCollapse()
         self._streaks: dict[str, Streak] = {}
         """The current streaks, by the names of the optimizers whose steps were skipped."""
-        self._surgery, self._rewind = RemedyApplier(stepper, limits.islands), RollbackSnapshot(stepper)
-        self._examiner = Diagnoser(stepper, limits.diagnoses, record, self._say)
+        self._applier, self._snapshot = RemedyApplier(stepper, limits.islands), RollbackSnapshot(stepper)
+        self._diagnoser = Diagnoser(stepper, limits.diagnoses, record, self._emit)
         self._optimizer = next(iter(stepper.optimizers.values()))
         self._rate: float | None = None
         self._good = 0
@@ -87,7 +85,7 @@ class Guardian:
     @property
     def remedies(self) -> Remedies:
         """Return the remedies that are in place."""
-        return self._surgery.remedies
+        return self._applier.remedies
 
     @property
     def in_trouble(self) -> bool:
@@ -110,7 +108,7 @@ class Guardian:
         """
         if self._meters is not None:
             self._meters.before()
-        self._examiner.before(loss_fn, batch)
+        self._diagnoser.before(loss_fn, batch)
         try:
             report = self.stepper.step(loss_fn, batch, only=only)
         except BaseException:
@@ -139,7 +137,7 @@ class Guardian:
         if self._above:
             self._spike.rate_jumped = _jumped(self.history().rates, self._rate)
         elif self.mode == "repair":
-            self._rewind.keep_if_due(self.limits.keep_every)
+            self._snapshot.take_if_due(self.limits.keep_every)
         return True
 
     def _after(self, report: StepReport, again: LossFunction | None) -> None:
@@ -150,45 +148,45 @@ class Guardian:
     def _judge(self, report: StepReport, again: LossFunction | None) -> None:
         if self._meters is not None:
             for finding in self._meters.after(report):
-                self._say("alarm", LEVELS[finding.severity], str(finding), dict(finding.as_dict()))
+                self._emit("alarm", LEVELS[finding.severity], str(finding), dict(finding.as_dict()))
         if report.applied:
             self._applied(report)
-        elif report.reason == REFUSED or not (report.reason or "").startswith(GUARD):
+        elif report.reason == REFUSED or (guard := refused_by(report.reason)) is None:
             self._skipped(report, again)
         else:
-            self._turned_down(report)
+            self._count_refusal(report, guard)
 
     def _applied(self, report: StepReport) -> None:
-        self._examiner.remember(report, self._rate)
+        self._diagnoser.remember(report, self._rate)
         self._skips.applied()
         if self._streaks:
             self._collapse.applied(report)
             self._streaks = {n: s for n, s in self._streaks.items() if not set(n.split(AND)) <= report.parts.keys()}
         if self._spike.notices:
-            self._heed_losses(report)
+            self._check_losses(report)
         self._good += 1
         if self._good >= self.limits.probation and self.remedies.placed:
             self._lift()
 
     # -- losses ---------------------------------------------------------------------------------------------------
 
-    def _heed_losses(self, report: StepReport) -> None:
+    def _check_losses(self, report: StepReport) -> None:
         """Emit what is known about losses above the usual; in repair mode, roll back ruined weights."""
         for notice in self._spike.notices:
             level: Level = "error" if notice.kind == DIVERGENCE else "warning" if notice.loud else "info"
-            self._say("alarm", level, _in_words(notice), {"attempt": report.attempt, "loss": report.loss})
+            self._emit("alarm", level, _in_words(notice), {"attempt": report.attempt, "loss": report.loss})
         # The loss stayed high after the rollback, so the weights were not the cause and the rollback is not counted.
         if self._spike.cleared and self._rollbacks:
             self._rollbacks -= 1
         if self._spike.diverges and self.mode == "repair":
-            self._ruined(report)
+            self._roll_back_ruined(report)
 
-    def _ruined(self, report: StepReport) -> None:
+    def _roll_back_ruined(self, report: StepReport) -> None:
         """Roll back after updates with losses of ruined weights; give up only if there are good weights to end with."""
         streak = self._streak_of(report)
         streak.refused = self._spike.words(report)
-        if not self._rolled_back() and self._rewind.step is not None:
-            raise self._given_up(RUINED, report, streak)
+        if not self._rolled_back() and self._snapshot.step is not None:
+            raise self._give_up(RUINED, report, streak)
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
@@ -211,7 +209,7 @@ class Guardian:
             self._refused(report, streak)
         elif not falling or self._collapse.falls(report) >= FALLS:
             # While a scale falls, two skips are normal; the third is worth a rerun, which costs several steps.
-            self._examiner.examine(report, streak, again, falling=falling, last=self._skips.next_is_too_much)
+            self._diagnoser.examine(report, streak, again, falling=falling, last=self._skips.next_is_too_much)
         if falling and streak.excused:
             self._skips.excused()
             return
@@ -226,29 +224,29 @@ class Guardian:
         # The collapse first: it names the reason, where the count of skips is only its symptom.
         alarm = RUINED if report.reason == REFUSED else self._collapse.alarm() or self._skips.alarm()
         if alarm is not None:
-            raise self._given_up(alarm, report, streak)
+            raise self._give_up(alarm, report, streak)
 
-    def _turned_down(self, report: StepReport) -> None:
+    def _count_refusal(self, report: StepReport, guard: str) -> None:
         """Count a step that a user's own guard refused; give up once there are too many."""
         streak = self._streak_of(report)
-        streak.guard = (report.reason or "").removeprefix(GUARD)
+        streak.guard = guard
         self._skips.refused()
         alarm = self._skips.alarm()
         if alarm is not None:
-            raise self._given_up(alarm, report, streak)
+            raise self._give_up(alarm, report, streak)
 
     def _refused(self, report: StepReport, streak: Streak) -> None:
         streak.refused = self._spike.words(report)
         text = f"spike: {streak.refused}; the update was refused"
-        self._say("alarm", "warning", text, {"attempt": report.attempt, "loss": report.loss})
+        self._emit("alarm", "warning", text, {"attempt": report.attempt, "loss": report.loss})
 
     def _repaired(self, streak: Streak) -> bool:
         """Return whether a remedy or a rollback was applied, so that the next step may succeed."""
         verdict = streak.verdict
         # The smallest change first: a remedy that was tried in a rerun and worked, then a rollback.
-        remedy = None if verdict is None else self._surgery.treat(verdict)
+        remedy = None if verdict is None else self._applier.apply_first(verdict)
         if remedy is not None:
-            self._say("remedy", "warning", f"repaired: {remedy}, because of {remedy.culprit}", remedy.facts())
+            self._emit("remedy", "warning", f"repaired: {remedy}, because of {remedy.culprit}", remedy.facts())
             self._fresh_start()
             return True
         in_a_row = self._skips.in_a_row >= min(HOPELESS, self.limits.skips_in_a_row)
@@ -256,12 +254,12 @@ class Guardian:
         return hopeless and streak.older_weights_may_help and self._rolled_back()
 
     def _rolled_back(self) -> bool:
-        step = None if self._rollbacks >= self.limits.rollbacks else self._rewind.back()
+        step = None if self._rollbacks >= self.limits.rollbacks else self._snapshot.restore()
         if step is None:
             return False
         self._rollbacks += 1
         of = f"{self._rollbacks} of {self.limits.rollbacks}"
-        self._say(
+        self._emit(
             "remedy",
             "warning",
             f"rolled back to step {step} ({of}), and on with the next batch",
@@ -276,33 +274,34 @@ class Guardian:
         self._skips.forgive()
         self._collapse, self._streaks = ScaleCollapse(), {}
 
-    def _given_up(self, alarm: str, report: StepReport, streak: Streak) -> Diverged:
+    def _give_up(self, alarm: str, report: StepReport, streak: Streak) -> Diverged:
         """Return the error that ends the run; if the weights are the cause and a copy exists, restore it first."""
-        step = self._rewind.back() if streak.blames_weights else None
-        error = farewell(alarm, streak, mode=self.mode, rates=self.history().rates, back_at=step, limits=self.limits)
+        step = self._snapshot.restore() if streak.blames_weights else None
+        rates = self.history().rates
+        error = give_up_error(alarm, streak, mode=self.mode, rates=rates, back_at=step, limits=self.limits)
         error.report = report
-        self._say("alarm", "error", error.given, {"attempt": report.attempt, "do": error.do})
+        self._emit("alarm", "error", error.given, {"attempt": report.attempt, "do": error.do})
         return error
 
     def _lift(self) -> None:
         self._good = 0
-        lifted = self._surgery.lift_newest()
+        lifted = self._applier.lift_newest()
         if lifted is not None:
             text = f"{self.limits.probation} steps without trouble: lifted the remedy by which {lifted}"
-            self._say("probation", "info", text, lifted.facts())
+            self._emit("probation", "info", text, lifted.facts())
 
-    def _say(self, kind: Kind, level: Level, text: str, facts: dict[str, Any]) -> None:
+    def _emit(self, kind: Kind, level: Level, text: str, facts: dict[str, Any]) -> None:
         self._tell(GuardEvent(kind, level, text, facts))
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def history(self) -> History:
         """Return the losses, gradient norms and learning rates of the last applied steps."""
-        return self._examiner.history()
+        return self._diagnoser.history()
 
     def taken_up_from(self, checkpoint: str) -> None:
         """Record that the run resumed from this checkpoint, to trace weights to it that were bad from the start."""
-        self._examiner.taken_up_from(checkpoint)
+        self._diagnoser.taken_up_from(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, without the copy for rollbacks.
@@ -315,7 +314,7 @@ class Guardian:
             "skips": self._skips.state_dict(),
             "collapse": self._collapse.state_dict(),
             "streaks": {names: streak.as_dict() for names, streak in self._streaks.items()},
-            "examiner": self._examiner.state_dict(),
+            "examiner": self._diagnoser.state_dict(),
             "good": self._good,
             "rollbacks": self._rollbacks,
         }
@@ -328,17 +327,17 @@ class Guardian:
         Skips(1, 1.0).load_state_dict(state["skips"])
         ScaleCollapse().load_state_dict(state["collapse"])
         _streaks(state["streaks"])
-        self._examiner.check_state(state["examiner"])
+        self._diagnoser.check_state(state["examiner"])
         int(state["good"]), int(state["rollbacks"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict()`; remedies that are not in place yet are placed."""
-        self._surgery.resume(Remedies.from_dict(state["remedies"]))
+        self._applier.resume(Remedies.from_dict(state["remedies"]))
         self._spike.load_state_dict(state["spike"])
         self._skips.load_state_dict(state["skips"])
         self._collapse.load_state_dict(state["collapse"])
         self._streaks = _streaks(state["streaks"])
-        self._examiner.load_state_dict(state["examiner"])
+        self._diagnoser.load_state_dict(state["examiner"])
         self._good, self._rollbacks = int(state["good"]), int(state["rollbacks"])
 
 

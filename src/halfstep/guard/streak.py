@@ -1,13 +1,17 @@
-"""The limits of a run, and the skips since the last applied step of the same optimizers."""
+"""Count the skipped steps of a run: the limits, the streak of each optimizer, and the alarms for too many."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from halfstep.errors import WrongUse, unknown_name
+from halfstep.formats import FP32
 from halfstep.guard.verdict import CODE, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE, WARM_UP, Verdict
+from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, OptimizerReport, StepReport
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 # The failures that a run may have before it is stopped, and the time for which a remedy stays.
@@ -126,3 +130,141 @@ class Streak:
         """Return the streak from `as_dict()`."""
         verdict = plain["verdict"]
         return cls(**{**plain, "verdict": None if verdict is None else Verdict.from_dict(verdict)})
+
+
+# -- skips ------------------------------------------------------------------------------------------------------------
+# Detect too many skipped steps, in a row or among the last hundred attempts.
+
+
+LAST = 100
+"""The attempts over which the share is taken; missing ones at the start count as good."""
+
+
+class Skips:
+    """A counter of skips that have no normal explanation."""
+
+    def __init__(self, in_a_row: int, share: float) -> None:
+        self._most_in_a_row, self._share = in_a_row, share
+        self.in_a_row = 0
+        self._skipped: deque[int] = deque()
+        self._attempts = 0
+
+    def applied(self) -> None:
+        """Record an applied step."""
+        self.in_a_row = 0
+        self._attempts += 1
+
+    def skipped(self) -> None:
+        """Record a skipped step."""
+        self.in_a_row += 1
+        self._attempts += 1
+        self._skipped.append(self._attempts)
+
+    def refused(self) -> None:
+        """Record a step that a user's own guard refused."""
+        # Not counted in a row: such a guard may refuse for a while with good reason, but not forever.
+        self._attempts += 1
+        self._skipped.append(self._attempts)
+
+    def excused(self) -> None:
+        """Record a normal skip, such as that of a loss scale that adjusts."""
+        self._attempts += 1
+
+    @property
+    def lately(self) -> int:
+        """Return the number of skips among the last hundred attempts."""
+        while self._skipped and self._skipped[0] <= self._attempts - LAST:
+            self._skipped.popleft()
+        return len(self._skipped)
+
+    @property
+    def next_is_too_much(self) -> bool:
+        """Return whether one more skip would raise the alarm."""
+        return self.in_a_row + 1 >= self._most_in_a_row or self.lately + 1 > self._share * LAST
+
+    def alarm(self) -> str | None:
+        """Return the alarm in words, or None."""
+        if self.in_a_row >= self._most_in_a_row:
+            return f"{self.in_a_row} steps in a row were skipped"
+        if self.lately > self._share * LAST:
+            return f"{self.lately} of the last {LAST} steps were skipped"
+        return None
+
+    def forgive(self) -> None:
+        """Reset the counts after a remedy."""
+        self.in_a_row = 0
+        self._skipped.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data."""
+        return {"in_a_row": self.in_a_row, "skipped": list(self._skipped), "attempts": self._attempts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict()`."""
+        self.in_a_row, self._attempts = int(state["in_a_row"]), int(state["attempts"])
+        self._skipped = deque(int(attempt) for attempt in state["skipped"])
+
+
+# -- scale collapse ---------------------------------------------------------------------------------------------------
+# Detect a loss scale that keeps falling: no scale helps if gradients overflow at every one.
+
+
+FALLS = 3
+"""The falls in a row after which it is worth checking whether a lower scale will help."""
+
+
+class ScaleCollapse:
+    """A counter of overflows of each optimizer since its last applied step."""
+
+    def __init__(self) -> None:
+        self._falls: dict[str, int] = {}
+        """The falls in a row by optimizer; the scale was lower after each."""
+        self._collapsed = 0
+
+    def applied(self, report: StepReport) -> None:
+        """Forget the falls of the optimizers that took this step."""
+        if self._falls:
+            self._falls = {name: falls for name, falls in self._falls.items() if name not in report.parts}
+        self._collapsed = 0
+
+    def skipped(self, report: StepReport, scales: Mapping[str, float]) -> bool:
+        """Record a skip, and return whether the scale is on its way to a value at which gradients fit: normal.
+
+        `scales` are the loss scales after the step. A scale that does not fall will overflow again.
+        """
+        overflowed = {name: part for name, part in report.parts.items() if _overflowed(part)}
+        falling = {name for name, part in overflowed.items() if scales[name] < part.loss_scale}
+        for name in falling:
+            self._falls[name] = self._falls.get(name, 0) + 1
+        # From the usual 65536 it takes sixteen skips to reach the floor of 1; the seventeenth is stuck there.
+        stuck = max((self._falls.get(name, 0) for name in overflowed.keys() - falling), default=0)
+        self._collapsed = stuck if report.reason == GRADIENT_NOT_FINITE and stuck >= FALLS else 0
+        return report.reason == GRADIENT_OVERFLOW and falling == overflowed.keys()
+
+    def falls(self, report: StepReport) -> int:
+        """Return how often in a row the scales of this step have fallen; the maximum over its optimizers."""
+        return max((self._falls.get(name, 0) for name in report.parts), default=0)
+
+    @property
+    def collapsed(self) -> bool:
+        return self._collapsed > 0
+
+    def alarm(self) -> str | None:
+        """Return the alarm in words, or None."""
+        if not self.collapsed:
+            return None
+        return f"the loss scale fell {self._collapsed} times in a row and gradients still overflow"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data."""
+        return {"falls": dict(self._falls), "collapsed": self._collapsed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict()`."""
+        self._falls = {str(name): int(falls) for name, falls in state["falls"].items()}
+        self._collapsed = int(state["collapsed"])
+
+
+def _overflowed(part: OptimizerReport) -> bool:
+    # `not <=` instead of `>`: a NaN norm is an overflow too.
+    return math.isfinite(part.loss) and not part.grad_norm <= FP32.largest

@@ -1,10 +1,17 @@
-"""The cause of a failed step as plain data, for the log, for other programs and for the remedy."""
+"""Hold all that the guard says as plain data: the verdict on a failed step, its record, and events.
+
+The caller decides where events go.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from halfstep.step.report import StepReport
+from halfstep.step.step_inputs import StepInputs
 
 Cause = Literal["warm_up", "precision", "data", "code", "state", "divergence", "compiler", "hardware"]
 WARM_UP: Cause = "warm_up"
@@ -45,6 +52,18 @@ class Culprit:
     """The largest number of its format."""
     outside: str | None = None
 
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Culprit:
+        """Return the origin from its fields as JSON has them."""
+        return cls(**{**plain, "kinds": tuple(plain["kinds"])})
+
+
+def place_of(culprit: Culprit | None) -> tuple[object, ...] | None:
+    """Return the fields of an origin that say where it is; two reruns with equal ones failed in the same place."""
+    if culprit is None:
+        return None
+    return culprit.operation, culprit.module, culprit.backward, culprit.line, culprit.outside
+
 
 @dataclass(frozen=True)
 class Cure:
@@ -80,7 +99,63 @@ class Verdict:
         return cls(
             plain["cause"],
             plain["sentence"],
-            None if culprit is None else Culprit(**{**culprit, "kinds": tuple(culprit["kinds"])}),
+            None if culprit is None else Culprit.from_dict(culprit),
             tuple(plain["evidence"]),
             tuple(Cure(**cure) for cure in plain["cures"]),
         )
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+Kind = Literal["verdict", "remedy", "alarm", "probation"]
+Level = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class GuardEvent:
+    """One event: a cause was found, a remedy was placed or lifted, or an alarm was raised."""
+
+    kind: Kind
+    level: Level
+    text: str
+    """The message for users; the verdict comes first."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The same as data."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the event as plain data."""
+        return asdict(self)
+
+
+def warn(event: GuardEvent) -> None:
+    """Emit an event as a Python warning, unless it is only information; used if there is no other listener."""
+    if event.level != "info":
+        warnings.warn(event.text, stacklevel=4)
+
+
+# -- failed step ------------------------------------------------------------------------------------------------------
+# A failed step, with everything that is known about it and everything that is needed to run it again.
+
+
+@dataclass(frozen=True)
+class History:
+    """The applied steps before a failed one, from numbers that all ranks share."""
+
+    losses: tuple[float, ...] = ()
+    """The losses of applied steps, the newest last."""
+    grad_norms: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+    """The learning rates of these steps."""
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """The record of a failed step, for a replay."""
+
+    attempt: StepInputs
+    report: StepReport
+    precision: str
+    islands: tuple[str, ...]
+    history: History
+    verdict: Verdict

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import is_narrow
+from halfstep.observe.reachable import reachable
 from halfstep.precision import island
 
 # -- higher order -----------------------------------------------------------------------------------------------------
@@ -382,8 +383,8 @@ def _computes_again() -> bool:
 # Detect compiled code, which may behave differently from the same code run eagerly.
 
 
-def uses_compiled(model: nn.Module) -> bool:
-    """Return whether any part of a model was given to torch.compile; functions outside of it are not seen."""
+def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
+    """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False  # before Dynamo is loaded nothing can have been compiled
@@ -392,4 +393,7 @@ def uses_compiled(model: nn.Module) -> bool:
         or getattr(module, "_compiled_call_impl", None) is not None
         or hasattr(vars(module).get("forward", type(module).forward), "_torchdynamo_orig_callable")
         for module in model.modules()
+    ) or any(
+        callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", {})
+        for _, thing in reachable(loss_fn, model)
     )

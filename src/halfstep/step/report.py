@@ -17,6 +17,11 @@ GUARD = "guard:"
 """The prefix before the name of the guard that refused the update."""
 
 
+def refused_by(reason: str | None) -> str | None:
+    """Return the name of the guard that refused the update, or None for any other reason."""
+    return reason.removeprefix(GUARD) if reason is not None and reason.startswith(GUARD) else None
+
+
 class OptimizerReport(NamedTuple):
     """One optimizer's share of a step."""
 

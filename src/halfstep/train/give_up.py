@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from halfstep import distributed
 from halfstep.errors import Diverged, HalfstepError, OutOfMemory
 from halfstep.guard.alarms.spike import REFUSED
+from halfstep.guard.repair.advice import LOWER_LR
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, kept_events
@@ -37,15 +38,15 @@ def launcher(processes: int) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(processes), "-m", "halfstep"]
 
 
-def lower_rate(rate: float, rates: Sequence[float] = (), written: float | None = None) -> str:
+def lower_lr(rate: float, rates: Sequence[float] = (), in_recipe: float | None = None) -> str:
     """Return a learning rate to try instead of `rate`, which failed.
 
-    `rates` are those of the last steps, `written` is the one in the recipe file. An lr far above the recipe's is
+    `rates` are those of the last steps, `in_recipe` is the one in the recipe file. An lr far above the recipe's is
     replaced by the recipe's. Otherwise the result is a tenth of the highest lr reached: during warm-up the configured
     lr was never used, and during decay the lr of the last step is too low to be the cause.
     """
-    if written is not None and 0 < LOWER * written <= rate:
-        return f"{written:g}"
+    if in_recipe is not None and 0 < LOWER * in_recipe <= rate:
+        return f"{in_recipe:g}"
     reached = max(rates, default=0.0)
     tenth = min(rate, reached if reached > 0 else rate) / LOWER
     # Nine decimals absorb the rounding of the division: 0.0006 / 10 must not become 5e-05.
@@ -53,7 +54,7 @@ def lower_rate(rate: float, rates: Sequence[float] = (), written: float | None =
     return f"{float(f'{digit[0]}e{exponent}'):g}"  # truncated to one digit, so never higher
 
 
-def written_rate(command: str) -> float | None:
+def recipe_lr(command: str) -> float | None:
     """Return the learning rate in the file that `halfstep train RECIPE` names; None where there is none."""
     words = shlex.split(command)
     if words[:2] != ["halfstep", "train"] or len(words) < 3:
@@ -135,7 +136,7 @@ def memory_ended(loop: Loop, error: Exception, command: str) -> OutOfMemory | No
         return None
     train, precision = loop.recipe.train, loop.parts.choice.precision.name
     what = "evaluating" if loop.is_evaluating else "in a step with"
-    line = functools.partial(typed, loop.keeper.folder, command, leave=ACCEPT)
+    line = functools.partial(command_line, loop.keeper.folder, command, permission=ACCEPT)
     do = line(_smaller(loop))
     failed = as_error(error, f"{what} micro-batches of {train.batch_size} samples in {precision}", do)
     if failed is not None:
@@ -180,14 +181,14 @@ _ALSO = {
 """Aliases of a setting on the command line."""
 
 
-class Leave(NamedTuple):
+class Permission(NamedTuple):
     """A permission for a launch, as a flag on the command line and as an argument in Python."""
 
     flag: str
     argument: str
 
 
-ACCEPT, _NEW = Leave("--accept-recipe-change", "accept_recipe_change"), Leave("--new", "new")
+ACCEPT, _NEW = Permission("--accept-recipe-change", "accept_recipe_change"), Permission("--new", "new")
 
 
 @dataclass(frozen=True)
@@ -222,14 +223,14 @@ def given_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     cause, checkpoints, since = error.cause, loop.checkpoints, loop.guarding.applied_at
     # A save in the background may hold the weights that failed.
     checkpoints.finish()
-    is_spoilt = False
+    none_is_good = False
     if cause in _IN_THE_WEIGHTS and not _is_in_the_code(error) and since and checkpoints.last is not None:
         # The weights are at fault: checkpoints saved with them, or on the way to them, are useless.
-        is_spoilt = not checkpoints.set_aside(since, Losses(loop.keeper.folder).ruined)
-    do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if is_spoilt else ACCEPT)
-    good, kept = None if is_spoilt else checkpoints.name, _kept(checkpoints, is_spoilt)
+        none_is_good = not checkpoints.set_aside(since, Losses(loop.keeper.folder).ruined)
+    do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if none_is_good else ACCEPT)
+    good, kept = None if none_is_good else checkpoints.name, _kept(checkpoints, none_is_good)
     if do and cause == DIVERGENCE and not _is_in_the_code(error):
-        kept = f"{kept}; try a lower learning rate"
+        kept = f"{kept}; {LOWER_LR}"
     return GivenUp(_why(loop, cause, error), kept, do or error.do, good, cause, error.verdict)
 
 
@@ -243,39 +244,39 @@ def _is_in_the_code(error: Diverged) -> bool:
     return any(cure["kind"] == "fix_code" for cure in (error.verdict or {}).get("cures", ()))
 
 
-def _kept(checkpoints: Checkpoints, is_spoilt: bool) -> str:
+def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if checkpoints.last is None:
         return "no checkpoint was written yet: the run begins again from step 0"
-    if is_spoilt:
+    if none_is_good:
         return "the weights were spoilt before the oldest checkpoint was taken: the run must begin again"
     at = f"{checkpoints.last.attempt:,}"
     return f"the last good checkpoint is {checkpoints.name}, of step {at}: the run goes on from it"
 
 
-def _command(loop: Loop, cause: str, command: str, leave: Leave) -> str | None:
+def _command(loop: Loop, cause: str, command: str, permission: Permission) -> str | None:
     """Return the full command where one setting is the remedy; None where the guard's message is better advice."""
     if cause in _CURED and loop.guarding.mode != REPAIR:
-        return typed(loop.keeper.folder, command, {"guard": REPAIR}, None)
+        return command_line(loop.keeper.folder, command, {"guard": REPAIR}, None)
     if cause == DIVERGENCE:
         guardian = loop.guarding.guardian
         rates = guardian.history().rates if guardian is not None else ()
-        rate = lower_rate(loop.recipe.optimizer.lr, rates, written_rate(command))
-        return typed(loop.keeper.folder, command, {"optimizer.lr": rate}, leave)
+        rate = lower_lr(loop.recipe.optimizer.lr, rates, recipe_lr(command))
+        return command_line(loop.keeper.folder, command, {"optimizer.lr": rate}, permission)
     return None
 
 
-def typed(folder: Path, command: str, changes: Mapping[str, object], leave: Leave | None) -> str:
+def command_line(folder: Path, command: str, changes: Mapping[str, object], permission: Permission | None) -> str:
     """Return the command that resumes the run in `folder` with changed settings, from the original command."""
     # A run started from Python has no command line to repeat.
     if not command.startswith("halfstep "):
-        more = f", {leave.argument}=True" if leave else ""
+        more = f", {permission.argument}=True" if permission else ""
         return f"halfstep.fit(..., settings={dict(changes)!r}{more})"
     line = _launched(shlex.split(command))
     words = _without(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in (key, *_ALSO.get(key, ()))})
-    if _NEW.flag in line and leave is not _NEW:  # it would start another run
+    if _NEW.flag in line and permission is not _NEW:  # it would start another run
         words = [*_without(words, set(), {"run.dir", "dir"}), f"run.dir={folder}"]
     settings = [f"{key}={value}" for key, value in changes.items()]
-    return shlex.join([*words, *settings, *([leave.flag] if leave else [])])
+    return shlex.join([*words, *settings, *([permission.flag] if permission else [])])
 
 
 def _launched(words: list[str]) -> list[str]:

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from halfstep.errors import BadData, Diverged, same_keys
 from halfstep.guard.alarms.spike import REFUSED
-from halfstep.guard.events import GuardEvent
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.guard.streak import Limits
-from halfstep.guard.verdict import DATA
+from halfstep.guard.verdict import DATA, GuardEvent
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.numbers import few
@@ -50,13 +50,14 @@ def cures_of(result: Mapping[str, Any]) -> Remedies:
 
 def _read(plain: Any) -> Remedies:
     try:
-        found = Remedies.from_dict(plain)
-        texts = [text for one in found.placed for text in (one.kind, one.target, one.culprit, one.before)]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise _made_up(error) from error
-    if not all(isinstance(text, str) for text in texts):
-        raise _made_up(TypeError("a remedy without a name"))
-    return found
+        return TypeAdapter(Remedies).validate_python(plain)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadData(
+            f"the run holds what no guard placed: {'.'.join(map(str, first['loc']))} {first['msg']}",
+            allowed="what halfstep wrote",
+            do="use another checkpoint, or add --new to begin again in a folder of its own",
+        ) from error
 
 
 def placed_again(model: nn.Module, cures: Remedies) -> list[str]:
@@ -68,14 +69,6 @@ def placed_again(model: nn.Module, cures: Remedies) -> list[str]:
     fitting = [one for one in cures.placed if one.kind != "island" or one.target in paths]
     replace(cures, placed=fitting).apply_to(model)
     return [f"placed again by the guard: {'; '.join(map(str, fitting))}"] if fitting else []
-
-
-def _made_up(error: Exception) -> BadData:
-    return BadData(
-        f"the run holds what no guard placed: {type(error).__name__} {str(error)[:200]}",
-        allowed="what halfstep wrote",
-        do="use another checkpoint, or add --new to begin again in a folder of its own",
-    )
 
 
 # -- guards state -----------------------------------------------------------------------------------------------------
@@ -171,7 +164,7 @@ class Guarding:
         self._stepper, self._journal = stepper, journal
         self.mode = options.mode
         self._placed = cures or Remedies()
-        self._heard: list[GuardEvent] = []
+        self._events: list[GuardEvent] = []
         """Events of the present step; its own event is written to the journal first."""
         self._notes: list[tuple[str, str]] = []
         self._meters: Meters | None = None
@@ -183,7 +176,7 @@ class Guarding:
                 stepper,
                 mode=options.mode,
                 limits=limits,
-                tell=self._heard.append,
+                tell=self._events.append,
                 record=recording(folder, stepper.model, lambda *note: self._notes.append(note)),
                 meters=self._meters,
             )
@@ -229,7 +222,7 @@ class Guarding:
         """
         # The last step of a streak may have finite samples; the message names those of an earlier one.
         self.guilty = list(guilty) or self.guilty
-        if self._heard or self._notes:
+        if self._events or self._notes:
             self._tell(in_the_data(guilty))
         if self._ended is not None:
             raise self._ended
@@ -263,13 +256,13 @@ class Guarding:
         return {} if self._meters is None else dict(self._meters.readings)
 
     def _tell(self, guilty: str) -> None:
-        for told in self._heard:
-            if "do" not in told.facts:  # advice: the end event of the run has it
-                text = told.text + (guilty if told.facts.get("cause") == DATA else "")
-                self._journal.tell(events.GUARD, kind=told.kind, level=told.level, text=text, facts=told.facts)
+        for event in self._events:
+            if "do" not in event.facts:  # advice: the end event of the run has it
+                text = event.text + (guilty if event.facts.get("cause") == DATA else "")
+                self._journal.tell(events.GUARD, kind=event.kind, level=event.level, text=text, facts=event.facts)
         for text, level in self._notes:
             self._journal.note(text, level)
-        self._heard.clear()
+        self._events.clear()
         self._notes.clear()
 
 

@@ -20,7 +20,7 @@ from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import sizes
 from halfstep.journal.text import named
-from halfstep.step.report import GUARD, StepReport
+from halfstep.step.report import StepReport, refused_by
 from halfstep.step.window import Window
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.environment import AutoChoices
@@ -287,7 +287,7 @@ class Loop:
         """Return the samples of a skipped step; those with non-finite values are left out of the next epochs."""
         ids, nonfinite = self.sample_reports.suspects(window)
         # A guard refuses a step for reasons of its own, not for non-finite samples.
-        if nonfinite and not (report.reason or "").startswith(GUARD):
+        if nonfinite and refused_by(report.reason) is None:
             self.progress.suspected = sorted({*self.progress.suspected, *nonfinite})
         return {"ids": ids, "quarantined": nonfinite}
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, Window, island
 from halfstep.guard.diagnosis.diagnose import agreed, diagnose
-from halfstep.guard.events import History
-from halfstep.guard.verdict import Culprit, Cure, Verdict
+from halfstep.guard.verdict import Culprit, Cure, History, Verdict
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from halfstep import Stepper
 from halfstep.guard.diagnosis.diagnose import diagnose
 from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
-from halfstep.guard.events import History
-from halfstep.guard.verdict import Verdict
+from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale
 from tests.support.models import plain_model

@@ -17,7 +17,7 @@ from halfstep.guard.diagnosis import rerun
 from halfstep.guard.diagnosis.diagnose import cost_of, diagnose
 from halfstep.guard.diagnosis.diagnoser import diagnose as by_hand
 from halfstep.guard.diagnosis.trials import Trials
-from halfstep.guard.events import GuardEvent
+from halfstep.guard.verdict import GuardEvent
 from halfstep.observe.reachable import generators_in, reachable
 from halfstep.precision.precision import precision_named
 from tests.support.digest import digest_of

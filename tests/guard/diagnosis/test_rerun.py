@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import Stepper, Window
-from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, rerun, uses_compiled
-from halfstep.observe.recorder import OUTSIDE
+from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, rerun
+from halfstep.observe.recorder import OUTSIDE, uses_compiled
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Stepper, Window
-from halfstep.guard.diagnosis.bad_weights import Past
-from halfstep.guard.diagnosis.diagnose import BUFFER_NOT_FINITE, diagnose
+from halfstep.guard.diagnosis.bad_inputs import Past
+from halfstep.guard.diagnosis.diagnose import diagnose
 from halfstep.guard.diagnosis.diagnoser import diagnose as by_hand
-from halfstep.guard.events import History
-from halfstep.guard.verdict import Verdict
+from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale
+from halfstep.step.report import BUFFER_NOT_FINITE
 from tests.support.models import plain_model
 
 LOWER = "lower_rate"

@@ -355,7 +355,7 @@ def test_a_meter_that_fails_is_switched_off_and_the_run_goes_on(monkeypatch: pyt
         meters = Meters(stepper, every=2)
         if broken:
             monkeypatch.setattr("halfstep.guard.monitors.headroom._floats", fails)
-            monkeypatch.setattr("halfstep.guard.monitors.grad_underflow.part_of", fails)
+            monkeypatch.setattr("halfstep.guard.monitors.gradients.part_of", fails)
         seen, found = [], []
         for _ in range(8):
             meters.before()
@@ -402,26 +402,26 @@ def test_a_step_that_a_guard_refuses_after_the_meters_looked_says_nothing_of_upd
 
 
 def test_what_was_sent_stays_while_the_next_is_written() -> None:
-    slate = AsyncScalars(torch.device("cpu"))
+    scalars = AsyncScalars(torch.device("cpu"))
     numbers = [1.5, -0.0, float("inf"), 2.0**24]
-    assert [slate.note(torch.tensor(n, dtype=torch.float64)) for n in numbers] == [0, 1, 2, 3]
-    slate.send()
-    slate.wipe()
-    slate.note(torch.tensor(9.0))
-    assert slate.arrived
-    slate.send()
-    assert slate.read() == [9.0]
+    assert [scalars.note(torch.tensor(n, dtype=torch.float64)) for n in numbers] == [0, 1, 2, 3]
+    scalars.send()
+    scalars.wipe()
+    scalars.note(torch.tensor(9.0))
+    assert scalars.arrived
+    scalars.send()
+    assert scalars.read() == [9.0]
 
 
 def test_a_full_slate_refuses() -> None:
-    slate = AsyncScalars(torch.device("cpu"))
+    scalars = AsyncScalars(torch.device("cpu"))
     for _ in range(PLACES):
-        slate.note(torch.ones(()))
+        scalars.note(torch.ones(()))
     with pytest.raises(IndexError):
-        slate.place()
+        scalars.place()
 
 
 def test_the_largest_sample_fits_the_slate() -> None:
-    from halfstep.guard.monitors import grad_underflow, headroom
+    from halfstep.guard.monitors import gradients, headroom
 
-    assert 2 * headroom.AT_ONCE + 2 * grad_underflow.AT_ONCE + 4 <= PLACES
+    assert 2 * headroom.AT_ONCE + 2 * gradients.AT_ONCE + 4 <= PLACES

@@ -28,7 +28,7 @@ def surgery(precision: str = "fp16", most_islands: int = 8) -> RemedyApplier:
 
 def test_the_first_cure_that_works_is_placed_and_no_other() -> None:
     treated = surgery()
-    remedy = treated.treat(
+    remedy = treated.apply_first(
         verdict(Cure("island", "decoder", False), Cure("island", "encoder", True), Cure("precision", "bf16", True))
     )
     assert remedy is not None
@@ -39,15 +39,15 @@ def test_the_first_cure_that_works_is_placed_and_no_other() -> None:
 
 def test_what_was_not_tried_is_not_placed() -> None:
     treated = surgery()
-    assert treated.treat(verdict(Cure("island", "encoder", None), Cure("precision", "fp32", False))) is None
+    assert treated.apply_first(verdict(Cure("island", "encoder", None), Cure("precision", "fp32", False))) is None
     assert islands(treated._stepper.model) == {}
 
 
 def test_islands_are_bounded_and_the_precision_comes_after_them() -> None:
     treated = surgery(most_islands=1)
     cures = (Cure("island", "encoder", True), Cure("precision", "bf16", True))
-    treated.treat(verdict(*cures))
-    treated.treat(verdict(Cure("island", "decoder", True), Cure("precision", "bf16", True), module="decoder"))
+    treated.apply_first(verdict(*cures))
+    treated.apply_first(verdict(Cure("island", "decoder", True), Cure("precision", "bf16", True), module="decoder"))
     assert treated.remedies.islands == ["encoder"]
     assert treated.remedies.precision == treated._stepper.precision.name == "bf16"
 
@@ -55,8 +55,8 @@ def test_islands_are_bounded_and_the_precision_comes_after_them() -> None:
 def test_what_is_in_place_is_not_placed_again() -> None:
     treated = surgery()
     cures = (Cure("island", "encoder", True), Cure("precision", "fp16", True))
-    assert treated.treat(verdict(*cures)) is not None
-    assert treated.treat(verdict(*cures)) is None
+    assert treated.apply_first(verdict(*cures)) is not None
+    assert treated.apply_first(verdict(*cures)) is None
     assert len(treated.remedies.placed) == 1
 
 
@@ -64,7 +64,7 @@ def test_a_module_that_cannot_be_an_island_is_passed_over() -> None:
     treated = surgery()
     encoder = treated._stepper.model.encoder
     encoder.forward = encoder.forward
-    remedy = treated.treat(verdict(Cure("island", "encoder", True), Cure("precision", "fp32", True)))
+    remedy = treated.apply_first(verdict(Cure("island", "encoder", True), Cure("precision", "fp32", True)))
     assert remedy is not None
     assert remedy.kind == "precision"
 
@@ -72,14 +72,14 @@ def test_a_module_that_cannot_be_an_island_is_passed_over() -> None:
 def test_the_newest_is_lifted_first_and_comes_back_for_good() -> None:
     treated = surgery()
     island, precision = Cure("island", "encoder", True), Cure("precision", "bf16", True)
-    treated.treat(verdict(island))
-    treated.treat(verdict(precision, module="decoder"))
+    treated.apply_first(verdict(island))
+    treated.apply_first(verdict(precision, module="decoder"))
     assert str(treated.lift_newest()) == "the run computes in bf16"
     assert treated._stepper.precision.name == "fp16"
     assert str(treated.lift_newest()) == "encoder computes in fp32"
     assert islands(treated._stepper.model) == {}
     assert treated.lift_newest() is None
-    assert treated.treat(verdict(island)).for_good
+    assert treated.apply_first(verdict(island)).for_good
     assert treated.lift_newest() is None
     assert list(islands(treated._stepper.model)) == ["encoder"]
 

@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, pairs
-from halfstep.guard.diagnosis.describe_op import number
 from halfstep.observe.recorder import OUTSIDE
-from halfstep.printable import printable
+from halfstep.printable import number, printable
 from halfstep.terminal import screen
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from halfstep.errors import StateMismatch
-from halfstep.guard.alarms.usual_loss import BEGIN, FAR, Usual
+from halfstep.guard.alarms.usual_loss import FAR, Usual, check_version
 from halfstep.step.report import GUARD, StepReport
 
 # -- rise -------------------------------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class LossWatch:
     def __init__(self) -> None:
         self.usual = Usual()
         self.above: list[float] = []
-        self._began = 0
+        self.began = 0
         """The attempt of the first loss in `above`."""
         self._refused: list[tuple[int, float]] = []
         """The recently refused losses, with their attempts."""
@@ -115,7 +114,7 @@ class LossWatch:
 
     def hold(self, loss: float, attempt: int) -> None:
         """Record a loss above the limit until it is known what it is."""
-        self._began = self._began if self.above else attempt
+        self.began = self.began if self.above else attempt
         self.above = [*self.above, loss][-LONGEST:]
 
     def refuse(self, loss: float, attempt: int) -> None:
@@ -159,10 +158,6 @@ class LossWatch:
         self._said_to_be_high = True
         return True
 
-    @property
-    def began(self) -> int:
-        return self._began
-
     def _over(self) -> None:
         self.above, self.doubted, self.diverges = [], False, False
 
@@ -172,22 +167,17 @@ class LossWatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""
         told = {"doubted": self.doubted, "diverges": self.diverges, "said_to_be_high": self._said_to_be_high}
-        above = {"above": list(self.above), "began": self._began, "refused": [list(one) for one in self._refused]}
+        above = {"above": list(self.above), "began": self.began, "refused": [list(one) for one in self._refused]}
         return {"usual": self.usual.state_dict(), **above, **told}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> LossWatch:
         """Return the object from `state_dict()`; raise StateMismatch for a state of another version."""
         watched = cls()
-        if set(plain) != set(watched.state_dict()):
-            raise StateMismatch(
-                f"a spike guard's state with {', '.join(sorted(plain)) or 'nothing'}: that of another version",
-                allowed=", ".join(watched.state_dict()),
-                do=f"go on without the guard's state: what is usual is learnt anew in {BEGIN} steps",
-            )
+        check_version(watched.state_dict(), plain)
         watched.usual.load_state_dict(plain["usual"])
         watched.above = [float(loss) for loss in plain["above"]]
-        watched._began = int(plain["began"])
+        watched.began = int(plain["began"])
         watched._refused = [(int(attempt), float(loss)) for attempt, loss in plain["refused"]]
         watched.doubted, watched.diverges = bool(plain["doubted"]), bool(plain["diverges"])
         watched._said_to_be_high = bool(plain["said_to_be_high"])

@@ -130,17 +130,22 @@ class Usual:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; raise StateMismatch for a state of another version."""
-        if set(state) != set(self.state_dict()):
-            raise StateMismatch(
-                f"a spike guard's state with {', '.join(sorted(state)) or 'nothing'}: that of another version",
-                allowed=", ".join(self.state_dict()),
-                do=f"go on without the guard's state: what is usual is learnt anew in {BEGIN} steps",
-            )
+        check_version(self.state_dict(), state)
         self._losses = deque(float(loss) for loss in state["losses"])
         self._sorted = sorted(self._losses)
         self._tallest, self._known = float(state["tallest"]), float(state["known"])
         self._beginning = [float(loss) for loss in state["beginning"]]
         self.first = float(state["first"])
+
+
+def check_version(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise StateMismatch where a saved state has other keys than this version's own."""
+    if set(given) != set(own):
+        raise StateMismatch(
+            f"a spike guard's state with {', '.join(sorted(given)) or 'nothing'}: that of another version",
+            allowed=", ".join(own),
+            do=f"go on without the guard's state: what is usual is learnt anew in {BEGIN} steps",
+        )
 
 
 def _log(loss: float, zero: float) -> float:

@@ -13,24 +13,28 @@ from torch import nn
 
 from halfstep import distributed
 from halfstep.formats import FP32
-from halfstep.guard.diagnosis import bad_batch, explain
-from halfstep.guard.diagnosis.bad_weights import (
-    Past,
-    bad_rows,
-    impossible,
-    is_state,
-    is_table,
-    named_tensor,
-    optimizer_evidence,
-)
-from halfstep.guard.diagnosis.explain import grown, rate_evidence, strayed, too_large, weight_evidence
+from halfstep.guard.diagnosis import bad_inputs, explain
+from halfstep.guard.diagnosis.bad_inputs import Past
 from halfstep.guard.diagnosis.rerun import HeldTensors, ReplayConfig, holdings
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, cures_for
-from halfstep.guard.events import History
-from halfstep.guard.verdict import CODE, COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE, WARM_UP, Cure, Verdict
+from halfstep.guard.verdict import (
+    CODE,
+    COMPILER,
+    DATA,
+    DIVERGENCE,
+    HARDWARE,
+    PRECISION,
+    STATE,
+    WARM_UP,
+    Culprit,
+    Cure,
+    History,
+    Verdict,
+    place_of,
+)
 from halfstep.observe.nonfinite_origin import BATCH, LITERAL, OTHERS
 from halfstep.precision.precision import Precision, precision_named
-from halfstep.step.report import GRADIENT_OVERFLOW, GUARD, LOSS_NOT_FINITE
+from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, refused_by
 from halfstep.step.step_inputs import StepInputs
 
 # -- agreement --------------------------------------------------------------------------------------------------------
@@ -107,15 +111,15 @@ def _size(count: int) -> str:
 # -- diagnose ---------------------------------------------------------------------------------------------------------
 
 
-BUFFER_NOT_FINITE = "buffer_not_finite"
-"""The reason of a skip whose loss and gradients are finite, but whose running statistics are not."""
 _FORWARD = (LOSS_NOT_FINITE, BUFFER_NOT_FINITE)
 """The reasons that do not depend on the loss scale."""
 _NO_HISTORY = History()
 _NO_PAST = Past()
 _WRITTEN = "written"
 _OTHER_LOSS = Cure("fix_code", explain.OTHER_LOSS, None)
+_CLONE_FIRST = Cure("fix_code", explain.CLONE_FIRST, None)
 _NORMALISE = Cure("fix_code", "normalise this batch as the others are", None)
+_SKIP = Cure("skip", "leave this batch out", None)
 _SLOWER = Cure("lower_rate", "lower the learning rate", None)
 
 
@@ -145,7 +149,7 @@ def diagnose(
         tell(cost)
     trials = Trials(model, attempt, written=written, most=cost.reruns)
     verdict = agreed(_Case(trials, precision, reason, history, compiled, past, tuple(optimizers)).verdict())
-    if not written or explain.BATCH_WRITTEN in verdict.sentence:
+    if not written or _CLONE_FIRST in verdict.cures:
         return verdict
     # The batch was changed during the step, so the reruns are not quite the step that failed.
     return replace(verdict, evidence=(explain.BATCH_WRITTEN, *verdict.evidence))
@@ -189,7 +193,7 @@ class _Case:
         """Return the verdict; each test assumes that those before it failed."""
         as_it_was = self._run(self._own_scale)
         if as_it_was.error:
-            return Verdict(DATA, explain.not_run(as_it_was), None, (), (_OTHER_LOSS, _skip()))
+            return Verdict(DATA, explain.not_run(as_it_was), None, (), (_OTHER_LOSS, _SKIP))
         if as_it_was.finite:
             return self._not_again()
         # Forward does not depend on the scale; if the step is finite without it, the scale alone is too high.
@@ -217,14 +221,11 @@ class _Case:
     # -- what does not happen again -----------------------------------------------------------------------------
 
     def _not_again(self) -> Verdict:
-        if self.reason.startswith(GUARD):
-            evidence = (weight_evidence(self.trials.model), *rate_evidence(self.history))
-            return Verdict(DIVERGENCE, explain.refused(self.reason), None, evidence, (_SLOWER,))
+        if (guard := refused_by(self.reason)) is not None:
+            return self._divergence(explain.refused(guard), None)
         if self.trials.written:
-            fix = Cure("fix_code", explain.CLONE_FIRST, None)
-            return Verdict(
-                DATA, f"data: {explain.BATCH_WRITTEN}; run again as it is now it is finite", None, (), (fix,)
-            )
+            sentence = f"data: {explain.BATCH_WRITTEN}; run again as it is now it is finite"
+            return Verdict(DATA, sentence, None, (), (_CLONE_FIRST,))
         # The scale may be just at the limit, so that rounding decides. Twice the scale shows whether it is.
         if self.reason == GRADIENT_OVERFLOW and not (above := self._run(2 * self.scale)).finite:
             return self._scale_too_high(above)
@@ -234,16 +235,13 @@ class _Case:
                 return self._only_compiled(as_compiled)
         # A third result: finite now and failing then is a nondeterministic operation, not a single event.
         once_more = self._run(self._own_scale)
-        return self._now_and_then() if not (once_more.finite or once_more.error) else self._hardware(explain.NOT_NOW)
-
-    def _now_and_then(self) -> Verdict:
-        return self._hardware(explain.NOW_AND_THEN)
+        return self._hardware(explain.NOT_NOW if once_more.finite or once_more.error else explain.NOW_AND_THEN)
 
     def _hardware(self, evidence: str) -> Verdict:
         known = {id(generator) for generator, _ in self.attempt.own_generators}
         unknown = any(id(generator) not in known for generator in self._held.generators)
         told = (evidence, *((explain.OWN_GENERATOR,) if unknown else ()))
-        return Verdict(HARDWARE, explain.NOT_AGAIN, None, told, (_skip(),))
+        return Verdict(HARDWARE, explain.NOT_AGAIN, None, told, (_SKIP,))
 
     def _only_compiled(self, as_compiled: TrialOutcome) -> Verdict:
         if self.reason == GRADIENT_OVERFLOW and self._run(1.0, compiled=True).finite:
@@ -261,37 +259,37 @@ class _Case:
         culprit = as_it_was.culprit
         outside = "" if culprit is None else culprit.outside or ""
         if outside.startswith(BATCH):
-            spots = bad_batch.not_finite(self.attempt.microbatches, outside)
+            spots = bad_inputs.not_finite(self.attempt.microbatches, outside)
             if spots:
                 others = tuple(map(explain.spot, spots[1:]))
-                return Verdict(DATA, f"data: {explain.spot(spots[0])}", culprit, others, (_skip(),))
+                return Verdict(DATA, f"data: {explain.spot(spots[0])}", culprit, others, (_SKIP,))
         elif outside and outside != OTHERS:
             return self._came_from_outside(as_it_was, outside)
-        if broken := impossible(self.trials.model, self._held, as_it_was):
+        if broken := bad_inputs.impossible(self.trials.model, self._held, as_it_was):
             return self._in_state(as_it_was, broken, f"{broken} has negative numbers")
         return self._in_the_batch(as_it_was) or self._precision_or_not(as_it_was)
 
     def _came_from_outside(self, as_it_was: TrialOutcome, name: str) -> Verdict:
         """Return the verdict on values that came neither from an operation of the step nor from the batch."""
-        culprit, tensor = as_it_was.culprit, named_tensor(name, self.trials.model, self._held)
+        culprit, tensor = as_it_was.culprit, bad_inputs.named_tensor(name, self.trials.model, self._held)
         assert culprit is not None, "it has a name"
         if name == LITERAL:
             return self._in_the_code(as_it_was, as_it_was)
-        rows = bad_rows(tensor)
-        if is_state(name):
+        rows = bad_inputs.bad_rows(tensor)
+        if bad_inputs.is_state(name):
             kinds = " and ".join(culprit.kinds)
             where = f" in {rows}" if rows else ""
             what = f"{name} holds {kinds}{where} before anything is computed"
-            return self._in_state(as_it_was, name, what, bool(rows) and is_table(name, self.trials.model))
-        return Verdict(DATA, explain.held(culprit, rows), culprit, (), (_skip(),))
+            return self._in_state(as_it_was, name, what, bool(rows) and bad_inputs.is_table(name, self.trials.model))
+        return Verdict(DATA, explain.held(culprit, rows), culprit, (), (_SKIP,))
 
     def _in_state(self, as_it_was: TrialOutcome, name: str, what: str, looked_up: bool = False) -> Verdict:
         # Losses that had grown before explain a bad weight: an update made it, nothing overwrote it.
-        if why := grown(self.history):
-            evidence = (why, *rate_evidence(self.history))
+        if why := explain.grown(self.history):
+            evidence = (why, *explain.rate_evidence(self.history))
             return Verdict(DIVERGENCE, f"divergence: {what}, and {why}", as_it_was.culprit, evidence, (_SLOWER,))
-        tensor = named_tensor(name, self.trials.model, self._held)
-        evidence = optimizer_evidence(tensor, self.optimizers)
+        tensor = bad_inputs.named_tensor(name, self.trials.model, self._held)
+        evidence = bad_inputs.optimizer_evidence(tensor, self.optimizers)
         culprit = as_it_was.culprit
         if culprit is not None and culprit.outside is None:
             culprit, evidence = replace(culprit, outside=name), (explain.what_happened(as_it_was), *evidence)
@@ -304,26 +302,28 @@ class _Case:
         Returns None if neither explains the failure.
         """
         culprit, microbatches = as_it_was.culprit, self.attempt.microbatches
-        far = bad_batch.outlier(microbatches)
+        far = bad_inputs.outlier(microbatches)
         # Only if the step is finite without it: an unusual sample alone proves nothing.
-        if far is not None and self._finite_in(bad_batch.without(self.attempt, far)):
-            return Verdict(DATA, explain.far(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_skip(),))
-        for found in bad_batch.far_from_one(microbatches, bad_batch.UNUSUAL if self._applied else bad_batch.ABSURD):
-            if self._finite_in(bad_batch.normalised(self.attempt, found)):
+        if far is not None and self._finite_in(bad_inputs.without(self.attempt, far)):
+            return Verdict(DATA, explain.far(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_SKIP,))
+        for found in bad_inputs.far_from_one(microbatches, bad_inputs.UNUSUAL if self._applied else bad_inputs.ABSURD):
+            if self._finite_in(bad_inputs.normalised(self.attempt, found)):
                 sentence = explain.not_normalised(found, as_it_was)
-                return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALISED,), (_NORMALISE, _skip()))
+                return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALISED,), (_NORMALISE, _SKIP))
         return None
 
     def _finite_in(self, attempt: StepInputs) -> bool:
         outcome = self.trials.run(ReplayConfig(self.precision, scale=1.0), attempt)
-        return outcome.finite and not strayed(outcome, self.history)
+        return outcome.finite and not explain.strayed(outcome, self.history)
 
     def _in_fp32(self) -> TrialOutcome:
         return self.trials.run(ReplayConfig(precision_named("fp32"), scale=1.0))
 
     def _precision_or_not(self, as_it_was: TrialOutcome) -> Verdict:
         if self.precision.computes is FP32:
-            return self._fails_in_fp32(as_it_was, as_it_was) if self._happens_again() else self._now_and_then()
+            if self._happens_again():
+                return self._fails_in_fp32(as_it_was, as_it_was)
+            return self._hardware(explain.NOW_AND_THEN)
         fp32 = self._in_fp32()
         if fp32.error:
             return self._without_fp32(as_it_was, fp32)
@@ -331,9 +331,9 @@ class _Case:
             return self._fails_in_fp32(as_it_was, fp32)
         # An operation whose result fits fp32 but not its own format fails every time. For others that must be tried.
         if not _overflows(as_it_was) and not self._happens_again():
-            return self._now_and_then()
-        if why := strayed(fp32, self.history):
-            return self._left_its_path(as_it_was, why)
+            return self._hardware(explain.NOW_AND_THEN)
+        if why := explain.strayed(fp32, self.history):
+            return self._divergence(f"divergence: {why}", as_it_was.culprit, explain.what_happened(as_it_was))
         return self._precision(as_it_was, fp32)
 
     def _happens_again(self) -> bool:
@@ -359,36 +359,35 @@ class _Case:
     def _fails_in_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         """Return the verdict on a step that also fails in fp32."""
         # The origin in fp32 is what must change, even if another operation failed before it in 16 bits.
-        why = grown(self.history)
-        if not fp32.senseless and not why:
+        why = explain.grown(self.history)
+        if not fp32.undefined and not why:
             culprit = fp32.culprit
             largest = fp32.grad_norm if culprit is None else culprit.largest_input
-            why = too_large(self.trials.model, largest, self._applied)
+            why = explain.too_large(self.trials.model, largest, self._applied)
         if not why:
             return self._in_the_code(as_it_was, fp32)
-        evidence = (*self._first_elsewhere(as_it_was, fp32), weight_evidence(self.trials.model))
-        evidence += rate_evidence(self.history)
-        return Verdict(DIVERGENCE, explain.diverged(fp32, why), fp32.culprit, evidence, (_SLOWER,))
+        first = self._first_elsewhere(as_it_was, fp32)
+        return self._divergence(explain.diverged(fp32, why), fp32.culprit, *first)
 
     def _in_the_code(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
-        evidence = (*self._first_elsewhere(as_it_was, fp32), explain.NO_SIGN, weight_evidence(self.trials.model))
+        evidence = (
+            *self._first_elsewhere(as_it_was, fp32),
+            explain.NO_SIGN,
+            explain.weight_evidence(self.trials.model),
+        )
         fix = Cure("fix_code", explain.fix(fp32), None)
         return Verdict(CODE, explain.in_the_code(fp32), fp32.culprit, evidence, (fix,))
 
     def _first_elsewhere(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> tuple[str, ...]:
-        if as_it_was.culprit == fp32.culprit or explain.place(as_it_was) == explain.place(fp32):
+        if place_of(as_it_was.culprit) == place_of(fp32.culprit):
             return ()
-        return (f"in {self.precision} it is {explain.place(as_it_was)} first, which {as_it_was.deed}",)
+        return (f"in {self.precision} it is {explain.place(as_it_was)} first, which {as_it_was.effect}",)
 
-    def _left_its_path(self, as_it_was: TrialOutcome, why: str) -> Verdict:
-        evidence = (explain.what_happened(as_it_was), weight_evidence(self.trials.model), *rate_evidence(self.history))
-        return Verdict(DIVERGENCE, f"divergence: {why}", as_it_was.culprit, evidence, (_SLOWER,))
+    def _divergence(self, sentence: str, culprit: Culprit | None, *first: str) -> Verdict:
+        evidence = (*first, explain.weight_evidence(self.trials.model), *explain.rate_evidence(self.history))
+        return Verdict(DIVERGENCE, sentence, culprit, evidence, (_SLOWER,))
 
 
 def _overflows(outcome: TrialOutcome) -> bool:
     culprit = outcome.culprit
     return culprit is not None and culprit.in_fp32 is not None and culprit.in_fp32 > culprit.limit
-
-
-def _skip() -> Cure:
-    return Cure("skip", "leave this batch out", None)

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from halfstep.errors import WrongUse, in_one_line
 from halfstep.guard.diagnosis import diagnose as replay
-from halfstep.guard.diagnosis.bad_weights import Past
+from halfstep.guard.diagnosis.bad_inputs import Past
 from halfstep.guard.diagnosis.diagnose import Cost
-from halfstep.guard.diagnosis.rerun import uses_compiled
-from halfstep.guard.events import FailedStep, History, Kind, Level
 from halfstep.guard.streak import Streak
-from halfstep.guard.verdict import PRECISION, WARM_UP, Cure, Verdict
+from halfstep.guard.verdict import PRECISION, WARM_UP, Cure, FailedStep, History, Kind, Level, Verdict
 from halfstep.observe.reachable import closure_of, generators_in
+from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.island import islands
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
@@ -71,6 +70,7 @@ def _is_plain(batch: Any, deep: int = 3) -> bool:
 REMEMBERED = 50
 """The number of applied steps in the history."""
 NO_MORE = "steps made of forward() and backward() cannot be run again to see more; guardian.step() can"
+NO_MORE_DIAGNOSES = "diagnoses were made, as many as a run may have: further skips are counted, not looked into"
 LOWER = "a lower loss scale: StaticScale(...), or DynamicScale(), which finds one by itself"
 Step = tuple[list[str], float, float, float | None]
 """The names of the optimizers, the loss, the gradient norm and the learning rate of a step."""
@@ -84,9 +84,9 @@ class Diagnoser:
         stepper: Stepper,
         most: int,
         record: Callable[[FailedStep], None] | None,
-        say: Callable[[Kind, Level, str, dict[str, Any]], None],
+        emit: Callable[[Kind, Level, str, dict[str, Any]], None],
     ) -> None:
-        self._stepper, self._most, self._record, self._say = stepper, most, record, say
+        self._stepper, self._most, self._record, self._emit = stepper, most, record, emit
         self._made = 0
         self._steps: deque[Step] = deque(maxlen=REMEMBERED)
         self._own = OwnGenerators(stepper)
@@ -125,14 +125,15 @@ class Diagnoser:
         if attempt is None or not streak.calls_for_diagnosis(report.reason or ""):
             return
         if attempt.loss_fn is None:
-            self._glimpse(report, streak)
+            self._observe_only(report, streak)
         elif self._made < self._most or (last and self._most > 0):
             self._made += 1
             replayed = attempt if again is None else attempt._replace(loss_fn=again)
             verdict = self._diagnosed(report, replayed)
             self._note(verdict if falling or verdict.cause != WARM_UP else _stays(verdict), report, streak, replayed)
             if self._made == self._most:
-                self._say("alarm", "warning", self._no_more(), {"attempt": report.attempt, "diagnoses": self._made})
+                text = f"{self._made} {NO_MORE_DIAGNOSES}"
+                self._emit("alarm", "warning", text, {"attempt": report.attempt, "diagnoses": self._made})
 
     def _diagnosed(self, report: StepReport, replayed: StepInputs) -> Verdict:
         took = None if self._begun is None else time.perf_counter() - self._begun
@@ -144,43 +145,38 @@ class Diagnoser:
             past=Past(report.step, self._checkpoint, self._resumed_at),
             generators=self._generators,
             seconds=took,
-            tell=lambda cost: self._say("alarm", "warning", str(cost), {"attempt": report.attempt, **asdict(cost)}),
+            tell=lambda cost: self._emit("alarm", "warning", str(cost), {"attempt": report.attempt, **asdict(cost)}),
         )
 
     def _note(self, verdict: Verdict, report: StepReport, streak: Streak, attempt: StepInputs) -> None:
         known = streak.verdict is not None and streak.verdict.sentence == verdict.sentence
         streak.verdict, streak.diagnosed = verdict, report.reason or ""
         if verdict.cause != WARM_UP and self._record is not None:
-            self._keep(self._record, verdict, report, attempt)
+            self._record_step(self._record, verdict, report, attempt)
         if not known:
             level: Level = "info" if verdict.cause == WARM_UP else "warning"
-            self._say("verdict", level, verdict.sentence, {"attempt": report.attempt, **verdict.as_dict()})
+            self._emit("verdict", level, verdict.sentence, {"attempt": report.attempt, **verdict.as_dict()})
 
-    def _keep(
+    def _record_step(
         self, record: Callable[[FailedStep], None], verdict: Verdict, report: StepReport, attempt: StepInputs
     ) -> None:
         placed = tuple(islands(self._stepper.model))
-        trouble = FailedStep(attempt, report, self._stepper.precision.name, placed, self.history(report), verdict)
+        failed = FailedStep(attempt, report, self._stepper.precision.name, placed, self.history(report), verdict)
         try:
-            record(trouble)
+            record(failed)
         except Exception as error:
             # Recording writes to disk; a failure there must not end a run that the guard may still repair.
             text = f"attempt {report.attempt} could not be recorded: {in_one_line(error)}"
-            self._say("alarm", "warning", text, {"attempt": report.attempt})
+            self._emit("alarm", "warning", text, {"attempt": report.attempt})
 
-    def _no_more(self) -> str:
-        return (
-            f"{self._made} diagnoses were made, as many as a run may have: further skips are counted, not looked into"
-        )
-
-    def _glimpse(self, report: StepReport, streak: Streak) -> None:
+    def _observe_only(self, report: StepReport, streak: Streak) -> None:
         if streak.seen:
             return
-        spoilt = self._stepper.bad_parameter
-        names = (name for name, parameter in self._stepper.model.named_parameters() if parameter is spoilt)
-        what = f"the loss is {report.loss}" if spoilt is None else f"the gradient of {next(names, '?')} is not finite"
+        bad = self._stepper.bad_parameter
+        names = (name for name, parameter in self._stepper.model.named_parameters() if parameter is bad)
+        what = f"the loss is {report.loss}" if bad is None else f"the gradient of {next(names, '?')} is not finite"
         streak.seen = f"{what} ({NO_MORE})"
-        self._say("verdict", "warning", streak.seen, {"attempt": report.attempt, "cause": None})
+        self._emit("verdict", "warning", streak.seen, {"attempt": report.attempt, "cause": None})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""

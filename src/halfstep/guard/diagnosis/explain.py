@@ -8,14 +8,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from halfstep.guard.diagnosis.bad_batch import Spot
-from halfstep.guard.diagnosis.describe_op import number
+from halfstep.guard.diagnosis.bad_inputs import Spot
 from halfstep.guard.diagnosis.trials import TrialOutcome
-from halfstep.guard.events import History
-from halfstep.guard.verdict import Culprit, Cure
+from halfstep.guard.verdict import Culprit, Cure, History
 from halfstep.observe.nonfinite_origin import CONSTANT, all_finite, largest_finite
 from halfstep.observe.recorder import OUTSIDE, as_written
 from halfstep.precision.precision import Precision
+from halfstep.printable import number
 
 BATCH_WRITTEN = "the batch was written to in place during the step"
 CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"
@@ -41,9 +40,9 @@ def not_run(outcome: TrialOutcome) -> str:
     return f"data: the step could not be run again: {outcome.error}; so its cause is not known"
 
 
-def refused(reason: str) -> str:
+def refused(guard: str) -> str:
     """Return the sentence for a finite step that a guard refused."""
-    return f"divergence: all numbers are finite, and {reason.partition(':')[2]} refused the step"
+    return f"divergence: all numbers are finite, and {guard} refused the step"
 
 
 def place(outcome: TrialOutcome) -> str:
@@ -68,8 +67,8 @@ def what_happened(outcome: TrialOutcome) -> str:
     """Return the place of the origin and what it did."""
     # If the loss or a gradient is non-finite too, the origin was found through that, and the buffer adds nothing.
     alone = bool(outcome.bad_buffers) and math.isfinite(outcome.loss) and not outcome.bad_parameters
-    spoilt = f", so that buffer {outcome.bad_buffers[0]} is no longer finite" if alone else ""
-    return f"{place(outcome)} {outcome.deed or 'is not finite'}{spoilt}"
+    bad_buffer = f", so that buffer {outcome.bad_buffers[0]} is no longer finite" if alone else ""
+    return f"{place(outcome)} {outcome.effect or 'is not finite'}{bad_buffer}"
 
 
 def scale_too_high(scale: float, at_scale: TrialOutcome) -> str:
@@ -88,9 +87,17 @@ def precision(precision: Precision, outcome: TrialOutcome, cures: Sequence[Cure]
     works = [_named(cure) for cure in cures if cure.works]
     too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
     happened = what_happened(outcome)
-    if precision.name not in happened:
+    if not _names_format(outcome, precision.name):
         happened += f" in {precision}"
     return f"precision: {'; '.join([happened, *([', '.join(too)] if too else []), *_wrap(outcome.culprit)])}"
+
+
+def _names_format(outcome: TrialOutcome, format: str) -> bool:
+    """Return whether the words for the origin say that it computed in this format; those for undefined code do not."""
+    culprit = outcome.culprit
+    if culprit is None or culprit.outside is not None or outcome.undefined:
+        return False
+    return culprit.format == format
 
 
 def not_helping(cures: Sequence[Cure]) -> tuple[str, ...]:
@@ -138,7 +145,7 @@ def held(culprit: Culprit, rows: str) -> str:
 def fix(fp32: TrialOutcome) -> str:
     """Return which line to change, and why."""
     where = fp32.culprit.line if fp32.culprit is not None and fp32.culprit.line else place(fp32)
-    return f"change {where}, which {fp32.deed or 'is not finite'}"
+    return f"change {where}, which {fp32.effect or 'is not finite'}"
 
 
 def spot(found: Spot) -> str:

@@ -19,7 +19,6 @@ from torch._ops import OpOverload
 
 from halfstep import distributed
 from halfstep.formats import FP32
-from halfstep.observe import recorder
 from halfstep.observe.nonfinite_origin import (
     Made,
     NonfiniteOrigins,
@@ -82,19 +81,6 @@ def _is_plain(thing: Any) -> bool:
 
 def _of(name: str, holder: str) -> str:
     return f"{holder}.{as_written(name)}"
-
-
-# -- compiled ---------------------------------------------------------------------------------------------------------
-# Detect whether compiled code ran in a step: it may behave differently from the same code run eagerly.
-
-
-def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
-    """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
-    return recorder.uses_compiled(model) or any(_is_compiled(thing) for _, thing in reachable(loss_fn, model))
-
-
-def _is_compiled(thing: Any) -> bool:
-    return callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", {})
 
 
 # -- kept -------------------------------------------------------------------------------------------------------------
@@ -264,7 +250,7 @@ class ReplayConfig:
 class RerunResult:
     """The result of a rerun."""
 
-    way: ReplayConfig
+    config: ReplayConfig
     loss: float
     """The loss of all micro-batches, unscaled."""
     finite: bool
@@ -285,27 +271,27 @@ class RerunResult:
     """Whether the loss of every micro-batch is finite, but their sum overflows fp32."""
 
 
-def rerun(model: nn.Module, attempt: StepInputs, way: ReplayConfig) -> RerunResult:
+def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunResult:
     """Run forward and backward of all micro-batches; gradients are not exchanged between ranks."""
     device = next(model.parameters()).device
     held = holdings(model, attempt.loss_fn, attempt.microbatches)
     origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)
     bad_before = set(_not_finite(model, held))
-    with undisturbed(model, attempt, held, device) as weights, trial_island(model, *way.islands):
+    with undisturbed(model, attempt, held, device) as weights, trial_island(model, *config.islands):
         with ExitStack() as active:
-            active.enter_context(way.precision.scope(device))
-            _watch(active, model, way, origins, weights)
+            active.enter_context(config.precision.scope(device))
+            _watch(active, model, config.compiled, origins, weights)
             # Last before the run, so that nothing else draws from them in between.
             set_generator_states(attempt.generators, device)
             for generator, state in attempt.own_generators:
                 generator.set_state(state)
-            shares = _run(model, attempt, way, device)
+            shares = _run(model, attempt, config, device)
         buffers = {name: buffer for name, buffer in _not_finite(model, held).items() if name not in bad_before}
-        return _judged(model, attempt, shares, buffers, origins, way)
+        return _judged(model, attempt, shares, buffers, origins, config)
 
 
-def _watch(active: ExitStack, model: nn.Module, way: ReplayConfig, origins: NonfiniteOrigins, weights: Weights) -> None:
-    if not way.compiled:
+def _watch(active: ExitStack, model: nn.Module, compiled: bool, origins: NonfiniteOrigins, weights: Weights) -> None:
+    if not compiled:
         active.enter_context(_eagerly())
         active.enter_context(Recorder(model, origins, weights.run))
         return
@@ -329,11 +315,11 @@ def _has_numbers(buffer: Tensor) -> bool:
     return strided and (buffer.is_floating_point() or buffer.is_complex())
 
 
-def _run(model: nn.Module, attempt: StepInputs, way: ReplayConfig, device: torch.device) -> dict[str, ReplayLoss]:
+def _run(model: nn.Module, attempt: StepInputs, config: ReplayConfig, device: torch.device) -> dict[str, ReplayLoss]:
     assert attempt.loss_fn is not None, "the context form cannot be run again"
     microbatches = len(attempt.microbatches)
-    shares = {name: ReplayLoss(factor, microbatches, way.scale) for name, factor in attempt.factors.items()}
-    autocast = way.precision.autocast(device)
+    shares = {name: ReplayLoss(factor, microbatches, config.scale) for name, factor in attempt.factors.items()}
+    autocast = config.precision.autocast(device)
     for microbatch in attempt.microbatches:
         with autocast:
             given, _ = loss_and_aux(attempt.loss_fn(model, microbatch))
@@ -353,7 +339,7 @@ def _judged(
     shares: Mapping[str, ReplayLoss],
     buffers: Mapping[str, Tensor],
     origins: NonfiniteOrigins,
-    way: ReplayConfig,
+    config: ReplayConfig,
 ) -> RerunResult:
     """Judge a rerun by what the step judges, in the same way, and by nothing else that backward may have reached."""
     losses = [total for share in shares.values() for total in share.totals]
@@ -365,14 +351,14 @@ def _judged(
     # The loss first: if it is non-finite, its gradients say nothing more.
     origin = (
         (origins.reaching(losses) or _of_gradients(model, plain, origins) or origins.reaching(buffers.values()))
-        if not way.compiled
+        if not config.compiled
         else None
     )
     fits, summed = _norm_fits(gradients, shares), all(map(_sums_up, shares.values()))
     norm = math.hypot(*(norm_of(gradient) * shares[lane].unscale for lane, gradient in gradients.values()))
     first = next(iter(shares.values()))
     return RerunResult(
-        way,
+        config,
         sum(share.mean for share in shares.values()),
         fits and summed and counted and not bad and not buffers,
         origin,

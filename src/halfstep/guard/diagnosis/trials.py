@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from halfstep import distributed
-from halfstep.formats import BF16, FP16, FP32
-from halfstep.guard.diagnosis.describe_op import deed_of, limit_of, needs_other_code, number
+from halfstep.formats import BF16, FORMATS, FP16, FP32
 from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, batch_kept, rerun
 from halfstep.guard.verdict import Culprit, Cure
-from halfstep.observe.nonfinite_origin import CONSTANT, OTHERS, Made
+from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, Made, OperationInput
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.hardware import ability, describe
 from halfstep.precision.precision import Precision, precision_named
+from halfstep.printable import number
 from halfstep.step.step_inputs import StepInputs
 
 COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"
@@ -33,9 +33,9 @@ class TrialOutcome:
     loss: float
     grad_norm: float
     culprit: Culprit | None = None
-    deed: str = ""
+    effect: str = ""
     """The effect of the origin, in words."""
-    senseless: bool = False
+    undefined: bool = False
     """Whether the operation is undefined in any format, as a division by zero is."""
     bad_parameters: tuple[str, ...] = ()
     error: str = ""
@@ -66,19 +66,19 @@ class Trials:
         """Return whether reruns are limited, so that those which only confirm are left out."""
         return self.most is not None
 
-    def run(self, way: ReplayConfig, attempt: StepInputs | None = None) -> TrialOutcome:
+    def run(self, config: ReplayConfig, attempt: StepInputs | None = None) -> TrialOutcome:
         # Every rank counts alike, so none of them waits in the exchange below for one that has stopped.
         """Run the step again in this way, on all ranks, and return the common outcome."""
         if self.most is not None and self.made >= self.most:
             return _failed(f"a model of this size is run again {self.most} times at most")
         self.made += 1
-        mine = self._tried(way, attempt or self.attempt)
+        mine = self._tried(config, attempt or self.attempt)
         return _together([_read(json.loads(text)) for text in distributed.from_all(json.dumps(asdict(mine)))])
 
-    def _tried(self, way: ReplayConfig, attempt: StepInputs) -> TrialOutcome:
+    def _tried(self, config: ReplayConfig, attempt: StepInputs) -> TrialOutcome:
         try:
             with batch_kept(attempt.microbatches if self.written else ()):
-                ran = self._watched_if_possible(way, attempt)
+                ran = self._watched_if_possible(config, attempt)
         except Exception as error:
             # fp32 may need more memory than there is, and a loss function may not support a second call. The outcome is
             # shared either way: the other ranks wait for it.
@@ -86,15 +86,15 @@ class Trials:
             return _failed(f"{type(error).__name__}: {said}" if said else type(error).__name__)
         return _plain(ran)
 
-    def _watched_if_possible(self, way: ReplayConfig, attempt: StepInputs) -> RerunResult:
+    def _watched_if_possible(self, config: ReplayConfig, attempt: StepInputs) -> RerunResult:
         try:
-            return rerun(self.model, attempt, way)
+            return rerun(self.model, attempt, config)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AttributeError):
             # An operator such as torch.cond may not support being observed, or running without Dynamo. Whether the step
             # is finite can still be determined.
-            return rerun(self.model, attempt, replace(way, compiled=True))
+            return rerun(self.model, attempt, replace(config, compiled=True))
 
 
 def culprit_of(made: Made) -> Culprit:
@@ -118,7 +118,7 @@ def _plain(ran: RerunResult) -> TrialOutcome:
         ran.finite,
         ran.loss,
         ran.grad_norm,
-        deed=_deed_without_origin(ran),
+        effect=_effect_without_origin(ran),
         bad_parameters=ran.bad_parameters,
         rank=distributed.rank(),
         weight=ran.weight,
@@ -129,11 +129,11 @@ def _plain(ran: RerunResult) -> TrialOutcome:
     if ran.origin is None:
         return found
     return replace(
-        found, culprit=culprit_of(ran.origin), deed=deed_of(ran.origin), senseless=needs_other_code(ran.origin)
+        found, culprit=culprit_of(ran.origin), effect=effect_of(ran.origin), undefined=is_undefined(ran.origin)
     )
 
 
-def _deed_without_origin(ran: RerunResult) -> str:
+def _effect_without_origin(ran: RerunResult) -> str:
     """Return what happened if no operation made a non-finite value: their sum overflows."""
     limit = f"more than fp32's largest number, {number(FP32.largest)}"
     if ran.loss_too_large:
@@ -150,7 +150,7 @@ def _read(plain: Mapping[str, Any]) -> TrialOutcome:
     return TrialOutcome(
         **{
             **plain,
-            "culprit": None if culprit is None else Culprit(**{**culprit, "kinds": tuple(culprit["kinds"])}),
+            "culprit": None if culprit is None else Culprit.from_dict(culprit),
             "bad_parameters": tuple(plain["bad_parameters"]),
             "bad_buffers": tuple(plain["bad_buffers"]),
         }
@@ -162,7 +162,7 @@ def _together(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     bad = [outcome for outcome in outcomes if not outcome.finite] or outcomes
     weight = sum(outcome.weight for outcome in outcomes)
     found = replace(
-        min(bad, key=_least_told),
+        min(bad, key=_sort_key),
         loss=sum(outcome.loss * outcome.weight for outcome in outcomes if outcome.weight) / (weight or math.nan),
         grad_norm=max(outcome.grad_norm for outcome in outcomes),
         error=next((outcome.error for outcome in outcomes if outcome.error), ""),
@@ -170,10 +170,10 @@ def _together(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     )
     if weight or found.culprit is not None:
         return found
-    return replace(found, finite=False, deed=COUNTS_NOTHING, senseless=True)
+    return replace(found, finite=False, effect=COUNTS_NOTHING, undefined=True)
 
 
-def _least_told(outcome: TrialOutcome) -> tuple[bool, bool, bool]:
+def _sort_key(outcome: TrialOutcome) -> tuple[bool, bool, bool]:
     """Return the sort key of an outcome; ranks that received bad values from another know less than that one."""
     culprit = outcome.culprit
     received = culprit is not None and culprit.outside in (CONSTANT, OTHERS)
@@ -228,3 +228,116 @@ def _bf16(trials: Trials) -> list[Cure]:
         return []
     outcome = trials.run(ReplayConfig(precision_named("bf16"), scale=1.0))
     return [Cure("precision", "bf16", None if outcome.error else outcome.finite)]
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+# Describe in words how an operation made non-finite values.
+
+
+_BY_THE_SECOND = ("div", "remainder", "fmod", "true_divide", "floor_divide")
+_BY_THE_FIRST = ("reciprocal", "rsqrt")
+_LOGS = ("log", "log2", "log10", "log1p", "xlogy")
+_EDGES = ("logit", "atanh", "acosh", "acos", "asin", "erfinv", "lgamma", "digamma", "polygamma")
+"""Functions that are defined only between two numbers, or not at some."""
+_ROOTS = ("sqrt", "rsqrt", "pow")
+_SPREADS = ("std", "var", "std_mean", "var_mean")
+_SQUARE_FITS = 1e15
+"""The limit up to which squares add up to something finite in fp32."""
+_SOFT = ("softmax", "attention")
+_AVERAGES = ("mean", "var", "std", "nll_loss", "mse_loss", "batch_norm", "layer_norm", "div")
+
+
+def effect_of(made: Made) -> str:
+    """Return what an operation did, as the end of a sentence that begins with its name."""
+    if made.outside is not None:
+        return f"holds {_kinds(made)} before anything is computed"
+    return _too_large(made) or _of_zero(made) or _without_answer(made) or _other(made)
+
+
+def limit_of(format: str) -> float:
+    """Return the largest number of a format; fp32's for an unknown one."""
+    return FORMATS.get(format, FP32).largest
+
+
+def is_undefined(made: Made) -> bool:
+    """Return whether neither smaller weights nor wider formats help, since the code asks for an undefined result."""
+    return made.outside is None and not _too_large(made) and bool(_of_zero(made) or _without_answer(made))
+
+
+def _too_large(made: Made) -> str:
+    """Return how far the result exceeds its format, if fp32 can hold it."""
+    limit = limit_of(made.format)
+    if made.in_fp32 is None or limit >= FP32.largest:
+        return ""
+    if made.in_fp32 > limit:
+        return f"makes {number(made.in_fp32)} in {made.format}, whose largest number is {number(limit)}"
+    return f"makes {_kinds(made)} in {made.format}, where fp32 makes {number(made.in_fp32)}"
+
+
+def _of_zero(made: Made) -> str:
+    name, given = _short(made.name), made.given
+    if made.on_purpose or (any(word in name for word in _SOFT) and any(MINUS_INF in each.kinds for each in given)):
+        return "is over a row that is all -inf"
+    if any(each.kinds for each in made.operands) and not any(each.kinds for each in given):
+        return f"is given {' and '.join(sorted(made.operands[-1].kinds))} by the code"
+    if made.selects_nothing:
+        return "averages over nothing: every label is ignored, or weighs nothing"
+    if name in _LOGS and given:
+        return "takes the logarithm of a negative number" if NAN in made.kinds else "takes the logarithm of 0"
+    if name in _ROOTS and NAN in made.kinds and made.operands and made.operands[0].has_negative:
+        return "takes the root of a negative number"
+    if name in _EDGES and given:
+        return f"is not defined for what it gets, numbers up to {number(_largest(made))}"
+    if _divides_by_zero(name, made.operands):
+        return "divides by zero"
+    return "averages over nothing" if _has_too_few(name, made) else _unabsorbed(made)
+
+
+def _unabsorbed(made: Made) -> str:
+    """Return the case that infinities were put there on purpose, as by a mask, and no operation removed them."""
+    hidden = sorted({kind for each in made.given for kind in each.kinds})
+    return f"makes {_kinds(made)} of the {' and '.join(hidden)} that a mask put there" if hidden else ""
+
+
+def _without_answer(made: Made) -> str:
+    """Return the case that fp64 fails as well although the inputs are not large: it is not a matter of range."""
+    # An in-place operation has overwritten its input, so it cannot be repeated in fp64.
+    judged = made.format in FORMATS and not made.name.endswith("_") and made.in_fp64 is None
+    if not judged or _largest(made) > _SQUARE_FITS or NAN not in made.kinds:
+        return ""
+    return f"makes {_kinds(made)} out of numbers up to {number(_largest(made))}, in every format"
+
+
+def _divides_by_zero(name: str, operands: tuple[OperationInput, ...]) -> bool:
+    first, second = (*operands, None, None)[:2]
+    if name in _BY_THE_FIRST:
+        return first is not None and first.has_zero
+    if first is None or second is None:
+        return False
+    return second.has_zero if name in _BY_THE_SECOND else name == "pow" and first.has_zero and second.has_negative
+
+
+def _has_too_few(name: str, made: Made) -> bool:
+    """Return whether there was no element to average, or only one for a spread."""
+    if name in _SPREADS and NAN in made.kinds:
+        return _largest(made) < _SQUARE_FITS
+    return any(word in name for word in _AVERAGES) and any(0 in each.shape for each in made.given[:1])
+
+
+def _other(made: Made) -> str:
+    if NAN in made.kinds:
+        return f"makes {_kinds(made)} in {made.format} out of numbers up to {number(_largest(made))}"
+    format = made.format if made.format in FORMATS else FP32.name
+    return f"makes more than {format}'s largest number, {number(limit_of(format))}"
+
+
+def _largest(made: Made) -> float:
+    return max((each.largest for each in made.given), default=0.0)
+
+
+def _kinds(made: Made) -> str:
+    return " and ".join(sorted(made.kinds)) or "nothing finite"
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2].strip("_").removesuffix("_backward")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.finding import Finding
-from halfstep.guard.diagnosis.rerun import uses_compiled
+from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.island import islands
 from halfstep.step.optimizer_slot import OptimizerSlot, owned_by
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
-# -- slate ------------------------------------------------------------------------------------------------------------
+# -- async scalars ----------------------------------------------------------------------------------------------------
 # Move numbers from the device to the host without waiting. Meters write into one tensor on the device; it is copied
 # while training continues, and read one step later, when the step's own synchronization has completed everything before
 # it.
@@ -161,10 +161,10 @@ class Trained(NamedTuple):
 
 
 class SampledStep:
-    """A sampled step: its number, its stepper, and the slate for its numbers."""
+    """A sampled step: its number, its stepper, and the scalars for its numbers."""
 
-    def __init__(self, stepper: Stepper, slate: AsyncScalars, members: Members, turn: int, *, hooks: bool) -> None:
-        self.stepper, self.slate, self.members = stepper, slate, members
+    def __init__(self, stepper: Stepper, scalars: AsyncScalars, members: Members, turn: int, *, hooks: bool) -> None:
+        self.stepper, self.scalars, self.members = stepper, scalars, members
         self.hooks = hooks
         """Whether the model runs only inside the step, so that hooks see nothing else."""
         self.turn = turn
@@ -221,7 +221,7 @@ Reading = float | int | str
 
 
 class Monitor(ABC):
-    """A meter; it writes tensors to the sample's slate, and never reads a number from a tensor."""
+    """A meter; it writes tensors to the sample's scalars, and never reads a number from a tensor."""
 
     # Reading would synchronize the host with the device in the middle of a step.
 
@@ -250,7 +250,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def read(self, sample: SampledStep, numbers: Sequence[float]) -> list[Finding]:
-        """Return findings, one step later, when the slate's numbers are on the host."""
+        """Return findings, one step later, when the scalars's numbers are on the host."""
 
 
 class Crossings:

@@ -45,8 +45,8 @@ class Headroom(Monitor):
             return
         format = sample.stepper.precision.computes
         for path, module in taking_turns(sample.members.metered, sample.turn, AT_ONCE):
-            high, highest = sample.slate.place()
-            low, lowest = sample.slate.place()
+            high, highest = sample.scalars.place()
+            low, lowest = sample.scalars.place()
             self._places[path] = high, low
             look = ExtremaHook(module, format, highest, lowest)
             self._looks.append((look, module.register_forward_hook(look)))
@@ -161,7 +161,7 @@ class ExtremaHook:
             self.failed = error
         self.seconds += perf_counter() - began
 
-    # A deep copy, or a pickle, of a model in the middle of a sampled step must not write into this slate.
+    # A deep copy, or a pickle, of a model in the middle of a sampled step must not write into these scalars.
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return look_at_nothing
 

@@ -15,11 +15,10 @@ from typing import TypeVar
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.guard.monitors.base import AsyncScalars, Members, Monitor, Reading, SampledStep
-from halfstep.guard.monitors.grad_underflow import Vanishing
+from halfstep.guard.monitors.gradients import LOOKS, Unreached, Vanishing
 from halfstep.guard.monitors.headroom import Headroom
 from halfstep.guard.monitors.trends import ScaleTrend, SkipRate
 from halfstep.guard.monitors.unchanged_weights import LostUpdates, StillAverage
-from halfstep.guard.monitors.unused_parameters import LOOKS, Unreached
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
@@ -97,9 +96,9 @@ class Meters:
     def __init__(self, stepper: Stepper, every: int | None = None) -> None:
         if every is not None and every < 1:
             raise WrongUse(f"meters every {every} steps", allowed="1 or more", do="Meters(stepper, every=50)")
-        self._stepper, self._asked, self._pace = stepper, every, SampleInterval()
+        self._stepper, self._asked, self._interval = stepper, every, SampleInterval()
         self._members = Members(stepper)
-        self._slate = AsyncScalars(stepper.device)
+        self._scalars = AsyncScalars(stepper.device)
         self._unreached = Unreached()
         self._all: tuple[Monitor, ...] = (
             Headroom(),
@@ -127,7 +126,7 @@ class Meters:
     @property
     def every(self) -> int:
         """Return the steps from one sample to the next."""
-        return self._pace.every if self._asked is None else self._asked
+        return self._interval.every if self._asked is None else self._asked
 
     def before(self) -> None:
         """Prepare right before each step; nothing else may run the model until `after` or `abandon`."""
@@ -150,9 +149,9 @@ class Meters:
         """Accept every step; being a guard gives access to the gradients before the update."""
         if self._open is not None:
             self._open.report = report
-            with self._pace.spending():
+            with self._interval.spending():
                 for meter in self._looking:
-                    self._let(meter, meter.gradients, self._open)
+                    self._call(meter, meter.gradients, self._open)
         return True
 
     def after(self, report: StepReport) -> list[Finding]:
@@ -170,25 +169,25 @@ class Meters:
     def _begin(self, *, hooks: bool) -> None:
         # For a caller that did not report that the previous step raised an error.
         self.abandon()
-        # One sample at a time: the slate is still being copied.
+        # One sample at a time: the scalars is still being copied.
         if self._sent is not None:
             return
         if not self._looks:
             self._start()
         self._looks += 1
         self._sampled = self._steps >= self._sample_at
-        self._pace.begin()
-        with self._pace.spending():
+        self._interval.begin()
+        with self._interval.spending():
             self._members.look()
-            self._open = SampledStep(self._stepper, self._slate, self._members, self._turn, hooks=hooks)
+            self._open = SampledStep(self._stepper, self._scalars, self._members, self._turn, hooks=hooks)
             if self._sampled:
                 self._looking = tuple(m for m in self._all if m.turn in (None, self._turn % 2))
                 self._turn += 1
-                self._slate.wipe()
+                self._scalars.wipe()
             else:
                 self._looking = tuple(m for m in self._all if m is self._unreached)
             for meter in self._looking:
-                self._let(meter, meter.before, self._open)
+                self._call(meter, meter.before, self._open)
         self._plan()
 
     def _plan(self) -> None:
@@ -210,30 +209,30 @@ class Meters:
         if sample is None:
             return []
         sample.report = report
-        with self._pace.spending():
+        with self._interval.spending():
             for meter in self._looking:
-                self._let(meter, meter.after, sample)
+                self._call(meter, meter.after, sample)
             if not self._sampled:
-                return [found for meter in self._looking for found in self._let(meter, meter.read, sample, ()) or []]
-            self._slate.send()
+                return [found for meter in self._looking for found in self._call(meter, meter.read, sample, ()) or []]
+            self._scalars.send()
         self._sent = sample
-        self._pace.end(sample.in_hooks)
+        self._interval.end(sample.in_hooks)
         return []
 
     def _read(self) -> list[Finding]:
-        if self._sent is None or not self._slate.arrived:
+        if self._sent is None or not self._scalars.arrived:
             return []
         sample, self._sent = self._sent, None
-        numbers = self._slate.read()
+        numbers = self._scalars.read()
         found, self._failures = self._failures, []
         for meter in self._looking:
-            found += self._let(meter, meter.read, sample, numbers) or []
-        self._pace.settle()
+            found += self._call(meter, meter.read, sample, numbers) or []
+        self._interval.settle()
         self._plan()
         self.readings = {name: reading for meter in self._all for name, reading in meter.readings.items()}
         return found
 
-    def _let(self, meter: Monitor, act: Callable[..., R], *given: object) -> R | None:
+    def _call(self, meter: Monitor, act: Callable[..., R], *given: object) -> R | None:
         """Call a meter; switch it off if it fails, because an observer must not end a run."""
         try:
             return act(*given)

@@ -56,15 +56,15 @@ class UnchangedWeights(Monitor):
             self._before = self.begun(sample, one)
 
     def after(self, sample: SampledStep) -> None:
-        """Write the counts to the slate, if the update was applied."""
+        """Write the counts to the scalars, if the update was applied."""
         before, self._before = self._before, None
         if before is None or sample.report is None or not sample.report.applied:
             return
         found = self.moved(sample, before)
         if found is not None:
             stayed, should_move = found
-            lost = sample.slate.note((stayed & should_move).count_nonzero())
-            self._noted = before, lost, sample.slate.note(should_move.count_nonzero())
+            lost = sample.scalars.note((stayed & should_move).count_nonzero())
+            self._noted = before, lost, sample.scalars.note(should_move.count_nonzero())
 
     def drop(self) -> None:
         """Release the copy."""

@@ -1,24 +1,88 @@
-"""Word the error that ends a run: the cause, the state of the weights, and one thing to do."""
+"""Word every remedy, and the error that ends a run: the cause, the state of the weights, and one thing to do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, get_args
 
 from halfstep.errors import Diverged
+from halfstep.guard.repair.remedies import RemedyKind
 from halfstep.guard.streak import Limits, Streak
-from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, Verdict
+from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, WARM_UP, Cause, CureKind, Verdict
 from halfstep.observe.recorder import OUTSIDE
 
-BY_HAND = {
-    "island": 'halfstep.island(model, "{}") before the Stepper is built',
-    "precision": "precision={}",
-    "eager": "train without torch.compile",
-}
-
+REPAIR = "--guard repair"
+"""The option with which a run applies remedies by itself."""
 NEW_DATA = ' (if a new stage of the data has begun: Limits(spikes="warn"))'
+LOWER_LR = "try a lower learning rate"
 
 
-def farewell(
+class Wording(NamedTuple):
+    """One remedy, worded for a user's own script and for a run of `halfstep train`; `{}` is its target."""
+
+    in_python: str
+    """The code to write; empty where the learning rate is the better advice."""
+    in_words: str
+    setting: str
+    """The setting or option to add to the command; empty if there is none."""
+
+
+_WORDINGS: dict[CureKind, Wording] = {
+    "island": Wording('halfstep.island(model, "{}") before the Stepper is built', "keep the module {} in fp32", REPAIR),
+    "precision": Wording("precision={}", "compute in {}", "precision={}"),
+    "eager": Wording("train without torch.compile", "run without compiled code", "train.compile=false"),
+    "lower_rate": Wording("", LOWER_LR, "optimizer.lr={}"),
+    "fix_code": Wording("{}", "{}; then go on", ""),
+    "restore": Wording("{}", "{}", ""),
+    "skip": Wording("", "{}", REPAIR),
+}
+_BY_CAUSE: dict[Cause, Wording] = {
+    DATA: Wording(
+        "mend or leave out the samples that are named", "mend the samples that are named, or leave them out", REPAIR
+    ),
+    HARDWARE: Wording(
+        "halfstep doctor, and the same run on another device",
+        "leave this batch out; look at the device where it comes back",
+        REPAIR,
+    ),
+    COMPILER: _WORDINGS["eager"],
+}
+"""The wordings of causes that no cure of the verdict was tried for."""
+
+
+class Advice(NamedTuple):
+    """A remedy for a run of `halfstep train`."""
+
+    kind: CureKind | None
+    do: str
+    setting: str
+    """The setting or option that applies it; empty if there is none."""
+
+
+def advise(verdict: Verdict, lr: str) -> Advice:
+    """Return the advice for a recorded step; `lr` is the learning rate to try where that is the remedy."""
+    cure = next((cure for cure in verdict.cures if cure.works is not False), None)
+    kind = None if cure is None else cure.kind
+    if verdict.cause == WARM_UP:
+        return Advice(kind, "nothing: the loss scale finds its place by itself", "")
+    if cure is None:
+        return Advice(kind, "let the run try what it can", REPAIR)
+    if cure.kind == "island" and not cure.target:
+        return Advice(kind, "keep the model in fp32", REPAIR)
+    wording = _WORDINGS[cure.kind]
+    if cure.kind == "skip":
+        wording = _BY_CAUSE.get(verdict.cause, wording)
+    target = lr if cure.kind == "lower_rate" else cure.target
+    return Advice(kind, wording.in_words.format(cure.target), wording.setting.format(target))
+
+
+def advise_precision(name: str) -> Advice:
+    """Return the advice for a step that is finite in another precision."""
+    wording = _WORDINGS["precision"]
+    return Advice("precision", wording.in_words.format(name), wording.setting.format(name))
+
+
+def give_up_error(
     alarm: str, streak: Streak, *, mode: str, rates: Sequence[float], back_at: int | None, limits: Limits
 ) -> Diverged:
     """Return the error that ends a run; `back_at` is the step that the weights were rolled back to, if any."""
@@ -29,11 +93,11 @@ def farewell(
     error = Diverged(
         f"{why}: go on from an earlier checkpoint" if is_damaged else why,
         allowed=f"fewer than {limits.skips_in_a_row} skips in a row, {limits.skip_share:.0%} of the last 100",
-        do=_own_guard(streak.guard) if streak.guard else _cure(streak.verdict, mode, rates),
+        do=_own_guard(streak.guard) if streak.guard else _in_python(streak.verdict, mode, rates),
     )
     error.verdict = None if streak.verdict is None else streak.verdict.as_dict()
     is_divergence = streak.verdict is None and streak.refused and not streak.guard
-    error.cause = streak.verdict.cause if streak.verdict else DIVERGENCE if is_divergence else cause
+    error.cause = streak.verdict.cause if streak.verdict else DIVERGENCE if is_divergence else ""
     error.why = why
     return error
 
@@ -70,21 +134,18 @@ def _kept(streak: Streak, back_at: int | None) -> str:
     return f"{since}: the weights are those from before it"
 
 
-def _cure(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> str:
+def _in_python(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> str:
+    """Return the remedy for a script of the user's own: a change that was tried first, then one for the cause."""
     if verdict is not None:
         for cure in verdict.cures:
-            if cure.works and cure.kind in BY_HAND:
-                by_hand = BY_HAND[cure.kind].format(cure.target)
+            if cure.works and cure.kind in get_args(RemedyKind):
+                by_hand = _WORDINGS[cure.kind].in_python.format(cure.target)
                 return by_hand if mode == "repair" else f"guard.mode=repair, or by hand: {by_hand}"
-        fix = next((cure.target for cure in verdict.cures if cure.kind in ("fix_code", "restore")), None)
-        if fix:
-            return fix
-        if verdict.cause == DATA:
-            return "mend or leave out the samples that are named"
-        if verdict.cause == HARDWARE:
-            return "halfstep doctor, and the same run on another device"
-        if verdict.cause == COMPILER:
-            return BY_HAND["eager"]
+        for cure in verdict.cures:
+            if cure.kind in ("fix_code", "restore") and cure.target:
+                return _WORDINGS[cure.kind].in_python.format(cure.target)
+        if verdict.cause in _BY_CAUSE:
+            return _BY_CAUSE[verdict.cause].in_python
     # Without a known cause, or after a divergence: a tenth of the last learning rate, but no more than the usual one.
     return f"optimizer.lr={min(rates[-1] / 10, _usual(rates)):g}" if rates and rates[-1] > 0 else "a lower optimizer.lr"
 

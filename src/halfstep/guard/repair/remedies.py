@@ -140,7 +140,7 @@ class RemedyApplier:
         self.remedies = Remedies()
         self._recompile: Callable[[], None] | None = None
 
-    def treat(self, verdict: Verdict) -> Remedy | None:
+    def apply_first(self, verdict: Verdict) -> Remedy | None:
         """Place the first remedy that was tried and works, and return it; None if there is none."""
         for cure in verdict.cures:
             remedy = self._remedy(cure, key_of(verdict)) if cure.works else None
@@ -167,7 +167,7 @@ class RemedyApplier:
         model = self._stepper.model
         for path in remedies.islands:
             if path not in islands(model):
-                self._raise(path)
+                self._place_island(path)
         self._compute_in(remedies.precision)
         if remedies.eager and self._recompile is None:
             self._recompile = drop_compiled_calls(model)
@@ -219,7 +219,7 @@ class RemedyApplier:
         """
         try:
             if remedy.kind == "island":
-                self._raise(remedy.target)
+                self._place_island(remedy.target)
             elif remedy.kind == "precision":
                 self._stepper.change_precision(remedy.target)
             else:
@@ -228,7 +228,7 @@ class RemedyApplier:
             return False
         return True
 
-    def _raise(self, path: str) -> None:
+    def _place_island(self, path: str) -> None:
         model = self._stepper.model
         if path:
             island(model, path)

@@ -37,7 +37,7 @@ class RollbackSnapshot:
         """Return the number of applied updates in the copy, or None."""
         return None if self._state is None else int(self._state["counts"]["applied"])
 
-    def keep_if_due(self, every: int) -> None:
+    def take_if_due(self, every: int) -> None:
         """Make a copy if it is due; call it once for each good step.
 
         Copies are frequent at first, when a hundred steps are much of what was learnt. One is also made after
@@ -45,12 +45,12 @@ class RollbackSnapshot:
         """
         self._left -= 1
         if self._left <= 0 or self._followed != self._stepper.followed:
-            self.keep()
+            self.take()
             self._left = min(self._pause, every)
             self._pause = min(2 * self._pause, every)
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def take(self) -> None:
         """Copy the run, reusing the memory of the previous copy where tensors fit."""
         stepper = self._stepper
         # Called in the middle of a step: forward has already written to the buffers, and the update is still to come.
@@ -64,7 +64,7 @@ class RollbackSnapshot:
         self._followed = stepper.followed
 
     @torch.no_grad()
-    def back(self) -> int | None:
+    def restore(self) -> int | None:
         """Restore the copy and return its step.
 
         Returns None if there is no copy or it no longer fits the run; then nothing is changed.
@@ -75,9 +75,9 @@ class RollbackSnapshot:
             return None
         for name, parameter in model.named_parameters(remove_duplicate=False):
             parameter.copy_(self._weights[name])
-        for name, kept in self._buffers.items():
+        for name, saved in self._buffers.items():
             path, _, own = name.rpartition(".")
-            put_buffer(model.get_submodule(path)._buffers, own, kept)
+            put_buffer(model.get_submodule(path)._buffers, own, saved)
         return stepper.counts.applied
 
     def _restored(self) -> bool:
@@ -88,7 +88,7 @@ class RollbackSnapshot:
         if self._state is None or not self._fits(self._stepper.model):
             return False
         try:
-            self._stepper.load_state_dict(self._mended(self._stepper.state_dict()))
+            self._stepper.load_state_dict(self._merged(self._stepper.state_dict()))
         except HalfstepError:
             return False
         return True
@@ -102,15 +102,15 @@ class RollbackSnapshot:
             and all(name.rpartition(".")[0] in modules for name in self._buffers)
         )
 
-    def _mended(self, now: Mapping[str, Any]) -> dict[str, Any]:
+    def _merged(self, now: Mapping[str, Any]) -> dict[str, Any]:
         # Optimizers adopt the tensors that they are given: without a second copy, training would change this one.
-        kept = copy.deepcopy(self._state)
-        assert kept is not None
-        kept["precision"] = now["precision"]
-        kept["counts"] = {**now["counts"], "applied": kept["counts"]["applied"], "skipped_in_a_row": 0}
-        for name, loss in kept["losses"].items():
+        saved = copy.deepcopy(self._state)
+        assert saved is not None
+        saved["precision"] = now["precision"]
+        saved["counts"] = {**now["counts"], "applied": saved["counts"]["applied"], "skipped_in_a_row": 0}
+        for name, loss in saved["losses"].items():
             loss["loss_scale"] = now["losses"][name]["loss_scale"]
-        return kept
+        return saved
 
 
 def _copies(current: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Read a failed step from disk; everything is verified against its digests before use."""
+"""Read a failed step from disk: its record with every field checked, its tensors verified against their digests.
+
+A failed step is stored as a checkpoint is: `failed_steps/step-00000123.0001` holds attempt 123, with a manifest that is
+written last. The JSON of rank 0 has the record beside that rank's inputs, its tensors include the weights.
+"""
 
 from __future__ import annotations
 
@@ -6,78 +10,198 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 from torch import Tensor, nn
 
 from halfstep.checkpoint.packing import unpack
+from halfstep.checkpoint.paths import CheckpointDir, generations
 from halfstep.checkpoint.reading import load_tensors, refuse_strangers
-from halfstep.checkpoint.sealed import is_sealed, problem_with, read_bounded
+from halfstep.checkpoint.sealed import (
+    Manifest,
+    NewerFormat,
+    problem_with,
+    read_bounded,
+    read_manifest,
+    state_of,
+    tensors_of,
+)
 from halfstep.errors import BadData, HalfstepError, StateMismatch
 from halfstep.files import LARGEST_JSON, strict_json
+from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.island import island
 from halfstep.recipe.changes import SAFE
 from halfstep.recipe.sources import read_bounded as read_recipe_file
 from halfstep.recipe.strict_yaml import flat, read_yaml
+from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, versions_of
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
-from halfstep.train.failed_steps.places import FAILED_STEPS, RECORD, WEIGHTS, batch_of, recorded_in
-from halfstep.train.failed_steps.record import FORMAT, Record, record_from
 from halfstep.train.run_folder import RECIPE
 from halfstep.train.weights import put_buffers, with_a_place
 
+# -- places -----------------------------------------------------------------------------------------------------------
 
-def read(place: Path) -> Record:
+
+FAILED_STEPS = "failed_steps"
+"""The folder of failed steps in a run's folder."""
+_FORM_1, _FORM_2 = "trouble", "failed_step.json"
+"""The folder of form 1, and the file of each step in form 2; neither is read any more."""
+
+
+def recorded_in(run: Path) -> list[CheckpointDir]:
+    """Return the failed steps of a run, in the order of their attempts; empty where there are none."""
+    if (run / FAILED_STEPS).is_symlink():
+        return []
+    found = [one for one in generations(run / FAILED_STEPS) if not one.path.is_symlink()]
+    return sorted(found, key=lambda one: (one.attempt, one.number))
+
+
+def recorded_at(place: Path) -> CheckpointDir | None:
+    """Return the failed step in this folder; None where the folder is not one of a failed step."""
+    run = run_of(place)
+    return next((one for one in recorded_in(run) if run != place and one.name == place.name), None)
+
+
+def run_of(place: Path) -> Path:
+    """Return the folder of the run that a failed step belongs to; any other folder is returned as it is."""
+    # A relative path such as `step-00000123.0001` has no parents to look at.
+    place = place if len(place.parts) > 2 else place.absolute()
+    return place.parent.parent if place.parent.name == FAILED_STEPS else place
+
+
+def refuse_elsewhere(run: Path) -> None:
+    """Raise OSError where the folder is a link or a file: its content was not written by the run."""
+    place = run / FAILED_STEPS
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        raise OSError(f"{place} is {'a link' if place.is_symlink() else 'a file'}, where a folder belongs")
+
+
+def refuse_earlier(place: Path) -> None:
+    """Raise StateMismatch where a run, or the folder of a step, has failed steps of an earlier form and no others."""
+    run = run_of(place)
+    old = place / _FORM_2 if run != place else next((run / FAILED_STEPS).glob(f"*/{_FORM_2}"), run / _FORM_1)
+    if old.exists() and (run != place or not recorded_in(run)):
+        raise StateMismatch(
+            f"{run / _FORM_1 if old.is_dir() else run / FAILED_STEPS} holds failed steps of an earlier halfstep",
+            allowed=f"{FAILED_STEPS}/ in form {FORMAT}, as this version writes them",
+            do="replay them with the version that wrote them",
+        )
+
+
+# -- record -----------------------------------------------------------------------------------------------------------
+
+
+FORMAT = 3
+"""Increased when readers of the old format could not read the new one."""
+
+
+class StepRecord(BaseModel):
+    """A failed step without its tensors; pydantic checks every field of what is read."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+    format: int = FORMAT
+    report: StepReport
+    precision: str
+    islands: tuple[str, ...]
+    history: History
+    verdict: Verdict
+    """The verdict of the run."""
+    batch_changed: bool
+    """Whether the batch was written to before it was recorded: a replay may then differ."""
+    recipe: str
+    """A SHA-256 of the settings that affect the computation."""
+    non_persistent_buffers: tuple[str, ...]
+    without: str
+    """Why there are no tensors; empty where there are."""
+
+    @field_serializer("report")
+    def _with_names(self, report: StepReport) -> dict[str, Any]:
+        """Return the report by field names: a record is also read by people."""
+        return {**report._asdict(), "parts": {name: part._asdict() for name, part in report.parts.items()}}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A failed step on disk; only its record was read and verified, its tensors were not."""
+
+    place: CheckpointDir
+    manifest: Manifest
+    step: StepRecord
+
+    @property
+    def path(self) -> Path:
+        return self.place.path
+
+    @property
+    def ranks(self) -> int:
+        return self.manifest.world
+
+
+def read(place: CheckpointDir) -> Record:
     """Return the record of a failed step.
 
-    Raises BadData where it is damaged or forged, Unsafe where it could run code, StateMismatch for a later format.
+    Raises BadData where it is damaged or forged, Unsafe where it could run code, StateMismatch for another format.
     """
+    with _damage_of(place.path):
+        refuse_strangers(place.path)
+        try:
+            manifest = read_manifest(place)
+        except NewerFormat as error:
+            raise _other_form(place.path, f"was {error}", is_later=True) from None
+        return Record(place, manifest, _checked(_state(place.path, manifest, 0)["record"], place))
+
+
+def _checked(plain: Any, place: CheckpointDir) -> StepRecord:
+    form = plain["format"]
+    if type(form) is int and form != FORMAT:
+        whose = "a later" if form > FORMAT else "an earlier"
+        raise _other_form(place.path, f"was written in form {form} by {whose} halfstep", is_later=form > FORMAT)
     try:
-        refuse_strangers(place)
-        return _read(place)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        if isinstance(error, HalfstepError):
-            raise
-        raise damaged(place, error) from error
+        # As JSON text: only from there does pydantic's strict mode make tuples of lists. NaN and inf are words in it.
+        record = StepRecord.model_validate_json(json.dumps(unpack(plain, {}, str(place.path))))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if record.report.attempt != place.attempt:
+        raise ValueError(f"the record of attempt {record.report.attempt}, in the folder of {place.attempt}")
+    return record
 
 
-def _read(place: Path) -> Record:
-    text = read_bounded(place / RECORD, LARGEST_JSON)
-    content = strict_json(text)
-    if not isinstance(content, dict) or type(content.get("format")) is not int:
-        raise ValueError("no record of a failed step")
-    if not is_sealed(text, content.get("seal")):
-        raise ValueError("changed since it was written")
-    if content["format"] != FORMAT:
-        is_later = content["format"] > FORMAT
-        raise StateMismatch(
-            f"{place} was written in form {content['format']} by {'a later' if is_later else 'an earlier'} halfstep",
-            allowed=f"form {FORMAT}",
-            do="pip install --upgrade halfstep" if is_later else "replay it with the version that wrote it",
-        )
-    return record_from(content, place)
+def _other_form(place: Path, what: str, *, is_later: bool) -> StateMismatch:
+    return StateMismatch(
+        f"{place} {what}",
+        allowed=f"form {FORMAT}",
+        do="pip install --upgrade halfstep" if is_later else "replay it with the version that wrote it",
+    )
 
 
-def tensors_of(record: Record, name: str) -> dict[str, Tensor]:
-    """Return the tensors of one of its files after verifying every byte; raise BadData where one differs."""
-    try:
-        problem = problem_with(record.path, record.files[name])
-        if problem is not None:
-            raise ValueError(problem)
-        return load_tensors(record.path / name)
-    except Exception as error:
-        # A forged file may raise anything: TypeError, OverflowError, RuntimeError, ...
-        if isinstance(error, HalfstepError):
-            raise
-        raise damaged(record.path, error) from error
+def _state(place: Path, manifest: Manifest, rank: int) -> Any:
+    _verify(place, manifest, state_of(rank))
+    return strict_json(read_bounded(place / state_of(rank), LARGEST_JSON))
+
+
+def _tensors(record: Record, rank: int, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a rank whose names begin with `prefix`, after verifying every byte of its file."""
+    _verify(record.path, record.manifest, tensors_of(rank))
+    found = load_tensors(record.path / tensors_of(rank))
+    return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
+
+
+def _verify(place: Path, manifest: Manifest, name: str) -> None:
+    problem = problem_with(place, next(sealed for sealed in manifest.files if sealed.name == name))
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def cut_off(record: Record) -> str | None:
     """Return which file has another size than it was written with, without reading any; None where all fit."""
-    for sealed in record.files.values():
+    for sealed in record.manifest.files:
         try:
             if (record.path / sealed.name).lstat().st_size != sealed.size:
                 return f"{sealed.name} has another size than it was written with"
@@ -86,30 +210,28 @@ def cut_off(record: Record) -> str | None:
     return None
 
 
-def damaged(place: Path, error: Any) -> BadData:
-    """Return the error for a failed step that cannot be used."""
-    words = str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__
-    return BadData(
-        f"{place} cannot be used: {words}",
-        allowed="a failed step as halfstep wrote it",
-        do=_another(place),
-    )
+@contextmanager
+def _damage_of(place: Path) -> Iterator[None]:
+    """Raise BadData for any error that a damaged or forged step causes; the advice names an older one."""
+    try:
+        yield
+    except Exception as error:
+        # A forged file may raise anything: TypeError, OverflowError, RuntimeError, ...
+        if isinstance(error, HalfstepError):
+            raise
+        words = str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__
+        raise BadData(
+            f"{place} cannot be used: {words}", allowed="a failed step as halfstep wrote it", do=_another(place)
+        ) from error
 
 
 def _another(place: Path) -> str:
     """Return how to choose an older step: following this advice repeatedly comes to an end."""
     run = run_of(place)
-    older = [path.name for path in recorded_in(run) if path.name < place.name]
+    older = [one.attempt for one in recorded_in(run) if one.name < place.name]
     if older:
-        return f"choose another one: halfstep replay {run} --attempt {int(older[-1])}"
+        return f"choose another one: halfstep replay {run} --attempt {older[-1]}"
     return "nothing: no older one is recorded; the next step that fails is recorded anew"
-
-
-def run_of(place: Path) -> Path:
-    """Return the folder of the run that a failed step belongs to."""
-    # A relative path such as `000123` has no parents to look at.
-    place = place if len(place.parts) > 2 else place.absolute()
-    return place.parent.parent if place.parent.name == FAILED_STEPS else place
 
 
 def recipe_digest(run: Path) -> str:
@@ -126,25 +248,16 @@ def recipe_digest(run: Path) -> str:
 # Load a failed step into a model: its weights, buffers, batch and random state.
 
 
-GENERATORS = "step/generators/"
+MODEL, INPUTS = "model/", "step"
+"""The prefixes of the names of tensors: the model's, and those of a rank's inputs."""
+_GENERATORS = f"{INPUTS}/generators/"
 """The prefix of random states, which stay on the host."""
-
-
-@contextmanager
-def _of_a_step(record: Record) -> Iterator[None]:
-    """Raise BadData for any error that a forged record causes."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-        if isinstance(error, HalfstepError):
-            raise
-        raise damaged(record.path, error) from error
 
 
 def load_model(record: Record, model: nn.Module) -> None:
     """Load the weights, buffers and islands of the step; raise StateMismatch where they belong to another model."""
-    with _of_a_step(record):
-        found = tensors_of(record, WEIGHTS)
+    with _damage_of(record.path):
+        found = {name.removeprefix(MODEL): tensor for name, tensor in _tensors(record, 0, MODEL).items()}
         parameters = dict(model.named_parameters())
         _refuse_another_model(record, model, parameters, found)
         device = next(iter(parameters.values())).device
@@ -153,8 +266,8 @@ def load_model(record: Record, model: nn.Module) -> None:
                 # In the dtype that was recorded, and in this model's memory format.
                 parameter.data = torch.empty_like(parameter.data, dtype=found[name].dtype).copy_(found[name])
             buffers = {name: tensor.to(device) for name, tensor in found.items() if name not in parameters}
-            put_buffers(model, buffers, record.fleeting)
-        for path in record.islands:
+            put_buffers(model, buffers, record.step.non_persistent_buffers)
+        for path in record.step.islands:
             island(model, path) if path else island(model)
 
 
@@ -162,7 +275,7 @@ def _refuse_another_model(
     record: Record, model: nn.Module, parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> None:
     own = {**parameters, **dict(model.named_buffers())}
-    come = with_a_place(model, [name for name in record.fleeting if name in found])
+    come = with_a_place(model, [name for name in record.step.non_persistent_buffers if name in found])
     missing = [name for name in own if name not in found and name not in come]
     other = [name for name in found if name not in own and name not in come]
     shapes = [
@@ -184,10 +297,10 @@ def _alike(own: Tensor, found: Tensor) -> bool:
 
 def load_attempt(record: Record, rank: int, loss_fn: LossFunction, device: torch.device) -> StepInputs:
     """Return the step of one rank, ready to run again; raise BadData where its record is damaged."""
-    with _of_a_step(record):
-        found = tensors_of(record, batch_of(rank))
-        placed = {name: t if name.startswith(GENERATORS) else t.to(device) for name, t in found.items()}
-        own = unpack(record.batches[rank], placed, str(record.path))
+    with _damage_of(record.path):
+        found = _tensors(record, rank, INPUTS)
+        placed = {name: t if name.startswith(_GENERATORS) else t.to(device) for name, t in found.items()}
+        own = unpack(_state(record.path, record.manifest, rank)["inputs"], placed, str(record.path))
         microbatches = Window(own["microbatches"])
         return StepInputs(
             loss_fn,

@@ -1,71 +1,36 @@
-"""Write a failed step to the run's folder, whole or not at all, without ever failing the run."""
+"""Write a failed step to the run's folder as a checkpoint is written, without ever failing the run."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import NotCommitted, RankGather, by_all
+from halfstep.checkpoint.commit import RankGather, RankSnapshot, by_all, commit, discard
 from halfstep.checkpoint.packing import pack
-from halfstep.checkpoint.paths import Disk, remove
-from halfstep.checkpoint.reading import MOST_TENSORS
-from halfstep.checkpoint.sealed import Sealed, with_seal, write_sealed
+from halfstep.checkpoint.paths import CheckpointDir, Disk, sweep
 from halfstep.errors import HalfstepError, reason_in
-from halfstep.files import LARGEST_JSON
-from halfstep.guard.events import FailedStep
-from halfstep.safetensors_header import content, header
+from halfstep.guard.verdict import FailedStep
+from halfstep.safetensors_header import header
 from halfstep.step.step_inputs import StepInputs
 from halfstep.train.environment import environment
-from halfstep.train.failed_steps.places import (
-    DRAFT,
+from halfstep.train.failed_steps.reading import (
     FAILED_STEPS,
-    RECORD,
-    WEIGHTS,
-    batch_of,
-    leftovers,
-    place_of,
+    INPUTS,
+    MODEL,
+    StepRecord,
+    read,
+    recipe_digest,
     recorded_in,
     refuse_elsewhere,
 )
-from halfstep.train.failed_steps.reading import read, recipe_digest
-from halfstep.train.failed_steps.record import FORMAT, as_plain
 from halfstep.train.weights import fleeting
-
-# -- retention --------------------------------------------------------------------------------------------------------
-# Retain a few failed steps, and the newest one of each cause.
-
-
-def retain(run: Path, keep: int, disk: Disk) -> None:
-    """Remove failed steps until `keep` are left: unreadable ones first, then the oldest whose cause recurs later."""
-    found = [(path, _cause(path)) for path in recorded_in(run)]
-    while len(found) > keep:
-        causes = [cause for _, cause in found]
-        repeated = (n for n, cause in enumerate(causes) if cause in causes[n + 1 :])
-        number = causes.index(None) if None in causes else next(repeated, 0)
-        path, _ = found.pop(number)
-        with contextlib.suppress(OSError):
-            # Renamed first, so that a half-removed folder is never taken for a whole one.
-            gone = path.with_name(path.name + DRAFT)
-            disk.rename(path, gone)
-            remove(gone, disk)
-
-
-def _cause(path: Path) -> str | None:
-    try:
-        return read(path).verdict.cause
-    except HalfstepError:
-        return None
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
 
 MOST_BYTES = 4 * 2**30
 """Bytes of one failed step, over all ranks."""
@@ -76,19 +41,19 @@ Tell = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
-class Own:
+class RankInputs:
     """The part of a failed step that one rank writes."""
 
     plain: Any = None
     """Its micro-batches and their inputs, with names in place of tensors."""
-    files: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     without: str = ""
     """Why it has no tensors to record."""
 
     @property
     def bytes(self) -> int:
         """The size of its tensors."""
-        return sum(t.numel() * t.element_size() for tensors in self.files.values() for t in tensors.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 def recording(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedStep], None]:
@@ -98,83 +63,78 @@ def recording(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedSte
     """
     party = distributed.RankGroup()
 
-    def record(trouble: FailedStep) -> None:
+    def record(failed: FailedStep) -> None:
         try:
-            write(folder, trouble, model, party=party)
+            write(folder, failed, model, party=party)
         except Exception as failure:
             # Any error: a record must not end the run.
-            tell(f"attempt {trouble.report.attempt:,} was not recorded: {failure}", "warning")
+            tell(f"attempt {failed.report.attempt:,} was not recorded: {failure}", "warning")
         else:
-            tell(f"attempt {trouble.report.attempt:,} is recorded; to run it again: halfstep replay {folder}", "info")
+            tell(f"attempt {failed.report.attempt:,} is recorded; to run it again: halfstep replay {folder}", "info")
 
     return record
 
 
 def write(
     folder: Path,
-    trouble: FailedStep,
+    failed: FailedStep,
     model: nn.Module,
     *,
     party: RankGather,
     disk: Disk | None = None,
     most: int = MOST_BYTES,
     keep: int = MOST_KEPT,
-) -> Path:
+) -> CheckpointDir:
     """Record a failed step on all ranks together; raise NotCommitted on all where one fails."""
     disk, first = disk or Disk(), party.rank == 0
-    place = place_of(folder, trouble.report.attempt)
-    draft = place.with_name(place.name + DRAFT)
-    own = _own(trouble.attempt, model, party.rank)
+    own = _inputs_of(failed.attempt, model, party.rank)
     # All ranks decide together: a record with the tensors of some ranks cannot be replayed.
-    offered = by_all(party, lambda: [own.without, own.bytes])
+    offered = by_all(party, lambda: _offer(folder, own, disk, first))
     without = next((why for why, _ in offered if why), "") or _too_large(sum(size for _, size in offered), most)
-    own = Own(without=without) if without else own
-    try:
-        by_all(party, lambda: _begin(folder, draft, disk) if first else None)
-        written = by_all(party, lambda: [_write_files(draft, own, disk), own.plain])
-        finish = functools.partial(_finish, folder, trouble, model, written, without, place, disk)
-        by_all(party, lambda: finish() if first else None)
-    except NotCommitted:
-        if first:
-            with contextlib.suppress(OSError):
-                remove(draft, disk)
-        raise
+    own = RankInputs(without=without) if without else own
+    # The record is made on rank 0 alone, and shared: an error there must not leave the others waiting.
+    record = by_all(party, lambda: _record(folder, failed, model, without) if first else None)
+    snapshot = RankSnapshot(
+        failed.report.attempt,
+        {"record": record[party.rank], "inputs": own.plain},
+        own.tensors,
+        environment=environment(next(model.parameters()).device),
+    )
+    place = commit(folder / FAILED_STEPS, snapshot, keep=None, disk=disk, party=party)
     if first:
         with contextlib.suppress(OSError):
-            retain(folder, keep, disk)
+            _retain(folder, keep, disk)
     return place
 
 
-def _own(attempt: StepInputs, model: nn.Module, rank: int) -> Own:
+def _inputs_of(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
     """Return references; nothing is copied until all ranks agree to write."""
     if any(map(distributed.is_shard, model.parameters())):
-        return Own(without="the weights are in pieces on several processes")
-    try:
-        plain, tensors = pack(_inputs(attempt), "step")
-        files: dict[str, Mapping[str, Tensor]] = {batch_of(rank): tensors}
-        if rank == 0:
-            files[WEIGHTS] = _weights(model)
-        for named in files.values():
-            header(named, {})  # raises for dtypes that safetensors does not have
-    except Exception as error:
-        # Any error of a user's batch: the other ranks wait for this one's answer.
-        return Own(without=reason_in(error) or type(error).__name__)
-    return Own(plain, files)
-
-
-def _inputs(attempt: StepInputs) -> dict[str, Any]:
-    return {
+        return RankInputs(without="the weights are in pieces on several processes")
+    inputs = {
         "microbatches": list(attempt.microbatches),
         "only": attempt.only,
         "generators": list(attempt.generators),
         "factors": {name: list(factor) for name, factor in attempt.factors.items()},
     }
+    try:
+        plain, tensors = pack(inputs, INPUTS)
+        if rank == 0:
+            # A skipped step left parameters and buffers unchanged.
+            weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            tensors |= {f"{MODEL}{name}": tensor.detach() for name, tensor in weights.items()}
+        header(tensors, {})  # raises for dtypes that safetensors does not have
+    except Exception as error:
+        # Any error of a user's batch: the other ranks wait for this one's answer.
+        return RankInputs(without=reason_in(error) or type(error).__name__)
+    return RankInputs(plain, tensors)
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers; a skipped step left them unchanged."""
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor.detach() for name, tensor in own.items()}
+def _offer(folder: Path, own: RankInputs, disk: Disk, first: bool) -> tuple[str, int]:
+    refuse_elsewhere(folder)
+    if first:
+        sweep(folder / FAILED_STEPS, disk)
+    return own.without, own.bytes
 
 
 def _too_large(size: int, most: int) -> str:
@@ -183,53 +143,49 @@ def _too_large(size: int, most: int) -> str:
     return f"weights and batch take {size / 2**30:.2f} GiB, and at most {most / 2**30:.2f} GiB are kept"
 
 
-def _begin(folder: Path, draft: Path, disk: Disk) -> None:
-    refuse_elsewhere(folder)
-    if not (folder / FAILED_STEPS).is_dir():
-        disk.make_folder(folder / FAILED_STEPS)
-    for path in leftovers(folder):
-        with contextlib.suppress(OSError):
-            remove(path, disk)
-    disk.make_folder(draft)
-
-
-def _write_files(draft: Path, own: Own, disk: Disk) -> list[Sealed]:
-    for name, tensors in own.files.items():
-        if len(tensors) >= MOST_TENSORS:
-            raise NotCommitted(f"{len(tensors):,} tensors for {name}: one can be read with at most {MOST_TENSORS:,}")
-    return [write_sealed(disk, draft / name, _stream(tensors)) for name, tensors in own.files.items()]
-
-
-def _stream(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield header(tensors, {"format": "pt"})
-    yield from (content(tensor.cpu()) for tensor in tensors.values())
-
-
-def _finish(
-    folder: Path, trouble: FailedStep, model: nn.Module, written: list[Any], without: str, place: Path, disk: Disk
-) -> None:
-    text = with_seal(
-        {
-            "format": FORMAT,
-            "step": as_plain(trouble),
-            "without": without,
-            "recipe": recipe_digest(folder),
-            "environment": environment(next(model.parameters()).device),
-            "files": {name: [size, sha256] for files, _ in written for name, size, sha256 in files},
-            "batches": [] if without else [plain for _, plain in written],
-            "fleeting": fleeting(model),
-        }
+def _record(folder: Path, failed: FailedStep, model: nn.Module, without: str) -> Any:
+    """Return everything but tensors; non-finite numbers in the form of `pack`."""
+    record = StepRecord(
+        report=failed.report._replace(aux=None),
+        precision=failed.precision,
+        islands=failed.islands,
+        history=failed.history,
+        verdict=failed.verdict,
+        batch_changed=_has_changed(failed.attempt),
+        recipe=recipe_digest(folder),
+        non_persistent_buffers=tuple(fleeting(model)),
+        without=without,
     )
-    if len(text) > LARGEST_JSON:
-        raise NotCommitted(f"{len(text):,} bytes beside the tensors: it can be read with at most {LARGEST_JSON:,}")
-    draft = place.with_name(place.name + DRAFT)
-    write_sealed(disk, draft / RECORD, [text])
-    # The files must be durable before the rename that makes them visible.
-    disk.flush_folder(draft)
-    old = place.with_name(f"{place.name}.old{DRAFT}")
-    if place.is_dir():
-        disk.rename(place, old)  # the run was resumed from before this step
-    disk.rename(draft, place)
-    disk.flush_folder(place.parent)
-    with contextlib.suppress(OSError):
-        remove(old, disk)
+    return pack(record.model_dump(mode="json"), "the step")[0]
+
+
+def _has_changed(attempt: StepInputs) -> bool:
+    try:
+        return attempt.batch_changed
+    except Exception:
+        return False  # a batch that cannot be inspected is not recorded either
+
+
+# -- retention --------------------------------------------------------------------------------------------------------
+# Retain a few failed steps, and the newest one of each cause.
+
+
+def _retain(run: Path, keep: int, disk: Disk) -> None:
+    """Remove failed steps until `keep` are left: unreadable ones first, then the oldest whose cause recurs later."""
+    for older, newer in pairwise(recorded_in(run)):
+        if older.attempt == newer.attempt:  # the run was resumed from before this step
+            discard(older, disk)
+    found = [(place, _cause(place)) for place in recorded_in(run)]
+    while len(found) > keep:
+        causes = [cause for _, cause in found]
+        repeated = (n for n, cause in enumerate(causes) if cause in causes[n + 1 :])
+        place, _ = found.pop(causes.index(None) if None in causes else next(repeated, 0))
+        with contextlib.suppress(OSError):
+            discard(place, disk)
+
+
+def _cause(place: CheckpointDir) -> str | None:
+    try:
+        return read(place).step.verdict.cause
+    except HalfstepError:
+        return None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.guard.diagnosis.describe_op import deed_of, needs_other_code
+from halfstep.guard.diagnosis.trials import effect_of, is_undefined
 from halfstep.observe.nonfinite_origin import Made, NonfiniteOrigins
 from halfstep.observe.recorder import Recorder
 
@@ -32,7 +32,7 @@ def hidden(x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@pytest.mark.parametrize(("compute", "operation", "deed"), [
+@pytest.mark.parametrize(("compute", "operation", "effect"), [
     (lambda x: (x.relu() * 1e25).pow(2), "aten.pow", TOO_LARGE),
     (lambda x: x.reciprocal(), "aten.reciprocal", "divides by zero"),
     (lambda x: x.pow(-3), "aten.pow", "divides by zero"),
@@ -50,8 +50,8 @@ def hidden(x: Tensor) -> Tensor:
     (lambda x: hidden(x).logsumexp(1).mean(), "aten.logsumexp", ALL_HIDDEN),
     (lambda x: hidden(x).amax(1).sum(), "aten.amax", ALL_HIDDEN),
 ])  # fmt: skip
-def test_deeds(compute: Callable[[Tensor], Tensor], operation: str, deed: str) -> None:
+def test_effects(compute: Callable[[Tensor], Tensor], operation: str, effect: str) -> None:
     found = made_by(compute)
     assert found.name == operation
-    assert deed_of(found) == deed
-    assert needs_other_code(found) is (deed != TOO_LARGE)
+    assert effect_of(found) == effect
+    assert is_undefined(found) is (effect != TOO_LARGE)

@@ -1,9 +1,4 @@
-"""Measure gradients that underflow the format they are computed in.
-
-Whether a zero gradient underflowed or is truly zero (a dead unit, a word that is not in the batch) cannot be known
-without computing it in fp32. But one can count the others that are so close to the end of the format that they lose
-digits: if those are many, some of their neighbors have underflowed.
-"""
+"""Measure gradients that underflow the format they are computed in, and find parameters that never have one."""
 
 from __future__ import annotations
 
@@ -13,6 +8,12 @@ from typing import NamedTuple
 from halfstep.finding import Finding
 from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, Trained, and_more, part_of, taking_turns
 
+# -- underflow --------------------------------------------------------------------------------------------------------
+# Whether a zero gradient underflowed or is truly zero (a dead unit, a word that is not in the batch) cannot be known
+# without computing it in fp32. But one can count the others that are so close to the end of the format that they lose
+# digits: if those are many, some of their neighbors have underflowed.
+
+
 AT_ONCE = 8
 """The number of weights in one sample."""
 MANY = 0.25
@@ -20,7 +21,7 @@ MANY = 0.25
 
 
 class _Noted(NamedTuple):
-    """The size of a gradient, and the slots of its two counts on the slate."""
+    """The size of a gradient, and the slots of its two counts on the scalars."""
 
     name: str
     elements: int
@@ -51,9 +52,9 @@ class Vanishing(Monitor):
         for one in taking_turns(matrices, sample.turn // 2, AT_ONCE):
             assert one.parameter.grad is not None
             size = part_of(one.parameter.grad).abs()
-            nonzero = sample.slate.note(size.count_nonzero())
+            nonzero = sample.scalars.note(size.count_nonzero())
             # Gradients are already unscaled and clipped here, so the limit is multiplied in the same way.
-            low = sample.slate.note((size < smallest * _multiplied_by(one)).count_nonzero())
+            low = sample.scalars.note((size < smallest * _multiplied_by(one)).count_nonzero())
             self._noted.append(_Noted(one.name, size.numel(), nonzero, low))
 
     def read(self, sample: SampledStep, numbers: Sequence[float]) -> list[Finding]:
@@ -100,3 +101,55 @@ class Vanishing(Monitor):
 def _multiplied_by(one: Trained) -> float:
     """Return the factor that was applied to backward's result: unscaling and clipping."""
     return one.slot.multiplier
+
+
+# -- unused parameters ------------------------------------------------------------------------------------------------
+# Find parameters which no loss has reached so far; only names are used, no tensor is read.
+
+
+LOOKS = 3
+"""The number of steps of one optimizer before anything is reported: a layer that is dropped at random returns."""
+SHOWN = 4
+
+
+class Unreached(Monitor):
+    """The meter of trainable parameters of an optimizer that never had a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._never: dict[str, set[str]] = {}
+        self._looks: dict[str, int] = {}
+        self._over = Crossings()
+
+    def gradients(self, sample: SampledStep) -> None:
+        """Record which trained parameters have no gradient."""
+        missing: dict[str, set[str]] = {}
+        for one in sample.trained:
+            missing.setdefault(one.slot.name, set())
+            if one.parameter.grad is None:
+                missing[one.slot.name].add(one.name)
+        for optimizer, names in missing.items():
+            self._never[optimizer] = names & self._never.get(optimizer, names)
+            self._looks[optimizer] = self._looks.get(optimizer, 0) + 1
+
+    def read(self, sample: SampledStep, numbers: Sequence[float]) -> list[Finding]:
+        """Return a finding for parameters without a gradient in any observed step."""
+        never = [
+            name
+            for optimizer, names in self._never.items()
+            if self._looks[optimizer] >= LOOKS
+            for name in sorted(names)
+        ]
+        self.readings = {"without_gradient": len(never)}
+        fresh = self._over.new(never, never)
+        if not fresh:
+            return []
+        return [
+            Finding(
+                "no-gradient",
+                "warning",
+                f"{', '.join(fresh[:SHOWN])}{and_more(len(fresh) - SHOWN)}: no gradient in any step that was looked "
+                "at: the loss does not depend on them",
+                "use them in the loss, or freeze them: parameter.requires_grad_(False)",
+            )
+        ]

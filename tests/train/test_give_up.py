@@ -1,4 +1,4 @@
-"""What the weights of a run were worth, from its journal."""
+"""The end of a run: what its weights were worth, from its journal, and the command that is to cure it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,43 @@ import pytest
 
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.journal.jsonl import JOURNAL, as_line
-from halfstep.train.give_up import Losses
+from halfstep.train.give_up import Losses, launcher, lower_lr, recipe_lr
+
+
+@pytest.mark.parametrize(
+    ("rate", "rates", "in_recipe", "suggested"),
+    [
+        (1e6, (4e4, 5e4, 6.5e4), None, "6000"),
+        (1e6, (4e4, 5e4, 6.5e4), 2e-3, "0.002"),
+        (3e-3, (3e-3, 2e-3, 1e-6), 2e-3, "0.0003"),
+        (1e6, (6.7e4,), None, "6000"),
+        (1e-2, (), None, "0.001"),
+        (1e-2, (0.0,), None, "0.001"),
+        (1e-2, (1e-2,), 0.0, "0.001"),
+    ],
+)
+def test_a_rate_that_is_worth_a_try(rate: float, rates: tuple[float, ...], in_recipe: float, suggested: str) -> None:
+    assert lower_lr(rate, rates, in_recipe) == suggested
+
+
+def test_the_rate_that_the_recipe_has(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("task: tiny\noptimizer: {lr: 3e-4}\n")
+    (tmp_path / "b.yaml").write_text("task: tiny\n")
+    assert recipe_lr(f"halfstep train {tmp_path}/a.yaml --lr 5") == 3e-4
+    assert recipe_lr(f"halfstep train {tmp_path}/b.yaml") is None
+    assert recipe_lr(f"halfstep train {tmp_path}/gone.yaml") is None
+    assert recipe_lr("halfstep.fit") is None
+    assert recipe_lr("halfstep train") is None
+    assert recipe_lr("halfstep train classification_tiny --lr 1e6") == 2e-3
+
+
+def test_as_many_processes_as_before() -> None:
+    assert launcher(1) == ["halfstep"]
+    assert launcher(2) == ["torchrun", "--nproc-per-node", "2", "-m", "halfstep"]
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
 
 NOT_FINITE = "loss_not_finite"
 

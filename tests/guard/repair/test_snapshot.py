@@ -37,12 +37,12 @@ def test_back_twice_is_the_same_run_to_the_bit() -> None:
     stepper = stepper_for()
     train(stepper, 5)
     rewind = RollbackSnapshot(stepper)
-    rewind.keep()
+    rewind.take()
     good = digest_of_run(stepper)
     for _ in range(2):
         train(stepper, 3)
         assert digest_of_run(stepper) != good
-        assert rewind.back() == rewind.step == 5
+        assert rewind.restore() == rewind.step == 5
         assert digest_of_run(stepper) == good
 
 
@@ -50,21 +50,21 @@ def test_a_later_copy_replaces_an_earlier_one() -> None:
     stepper = stepper_for()
     rewind = RollbackSnapshot(stepper)
     assert rewind.step is None
-    rewind.keep()
+    rewind.take()
     train(stepper, 4)
-    rewind.keep()
+    rewind.take()
     good = digest_of_run(stepper)
     train(stepper, 2)
-    assert rewind.back() == 4
+    assert rewind.restore() == 4
     assert digest_of_run(stepper) == good
 
 
 def test_before_the_first_step_there_is_no_optimizer_state_to_go_back_to() -> None:
     stepper, fresh = stepper_for(), stepper_for()
     rewind = RollbackSnapshot(stepper)
-    rewind.keep()
+    rewind.take()
     train(stepper, 3)
-    assert rewind.back() == 0
+    assert rewind.restore() == 0
     torch.manual_seed(7)
     train(stepper, 3)
     torch.manual_seed(7)
@@ -76,11 +76,11 @@ def test_attempts_and_skips_are_not_forgotten_and_nothing_is_drawn_again() -> No
     stepper = stepper_for()
     train(stepper, 2)
     rewind = RollbackSnapshot(stepper)
-    rewind.keep()
+    rewind.take()
     train(stepper, 2)
     stepper.step(bad, torch.randn(6, 8))
     random = torch.get_rng_state()
-    rewind.back()
+    rewind.restore()
     assert torch.equal(torch.get_rng_state(), random)
     counts = stepper.counts
     assert (counts.attempted, counts.applied, dict(counts.skipped)) == (5, 2, {"loss_not_finite": 1})
@@ -91,11 +91,11 @@ def test_precision_and_loss_scale_stay_as_they_are_now() -> None:
     stepper = stepper_for("fp16")
     train(stepper, 2)
     rewind = RollbackSnapshot(stepper)
-    rewind.keep()
+    rewind.take()
     weights = [p.detach().clone() for p in stepper.model.parameters()]
     stepper.change_precision("bf16")
     train(stepper, 2)
-    rewind.back()
+    rewind.restore()
     assert stepper.precision.name == "bf16"
     assert stepper.state_dict()["losses"]["loss"]["loss_scale"] == {}
     assert all(torch.equal(a, b) for a, b in zip(weights, stepper.model.parameters(), strict=True))
@@ -105,11 +105,11 @@ def test_precision_and_loss_scale_stay_as_they_are_now() -> None:
 def test_a_buffer_that_came_or_grew_since_is_as_it_was() -> None:
     stepper = stepper_for()
     rewind = RollbackSnapshot(stepper)
-    rewind.keep()
+    rewind.take()
     writes = stepper.model[2]
     assert writes.last is None
     writes.last, writes.constant = torch.ones(3), torch.ones(9)
-    rewind.back()
+    rewind.restore()
     assert writes.last is None
     assert torch.equal(writes.constant, torch.arange(4.0))
 
@@ -122,7 +122,7 @@ def test_a_copy_in_the_middle_of_a_step_is_of_one_step() -> None:
 
         def passes(self, report: object) -> bool:
             if stepper.counts.applied == 3:
-                rewind.keep()
+                rewind.take()
             return True
 
     stepper = stepper_for()
@@ -133,21 +133,21 @@ def test_a_copy_in_the_middle_of_a_step_is_of_one_step() -> None:
     train(stepper, 1)
     stepper.guards.clear()
     train(stepper, 2)
-    assert rewind.back() == 3
+    assert rewind.restore() == 3
     assert digest_of_run(stepper) == good
 
 
 def test_copies_are_made_often_in_the_beginning() -> None:
     stepper = stepper_for()
-    rewind, kept = RollbackSnapshot(stepper), []
+    rewind, saved = RollbackSnapshot(stepper), []
     for _ in range(60):
-        rewind.keep_if_due(20)
-        kept.append(rewind.step)
+        rewind.take_if_due(20)
+        saved.append(rewind.step)
         train(stepper, 1)
-    assert sorted(set(kept)) == [0, 5, 15, 35, 55]
+    assert sorted(set(saved)) == [0, 5, 15, 35, 55]
     often = RollbackSnapshot(stepper)
     for step in range(60, 64):
-        often.keep_if_due(1)
+        often.take_if_due(1)
         assert often.step == step
         train(stepper, 1)
 
@@ -169,12 +169,12 @@ def test_what_does_not_fit_any_more_is_dropped_and_nothing_is_torn() -> None:
     stepper, optimizer = unfreezing()
     rewind = RollbackSnapshot(stepper)
     train(stepper, 2)
-    rewind.keep()
+    rewind.take()
     train(stepper, 2)
     unfreeze(stepper, optimizer)
     train(stepper, 1)
     before = digest_of_run(stepper)
-    assert rewind.back() is None
+    assert rewind.restore() is None
     assert rewind.step is None
     assert digest_of_run(stepper) == before
 
@@ -183,23 +183,23 @@ def test_a_module_that_is_gone_or_has_another_shape_is_noticed_before_anything_i
     for change in (lambda m: m.pop(1), lambda m: m.__setitem__(2, nn.Linear(8, 5))):
         stepper, _ = unfreezing()
         rewind = RollbackSnapshot(stepper)
-        rewind.keep()
+        rewind.take()
         train(stepper, 1)
         change(stepper.model)
         before = {name: value.clone() for name, value in stepper.model.state_dict().items()}
-        assert rewind.back() is None
+        assert rewind.restore() is None
         assert all(torch.equal(before[name], value) for name, value in stepper.model.state_dict().items())
 
 
 def test_the_run_is_kept_anew_after_an_unfreezing() -> None:
     stepper, optimizer = unfreezing()
     rewind = RollbackSnapshot(stepper)
-    rewind.keep_if_due(100)
+    rewind.take_if_due(100)
     train(stepper, 1)
     unfreeze(stepper, optimizer)
     train(stepper, 1)
-    rewind.keep_if_due(100)
+    rewind.take_if_due(100)
     good = digest_of_run(stepper)
     train(stepper, 2)
-    assert rewind.back() == 2
+    assert rewind.restore() == 2
     assert digest_of_run(stepper) == good

@@ -7,9 +7,7 @@ import json
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.guard.alarms.scale_collapse import ScaleCollapse
-from halfstep.guard.alarms.skips import Skips
-from halfstep.guard.streak import Limits
+from halfstep.guard.streak import Limits, ScaleCollapse, Skips
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, OptimizerReport, StepReport
 
 
