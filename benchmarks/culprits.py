@@ -63,11 +63,11 @@ def _guarded(scene: Scene, precision: str, found: list[Verdict]) -> Guardian:
     optimizer = scene.optimizer(scene.model, scene.rate)
     stepper = Stepper(scene.model, optimizer, precision=precision_named(precision), loss_scale=scale, observe=False)
 
-    def hear(told: GuardEvent) -> None:
+    def on_event(told: GuardEvent) -> None:
         if told.kind == "verdict":
             found.append(Verdict.from_dict(told.facts))
 
-    guardian = Guardian(stepper, limits=Limits(skips_in_a_row=1000, skip_share=1.0, spikes="off"), tell=hear)
+    guardian = Guardian(stepper, limits=Limits(skips_in_a_row=1000, skip_share=1.0, spikes="off"), tell=on_event)
     if scene.checkpoint:
         guardian.taken_up_from(scene.checkpoint)
     return guardian

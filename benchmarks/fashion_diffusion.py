@@ -54,8 +54,8 @@ def trained(out: Path, precision: str) -> tuple[dict[str, Any], float]:
 
 def sampled(finished: Finished, count: int) -> list[Picture]:
     torch.manual_seed(0)
-    with progress("sampling", "steps") as told, finished.choice.precision.inference(finished.device):
-        return finished.task.sample(finished.model, count, told)
+    with progress("sampling", "steps") as on_progress, finished.choice.precision.inference(finished.device):
+        return finished.task.sample(finished.model, count, on_progress)
 
 
 # -- the judge ----------------------------------------------------------------------------------------------------
@@ -79,14 +79,14 @@ def judge_of(images: Tensor, labels: Tensor) -> nn.Module:
     steps = EPOCHS * (len(images) // 256)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    with progress("the judge learns", "steps") as told:
+    with progress("the judge learns", "steps") as on_progress:
         for step in range(steps):
             chosen = torch.randint(len(images), (256,))
             F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            told(step + 1, steps)
+            on_progress(step + 1, steps)
     return model.eval()
 
 

@@ -27,7 +27,7 @@ from halfstep.train.evaluation import evaluate, values
 from halfstep.train.loaders import make_val_loader
 from halfstep.train.metrics import Metrics
 from halfstep.train.run_folder import RESULT
-from halfstep.train.task import unheard
+from halfstep.train.task import no_progress
 
 RECORD = Path(__file__).with_suffix(".json")
 SHOWN = Path(__file__).parents[1] / "docs" / "slots_masks.png"
@@ -82,7 +82,7 @@ def main() -> None:
     if given.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
         with finished.choice.precision.inference(finished.device):
-            clips = finished.task.sample(finished.model, CLIPS, unheard)
+            clips = finished.task.sample(finished.model, CLIPS, no_progress)
         write_png(SHOWN, grid([[enlarged(clip, 192) for clip in clips]]))
     if given.json:
         print(json.dumps(found, indent=1))

@@ -157,7 +157,7 @@ class Story:
 
     def _goes_on(self, folder: Path) -> bool:
         """As a run does that was started again: what is damaged is set aside, drafts are removed, and it saves."""
-        for one in reading.newest_whole(folder)[1]:
+        for one in reading.newest_intact(folder)[1]:
             one.generation.path.rename(one.generation.path.with_name(one.generation.name + BAD))
         protocol.sweep(folder, Disk())
         told = commit_all(folder, Save(NEXT, 10**6), self.ranks, self.keep, Disk())
@@ -171,7 +171,7 @@ def commit_all(folder: Path, save: Save, ranks: int, keep: int, disk: Disk) -> l
 
 def serial_in(folder: Path, ranks: int) -> int | str | None:
     """Of the save that a run would go on from; MIXED where a bit of it is not that save's."""
-    verdict, _ = reading.newest_whole(folder)
+    verdict, _ = reading.newest_intact(folder)
     if verdict is None:
         return None
     parts = [reading.read_state(verdict.generation, rank) for rank in range(ranks)]

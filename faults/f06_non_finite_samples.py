@@ -67,7 +67,7 @@ class _Told:
     def __init__(self, events: list[dict[str, Any]]) -> None:
         self._events = events
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: dict[str, Any]) -> None:
         self._events.append(event)
 
     def close(self) -> None: ...

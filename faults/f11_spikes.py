@@ -18,7 +18,7 @@ from halfstep.recipe.names import Override
 from halfstep.recipe.resolve import resolve
 from halfstep.step.report import StepReport
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import generators_kept
+from halfstep.train.process_group import rng_preserved
 from halfstep.train.run import make_loop
 from tests.support.digest import digest_of_run
 from tests.support.tiny_task import Tiny
@@ -51,7 +51,7 @@ class Spiked(Tiny):
 
 
 def run(full: bool) -> Outcome:
-    with rig.scratch() as folder, generators_kept():
+    with rig.scratch() as folder, rng_preserved():
         spiked = list(_spiked(_loop(folder / "spiked", 0), SPIKES[full]))
         seeds, steps = CLEAN[full]
         refused = [_refused(_loop(folder / str(seed), seed), steps) for seed in range(seeds)]

@@ -12,7 +12,7 @@ from faults import rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations, named, set_aside
-from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.journal.jsonl import read_events
 from halfstep.runs import fit
 from halfstep.train.loop import Loop
@@ -89,7 +89,7 @@ def _rollbacks(folder: Path) -> int:
 
 
 def _newest(place: Path) -> str | None:
-    verdict, damaged = newest_whole(place)
+    verdict, damaged = newest_intact(place)
     return verdict.generation.name if verdict is not None and not damaged else None
 
 

@@ -12,7 +12,7 @@ from faults import rig
 from faults.judged import first_wrong, held, outcome
 from faults.outcome import Outcome
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
-from halfstep.checkpoint.reading import newest_whole, read_state, verified
+from halfstep.checkpoint.reading import newest_intact, read_state, verified
 from halfstep.checkpoint.sealed import MANIFEST, with_seal
 from halfstep.journal.jsonl import read_events
 from halfstep.train.resume import find
@@ -134,7 +134,7 @@ def _seen(run: Path, saved: str, searched: bool) -> str | None:
 
 
 def _taken(run: Path) -> CheckpointDir | None:
-    verdict, damaged = newest_whole(run / CHECKPOINTS)
+    verdict, damaged = newest_intact(run / CHECKPOINTS)
     return verdict.generation if verdict is not None and len(damaged) == 1 else None
 
 

@@ -13,8 +13,8 @@ from faults.wrong_pairs import PAIRS, STEPS, Kind, loop_of, saved_by
 from halfstep.errors import HalfstepError
 from halfstep.recipe.changes import RECIPE
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import generators_kept
-from halfstep.train.resume import find, take_up
+from halfstep.train.process_group import rng_preserved
+from halfstep.train.resume import find, resume_from
 from halfstep.train.state import State
 from tests.support.digest import digest_of
 
@@ -29,7 +29,7 @@ def run(full: bool) -> Outcome:
     """In the full form both ways round: what was the wrong one saves, and goes on."""
     checks: dict[str, str] = {}
     compared = Compared()
-    with rig.scratch() as folder, generators_kept():
+    with rig.scratch() as folder, rng_preserved():
         for name, (saved, live) in PAIRS.items():
             accepted = () if name in ACCEPTABLE else (RECIPE,)
             checks[name] = refused(folder / name, saved, live, accepted, compared)
@@ -60,7 +60,7 @@ def refused(folder: Path, saved: Kind, live: Kind, accepted: tuple[str, ...], co
 def _go_on(loop: Loop, folder: Path, accepted: tuple[str, ...]) -> None:
     found = find(folder)
     assert found is not None
-    take_up(loop, found, folder, accepted)
+    resume_from(loop, found, folder, accepted)
 
 
 def _digest(loop: Loop) -> str:
@@ -97,7 +97,7 @@ def _used(folder: Path, settings: dict[str, Any]) -> str:
     found = find(folder)
     assert found is not None
     loop, fresh = loop_of(kind, folder), loop_of(kind, folder)
-    take_up(loop, found, folder, (RECIPE,))
+    resume_from(loop, found, folder, (RECIPE,))
     now, wanted = State.of(loop.live), State.of(fresh.live)
     rates = [fresh.parts.schedule.base_lrs[0] * fresh.parts.shape(loop.stepper.counts.applied)]
     checks = {

@@ -19,7 +19,7 @@ from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.refit import elsewhere, of_later_version
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.journal.jsonl import read_events
 from halfstep.recipe.changes import SAFE
 from halfstep.train.checkpointing import Checkpoints
@@ -59,14 +59,14 @@ class Around:
 
 def _killed_after(attempt: int) -> None:
     """After a step, and after its save where it has one."""
-    hear = Checkpoints.hear
+    on_event = Checkpoints.on_event
 
     def ending(checkpoints: Checkpoints) -> None:
         if checkpoints._live.progress.attempts == attempt:
             os.kill(os.getpid(), signal.SIGKILL)
-        hear(checkpoints)
+        on_event(checkpoints)
 
-    Checkpoints.hear = ending  # type: ignore[method-assign]
+    Checkpoints.on_event = ending  # type: ignore[method-assign]
 
 
 Launch = tuple[Around, Mapping[str, Any]]
@@ -91,7 +91,7 @@ def run(full: bool) -> Outcome:
 def comes_to(folder: Path) -> tuple[Any, ...]:
     """Every loss, the weights, and the last state, but for settings that may differ."""
     end = rig.ending(folder)
-    verdict, _ = newest_whole(folder / CHECKPOINTS)
+    verdict, _ = newest_intact(folder / CHECKPOINTS)
     assert verdict is not None
     plain, tensors = read_state(verdict.generation, 0)
     plain["cursor"].pop("journal")

@@ -20,7 +20,7 @@ from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from faults.slowed import SlowDisk, SlowEvaluation, SlowStart, SlowSteps, marker
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk, leftovers
-from halfstep.checkpoint.reading import newest_whole
+from halfstep.checkpoint.reading import newest_intact
 from tests.support.tiny_task import Tiny
 
 ID = "F33"
@@ -102,7 +102,7 @@ def _begun(folder: Path, steps: int) -> bool:
 
 
 def _saved_step(folder: Path) -> int:
-    verdict, _ = newest_whole(folder / CHECKPOINTS)
+    verdict, _ = newest_intact(folder / CHECKPOINTS)
     return -1 if verdict is None else verdict.generation.attempt
 
 

@@ -120,12 +120,12 @@ def _watch() -> list[Path]:
     """Where the files lie that this process opens from now on, but for those of Python itself."""
     opened: list[Path] = []
 
-    def hear(event: str, given: tuple[Any, ...]) -> None:
+    def on_event(event: str, given: tuple[Any, ...]) -> None:
         path, flags = (given[0], given[2]) if event == "open" else (None, 0)
         if isinstance(path, str) and not path.startswith((sys.prefix, sys.base_prefix)) and not path.endswith(".py"):
             # One that is not to be a link, and is one, is not opened at all.
             asked = Path(path)
             opened.append(asked.parent.resolve() / asked.name if flags & os.O_NOFOLLOW else asked.resolve())
 
-    sys.addaudithook(hear)
+    sys.addaudithook(on_event)
     return opened

@@ -9,7 +9,7 @@ import halfstep
 from faults import child, mutants, rig
 from faults.everything import SETTINGS, Everything, Launch
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.errors import HalfstepError
 from halfstep.runs import fit
 from halfstep.train.environment import read_generators
@@ -50,9 +50,9 @@ def launched(rank: int, folder: str, stop_at: int | None) -> dict[str, Any]:
     mutants.apply(mutants.current())
     seen: dict[str, Any] = {"code": 0, "attempt": 0, "began": "", "saved": ""}
     mend = Launch(stop_at if rank == 1 else None, "SIGTERM")()
-    make_loop, take_up = fit.make_loop, fit.take_up
+    make_loop, resume_from = fit.make_loop, fit.resume_from
     fit.make_loop = lambda *given, **more: _watched(make_loop(*given, **more), seen)
-    fit.take_up = lambda loop, *more: _noted(take_up(loop, *more), loop, seen)
+    fit.resume_from = lambda loop, *more: _noted(resume_from(loop, *more), loop, seen)
     try:
         recipe = Path(f"{folder}-{rank}.yaml")
         recipe.write_text("task: tiny\n")
@@ -60,7 +60,7 @@ def launched(rank: int, folder: str, stop_at: int | None) -> dict[str, Any]:
     except HalfstepError as error:
         seen["code"] = error.exit_code
     finally:
-        fit.take_up = take_up
+        fit.resume_from = resume_from
         mend()
     return seen
 
@@ -83,7 +83,7 @@ def _noted(resumed: Any, loop: Loop, seen: dict[str, Any]) -> Any:
 
 def digests(folder: Path) -> list[str]:
     """Of what each process saved last, but for the journal's length."""
-    verdict, _ = newest_whole(folder / CHECKPOINTS)
+    verdict, _ = newest_intact(folder / CHECKPOINTS)
     if verdict is None or verdict.manifest is None:
         return []
     found = []

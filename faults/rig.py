@@ -18,8 +18,8 @@ from typing import Any
 
 from faults import child, mutants
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.reading import newest_whole, read_state
-from halfstep.journal.jsonl import JOURNAL, kept_events, read_events
+from halfstep.checkpoint.reading import newest_intact, read_state
+from halfstep.journal.jsonl import JOURNAL, read_events, saved_events
 from tests.support.digest import digest_of
 from tests.support.preloaded import PRELOADED
 
@@ -93,7 +93,7 @@ def ending(folder: Path) -> Ending:
 
 
 def state_digest(folder: Path) -> str:
-    verdict, _ = newest_whole(folder / CHECKPOINTS)
+    verdict, _ = newest_intact(folder / CHECKPOINTS)
     assert verdict is not None, "no checkpoint"
     plain, tensors = read_state(verdict.generation, 0)
     plain["cursor"].pop("journal")
@@ -116,7 +116,7 @@ def committed(folder: Path) -> list[int]:
 
 def last_step(folder: Path) -> int:
     """The last one that the journal tells of, as far as it is written; 0 without any."""
-    steps = [event["attempt"] for event in kept_events(folder / JOURNAL) if event["event"] == "step"]
+    steps = [event["attempt"] for event in saved_events(folder / JOURNAL) if event["event"] == "step"]
     return max(steps, default=0)
 
 

@@ -20,7 +20,7 @@ from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.devices import device_named
 from halfstep.measure.memory.report import way_out, within_reach
 from halfstep.out_of_memory import as_error, is_out_of_memory
-from halfstep.train.give_up import in_pieces
+from halfstep.train.give_up import smaller_microbatches
 from tests.support.tiny_task import Tiny
 
 RECIPE = """
@@ -76,7 +76,7 @@ def test_what_the_failed_work_held_is_let_go() -> None:
 def test_a_step_in_pieces_has_the_same_samples(
     batch: int, microbatches: int, at_most: int, wanted: tuple[int, int]
 ) -> None:
-    found = in_pieces(batch, microbatches, at_most)
+    found = smaller_microbatches(batch, microbatches, at_most)
     assert tuple(found.values()) == wanted
     assert found["train.batch_size"] * found["train.microbatches"] == batch * microbatches
 

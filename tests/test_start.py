@@ -12,7 +12,7 @@ import pytest
 
 from halfstep import status_line
 from halfstep.cli.main import QUICK, build
-from halfstep.runs.resolve import but_for_precision, with_changes
+from halfstep.runs.resolve import with_changes, without_precision
 
 NEVER = (
     *(
@@ -181,7 +181,7 @@ def test_what_to_type_next_sets_nothing_twice() -> None:
     assert with_changes("unet", typed, "--fp16", "train.batch_size=8") == [
         *("unet", "--lr", "0.1", "data.path=a b", "--compile", "--fp16", "train.batch_size=8")
     ]
-    assert but_for_precision("unet", ["--precision", "bf16", "--use_amp", "--amp_dtype=float16", "--seed=1"]) == [
+    assert without_precision("unet", ["--precision", "bf16", "--use_amp", "--amp_dtype=float16", "--seed=1"]) == [
         *("unet", "--seed=1")
     ]
     assert with_changes("unet", ["--compile", "false"], "train.compile=true") == ["unet", "train.compile=true"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from faults.crash_story import commit_together
 from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain
 from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers, sweep
-from halfstep.checkpoint.reading import MOST_TENSORS, newest_whole, read_state, verified
+from halfstep.checkpoint.reading import MOST_TENSORS, newest_intact, read_state, verified
 from halfstep.checkpoint.sealed import MANIFEST, read_manifest, state_of, tensors_of
 from halfstep.files import LARGEST_JSON
 
@@ -181,7 +181,7 @@ def test_a_name_that_could_not_be_flushed_is_no_acknowledged_save_and_no_loss_ei
     with pytest.raises(NotCommitted):
         save(tmp_path, snapshot(6), disk=Failing("flush_folder", 2))
     assert leftovers(tmp_path) == []
-    verdict, damaged = newest_whole(tmp_path)
+    verdict, damaged = newest_intact(tmp_path)
     assert (verdict is not None, damaged) == (True, [])
     assert 3 in [one.attempt for one in generations(tmp_path)]
 
@@ -253,7 +253,7 @@ def test_a_step_that_is_saved_again_has_a_folder_of_its_own(tmp_path: Path) -> N
     first, second = save(tmp_path, snapshot(3)), save(tmp_path, RankSnapshot(3, {"again": True}, {}))
     assert first.path != second.path
     assert verified(first).problem is None
-    verdict, _ = newest_whole(tmp_path)
+    verdict, _ = newest_intact(tmp_path)
     assert verdict is not None
     assert verdict.generation == second
 

@@ -16,7 +16,7 @@ import torch
 
 from halfstep.checkpoint.commit import RankSnapshot, commit
 from halfstep.checkpoint.paths import Disk, generations
-from halfstep.checkpoint.reading import MOST_TENSORS, newest_whole, read_state, verified
+from halfstep.checkpoint.reading import MOST_TENSORS, newest_intact, read_state, verified
 from halfstep.checkpoint.sealed import MANIFEST, with_seal
 from halfstep.errors import BadData, NoCheckpoint, StateMismatch, Unsafe
 
@@ -49,7 +49,7 @@ def newest(place: Path) -> Path:
 
 def fallen_back(place: Path) -> bool:
     """Whether the checkpoint of step 1 is taken, and what is wrong with the other one is said."""
-    verdict, damaged = newest_whole(place)
+    verdict, damaged = newest_intact(place)
     return verdict is not None and verdict.generation.attempt == 1 and [bool(one.problem) for one in damaged] == [True]
 
 
@@ -58,7 +58,7 @@ def with_header(place: Path, header: bytes, numbers: bytes = b"") -> None:
 
 
 def test_the_newest_is_read_as_it_was_written(place: Path) -> None:
-    verdict, damaged = newest_whole(place)
+    verdict, damaged = newest_intact(place)
     assert verdict is not None
     assert (verdict.generation.attempt, damaged) == (2, [])
     plain, tensors = read_state(verdict.generation, 0)
@@ -89,9 +89,9 @@ def test_where_none_is_whole_that_is_an_error_and_no_new_beginning(place: Path) 
     for generation in generations(place):
         (generation.path / STATE).unlink()
     with pytest.raises(NoCheckpoint, match=r"step-00000002\.0002: .*No such file") as caught:
-        newest_whole(place)
+        newest_intact(place)
     assert caught.value.exit_code == 65
-    assert newest_whole(place.with_name("nothing")) == (None, [])
+    assert newest_intact(place.with_name("nothing")) == (None, [])
 
 
 @pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST, ".metadata", "notes.txt"])
@@ -99,7 +99,7 @@ def test_code_in_a_checkpoint_ends_it_and_nothing_is_passed_over(place: Path, na
     canary = tmp_path / "canary"
     (newest(place) / name).write_bytes(f"cposix\nsystem\n(S'touch {canary}'\ntR.".encode())
     with pytest.raises(Unsafe, match="a pickle, which can run code"):
-        newest_whole(place)
+        newest_intact(place)
     assert not canary.exists()
 
 
@@ -130,7 +130,7 @@ def test_a_later_form_is_refused_and_not_passed_over(place: Path) -> None:
     manifest.pop("seal")
     (newest(place) / MANIFEST).write_bytes(with_seal({**manifest, "format": 99}))
     with pytest.raises(StateMismatch, match="form 99") as caught:
-        newest_whole(place)
+        newest_intact(place)
     assert caught.value.exit_code == 79
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.journal.jsonl import kept_events
+from halfstep.journal.jsonl import saved_events
 
 TRAIN = [
     *(sys.executable, "-m", "halfstep", "train", "segmentation_tiny", "--fp32", "train.epochs=3", "train.seed=3"),
@@ -32,7 +32,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def steps(folder: Path) -> list[tuple[int, float]]:
-    events = kept_events(folder / "journal.jsonl")
+    events = saved_events(folder / "journal.jsonl")
     return [(event["attempt"], event["loss"]) for event in events if event["event"] == "step"]
 
 

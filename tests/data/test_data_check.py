@@ -243,7 +243,7 @@ def test_many_files_are_looked_at_in_several_processes(tmp_path: Path, monkeypat
     alone = checked(tmp_path)
     monkeypatch.setattr(facts, "FEW", 8)
     done: list[tuple[int, int]] = []
-    assert checked(tmp_path, told=lambda *so_far: done.append(so_far)) == alone
+    assert checked(tmp_path, on_progress=lambda *so_far: done.append(so_far)) == alone
     assert done[-1] == (60, 60)
 
 

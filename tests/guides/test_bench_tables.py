@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from halfstep.cli.main import build
 from halfstep.cli.pages.bench import next_command
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.measure.bench.bench import bench, compare, usual_arms
-from halfstep.measure.bench.comparison import BenchMetric, Config, RunResult, read_arms
+from halfstep.measure.bench.bench import bench, compare, usual_candidates
+from halfstep.measure.bench.comparison import BenchMetric, Config, RunResult, read_candidates
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.subject import Subject
 
@@ -72,7 +72,7 @@ def test_what_to_type_next_repeats_the_arms(benched: tuple[Result, dict[str, Any
 @pytest.mark.parametrize("typed", [[], ["--batch_size", "16"], ["train.batch_size=16"]])
 def test_the_usual_configurations_are_the_guides(typed: list[str]) -> None:
     batch = 16 if typed else 8
-    assert usual_arms(Subject("unet", tuple(typed)), "bfloat16") == {
+    assert usual_candidates(Subject("unet", tuple(typed)), "bfloat16") == {
         "AMP": ("precision=bf16",),
         "AMP+Large": ("precision=bf16", f"train.batch_size={2 * batch}"),
         "AMP+Compiled": ("precision=bf16", "train.compile=true"),
@@ -91,9 +91,11 @@ def test_the_usual_configurations_are_the_guides(typed: list[str]) -> None:
 )
 def test_an_arm_that_cannot_be_read_is_refused(given: list[str], said: str) -> None:
     with pytest.raises(WrongUse) as told:
-        read_arms(given)
+        read_candidates(given)
     assert said in str(told.value)
-    assert read_arms(["a b: train.batch_size=2 'data.path=x y'"]) == {"a b": ("train.batch_size=2", "data.path=x y")}
+    assert read_candidates(["a b: train.batch_size=2 'data.path=x y'"]) == {
+        "a b": ("train.batch_size=2", "data.path=x y")
+    }
 
 
 @pytest.mark.parametrize("name", ["fp32", "AMP-Large"])

@@ -25,7 +25,7 @@ CLOCKS = Clocks(7.0, 7.0, 10.0)
 def drawn(*events: Event) -> str:
     latest = Latest()
     for event in events:
-        latest.hear(event)
+        latest.on_event(event)
     return "\n".join(line.plain for line in area(latest, CLOCKS, 100, "utf-8"))
 
 
@@ -60,13 +60,13 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
 def test_a_run_tells_what_validation_comes_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The first batch is always told; where it is the only one, its numbers are the epoch's."""
     heard: list[Event] = []
-    tell = Journal.tell
+    emit = Journal.emit
 
     def listen(self: Journal, event: str, **fields: Any) -> None:
         heard.append({"event": event, **fields})
-        tell(self, event, **fields)
+        emit(self, event, **fields)
 
-    monkeypatch.setattr(Journal, "tell", listen)
+    monkeypatch.setattr(Journal, "emit", listen)
     settings = ["data.samples=10", "data.size=16", "train.batch_size=4", "model.width=4", "model.depth=2"]
     more = ["train.steps=2", "run.pictures=0", "num_workers=0", f"run.dir={tmp_path / 'run'}", "train.seed=0"]
     halfstep.fit("segmentation_tiny", settings=settings + more, quiet=True)

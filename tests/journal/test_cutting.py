@@ -15,10 +15,10 @@ from halfstep.journal.jsonl import (
     LOG,
     as_line,
     cut_back,
-    kept_events,
     last_time,
     read_events,
     refuse_other_form,
+    saved_events,
     sizes,
 )
 from halfstep.journal.listeners import listeners
@@ -46,7 +46,7 @@ def test_sizes_at_any_moment_of_a_run_bring_that_moment_back(tmp_path: Path, at:
     then: dict[str, int] = {}
     before: dict[str, bytes] = {}
     for told, event in enumerate(events, start=1):
-        journal.tell(**{name: value for name, value in event.items() if name != "time"})
+        journal.emit(**{name: value for name, value in event.items() if name != "time"})
         if told == at:
             then = sizes(tmp_path)
             before = {name: (tmp_path / name).read_bytes() for name in then}
@@ -144,13 +144,13 @@ def test_the_last_time(tmp_path: Path, content: bytes, time: float) -> None:
 
 def test_without_a_journal_time_begins_at_zero_and_nothing_is_kept(tmp_path: Path) -> None:
     assert last_time(tmp_path / JOURNAL) == 0.0
-    assert list(kept_events(tmp_path / JOURNAL)) == []
+    assert list(saved_events(tmp_path / JOURNAL)) == []
 
 
 def test_a_damaged_line_is_passed_over_when_a_run_goes_on(tmp_path: Path) -> None:
     lines = [as_line(step(1)).encode(), b"\x00\xff{\n", b"[]\n", as_line(step(2)).encode(), b'{"event"']
     (tmp_path / JOURNAL).write_bytes(b"".join(lines))
-    assert [event["attempt"] for event in kept_events(tmp_path / JOURNAL)] == [1, 2]
+    assert [event["attempt"] for event in saved_events(tmp_path / JOURNAL)] == [1, 2]
 
 
 def old_start() -> Event:
@@ -169,7 +169,7 @@ def old_start() -> Event:
 def test_a_journal_of_another_form_is_refused(tmp_path: Path, first: Event, said: str) -> None:
     path = tmp_path / JOURNAL
     path.write_text(as_line(first) + as_line(step(1)))
-    for read in (read_events, refuse_other_form, lambda path: list(kept_events(path))):
+    for read in (read_events, refuse_other_form, lambda path: list(saved_events(path))):
         with pytest.raises(StateMismatch, match=said):
             read(path)
 

@@ -47,7 +47,7 @@ def plain(*events: Event) -> list[str]:
     stream = io.StringIO()
     listener = Plain(stream)
     for event in events:
-        listener.hear(event)
+        listener.on_event(event)
     return stream.getvalue().splitlines()
 
 
@@ -55,7 +55,7 @@ def on_screen(width: int, *events: Event) -> list[str]:
     stream = io.StringIO()
     console = LiveConsole(Console(file=stream, force_terminal=True, width=width, color_system=None))
     for event in events:
-        console.hear(event)
+        console.on_event(event)
     console.close()
     screen = Screen(width).feed(stream.getvalue())
     assert screen.wrapped == 0
@@ -107,5 +107,5 @@ def test_a_long_command_is_not_broken_by_a_narrow_terminal() -> None:
     stream = io.StringIO()
     console = LiveConsole(Console(file=stream, force_terminal=True, width=40, color_system=None))
     for event in (start(), gave_up(do=f"{DO} {' '.join(f'key{n}=value' for n in range(9))}")):
-        console.hear(event)
+        console.on_event(event)
     assert f"do: {DO} key0=value key1=value key2=value key3=value" in stream.getvalue()

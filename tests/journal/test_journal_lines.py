@@ -30,7 +30,7 @@ def refuse(word: str) -> None:
 def written(path: Path, events: list[Event]) -> Path:
     lines = JsonLines(path)
     for event in events:
-        lines.hear(event)
+        lines.on_event(event)
     lines.close()
     return path
 
@@ -68,7 +68,7 @@ def test_text_cannot_break_a_line() -> None:
 def test_each_event_is_on_disk_before_the_next(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "journal.jsonl")
     for attempt in range(1, 4):
-        lines.hear(step(attempt))
+        lines.on_event(step(attempt))
         assert len(read_events(tmp_path / "journal.jsonl")) == attempt
     lines.close()
 
@@ -78,7 +78,7 @@ def test_a_killed_run_loses_nothing_that_it_told(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from halfstep.journal.jsonl import JsonLines\n"
         "lines = JsonLines(Path(sys.argv[1]))\n"
-        "for n in range(500): lines.hear({'event': 'step', 'attempt': n})\n"
+        "for n in range(500): lines.on_event({'event': 'step', 'attempt': n})\n"
         "os.kill(os.getpid(), 9)\n"
     )
     result = subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=60)
@@ -124,12 +124,12 @@ def test_a_folder_that_is_a_file_is_refused_with_what_to_do(tmp_path: Path) -> N
         JsonLines(tmp_path / "taken" / "journal.jsonl")
 
 
-class Heard:
+class EventList:
     def __init__(self, fails_at: int = -1) -> None:
         self.events: list[Event] = []
         self.fails_at, self.closed = fails_at, 0
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if len(self.events) == self.fails_at:
             raise OSError(28, "No space left on device")
         self.events.append(event)
@@ -139,10 +139,10 @@ class Heard:
 
 
 def test_a_listener_that_fails_is_left_out_and_the_others_are_told() -> None:
-    well, ill = Heard(), Heard(fails_at=1)
+    well, ill = EventList(), EventList(fails_at=1)
     journal = Journal([ill, well])
     for attempt in range(3):
-        journal.tell("step", attempt=attempt)
+        journal.emit("step", attempt=attempt)
     journal.close()
     assert [e["event"] for e in ill.events] == ["step"]
     assert [e["event"] for e in well.events] == ["step", "note", "step", "step"]
@@ -153,10 +153,10 @@ def test_a_listener_that_fails_is_left_out_and_the_others_are_told() -> None:
 def test_a_disk_that_fills_up_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no device that is always full")
-    well = Heard()
+    well = EventList()
     journal = Journal([JsonLines(Path("/dev/full")), well])
-    journal.tell("step", attempt=1)
-    journal.tell("step", attempt=2)
+    journal.emit("step", attempt=1)
+    journal.emit("step", attempt=2)
     assert [e.get("attempt") for e in well.events] == [1, 2]
     said = capsys.readouterr().err
     assert said.count("\n") == 1, "told at every event"
@@ -171,13 +171,13 @@ def test_lines_wait_for_a_disk_that_gets_room_again(
 ) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal([JsonLines(path)])
-    journal.tell("step", attempt=1)
+    journal.emit("step", attempt=1)
     before = path.read_bytes()
     with files_of_at_most(len(before) + room):
         for attempt in (2, 3, 4):
-            journal.tell("step", attempt=attempt)
+            journal.emit("step", attempt=attempt)
             assert path.read_bytes() == before, "half a line is left"
-    journal.tell("step", attempt=5)
+    journal.emit("step", attempt=5)
     assert [e["attempt"] for e in read_events(path)] == [1, 2, 3, 4, 5]
     journal.close()
     said = capsys.readouterr().err
@@ -196,8 +196,8 @@ def test_half_a_line_that_cannot_be_removed_is_made_whole(tmp_path: Path) -> Non
 
     lines._file = Kept(path, "ab")
     with files_of_at_most(10):
-        lines.hear(step(1))
-        lines.hear(step(2))
+        lines.on_event(step(1))
+        lines.on_event(step(2))
         assert path.stat().st_size == 10
     lines.close()
     assert [e["attempt"] for e in read_events(path)] == [1, 2]
@@ -209,9 +209,9 @@ def test_what_waits_is_bounded_and_a_hole_is_told(tmp_path: Path, monkeypatch: p
     lines = JsonLines(path)
     with files_of_at_most(0):
         for attempt in range(1, 101):
-            lines.hear(step(attempt))
+            lines.on_event(step(attempt))
             assert len(lines._waiting) <= 6
-    lines.hear(step(101))
+    lines.on_event(step(101))
     lines.close()
     events = read_events(path)
     assert [e.get("attempt") for e in events] == [1, None, 98, 99, 100, 101]
@@ -219,9 +219,9 @@ def test_what_waits_is_bounded_and_a_hole_is_told(tmp_path: Path, monkeypatch: p
 
 
 def test_an_interruption_passes_through() -> None:
-    class Interrupted(Heard):
-        def hear(self, event: Event) -> None:
+    class Interrupted(EventList):
+        def on_event(self, event: Event) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Journal([Interrupted()]).tell("step")
+        Journal([Interrupted()]).emit("step")

@@ -25,7 +25,7 @@ def plain_lines(events: list[Event], encoding: str = "utf-8") -> list[str]:
     stream = io.TextIOWrapper(raw, encoding=encoding)
     listener = Plain(stream)
     for event in events:
-        listener.hear(event)
+        listener.on_event(event)
     listener.close()
     return raw.getvalue().decode(encoding).splitlines()
 
@@ -138,13 +138,13 @@ def test_precision_asked_for_and_chosen(asked: str, chosen: str, line: str, sign
 def test_the_line_of_numbers_has_what_there_is_and_no_more() -> None:
     latest = Latest()
     assert line_of(latest) == []
-    latest.hear(start())
-    latest.hear(step(2))
+    latest.on_event(start())
+    latest.on_event(step(2))
     assert [item.text for item in line_of(latest)] == ["loss 1.0000", "lr 5e-4"]
-    latest.hear(step(3, "gradient_overflow", loss_scale=32768.0, loss=math.nan))
+    latest.on_event(step(3, "gradient_overflow", loss_scale=32768.0, loss=math.nan))
     memory = {"host_bytes": 1, "device_bytes": 2**30, "device_peak_bytes": 2**31}
     gpu = {"utilisation": 0.93, "memory_utilisation": 0.4, "power_watts": 211.3, "temperature": None}
-    latest.hear(speed(memory=memory, gpu=gpu, wait_share=0.5))
+    latest.on_event(speed(memory=memory, gpu=gpu, wait_share=0.5))
     items = line_of(latest)
     assert [item.text for item in items] == [
         "loss NaN",
@@ -178,7 +178,7 @@ def test_names_of_metrics(metric: str, written: str) -> None:
 def test_without_a_metric_so_far_the_last_evaluation_is_shown() -> None:
     latest = Latest()
     for event in (start(), step(1), speed(train_metrics={}), epoch()):
-        latest.hear(event)
+        latest.on_event(event)
     assert line_of(latest)[1].text == "val IoU 0.6234"
 
 
@@ -258,7 +258,7 @@ def test_the_log_file_is_there_after_every_line_and_goes_on_after_a_second_start
     for _ in range(2):
         log = LogFile(path)
         for event in whole_run("fp16"):
-            log.hear(event)
+            log.on_event(event)
         assert path.read_text().endswith("next: halfstep export runs/segmentation_tiny\n")
         log.close()
     assert path.read_text().count("Mixed precision training: fp16") == 2

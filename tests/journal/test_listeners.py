@@ -18,7 +18,7 @@ from tests.journal.told import epoch, start, step, whole_run
 
 def tell(journal: Journal, events: list[Event]) -> None:
     for event in events:
-        journal.tell(**{name: value for name, value in event.items() if name != "time"})
+        journal.emit(**{name: value for name, value in event.items() if name != "time"})
 
 
 @pytest.mark.parametrize("kind", ["bf16", "nan"])
@@ -52,7 +52,7 @@ def test_a_run_that_was_interrupted_before_its_first_epoch_leaves_what_it_told(t
 class Unreachable:
     """A tracker whose server cannot be reached, as it finds out when the last messages are sent."""
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Queue nothing."""
 
     def close(self) -> None:
@@ -90,15 +90,15 @@ def test_drawing_is_seldom_and_a_small_share_of_the_time(
 ) -> None:
     drawings = Drawings(monkeypatch, seconds)
     listener = Curves(tmp_path)
-    listener.hear(epoch(1))
+    listener.on_event(epoch(1))
     assert drawings.count == 1
     drawings.now += pause - 0.1
-    listener.hear(epoch(2))
+    listener.on_event(epoch(2))
     assert drawings.count == 1
     drawings.now += 0.2
-    listener.hear(epoch(3))
+    listener.on_event(epoch(3))
     assert drawings.count == 2
-    listener.hear(epoch(4))
+    listener.on_event(epoch(4))
     listener.close()
     assert drawings.count == 3, "the last epoch is missing in the picture"
     listener.close()

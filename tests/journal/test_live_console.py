@@ -38,7 +38,7 @@ def seen(raw: io.BytesIO, width: int) -> Screen:
 def heard(events: list[Event]) -> Latest:
     latest = Latest()
     for event in events:
-        latest.hear(event)
+        latest.on_event(event)
     return latest
 
 
@@ -48,7 +48,7 @@ def test_after_a_run_the_page_is_clean(kind: str, width: int) -> None:
     console, raw = terminal(width)
     live = LiveConsole(console)
     for event in whole_run(kind):
-        live.hear(event)
+        live.on_event(event)
         if event["event"] == "speed":
             live._live.refresh()
     live.close()
@@ -67,7 +67,7 @@ def test_while_it_runs_bars_and_numbers_are_at_the_bottom() -> None:
     console, raw = terminal(140)
     live = LiveConsole(console)
     for event in whole_run("fp16")[:15]:
-        live.hear(event)
+        live.on_event(event)
     live._live.refresh()
     screen = seen(raw, 140)
     live.close()
@@ -138,14 +138,14 @@ def test_what_is_left_is_marked_as_rough_until_an_evaluation_was_timed() -> None
 def test_a_step_is_heard_in_little_time_and_drawn_seldom() -> None:
     console, raw = terminal(120)
     live = LiveConsole(console)
-    live.hear(start(steps=10**6, steps_per_epoch=10**5))
+    live.on_event(start(steps=10**6, steps_per_epoch=10**5))
     events = [step(n, step_in_epoch=n) for n in range(1, 5001)]
     drawn = raw.tell()
     times = []
     for _ in range(5):
         began = time.perf_counter()
         for event in events:
-            live.hear(event)
+            live.on_event(event)
         times.append((time.perf_counter() - began) / len(events))
     written = raw.tell() - drawn
     live.close()
@@ -157,8 +157,8 @@ def test_a_step_is_heard_in_little_time_and_drawn_seldom() -> None:
 def test_prints_of_others_go_above_the_area(capsys: pytest.CaptureFixture[str]) -> None:
     console, raw = terminal()
     live = LiveConsole(console)
-    live.hear(start())
-    live.hear(step(1))
+    live.on_event(start())
+    live.on_event(step(1))
     print("a word of another library")
     live._live.refresh()
     lines = seen(raw, 80).lines()
@@ -172,7 +172,7 @@ def test_prints_of_others_go_above_the_area(capsys: pytest.CaptureFixture[str]) 
 def test_a_forked_worker_has_the_streams_back() -> None:
     live = LiveConsole(terminal()[0])
     before = sys.stdout
-    live.hear(start())
+    live.on_event(start())
     assert sys.stdout is not before
     child = os.fork()
     if child == 0:
@@ -223,7 +223,7 @@ def test_in_a_notebook_lines_are_plain() -> None:
     stream = io.StringIO()
     listener = console_listener(Console(file=stream, force_jupyter=True, force_terminal=True))
     for event in whole_run():
-        listener.hear(event)
+        listener.on_event(event)
     listener.close()
     assert "  Train Loss: 0.2345 | Val Loss: 0.2567\n" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()

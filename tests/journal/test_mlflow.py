@@ -49,11 +49,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         yield store
 
 
-class Heard:
+class EventList:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "note":
             self.notes.append(event["text"])
 
@@ -64,11 +64,11 @@ def told(folder: Path, events: list[dict[str, Any]]) -> list[str]:
     """Tell a journal with MLflow among its listeners; what was said of it."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text("task: segmentation\n")
-    heard = Heard()
+    heard = EventList()
     every_listener: list[Listener] = [heard, *tracker_listeners("mlflow", folder)]
     journal = Journal(every_listener)
     for event in events:
-        journal.tell(**{name: value for name, value in event.items() if name != "time"})
+        journal.emit(**{name: value for name, value in event.items() if name != "time"})
     journal.close()
     return heard.notes
 
@@ -184,10 +184,10 @@ def test_telling_never_waits_for_the_server(tmp_path: Path, server: Store, monke
     (tmp_path / "recipe.yaml").write_text("task: segmentation\n")
     (listener,) = tracker_listeners("mlflow", tmp_path)
     began = time.monotonic()
-    listener.hear(start())
+    listener.on_event(start())
     for number in range(1, 300):
-        listener.hear(step(number))
-        listener.hear(speed())
+        listener.on_event(step(number))
+        listener.on_event(speed())
     assert time.monotonic() - began < 1.0
     with pytest.raises(RuntimeError, match="not taken within"):
         listener.close()

@@ -24,7 +24,7 @@ def plain_lines(events: list[Event]) -> list[str]:
     stream = io.StringIO()
     listener = Plain(stream)
     for event in events:
-        listener.hear(event)
+        listener.on_event(event)
     return stream.getvalue().splitlines()
 
 
@@ -34,10 +34,10 @@ def live_lines(history: list[Event], events: list[Event], width: int = 100) -> l
     stream = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
     live = LiveConsole(Console(file=stream, force_terminal=True, width=width, height=40, legacy_windows=False))
     for event in history:
-        live.recall(event)
+        live.restore_event(event)
     assert raw.getvalue() == b"", "what was told before is told again"
     for event in events:
-        live.hear(event)
+        live.on_event(event)
     live._live.refresh()
     lines = Screen(width).feed(raw.getvalue().decode()).lines()
     live.close()
@@ -153,7 +153,7 @@ def test_the_clock_of_an_epoch_does_not_count_the_preparing(monkeypatch: pytest.
     live = LiveConsole(Console(file=io.StringIO(), force_terminal=True, width=100))
     now[0] += 300.0
     for event in (start(resumed=resumed()), step(16)):
-        live.hear(event)
+        live.on_event(event)
     now[0] += 7.0
     first = live._area().renderables[0]
     live.close()
@@ -166,7 +166,7 @@ def test_a_checkpoint_has_no_line_but_a_place_among_the_numbers() -> None:
     assert not any("checkpoint" in line for line in live_lines([], events))
     latest = Latest()
     for event in events:
-        latest.hear(event)
+        latest.on_event(event)
     assert line_of(latest)[-1].text == "saved at step 1,003"
     assert not line_of(latest)[-1].alarm
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_has_no_line_but_a_place_among_the_numbers() -> None:
 def ended(events: list[Event], **changes: object) -> list[str]:
     latest = Latest()
     for event in events:
-        latest.hear(event)
+        latest.on_event(event)
     return ending(end(best={}, **changes), latest)[1:]
 
 

@@ -21,7 +21,7 @@ AT = 15
 
 def tell(journal: Journal, events: list[Event]) -> None:
     for event in events:
-        journal.tell(**{name: value for name, value in event.items() if name != "time"})
+        journal.emit(**{name: value for name, value in event.items() if name != "time"})
 
 
 def killed_and_taken_up(folder: Path, kind: str, killed_at: int, tracker: str = "none") -> list[Event]:
@@ -108,7 +108,7 @@ def _scalars_of(folder: Path, parts: list[tuple[int | None, list[Event]]]) -> tu
         _next_second()
         listener = TensorBoard(folder, resumed_at)
         for event in events:
-            listener.hear(event)
+            listener.on_event(event)
         listener.close()
     read = EventAccumulator(str(folder))
     read.Reload()
@@ -139,7 +139,7 @@ def test_what_tensorboard_heard_before_a_checkpoint_is_on_disk_after_it(tmp_path
 
     listener = TensorBoard(tmp_path)
     for event in (start(), *(event for n in range(1, 40) for event in (step(n), speed())), saved(40)):
-        listener.hear(event)
+        listener.on_event(event)
     (file,) = tmp_path.iterdir()
     after_the_checkpoint = file.stat().st_size
     listener.close()
@@ -148,8 +148,8 @@ def test_what_tensorboard_heard_before_a_checkpoint_is_on_disk_after_it(tmp_path
 
 def test_an_evaluation_that_is_all_that_was_left_belongs_to_the_step_before_it() -> None:
     scales = EventScalars()
-    scales.hear(start(resumed=resumed(20)))
-    told = scales.hear(epoch(1))
+    scales.on_event(start(resumed=resumed(20)))
+    told = scales.on_event(epoch(1))
     assert told is not None
     assert told.attempt == 20
 
@@ -158,12 +158,12 @@ def test_time_goes_on_where_it_was(tmp_path: Path) -> None:
     killed_and_taken_up(tmp_path, "bf16", 18)
     heard: list[Event] = []
 
-    class Heard:
-        hear: Callable[[Event], None] = staticmethod(heard.append)
+    class EventList:
+        on_event: Callable[[Event], None] = staticmethod(heard.append)
 
         def close(self) -> None: ...
 
-    Journal([Heard()], began_with=1000.0).tell("note", text="")
+    Journal([EventList()], began_with=1000.0).emit("note", text="")
     assert 1000.0 <= heard[0]["time"] < 1001.0
     times = [e["time"] for e in read_events(tmp_path / JOURNAL)]
     assert times == sorted(times)

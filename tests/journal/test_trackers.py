@@ -20,10 +20,10 @@ from tests.journal.told import epoch, note, speed, start, step, whole_run
 
 def test_scalars_are_told_as_often_as_the_log() -> None:
     scales = EventScalars()
-    assert scales.hear(start()) is None
-    assert scales.hear(step(1, "gradient_overflow", loss_scale=65536.0)) is None
-    assert scales.hear(step(2, loss_scale=32768.0)) is None
-    told = scales.hear(speed())
+    assert scales.on_event(start()) is None
+    assert scales.on_event(step(1, "gradient_overflow", loss_scale=65536.0)) is None
+    assert scales.on_event(step(2, loss_scale=32768.0)) is None
+    told = scales.on_event(speed())
     assert told is not None
     assert told.attempt == 2
     assert told.values == {
@@ -37,27 +37,27 @@ def test_scalars_are_told_as_often_as_the_log() -> None:
         "speed/host_bytes": 3 * 2.0**30,
         "train/iou": 0.6543,
     }
-    assert scales.hear(note("nothing")) is None
+    assert scales.on_event(note("nothing")) is None
 
 
 def test_an_epoch_tells_both_sides_and_the_last_step_if_nobody_did() -> None:
     scales = EventScalars()
-    scales.hear(start())
-    scales.hear(step(3))
-    told = scales.hear(epoch())
+    scales.on_event(start())
+    scales.on_event(step(3))
+    told = scales.on_event(epoch())
     assert told is not None
     assert told.attempt == 3
     both = {"train_epoch/loss": 0.2345, "train_epoch/iou": 0.6543, "val/loss": 0.2567, "val/iou": 0.6234}
     assert both.items() <= told.values.items()
     assert told.values["train/loss"] == step(3)["loss"]
-    again = scales.hear(epoch(2, val=None))
+    again = scales.on_event(epoch(2, val=None))
     assert again is not None
     assert sorted(again.values) == ["train_epoch/iou", "train_epoch/loss"]
 
 
 def test_gpu_meters_and_what_is_not_known() -> None:
     scales = EventScalars()
-    told = scales.hear(speed(gpu={"utilisation": 0.5, "power_watts": None}, memory=None, train_metrics=None))
+    told = scales.on_event(speed(gpu={"utilisation": 0.5, "power_watts": None}, memory=None, train_metrics=None))
     assert told is not None
     assert told.attempt == 0
     assert told.values == {"speed/samples_per_second": 123.4, "speed/wait_share": 0.03, "gpu/utilisation": 0.5}
@@ -68,7 +68,7 @@ def test_tensorboard_has_what_the_journal_told(tmp_path: Path) -> None:
 
     journal = Journal(tracker_listeners("tensorboard", tmp_path))
     for event in whole_run("fp16"):
-        journal.tell(**{name: value for name, value in event.items() if name != "time"})
+        journal.emit(**{name: value for name, value in event.items() if name != "time"})
     assert len(journal.listeners) == 1, "the listener was left out"
     journal.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -87,7 +87,7 @@ def test_tensorboard_takes_numbers_that_are_not_finite(tmp_path: Path) -> None:
 
     (listener,) = tracker_listeners("tensorboard", tmp_path)
     for event in (start(), step(1, "loss_not_finite", loss=math.nan), speed()):
-        listener.hear(event)
+        listener.on_event(event)
     listener.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
@@ -101,7 +101,7 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
     (listener,) = tracker_listeners("tensorboard", tmp_path)
     picture = {"event": "saved", "time": 2.0, "kind": "picture", "file": "pictures/epoch-0002.png"}
     for event in (start(), step(12), picture):
-        listener.hear(event)
+        listener.on_event(event)
     listener.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()

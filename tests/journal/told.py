@@ -148,7 +148,7 @@ def main() -> None:
     told = Journal([LiveConsole(Console())])
     try:
         for event in whole_run(json.loads(sys.argv[1])["kind"])[:15]:
-            told.tell(**{k: v for k, v in event.items() if k != "time"})
+            told.emit(**{k: v for k, v in event.items() if k != "time"})
         time.sleep(60)
     finally:
         told.close()

@@ -281,7 +281,7 @@ def test_latents_that_are_not_finite_are_never_written(computed_in: str, do: str
 def test_how_far_it_is_is_told_and_nothing_is_begun_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     how = Counting()
-    cached(encoding(how), Pictures(MANY), parts=PARTS, told=lambda done, of: told.append((done, of)))
+    cached(encoding(how), Pictures(MANY), parts=PARTS, on_progress=lambda done, of: told.append((done, of)))
     assert told == sorted(told)
     assert len(told) > 1
     assert told[-1] == (600, 600)

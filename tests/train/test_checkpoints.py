@@ -24,11 +24,11 @@ from tests.support.room import files_of_at_most
 from tests.support.tiny_task import Tiny
 
 
-class Heard:
+class EventList:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.events.append(event)
 
     def close(self) -> None: ...
@@ -62,8 +62,8 @@ def loop(tmp_path: Path) -> Loop:
 
 
 @pytest.fixture
-def taking(loop: Loop, tmp_path: Path) -> tuple[Checkpoints, Full, Heard]:
-    disk, heard = Full(), Heard()
+def taking(loop: Loop, tmp_path: Path) -> tuple[Checkpoints, Full, EventList]:
+    disk, heard = Full(), EventList()
     saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=Alone(), background=True, disk=disk)
     return Checkpoints(loop.live, saver, Journal([heard])), disk, heard
 
@@ -74,12 +74,12 @@ def attempt(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.finish()
 
 
-def counted(heard: Heard) -> list[str]:
+def counted(heard: EventList) -> list[str]:
     return [one["text"].rpartition("(")[2].rstrip(")") for one in heard.told("note")]
 
 
 def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(
-    taking: tuple[Checkpoints, Full, Heard], tmp_path: Path
+    taking: tuple[Checkpoints, Full, EventList], tmp_path: Path
 ) -> None:
     checkpoints, disk, heard = taking
     attempt(checkpoints, 1)
@@ -106,7 +106,7 @@ def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(
 
 
 def test_numbers_that_are_not_finite_are_not_the_disks_fault(
-    taking: tuple[Checkpoints, Full, Heard], loop: Loop
+    taking: tuple[Checkpoints, Full, EventList], loop: Loop
 ) -> None:
     checkpoints, _, heard = taking
     attempt(checkpoints, 1)
@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite_are_not_the_disks_fault(
 
 
 def test_a_stop_of_a_run_that_was_never_finite_does_not_blame_the_disk(
-    taking: tuple[Checkpoints, Full, Heard], loop: Loop, tmp_path: Path
+    taking: tuple[Checkpoints, Full, EventList], loop: Loop, tmp_path: Path
 ) -> None:
     checkpoints, _, _ = taking
     next(loop.model.parameters()).data.fill_(float("inf"))
@@ -135,7 +135,7 @@ def test_a_stop_of_a_run_that_was_never_finite_does_not_blame_the_disk(
     assert generations(tmp_path / CHECKPOINTS) == []
 
 
-def test_stop_saves_what_is_there_and_ends_with_75(taking: tuple[Checkpoints, Full, Heard]) -> None:
+def test_stop_saves_what_is_there_and_ends_with_75(taking: tuple[Checkpoints, Full, EventList]) -> None:
     checkpoints, _, heard = taking
     checkpoints._live.progress.attempts = 9
     with pytest.raises(Stopped, match=r"stopped by SIGTERM at step 9 of 40: saved as step-00000009\.0001") as caught:
@@ -146,7 +146,7 @@ def test_stop_saves_what_is_there_and_ends_with_75(taking: tuple[Checkpoints, Fu
     assert [one["attempt"] for one in heard.told("saved")] == [9]
 
 
-def test_a_stop_that_cannot_save_does_not_say_that_it_did(taking: tuple[Checkpoints, Full, Heard]) -> None:
+def test_a_stop_that_cannot_save_does_not_say_that_it_did(taking: tuple[Checkpoints, Full, EventList]) -> None:
     checkpoints, disk, _ = taking
     attempt(checkpoints, 1)
     disk.full = True
@@ -155,7 +155,9 @@ def test_a_stop_that_cannot_save_does_not_say_that_it_did(taking: tuple[Checkpoi
         checkpoints.stop("SIGTERM", 40)
 
 
-def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(taking: tuple[Checkpoints, Full, Heard]) -> None:
+def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(
+    taking: tuple[Checkpoints, Full, EventList],
+) -> None:
     checkpoints, disk, heard = taking
     disk.full = True
     attempt(checkpoints, 1)
@@ -170,7 +172,7 @@ def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(taking: tu
 
 
 def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path: Path) -> None:
-    heard, model = Heard(), nn.Linear(20, 20)
+    heard, model = EventList(), nn.Linear(20, 20)
     keeper = RunOutputs(tmp_path, Journal([heard]), pictures=0)
     keeper.last(model, None)
     before = digest(model)
@@ -216,7 +218,7 @@ class _Facts:
 
 
 def test_a_picture_that_has_no_room_is_a_warning(tmp_path: Path, loop: Loop) -> None:
-    heard = Heard()
+    heard = EventList()
     keeper = RunOutputs(tmp_path, Journal([heard]), pictures=2)
 
     class Drawing(Tiny):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.data.source import Batch
-from halfstep.train.evaluation import Choosing, beginning, caption, told_in_words, worst_and_typical
+from halfstep.train.evaluation import Choosing, beginning, caption, described_choice, worst_and_typical
 from halfstep.train.task import Shown
 from tests.tasks.made import made
 
@@ -37,13 +37,13 @@ def test_numbers_are_those_of_the_samples(count: int) -> None:
     for ids, truths in (([7, 8, 9], [0, 1, 2]), ([12], [3])):
         logits = torch.zeros(len(ids), 6)
         logits[:, 0] = 9.0
-        choosing.hear(Batch({}, ids, [], []), logits, torch.tensor(truths))
+        choosing.on_outputs(Batch({}, ids, [], []), logits, torch.tensor(truths))
     chosen = choosing.chosen(count)
     assert choosing.total == 4
     assert len({one.number for one in chosen}) == count
     assert {one.number for one in chosen} <= {7, 8, 9, 12}
     assert (7 in {one.number for one in chosen}) == (count == 4), "the only one that is right"
-    assert ("all 4" in told_in_words(chosen, 4)) == (count == 4)
+    assert ("all 4" in described_choice(chosen, 4)) == (count == 4)
 
 
 def test_a_task_that_does_not_judge_has_none() -> None:

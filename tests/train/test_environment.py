@@ -12,7 +12,7 @@ import torch
 from halfstep.checkpoint.packing import pack, unpack
 from halfstep.errors import StateMismatch
 from halfstep.train.environment import check_generators, read_generators, seed_all, set_generators
-from halfstep.train.process_group import generators_kept
+from halfstep.train.process_group import rng_preserved
 from tests.support.digest import digest_of
 
 HERE = torch.device("cpu")
@@ -28,7 +28,7 @@ def saved_and_loaded(state: Any) -> Any:
 
 
 def test_what_is_drawn_after_a_state_is_drawn_again() -> None:
-    with generators_kept():
+    with rng_preserved():
         seed_all(2**63 - 1)
         drawn()
         state = saved_and_loaded(read_generators(HERE))
@@ -40,7 +40,7 @@ def test_what_is_drawn_after_a_state_is_drawn_again() -> None:
 
 
 def test_seeds_differ_for_every_generator() -> None:
-    with generators_kept():
+    with rng_preserved():
         seed_all(1)
         one = drawn()
         seed_all(2)

@@ -11,7 +11,7 @@ import pytest
 
 from faults.refit import refit
 from halfstep.checkpoint.paths import CHECKPOINTS, generations, set_aside
-from halfstep.checkpoint.reading import newest_whole
+from halfstep.checkpoint.reading import newest_intact
 from halfstep.errors import BadData, Diverged, StateMismatch, Stopped
 from halfstep.train.loop import Loop
 from halfstep.train.resume import find
@@ -207,7 +207,7 @@ def test_the_last_good_checkpoint_stays_the_newest(tmp_path: Path, onset: int, m
     with every_loop(rate_times(1e5, since=onset)), pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", guard=mode, guard__spikes="refuse", guard__rollbacks=1)
     place = tmp_path / "run" / CHECKPOINTS
-    verdict, damaged = newest_whole(place)
+    verdict, damaged = newest_intact(place)
     assert verdict is not None
     assert not damaged
     # The end of an epoch, the twenty-fourth step, is saved, too.

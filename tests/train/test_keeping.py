@@ -20,7 +20,7 @@ class Notes:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.texts += [event["text"]] if event["event"] == "note" else []
 
     def close(self) -> None: ...

@@ -76,7 +76,7 @@ def recipe(tmp_path: Path, kind: type[Tiny], **settings: Any) -> Any:
 
 def building(kind: type[Tiny], made: Any) -> Build:
     def build(where: Path, measured: AutoChoices | None, cures: Remedies | None) -> Any:
-        return make_loop(kind(made), made, where, Journal(), measured=measured, cures=cures)
+        return make_loop(kind(made), made, where, Journal(), measured=measured, remedies=cures)
 
     return build
 

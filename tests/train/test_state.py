@@ -14,14 +14,14 @@ from faults.wrong_pairs import Kind, Net, loop_of
 from halfstep import distributed
 from halfstep.errors import BadData, StateMismatch
 from halfstep.train.environment import differences, environment
-from halfstep.train.process_group import generators_kept
+from halfstep.train.process_group import rng_preserved
 from halfstep.train.state import COMPONENTS, OWN, State
 from tests.support.digest import digest_of
 
 
 @pytest.fixture(autouse=True)
 def _kept() -> Iterator[None]:
-    with generators_kept():
+    with rng_preserved():
         yield
 
 

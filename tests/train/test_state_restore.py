@@ -17,15 +17,15 @@ from faults.wrong_pairs import Kind, Net, loop_of, saved_by
 from halfstep.errors import BadData, StateMismatch
 from halfstep.recipe.changes import DATA
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import generators_kept
-from halfstep.train.resume import FoundCheckpoint, find, take_up
+from halfstep.train.process_group import rng_preserved
+from halfstep.train.resume import FoundCheckpoint, find, resume_from
 from halfstep.train.state import FORM, State, restore
 from tests.support.digest import digest_of
 
 
 @pytest.fixture(autouse=True)
 def _kept() -> Iterator[None]:
-    with generators_kept():
+    with rng_preserved():
         yield
 
 
@@ -41,7 +41,7 @@ def saved(loop: Loop) -> None:
 def resumed(kind: Kind, folder: Path, accepted: tuple[str, ...] = ()) -> Loop:
     loop, found = loop_of(kind, folder), find(folder)
     assert found is not None
-    take_up(loop, found, folder, accepted)
+    resume_from(loop, found, folder, accepted)
     return loop
 
 

@@ -93,16 +93,16 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
     generation = named(folder, snapshot.attempt, 0)
     try:
         # Each `by_all` below is a barrier: no rank enters a phase before every rank has finished the one before it.
-        numbers = by_all(party, lambda: _number(folder, snapshot, first))
+        numbers = all_ranks_or_raise(party, lambda: _number(folder, snapshot, first))
         generation = named(folder, snapshot.attempt, numbers[0][1])
         _refuse_other_steps([attempt for attempt, _ in numbers])
-        by_all(party, lambda: _begin(generation, disk) if first else None)
+        all_ranks_or_raise(party, lambda: _begin(generation, disk) if first else None)
         # The draft folder must exist before any rank writes into it.
-        sealed = by_all(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
+        sealed = all_ranks_or_raise(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
         # Every file is on the disk now, on every rank: only then may a manifest with their digests exist.
         files = tuple(Sealed(*entry) for own in sealed for entry in own)
         manifest = Manifest(snapshot.attempt, party.size, files, snapshot.environment)
-        by_all(party, lambda: _finish(generation, manifest, disk) if first else None)
+        all_ranks_or_raise(party, lambda: _finish(generation, manifest, disk) if first else None)
     except NotCommitted:
         if first:
             with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
     return generation
 
 
-def by_all(party: RankGather, do: Callable[[], Any]) -> list[Any]:
+def all_ranks_or_raise(party: RankGather, do: Callable[[], Any]) -> list[Any]:
     """Run `do` on every rank and return the results in rank order; raise NotCommitted on all ranks if one fails."""
     try:
         own = {"done": do()}

@@ -92,7 +92,7 @@ def refuse_strangers(folder: Path) -> None:
             refuse_code(path, os.pread(file, LOOKED_AT, 0))
 
 
-def newest_whole(folder: Path) -> tuple[CheckpointVerdict | None, list[CheckpointVerdict]]:
+def newest_intact(folder: Path) -> tuple[CheckpointVerdict | None, list[CheckpointVerdict]]:
     """Return the newest intact checkpoint, and the damaged ones that are newer; None if there is none at all.
 
     Raises NoCheckpoint if all are damaged, and StorageFailed if one cannot be read at present.
@@ -112,11 +112,11 @@ def newest_whole(folder: Path) -> tuple[CheckpointVerdict | None, list[Checkpoin
         damaged.append(verdict)
     # Never start over silently when there was a checkpoint once.
     if damaged:
-        raise none_whole(folder, [f"{one.generation.name}: {one.problem}" for one in damaged])
+        raise none_intact(folder, [f"{one.generation.name}: {one.problem}" for one in damaged])
     return None, []
 
 
-def none_whole(folder: Path, lines: list[str]) -> NoCheckpoint:
+def none_intact(folder: Path, lines: list[str]) -> NoCheckpoint:
     """Return the error for a folder in which every checkpoint is damaged; `lines` has one reason for each."""
     shown = lines[:10] + ([f"... and {len(lines) - 10} more"] if len(lines) > 10 else [])
     return NoCheckpoint(

@@ -151,12 +151,12 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
 
 def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
     from halfstep.train.environment import seed_all
-    from halfstep.train.process_group import generators_kept
+    from halfstep.train.process_group import rng_preserved
     from halfstep.train.task import LeftOut
 
     inference = finished.choice.precision.inference(finished.device)
     try:
-        with progress("sampling", "steps") as on_progress, generators_kept(), inference:
+        with progress("sampling", "steps") as on_progress, rng_preserved(), inference:
             # Seeded inside `generators_kept`, which restores the caller's generators afterwards.
             seed_all(seed)
             return finished.task.sample(finished.model, samples, on_progress)

@@ -92,9 +92,9 @@ def _report(examined: Subject, precision: str | None, device: str | None) -> dic
 
 def next_command(examined: Subject, report: dict[str, Any], device: str | None = None) -> str:
     """Return the command to type next."""
-    from halfstep.runs.resolve import but_for_precision
+    from halfstep.runs.resolve import without_precision
 
-    words = [examined.text] if examined.is_own_code else but_for_precision(examined.text, examined.settings)
+    words = [examined.text] if examined.is_own_code else without_precision(examined.text, examined.settings)
     typed = shlex.join(words)
     where = f" --device {shlex.quote(device)}" if device else ""
     again = f"halfstep audit {typed}{where} --precision"

@@ -76,15 +76,15 @@ def run(
 
 def _arms(given: Subject, precisions: list[str], configs: bool, more: list[str]) -> dict[str, tuple[str, ...]] | None:
     """Return settings by the name of a candidate; None where the candidates are precisions."""
-    from halfstep.measure.bench.bench import usual_arms
-    from halfstep.measure.bench.comparison import read_arms
+    from halfstep.measure.bench.bench import usual_candidates
+    from halfstep.measure.bench.comparison import read_candidates
     from halfstep.precision.names import read_precision
 
     if not configs and not more:
         return None
     names = [read_precision(word).name for word in precisions]
     lower = next((name for name in names if name not in ("fp32", "tf32")), "bf16")
-    return {**(usual_arms(given, lower) if configs else {}), **read_arms(more)}
+    return {**(usual_candidates(given, lower) if configs else {}), **read_candidates(more)}
 
 
 @contextmanager

@@ -105,8 +105,8 @@ def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, tas
         "interrupted": False,
     }
     try:
-        with progress("replaying", "reruns") as told:
-            verdict = replay(replayed, report, told)
+        with progress("replaying", "reruns") as on_progress:
+            verdict = replay(replayed, report, on_progress)
     except KeyboardInterrupt:
         return {**report, "interrupted": True}
     return {**report, **advice(verdict, replayed, run_folder, task)}

@@ -47,7 +47,7 @@ class SetFacts:
         return min(self.width, self.height)
 
 
-def set_facts(layout: Layout, told: OnProgress = lambda done, of: None) -> SetFacts:
+def set_facts(layout: Layout, on_progress: OnProgress = lambda done, of: None) -> SetFacts:
     """Inspect a set: every name, the sizes of some images, and the values of some masks."""
     part = layout.train
     files = image_files(part.folder)
@@ -58,7 +58,7 @@ def set_facts(layout: Layout, told: OnProgress = lambda done, of: None) -> SetFa
     assert part.masks is not None
     most = max(FEWEST_MASKS, MOST_MASK_PIXELS // max(width * height, 1))
     chosen = _evenly(image_files(part.masks), most)
-    masks = _read([part.masks / name for name in chosen], told)
+    masks = _read([part.masks / name for name in chosen], on_progress)
     return SetFacts(len(files), width, height, layout.val, masks=masks, masks_read=len(chosen))
 
 
@@ -78,7 +78,7 @@ def _median_size(paths: Sequence[Path]) -> tuple[int, int]:
     return by_area[median_low(w * h for w, h in sizes)] if sizes else (0, 0)
 
 
-def _read(paths: Sequence[Path], told: OnProgress) -> MaskReading:
+def _read(paths: Sequence[Path], on_progress: OnProgress) -> MaskReading:
     counts = []
     for done, path in enumerate(paths, 1):
         try:
@@ -86,7 +86,7 @@ def _read(paths: Sequence[Path], told: OnProgress) -> MaskReading:
                 counts.append(counts_in(image))
         except BadSample:
             continue
-        told(done, len(paths))
+        on_progress(done, len(paths))
     return read_masks_as(counts)
 
 

@@ -271,9 +271,9 @@ class LiveConsole:
             console=console, get_renderable=self._area, refresh_per_second=REFRESHES_A_SECOND, transient=True
         )
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Record an event, and print it above the live area if it deserves a line."""
-        self._latest.hear(event)
+        self._latest.on_event(event)
         self._heard, self._time = time.monotonic(), event["time"]
         kind = event["event"]
         if kind == events.STEP:
@@ -288,9 +288,9 @@ class LiveConsole:
         else:
             self._print_event(kind, event)
 
-    def recall(self, event: Event) -> None:
+    def restore_event(self, event: Event) -> None:
         """Record an event of an earlier launch without printing it."""
-        self._latest.hear(event)
+        self._latest.on_event(event)
 
     def close(self) -> None:
         """Stop drawing and restore the cursor, also after an interruption."""

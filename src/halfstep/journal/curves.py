@@ -22,7 +22,7 @@ class Curves:
         self._not_before = 0.0
         self._is_drawn = True
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Add an event to the curves; draw after an epoch and at the end."""
         self._series.add(event)
         kind = event["event"]
@@ -33,7 +33,7 @@ class Curves:
         elif kind == END:
             self._draw()
 
-    def recall(self, event: Event) -> None:
+    def restore_event(self, event: Event) -> None:
         """Add an event of an earlier launch without drawing."""
         self._series.add(event)
 

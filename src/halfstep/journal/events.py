@@ -46,7 +46,7 @@ SAVED, GUARD, NOTE, END = "saved", "guard", "note", "end"
 class Listener(Protocol):
     """A receiver of every event of a run, in order."""
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Receive an event."""
         ...
 
@@ -57,9 +57,9 @@ class Listener(Protocol):
 
 @runtime_checkable
 class StatefulListener(Protocol):
-    """A listener that needs the events of earlier launches; `recall` must not emit them again."""
+    """A listener that needs the events of earlier launches; `restore_event` must not emit them again."""
 
-    def recall(self, event: Event) -> None:
+    def restore_event(self, event: Event) -> None:
         """Receive an event of an earlier launch."""
         ...
 
@@ -84,20 +84,20 @@ class Journal:
         """Return the time that the run has taken."""
         return time.monotonic() - self._began
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def emit(self, event: str, **fields: Any) -> None:
         """Emit an event with these fields to all listeners."""
         emitted = {"event": event, "time": round(self.seconds, 3), **fields}
         # A copy: a listener that fails is removed while the loop runs.
         for listener in tuple(self.listeners):
             try:
-                listener.hear(emitted)
+                listener.on_event(emitted)
             except Exception as failure:
                 # A full disk or an unreachable tracker is no reason to lose the training.
                 self._remove(listener, failure)
 
     def note(self, text: str, level: str) -> None:
         """Emit a note: a line of text with a level, `info` or `warning`."""
-        self.tell(NOTE, text=text, level=level)
+        self.emit(NOTE, text=text, level=level)
 
     def close(self) -> None:
         """Close and remove all listeners."""
@@ -116,4 +116,4 @@ class Journal:
         self._report(listener, failure)
 
     def _report(self, listener: Listener, failure: Exception) -> None:
-        self.tell(NOTE, text=f"{type(listener).__name__} stopped: {failure or type(failure).__name__}", level="warning")
+        self.emit(NOTE, text=f"{type(listener).__name__} stopped: {failure or type(failure).__name__}", level="warning")

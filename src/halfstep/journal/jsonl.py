@@ -116,7 +116,7 @@ class JsonLines:
         """The number of lines that were dropped, and are not yet reported in the file."""
         self._has_warned = False
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write an event; never raises for a full disk."""
         self._waiting.append(as_line(event).encode("utf-8", "replace"))
         try:
@@ -221,7 +221,7 @@ def read_events(path: Path) -> list[Event]:
         ) from failure
 
 
-def kept_events(path: Path, after: int = 0) -> Iterator[Event]:
+def saved_events(path: Path, after: int = 0) -> Iterator[Event]:
     """Yield the readable events that begin after `after` bytes, for a resumed run.
 
     A damaged line or a missing journal must not stop a run, so both are passed over. Raises StateMismatch for a
@@ -237,7 +237,7 @@ def kept_events(path: Path, after: int = 0) -> Iterator[Event]:
 
 def refuse_other_form(path: Path) -> None:
     """Raise StateMismatch if the journal begins in another form than this version writes."""
-    next((event for event in kept_events(path) if event["event"] == START), None)
+    next((event for event in saved_events(path) if event["event"] == START), None)
 
 
 def last_time(path: Path) -> float:

@@ -29,7 +29,7 @@ class Latest:
         self.saved: dict[str, str] = {}
         self.checkpoint: Checkpoint | None = None
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Record an event."""
         kind = event["event"]
         self.by_kind[kind] = event

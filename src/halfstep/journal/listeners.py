@@ -10,7 +10,7 @@ from rich.console import Console
 from halfstep.errors import unknown_name
 from halfstep.journal.console import LiveConsole
 from halfstep.journal.events import Listener, StatefulListener
-from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, kept_events
+from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, saved_events
 from halfstep.journal.plain import LogFile, Plain
 from halfstep.journal.trackers import TRACKERS
 
@@ -57,11 +57,11 @@ def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) ->
 
 def _replay_events(every_listener: list[Listener], path: Path) -> None:
     remembering = [listener for listener in every_listener if isinstance(listener, StatefulListener)]
-    for event in kept_events(path):
+    for event in saved_events(path):
         for listener in remembering:
             # An event from a damaged line may lack fields; that is no reason not to train.
             with contextlib.suppress(Exception):
-                listener.recall(event)
+                listener.restore_event(event)
 
 
 def console_listener(console: Console) -> Listener:

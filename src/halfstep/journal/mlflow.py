@@ -218,9 +218,9 @@ class MLflow:
         self._sent = time.monotonic()
         self._run, self._place = "", ""
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Queue what the server should get of an event."""
-        scalars, picture = self._scalars.hear(event), self._scalars.picture(event)
+        scalars, picture = self._scalars.on_event(event), self._scalars.picture(event)
         kind = event["event"]
         if kind == events.START:
             self._queue.add(partial(self._begin, event))
@@ -234,9 +234,9 @@ class MLflow:
             self._send_metrics()
             self._queue.add(partial(self._end, _STATUS.get(event["reason"], "KILLED")))
 
-    def recall(self, event: Event) -> None:
+    def restore_event(self, event: Event) -> None:
         """Record an event of an earlier launch without sending it."""
-        self._scalars.hear(event)
+        self._scalars.on_event(event)
 
     def close(self) -> None:
         """Send the remaining metrics and wait for them, within a limit."""

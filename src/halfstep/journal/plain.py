@@ -35,9 +35,9 @@ class Plain:
             events.END: lambda event: ending(event, self._latest),
         }
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Record an event, and write its lines."""
-        self._latest.hear(event)
+        self._latest.on_event(event)
         kind = event["event"]
         # A line per applied step would drown the log; the speed event has one for every few steps.
         if kind == events.STEP and event["applied"]:
@@ -48,9 +48,9 @@ class Plain:
             self._stream.write(words.fitted(text, getattr(self._stream, "encoding", None)))
             self._stream.flush()
 
-    def recall(self, event: Event) -> None:
+    def restore_event(self, event: Event) -> None:
         """Record an event of an earlier launch without writing it."""
-        self._latest.hear(event)
+        self._latest.on_event(event)
 
     def close(self) -> None:
         """Do nothing: the stream belongs to the caller."""

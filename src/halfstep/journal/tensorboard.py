@@ -36,13 +36,13 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=(resumed_at or 0) + 1)
         self._scalars = EventScalars()
 
-    def recall(self, event: Event) -> None:
+    def restore_event(self, event: Event) -> None:
         """Record an event of an earlier launch without writing it."""
-        self._scalars.hear(event)
+        self._scalars.on_event(event)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write the scalars, the picture or the recipe of an event."""
-        scalars, picture = self._scalars.hear(event), self._scalars.picture(event)
+        scalars, picture = self._scalars.on_event(event), self._scalars.picture(event)
         if picture is not None:
             self._add_picture(picture)
         elif scalars is not None:

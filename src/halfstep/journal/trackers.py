@@ -82,9 +82,9 @@ class EventScalars:
         self._latest = Latest()
         self._last_reported = 0
 
-    def hear(self, event: Event) -> Scalars | None:
+    def on_event(self, event: Event) -> Scalars | None:
         """Record an event, and return its scalars or None."""
-        self._latest.hear(event)
+        self._latest.on_event(event)
         kind = event["event"]
         if kind == events.SPEED:
             values = self._step() | _speed(event)

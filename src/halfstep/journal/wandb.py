@@ -32,9 +32,9 @@ class WeightsAndBiases:
         self._scalars = EventScalars()
         self._run: Any = None
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Start the W&B run, or log the scalars or the picture of an event."""
-        scalars, picture = self._scalars.hear(event), self._scalars.picture(event)
+        scalars, picture = self._scalars.on_event(event), self._scalars.picture(event)
         if event["event"] == events.START:
             self._run = init(
                 project="halfstep",
@@ -52,9 +52,9 @@ class WeightsAndBiases:
         elif picture is not None and self._run is not None:
             self._run.log({picture.name: Image(str(self._folder / picture.file))}, step=picture.attempt)
 
-    def recall(self, event: Event) -> None:
+    def restore_event(self, event: Event) -> None:
         """Record an event of an earlier launch without logging it."""
-        self._scalars.hear(event)
+        self._scalars.on_event(event)
 
     def close(self) -> None:
         """Finish the W&B run."""

@@ -173,7 +173,7 @@ def read_flags(words: Sequence[str], schema: Any) -> list[Override]:
     return [one for one, _ in _each(words, fields_of(schema))]
 
 
-def typed_again(words: Sequence[str], changes: Sequence[str], schema: Any) -> list[str]:
+def retyped(words: Sequence[str], changes: Sequence[str], schema: Any) -> list[str]:
     """Return the words as typed, without those that `changes` replaces, followed by `changes`."""
     changed = {_one_for_precision(one.key) for one in read_flags(changes, schema)}
     unchanged = [typed for one, typed in _each(words, fields_of(schema)) if _one_for_precision(one.key) not in changed]

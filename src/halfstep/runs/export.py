@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
-from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.data.source import BadSample
 from halfstep.errors import (
     BadData,
@@ -30,7 +30,7 @@ from halfstep.errors import (
 )
 from halfstep.files import replacing
 from halfstep.journal.events import EPOCH, SAVED, STEP
-from halfstep.journal.jsonl import JOURNAL, kept_events
+from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.runs.finished import model_with, task_of
 from halfstep.safetensors_header import content, header
 from halfstep.status_line import OnProgress
@@ -39,7 +39,7 @@ from halfstep.train.run_folder import is_finished
 from halfstep.train.setup import without_weights
 from halfstep.train.signature import Signature
 from halfstep.train.state import State
-from halfstep.train.task import LeftOut, Task, unheard
+from halfstep.train.task import LeftOut, Task, no_progress
 from halfstep.train.weights import as_saved, finite
 
 CHECKPOINT = "checkpoint"
@@ -130,7 +130,7 @@ def _when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int |
     found: tuple[int | None, int | None, float | None] = None, None, None
     if not (folder / JOURNAL).is_file():  # opening a named pipe would block forever
         return found
-    for event in kept_events(folder / JOURNAL):
+    for event in saved_events(folder / JOURNAL):
         if event["event"] == STEP:
             at = event.get("attempt")
         elif event["event"] == SAVED and event.get("file") == file:
@@ -165,7 +165,7 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
 
 def _newest(folder: Path) -> CheckpointDir:
     try:
-        verdict, _ = newest_whole(folder / CHECKPOINTS)
+        verdict, _ = newest_intact(folder / CHECKPOINTS)
     except NoCheckpoint as error:
         files = "write --weights best, or --weights last: files of their own, written after each epoch"
         raise NoCheckpoint(error.given, allowed="a checkpoint as it was written", do=files) from None
@@ -330,7 +330,7 @@ LARGEST_ONNX = 2 * 10**9
 
 
 def write(
-    found: Exported, file: Path, format: str, notes: Mapping[str, str], on_progress: OnProgress = unheard
+    found: Exported, file: Path, format: str, notes: Mapping[str, str], on_progress: OnProgress = no_progress
 ) -> Checked | None:
     """Replace `file` once it is verified; return the comparison, None where the task has no signature.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.data.loader import placed
 from halfstep.errors import BadData, NoCheckpoint, WrongUse
 from halfstep.files import read_json
@@ -23,7 +23,7 @@ from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
 from halfstep.train.environment import AutoChoices
 from halfstep.train.evaluation import Choosing
-from halfstep.train.guarding import cures_in, cures_of, placed_again
+from halfstep.train.guarding import reapply_remedies, remedies_in, remedies_of
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import BEST, FACTS, LAST
 from halfstep.train.process_group import device_of
@@ -86,9 +86,9 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
     model = placed(model_with(task, path), device, recipe.train.channels_last)
     if precision is None:
         # The guard's islands belong to the run's own precision; another precision may not need them.
-        cures = _cures(folder)
-        placed_again(model, cures)
-        precision = cures.precision
+        remedies = _remedies(folder)
+        reapply_remedies(model, remedies)
+        precision = remedies.precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
     return Finished(folder, task, model.eval(), choice, device, recipe, path)
 
@@ -106,19 +106,19 @@ def remembering(task: Task, folder: Path) -> Task:
     return task
 
 
-def _cures(folder: Path) -> Remedies:
+def _remedies(folder: Path) -> Remedies:
     """Return the remedies the run's guard applied: from its result, or from the newest checkpoint."""
     result = read_json(folder / RESULT)
     if result is not None:
-        return cures_of(result)
+        return remedies_of(result)
     try:
-        newest, _ = newest_whole(folder / CHECKPOINTS)
+        newest, _ = newest_intact(folder / CHECKPOINTS)
     except NoCheckpoint:
         newest = None  # the weights are files of their own and usable without a checkpoint
     if newest is None:
         return Remedies()
     where = newest.generation
-    return cures_in(State.from_parts(*read_state(where, 0), where=str(where.path)).guards) or Remedies()
+    return remedies_in(State.from_parts(*read_state(where, 0), where=str(where.path)).guards) or Remedies()
 
 
 def model_with(task: Task, weights: Path) -> nn.Module:
@@ -213,9 +213,9 @@ def rebuilding(folder: Path, own: Callable[[], type[Task]] | None) -> Build:
     """
     found = read_recipe(str(recipe_in(folder)))
 
-    def build(where: Path, measured: AutoChoices | None, cures: Remedies | None) -> Loop:
+    def build(where: Path, measured: AutoChoices | None, remedies: Remedies | None) -> Loop:
         kind = own() if own else task_class(str(found.raw.get("task")))
         recipe = validated(found.raw, kind.schema, str(folder / RECIPE))
-        return make_loop(kind(recipe), recipe, where, Journal(), measured=measured, cures=cures)
+        return make_loop(kind(recipe), recipe, where, Journal(), measured=measured, remedies=remedies)
 
     return build

@@ -24,12 +24,12 @@ from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched
 from halfstep.terminal import progress, screen
-from halfstep.train.process_group import generators_kept, together
-from halfstep.train.resume import Resumed, find, take_up
+from halfstep.train.process_group import rng_preserved, together
+from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
 from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, open_run, unfinish
 from halfstep.train.signals import Stopping
-from halfstep.train.task import Task, unheard
+from halfstep.train.task import Task, no_progress
 
 # -- status -----------------------------------------------------------------------------------------------------------
 # Save the exit status of each rank to a file: torchrun turns every exit code into 1.
@@ -45,7 +45,7 @@ def status_file(rank: int) -> str:
 
 
 @contextmanager
-def status_kept(folder: Path) -> Iterator[None]:
+def status_saved(folder: Path) -> Iterator[None]:
     """Save the exit code and the reason of this rank when the block ends."""
     code, reason = 0, "finished"
     try:
@@ -114,11 +114,11 @@ def launch(
         # Imports create many objects that stay; the garbage collector would scan them again and again.
         kind = task_class(resolved.recipe.task) if task is None else _class(task)
     # The order matters: `_opened` is collective and needs the process group, and signals must be caught around both.
-    with Stopping() as stopping, together(), generators_kept(), _opened(resolved, new, accepted) as opened:
+    with Stopping() as stopping, together(), rng_preserved(), _opened(resolved, new, accepted) as opened:
         # Rank 0 decides the recipe: the folder it numbered is part of it.
         recipe = kind.schema.model_validate(opened["recipe"])
         folder, journal = Path(recipe.run.dir), Journal()
-        with status_kept(folder), contextlib.closing(journal):
+        with status_saved(folder), contextlib.closing(journal):
             with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None
@@ -130,13 +130,13 @@ def launch(
                         folder,
                         journal,
                         measured=found.measured_for(recipe) if found else None,
-                        cures=found.cures_for(recipe) if found else None,
+                        remedies=found.remedies_for(recipe) if found else None,
                         stopping=stopping,
-                        told=on_progress,
+                        on_progress=on_progress,
                     )
                 now("")
                 unfinished, finished = opened["state"] == UNFINISHED, opened["result"]
-                resumed = take_up(loop, found, folder, accepted, finished) if unfinished else None
+                resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
                 journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
             if distributed.rank() == 0:  # only after the checkpoint was found to fit
                 unfinish(folder)
@@ -179,7 +179,7 @@ def _watched(quiet: bool, now: Now) -> Iterator[OnProgress]:
                 bars.append(stack.enter_context(progress("getting ready", "samples")))
             bars[0](done, of)
 
-        yield unheard if quiet or distributed.rank() > 0 else on_progress
+        yield no_progress if quiet or distributed.rank() > 0 else on_progress
 
 
 @contextmanager

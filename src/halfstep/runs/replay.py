@@ -20,7 +20,7 @@ from halfstep.guard.diagnosis.trials import TrialOutcome, Trials
 from halfstep.guard.repair.advice import REPAIR, advise, advise_precision
 from halfstep.guard.verdict import Verdict, place_of
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, kept_events
+from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.journal.text import GAVE_UP
 from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.precision import Precision, precision_named
@@ -138,9 +138,9 @@ def described(record: Record) -> dict[str, Any]:
     }
 
 
-def replay(replayed: Replayed, report: dict[str, Any], told: OnProgress) -> Verdict | None:
+def replay(replayed: Replayed, report: dict[str, Any], on_progress: OnProgress) -> Verdict | None:
     """Run the step in several ways and fill in `report`; return the verdict, None where the step is finite here."""
-    rounds = _Rounds(report, told)
+    rounds = _Rounds(report, on_progress)
     recorded, precision = replayed.record.step, replayed.choice.precision
     attempt, first = _failing(replayed, rounds)
     ways = [name for name in dict.fromkeys((recorded.precision, *ALSO)) if name != precision.name]
@@ -152,17 +152,17 @@ def replay(replayed: Replayed, report: dict[str, Any], told: OnProgress) -> Verd
         report["verdict"] = verdict.as_dict()
         report["same_culprit"] = place_of(verdict.culprit) == place_of(recorded.verdict.culprit)
         _try_island(replayed, attempt, verdict, rounds)
-    told(ROUNDS, ROUNDS)
+    on_progress(ROUNDS, ROUNDS)
     return verdict
 
 
 class _Rounds:
     """The rows of the report, and the progress bar."""
 
-    def __init__(self, report: dict[str, Any], told: OnProgress) -> None:
+    def __init__(self, report: dict[str, Any], on_progress: OnProgress) -> None:
         self._rows: list[dict[str, Any]] = report.setdefault("reruns", [])
-        self._told, self._done = told, 0
-        told(0, ROUNDS)
+        self._told, self._done = on_progress, 0
+        on_progress(0, ROUNDS)
 
     def note(self, way: str, outcome: TrialOutcome, precision: Precision, island: str | None = None) -> None:
         self._rows.append(
@@ -257,7 +257,7 @@ def advice(verdict: Verdict | None, replayed: Replayed, run: Path, task: Path | 
 
 def _recipe_lr(run: Path) -> float | None:
     """Return the learning rate in the recipe file the run was started from, without typed overrides."""
-    begun = next((event for event in kept_events(run / JOURNAL) if event["event"] == events.START), {})
+    begun = next((event for event in saved_events(run / JOURNAL) if event["event"] == events.START), {})
     return recipe_lr(str(begun.get("command", "")))
 
 
@@ -276,6 +276,6 @@ def _command(record: Record, run: Path, setting: str, task: Path | None) -> str:
 
 def _has_no_good_checkpoint(run: Path) -> bool:
     """Return whether the run gave up with checkpoints of which none is good."""
-    ends = [event for event in kept_events(run / JOURNAL) if event["event"] == events.END]
+    ends = [event for event in saved_events(run / JOURNAL) if event["event"] == events.END]
     gave_up = bool(ends) and ends[-1].get("reason") == GAVE_UP and ends[-1].get("checkpoint") is None
     return gave_up and bool(generations(run / CHECKPOINTS))

@@ -18,7 +18,7 @@ from halfstep.data.layout import data_place
 from halfstep.errors import BadData, BadRecipe, Contradiction, HalfstepError, WrongUse, missing_extra
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
 from halfstep.recipe.fields import fields_of
-from halfstep.recipe.names import Override, key_for, read_flags, typed_again
+from halfstep.recipe.names import Override, key_for, read_flags, retyped
 from halfstep.recipe.resolve import ChosenSetting, Resolved, resolve
 from halfstep.recipe.schema import NO_FILE, WEIGHTS
 from halfstep.recipe.sources import RawRecipe, read_recipe
@@ -181,7 +181,7 @@ def _check_weights(path: str) -> None:
 # Build the next command to type: the typed settings with some replaced. Loads no torch.
 
 
-def but_for_precision(recipe: str, words: Sequence[str]) -> list[str]:
+def without_precision(recipe: str, words: Sequence[str]) -> list[str]:
     """Return recipe and settings without the precision, for a command that sets it in its own way."""
     return with_changes(recipe, words, "precision=auto")[:-1]  # the new setting is the last word
 
@@ -192,4 +192,4 @@ def with_changes(recipe: str, words: Sequence[str], *changes: str) -> list[str]:
         schema = task_schema(str(read_recipe(recipe).raw["task"]))
     except HalfstepError:  # the recipe file is gone: keep the words as typed
         return [recipe, *words, *changes]
-    return [recipe, *typed_again(words, changes, schema)]
+    return [recipe, *retyped(words, changes, schema)]

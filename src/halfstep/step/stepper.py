@@ -141,7 +141,7 @@ class Stepper(StepperBase):
 
         `followed` counts how often that happened.
         """
-        self.followed += 1
+        self.model_version += 1
         self._emit(checks.check(self.model, self.optimizers, self.ranks.size))
         settle(self.model)
         self._rollback.follow()
@@ -206,7 +206,7 @@ class Stepper(StepperBase):
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
             self._on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
         self._rollback.look()
-        agreed = self._agree(Votes(stop=int(self.hand), no_batch=int(no_batch)))
+        agreed = self._agree(Votes(stop=int(self.stop_requested), no_batch=int(no_batch)))
         # Every rank has run out of batches: this window never happened.
         if agreed.no_batch == self.ranks.size:
             self._abandon()
@@ -223,7 +223,7 @@ class Stepper(StepperBase):
         if agreed.abort:
             self._rebuild_if_requested()
             raise self.ranks.failed(self._begun)
-        self.hands = agreed.stop
+        self.stop_votes = agreed.stop
         return agreed
 
     def _token(self) -> int:

@@ -116,13 +116,13 @@ class StepperBase:
         self._pending: list[Callable[[], object]] = []
         self._agreed = True
         """Whether the window's agreement is done: from then on all ranks know the same."""
-        self._torn, self._concluding, self._begun, self.followed = False, False, 0, 0
+        self._torn, self._concluding, self._begun, self.model_version = False, False, 0, 0
         self.bad_buffer: str | None = None
         """The buffer that was non-finite in the last step that was skipped for one."""
-        self.hand = False
+        self.stop_requested = False
         """Set on any rank to stop all ranks: they learn it in the next step."""
-        self.hands = 0
-        """The number of ranks whose `hand` was set in the last step; the same on all ranks."""
+        self.stop_votes = 0
+        """The number of ranks whose `stop_requested` was set in the last step; the same on all ranks."""
 
     def __repr__(self) -> str:
         optimizers = ", ".join(f"{name}={type(slot.optimizer).__name__}" for name, slot in self._slots.items())

@@ -27,7 +27,7 @@ from halfstep.tasks.options.diffusion import SCHEMA, check
 from halfstep.tasks.shared import images
 from halfstep.tasks.shared.sources import pictured
 from halfstep.train.metrics import Metric, Metrics, PeakSignalNoiseRatio
-from halfstep.train.task import Picture, Prediction, Split, Task, unheard
+from halfstep.train.task import Picture, Prediction, Split, Task, no_progress
 from halfstep.train.weights import digest
 
 # -- encoding once ----------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def encoded_once(
     recipe: Any,
     sources: Mapping[Split, LatentSource],
     image_of: Callable[[Sample], Tensor],
-    told: OnProgress,
+    on_progress: OnProgress,
 ) -> tuple[Iterable[Tensor], list[str]]:
     """Return moments to measure the latent scale from, and lines to report.
 
@@ -60,7 +60,10 @@ def encoded_once(
         "size": str(data.size),
         "channels": str(data.channels),
     }
-    kept = {split: cached(encoding, source.source, parts=parts, told=told) for split, source in sources.items()}
+    kept = {
+        split: cached(encoding, source.source, parts=parts, on_progress=on_progress)
+        for split, source in sources.items()
+    }
     for split, source in sources.items():
         source.latents = kept[split]
     return kept["train"].spread(), [line for latents in kept.values() for line in latents.notes]
@@ -168,7 +171,7 @@ class Diffusion(Task):
         asked = Asked(self.kind, len(self.classes), data.condition_channels, width)
         return latent_diffusion(self.recipe.model, data, asked, self.origins)
 
-    def ready(self, model: nn.Module, precision: Precision, told: OnProgress = unheard) -> list[str]:
+    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
         """Encode the data once where the autoencoder is frozen, and measure the scale of its latents.
 
         Return lines to report. Raise `BadData` where no scale can be measured.
@@ -178,7 +181,7 @@ class Diffusion(Task):
             return self.origins.notes
         if not self._sources:
             self._read()
-        moments, told_of = encoded_once(model, precision, self.recipe, self._sources, self._image, told)
+        moments, told_of = encoded_once(model, precision, self.recipe, self._sources, self._image, on_progress)
         lines = [*self.origins.notes, *told_of]
         if model.latent_scale > 0.0:
             # A scale that was published with the autoencoder stays; the user is only warned if it does not fit.
@@ -281,16 +284,16 @@ class Diffusion(Task):
             )
         return self._reconstructed(model, seen)
 
-    def sample(self, model: nn.Module, count: int, told: OnProgress) -> list[Picture]:
+    def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Draw samples for the classes in turn, or for the first conditions of the validation set.
 
         A condition image is shown beside its sample. `told` receives the progress.
         """
         assert isinstance(model, LatentDiffusion)
         if model.denoiser is None:
-            return super().sample(model, count, told)
+            return super().sample(model, count, on_progress)
         condition = self._wanted(count, model.latent_scale.device)
-        drawn = self._samples(model, count, condition, Draws(), told)
+        drawn = self._samples(model, count, condition, Draws(), on_progress)
         pictures = [self.pixels.shown(image) for image in drawn]
         if condition is None or self.kind != "image":
             return pictures
@@ -337,11 +340,11 @@ class Diffusion(Task):
         count: int,
         condition: Condition | None,
         draws: Draws,
-        told: OnProgress = unheard,
+        on_progress: OnProgress = no_progress,
     ) -> Tensor:
         data = self.recipe.data
         shape = model.latent_shape(count, data.channels, data.size)
-        return sampled(model, self.recipe.model, shape, condition, draws, told)
+        return sampled(model, self.recipe.model, shape, condition, draws, on_progress)
 
     def _answered(self, model: LatentDiffusion, asked: Tensor) -> Prediction:
         predicted = self._samples(model, 1, Condition.of(asked), Draws.same_each_time())[0]

@@ -274,7 +274,7 @@ class Slots(Task):
         )
 
     @torch.no_grad()
-    def sample(self, model: nn.Module, count: int, told: OnProgress) -> list[Picture]:
+    def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Draw the first readable validation clips as `pictures` does."""
         source, device = self.source("val"), next(model.parameters()).device
         count, drawn = min(count, len(source)), []
@@ -284,7 +284,7 @@ class Slots(Task):
             except BadSample:
                 continue
             drawn += self.pictures(model, {name: tensor.to(device) for name, tensor in batch.items()})
-            told(number + 1, count)
+            on_progress(number + 1, count)
         return drawn
 
 

@@ -143,7 +143,7 @@ class Checkpoints:
         for saved in results:
             if saved.failure is None:
                 self.failures, self.last = 0, saved
-                self._journal.tell(
+                self._journal.emit(
                     events.SAVED,
                     file=f"{CHECKPOINTS}/{_name(saved)}",
                     kind="checkpoint",
@@ -161,11 +161,11 @@ class Checkpoints:
         # A refused save is no storage failure: it does not count toward MOST_FAILURES.
         if saved.failure.is_nonfinite:
             text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones stay"
-            self._journal.tell(events.NOTE, text=text, level="warning")
+            self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self.failures += 1
         text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({self.failures} of {MOST_FAILURES} in a row)"
-        self._journal.tell(events.NOTE, text=text, level="warning")
+        self._journal.emit(events.NOTE, text=text, level="warning")
         if self.failures >= MOST_FAILURES:
             raise StorageFailed(
                 f"{self.failures} checkpoints in a row could not be written, the last of step {saved.attempt}: "

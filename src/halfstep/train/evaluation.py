@@ -48,7 +48,7 @@ class Choosing:
         """Return whether the task overrides `judge`; other tasks may pass anything to their metrics."""
         return type(self._task).judge is not Task.judge
 
-    def hear(self, batch: Batch, said: Any, truth: Any) -> None:
+    def on_outputs(self, batch: Batch, said: Any, truth: Any) -> None:
         """Judge the outputs of a batch with the task, and add the result."""
         self.add(batch, self._task.judge(said, truth))
 
@@ -112,7 +112,7 @@ def caption(words: str, shown: Shown) -> str:
     return ("\n" if len(shown.panels) == 1 else ", ").join(part for part in (words, shown.caption) if part)
 
 
-def told_in_words(chosen: Sequence[ChosenSample], total: int) -> str:
+def described_choice(chosen: Sequence[ChosenSample], total: int) -> str:
     """Return how many samples of how many are shown, and which."""
     worst, typical = (sum(one.why == why for one in chosen) for why in (WORST, TYPICAL))
     if not worst:
@@ -125,7 +125,7 @@ def told_in_words(chosen: Sequence[ChosenSample], total: int) -> str:
 
 Progress = Callable[[int, int], None]
 """A callback with the number of batches done, and of all batches."""
-Heard = Callable[[Batch, Any, Any], None]
+OnOutputs = Callable[[Batch, Any, Any], None]
 """A callback with each batch, the outputs of the model and the targets, as the metrics get them."""
 
 
@@ -143,12 +143,12 @@ def evaluate(
     progress: Progress = lambda done, of: None,
     left_out: Callable[[Sequence[Replaced]], None] = lambda samples: None,
     begun: Callable[[SoFar], None] = lambda so_far: None,
-    heard: Heard | None = None,
+    on_outputs: OnOutputs | None = None,
 ) -> dict[str, float]:
     """Return the loss and the task's metrics over all batches and all ranks.
 
     `left_out` gets the unreadable samples of each batch. `begun` gets a function that reads the numbers so far.
-    `heard` gets what the metrics get, batch by batch.
+    `on_outputs` gets what the metrics get, batch by batch.
     """
     metrics = task.metrics().to(device)
     sums: list[Tensor] = []
@@ -162,7 +162,7 @@ def evaluate(
     try:
         with precision.inference(device):
             for done, batch in enumerate(batches, 1):
-                listeners: Any = metrics if heard is None else _Both(metrics, functools.partial(heard, batch))
+                listeners: Any = metrics if on_outputs is None else _Both(metrics, functools.partial(on_outputs, batch))
                 sums.append(_summed(task.loss(model, batch.tensors, listeners), len(batch.ids)))
                 left_out(batch.replaced)
                 progress(done, of)

@@ -16,7 +16,7 @@ from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.repair.advice import LOWER_LR
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, kept_events
+from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.out_of_memory import as_error, is_out_of_memory
 from halfstep.recipe.sources import read_recipe
 from halfstep.train.checkpointing import Checkpoints
@@ -109,7 +109,7 @@ class Losses:
 def _steps(folder: Path) -> list[tuple[int, float, bool]]:
     """Return attempt, loss and whether it was applied; the loss of a step that failed numerically is NaN."""
     told = []
-    for event in kept_events(folder / JOURNAL):
+    for event in saved_events(folder / JOURNAL):
         attempt, loss, applied = (event.get(key) for key in ("attempt", "loss", "applied"))
         if event["event"] == events.STEP and type(attempt) is int:
             # A loss refused as a spike is finite, and measures the weights.
@@ -130,13 +130,13 @@ OUT_OF_MEMORY = "out_of_memory"
 BATCH, MICROBATCHES, RECOMPUTE = "train.batch_size", "train.microbatches", "train.checkpoint_activations"
 
 
-def memory_ended(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
+def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
     """Return the error to raise instead of an out-of-memory error; None for any other error."""
     if not is_out_of_memory(error):
         return None
     train, precision = loop.recipe.train, loop.parts.choice.precision.name
     what = "evaluating" if loop.is_evaluating else "in a step with"
-    line = functools.partial(command_line, loop.keeper.folder, command, permission=ACCEPT)
+    line = functools.partial(command_line, loop.outputs.folder, command, permission=ACCEPT)
     do = line(_smaller(loop))
     failed = as_error(error, f"{what} micro-batches of {train.batch_size} samples in {precision}", do)
     if failed is not None:
@@ -145,7 +145,7 @@ def memory_ended(loop: Loop, error: Exception, command: str) -> OutOfMemory | No
     return failed
 
 
-def in_pieces(batch: int, microbatches: int, at_most: int) -> dict[str, Any]:
+def smaller_microbatches(batch: int, microbatches: int, at_most: int) -> dict[str, Any]:
     """Return settings for the same step in smaller micro-batches: the largest divisor of `batch` up to `at_most`."""
     size = next(size for size in range(max(at_most, 1), 0, -1) if batch % size == 0)
     return {BATCH: size, MICROBATCHES: microbatches * batch // size}
@@ -155,7 +155,7 @@ def _smaller(loop: Loop) -> dict[str, Any]:
     """Return smaller settings where only the failure is known: half the batch, then recomputation, then resolution."""
     train = loop.recipe.train
     if train.batch_size > 1:
-        return in_pieces(train.batch_size, train.microbatches, train.batch_size // 2)
+        return smaller_microbatches(train.batch_size, train.microbatches, train.batch_size // 2)
     if not train.checkpoint_activations and not train.compile:
         return {RECOMPUTE: "true"}
     section, _, name = loop.task.resolution.partition(".")
@@ -215,7 +215,7 @@ class GivenUp:
         return {"error": self.why, "checkpoint_note": self.kept, **same}
 
 
-def given_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
+def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     """Return how the run ends; checkpoints that hold the failed weights are set aside.
 
     Every rank calls it at the same step.
@@ -226,7 +226,7 @@ def given_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     none_is_good = False
     if cause in _IN_THE_WEIGHTS and not _is_in_the_code(error) and since and checkpoints.last is not None:
         # The weights are at fault: checkpoints saved with them, or on the way to them, are useless.
-        none_is_good = not checkpoints.set_aside(since, Losses(loop.keeper.folder).ruined)
+        none_is_good = not checkpoints.set_aside(since, Losses(loop.outputs.folder).ruined)
     do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if none_is_good else ACCEPT)
     good, kept = None if none_is_good else checkpoints.name, _kept(checkpoints, none_is_good)
     if do and cause == DIVERGENCE and not _is_in_the_code(error):
@@ -256,12 +256,12 @@ def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
 def _command(loop: Loop, cause: str, command: str, permission: Permission) -> str | None:
     """Return the full command where one setting is the remedy; None where the guard's message is better advice."""
     if cause in _CURED and loop.guarding.mode != REPAIR:
-        return command_line(loop.keeper.folder, command, {"guard": REPAIR}, None)
+        return command_line(loop.outputs.folder, command, {"guard": REPAIR}, None)
     if cause == DIVERGENCE:
         guardian = loop.guarding.guardian
         rates = guardian.history().rates if guardian is not None else ()
         rate = lower_lr(loop.recipe.optimizer.lr, rates, recipe_lr(command))
-        return command_line(loop.keeper.folder, command, {"optimizer.lr": rate}, permission)
+        return command_line(loop.outputs.folder, command, {"optimizer.lr": rate}, permission)
     return None
 
 

@@ -28,11 +28,11 @@ from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
 from halfstep.train.failed_steps.writing import recording
 
-# -- cures ------------------------------------------------------------------------------------------------------------
+# -- remedies ----------------------------------------------------------------------------------------------------------
 # Read the remedies of a guard from a checkpoint, and place them in the model again before anything else.
 
 
-def cures_in(guards: Mapping[str, Any]) -> Remedies | None:
+def remedies_in(guards: Mapping[str, Any]) -> Remedies | None:
     """Return the remedies in the guards' states of a checkpoint; None where the run had no guard.
 
     Raises BadData where the state is not one that a guard wrote.
@@ -43,7 +43,7 @@ def cures_in(guards: Mapping[str, Any]) -> Remedies | None:
     return _read(saved.get("remedies") if isinstance(saved, Mapping) else None)
 
 
-def cures_of(result: Mapping[str, Any]) -> Remedies:
+def remedies_of(result: Mapping[str, Any]) -> Remedies:
     """Return the remedies in the result of a finished run, if any; raise BadData like `cures_in`."""
     return _read(result["cures"]) if "cures" in result else Remedies()
 
@@ -60,14 +60,14 @@ def _read(plain: Any) -> Remedies:
         ) from error
 
 
-def placed_again(model: nn.Module, cures: Remedies) -> list[str]:
+def reapply_remedies(model: nn.Module, remedies: Remedies) -> list[str]:
     """Place the remedies in the model, and return a note for the journal.
 
     A remedy whose module does not exist is left out: the comparison with the checkpoint reports the difference.
     """
     paths = {path for path, _ in model.named_modules()}
-    fitting = [one for one in cures.placed if one.kind != "island" or one.target in paths]
-    replace(cures, placed=fitting).apply_to(model)
+    fitting = [one for one in remedies.placed if one.kind != "island" or one.target in paths]
+    replace(remedies, placed=fitting).apply_to(model)
     return [f"placed again by the guard: {'; '.join(map(str, fitting))}"] if fitting else []
 
 
@@ -126,7 +126,7 @@ def put_guards(stepper: Stepper, saved: Mapping[str, Any]) -> None:
             stepper.guards.append(DisabledGuard(name, state))
 
 
-def without_cures(saved: Mapping[str, Any]) -> dict[str, Any]:
+def without_remedies(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states without remedies: they were made for the precision that the run no longer uses."""
     kept = dict(saved)
     if Guardian.name in kept:
@@ -134,7 +134,7 @@ def without_cures(saved: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def forgiven(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def with_counts_reset(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states with the counts of failed steps reset: skips under the old settings do not count."""
     kept = dict(saved)
     # A guard that is switched off now keeps its counts for later.
@@ -158,12 +158,12 @@ class Guarding:
     """Take the steps of a run; without a guard, just as the Stepper does."""
 
     def __init__(
-        self, stepper: Stepper, options: GuardOptions, journal: Journal, folder: Path, cures: Remedies | None = None
+        self, stepper: Stepper, options: GuardOptions, journal: Journal, folder: Path, remedies: Remedies | None = None
     ) -> None:
-        """Build the guard that `options` ask for. `cures` are the remedies of an earlier launch, already in place."""
+        """Build the guard that `options` ask for. `remedies` are those of an earlier launch, already in place."""
         self._stepper, self._journal = stepper, journal
         self.mode = options.mode
-        self._placed = cures or Remedies()
+        self._placed = remedies or Remedies()
         self._events: list[GuardEvent] = []
         """Events of the present step; its own event is written to the journal first."""
         self._notes: list[tuple[str, str]] = []
@@ -215,7 +215,7 @@ class Guarding:
             report: StepReport = error.report
             return report
 
-    def heed(self, report: StepReport, guilty: Sequence[int]) -> None:
+    def handle_events(self, report: StepReport, guilty: Sequence[int]) -> None:
         """Handle the events of a step after the step itself was written; raise Diverged where the guard gave up.
 
         `guilty` are the samples of the step with non-finite values.
@@ -246,7 +246,7 @@ class Guarding:
         return self.guardian is not None and self._unproved > 0
 
     @property
-    def cures(self) -> Remedies:
+    def remedies(self) -> Remedies:
         """The remedies in place now."""
         return self._placed if self.guardian is None else self.guardian.remedies
 
@@ -259,7 +259,7 @@ class Guarding:
         for event in self._events:
             if "do" not in event.facts:  # advice: the end event of the run has it
                 text = event.text + (guilty if event.facts.get("cause") == DATA else "")
-                self._journal.tell(events.GUARD, kind=event.kind, level=event.level, text=text, facts=event.facts)
+                self._journal.emit(events.GUARD, kind=event.kind, level=event.level, text=text, facts=event.facts)
         for text, level in self._notes:
             self._journal.note(text, level)
         self._events.clear()

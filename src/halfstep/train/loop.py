@@ -56,7 +56,7 @@ class SampleReports:
         gathered = distributed.all_gather_or_raise(lambda: self._pending)
         self._pending = []
         for replaced in (Replaced(*row) for rows in gathered for row in rows):
-            self._journal.tell(
+            self._journal.emit(
                 events.BAD_SAMPLE,
                 name=replaced.name,
                 reason=replaced.reason,
@@ -91,7 +91,7 @@ class Loop:
         val: ValLoader,
         *,
         journal: Journal,
-        keeper: RunOutputs,
+        outputs: RunOutputs,
         telemetry: Callable[[], dict[str, Any]],
         measured: AutoChoices,
         data: dict[str, Any],
@@ -101,7 +101,7 @@ class Loop:
     ) -> None:
         self.task, self.recipe, self.parts = task, recipe, parts
         self.train, self.val = train, val
-        self.journal, self.keeper, self.telemetry = journal, keeper, telemetry
+        self.journal, self.outputs, self.telemetry = journal, outputs, telemetry
         self.stepper, self.model = parts.stepper, parts.model
         self.throughput = Throughput()
         self.sample_reports = SampleReports(journal, recipe.data.bad_samples)
@@ -115,7 +115,7 @@ class Loop:
             measured,
             data,
             {},
-            functools.partial(sizes, keeper.folder),
+            functools.partial(sizes, outputs.folder),
         )
         self.progress, self.epoch_metrics = self.live.progress, self.live.epoch_metrics
         self.checkpoints = Checkpoints(self.live, saver, journal)
@@ -177,8 +177,8 @@ class Loop:
         # After the evaluation: a stop during it resumes at the end of this epoch, and evaluates again.
         self.progress.epoch, self.progress.in_epoch = epoch, 0
         if not self.guarding.alarmed or self._enough() or not self._left(epoch):  # otherwise the old file is better
-            self.keeper.last(self.model, self.stepper.ema)
-        self.journal.tell(
+            self.outputs.last(self.model, self.stepper.ema)
+        self.journal.emit(
             events.EPOCH,
             epoch=epoch,
             epochs=max(epoch, self.epochs),
@@ -222,7 +222,7 @@ class Loop:
     def _tell_stage(self, doing: str) -> None:
         """Emit, before the first step of this launch, what takes so long: it may be a minute."""
         if self._is_fresh:
-            self.journal.tell(events.STAGE, text=doing)
+            self.journal.emit(events.STAGE, text=doing)
 
     def _computing(self) -> str:
         compiling = "compiling the model and " if self.recipe.train.compile else ""
@@ -237,7 +237,7 @@ class Loop:
             self.checkpoints.save_unless(self.guarding.alarmed)
         self.checkpoints.record_finished()
         # All ranks agree on `hands` within the step's own collective, so they stop after the same step.
-        self._stop_if_asked(self.stepper.hands)
+        self._stop_if_asked(self.stepper.stop_votes)
 
     def _stop_if_alone(self) -> None:
         """Stop where there is no other rank to agree with."""
@@ -251,7 +251,7 @@ class Loop:
     def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
         # Read before the step: the step advances the schedule.
         lr, due = self.parts.lr, self.progress.in_epoch % self.recipe.run.log_every == 0
-        self.stepper.hand = self.stopping.asked is not None
+        self.stepper.stop_requested = self.stopping.asked is not None
         batches = Window(batch.tensors for batch in window)
         report = self.guarding.step(self._measured, batches, again=self._plain)
         self.progress.attempts += 1
@@ -260,7 +260,7 @@ class Loop:
         self.throughput.count(self.train.share.window)
         self.sample_reports.add([replaced for batch in window for replaced in batch.replaced])
         more = {} if report.applied else self._skipped(report, window)
-        self.journal.tell(
+        self.journal.emit(
             events.STEP,
             epoch=epoch,
             step_in_epoch=self.progress.in_epoch,
@@ -274,7 +274,7 @@ class Loop:
             reason=report.reason,
             **more,
         )
-        self.guarding.heed(report, more.get("quarantined", ()))
+        self.guarding.handle_events(report, more.get("quarantined", ()))
         self._tell_observed()
         self.time_left.stepped()
         if self.time_left.steps_timed == ENOUGH:
@@ -296,14 +296,14 @@ class Loop:
         seen = self.stepper.observed
         if seen is not None and seen is not self._observed:
             self._observed = seen
-            self.journal.tell(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=str(seen))
+            self.journal.emit(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=str(seen))
 
     def _tell_speed(self) -> None:
         self.sample_reports.exchange()
         samples_per_second, waiting = self.throughput.read()
         attempts, in_epoch, left = self.progress.attempts, self.progress.in_epoch, self.time_left
         to_its_end = min(self.train.steps_per_epoch - in_epoch, self.planned - attempts)
-        self.journal.tell(
+        self.journal.emit(
             events.SPEED,
             samples_per_second=samples_per_second,
             wait_share=waiting,
@@ -349,11 +349,11 @@ class Loop:
                 progress=functools.partial(self._tell_evaluating, epoch),
                 left_out=self.sample_reports.add,
                 begun=self._begin_evaluating,
-                heard=choosing.hear if self.keeper.draws and choosing.judges else None,
+                on_outputs=choosing.on_outputs if self.outputs.draws and choosing.judges else None,
             )
             self.sample_reports.exchange()
             self.stopping.will_stop(AFTER_PICTURES)
-            self.keeper.pictures(
+            self.outputs.pictures(
                 self.task,
                 self.model,
                 self.val,
@@ -381,7 +381,7 @@ class Loop:
             self._evaluated = now
             # Metrics of several ranks need a collective, and only rank 0 would call it here.
             numbers = self._so_far() if distributed.size() == 1 else {}
-            self.journal.tell(
+            self.journal.emit(
                 events.EVALUATING,
                 epoch=epoch,
                 done=done,
@@ -409,7 +409,7 @@ class Loop:
         )
         self.parts.shape.progress(value if better else None)
         if better:
-            self.keeper.best(self.model, self.stepper.ema, epoch, val)
+            self.outputs.best(self.model, self.stepper.ema, epoch, val)
         return better
 
     @property

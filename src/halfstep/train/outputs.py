@@ -23,7 +23,7 @@ from halfstep.journal.jsonl import as_line
 from halfstep.precision.precision import Precision
 from halfstep.step.ema import Ema
 from halfstep.train.checkpointing import diverged
-from halfstep.train.evaluation import Choosing, ChosenSample, beginning, caption, told_in_words
+from halfstep.train.evaluation import Choosing, ChosenSample, beginning, caption, described_choice
 from halfstep.train.run_folder import RESULT
 from halfstep.train.task import Task
 from halfstep.train.weights import finite, save_weights
@@ -72,7 +72,7 @@ class RunOutputs:
             if not (self.folder / name).exists():
                 text = f"{name} is not written: the weights hold numbers that are not finite"
                 self._unwritten[name] = diverged(text)
-            self._journal.tell(events.NOTE, text=text, level="warning")
+            self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self._write(name, what, lambda path: save_weights(model, path, metadata))
 
@@ -83,10 +83,10 @@ class RunOutputs:
         except NOT_WRITTEN as error:
             self._unwritten[name] = _storage_failed(name, _in_words(error))
             text = f"{name} is kept as it was: {_in_words(error)}"
-            self._journal.tell(events.NOTE, text=text, level="warning")
+            self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self._unwritten.pop(name, None)
-        self._journal.tell(events.SAVED, file=name, kind=what)
+        self._journal.emit(events.SAVED, file=name, kind=what)
 
     def pictures(
         self,
@@ -131,7 +131,7 @@ class RunOutputs:
         why = {one.number: one.why for one in chosen}
         source = val.samples.source
         captions = [beginning(why[number], source.name(number)) for number in batch.ids]
-        return batch.tensors, captions, told_in_words(chosen, choosing.total)
+        return batch.tensors, captions, described_choice(chosen, choosing.total)
 
     def facts(self, task: Task) -> None:
         """Write what the task needs to predict without its data; raise StorageFailed where that fails."""
@@ -159,7 +159,7 @@ class RunOutputs:
         epoch, kept = best.get("epoch") or 0, _epoch_of(self.folder / BEST)
         if epoch and kept != str(epoch):
             text = f"the best epoch was {epoch}, and its weights were not kept: {BEST} is of epoch {kept or '(none)'}"
-            self._journal.tell(events.NOTE, text=text, level="warning")
+            self._journal.emit(events.NOTE, text=text, level="warning")
 
 
 def _epoch_of(path: Path) -> str | None:

@@ -32,7 +32,7 @@ def together() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def generators_kept() -> AbstractContextManager[None]:
+def rng_preserved() -> AbstractContextManager[None]:
     """Return a context that restores all random generators at its end: a run seeds them for itself."""
     return generators_aside([torch.accelerator.current_device_index()] if torch.accelerator.is_available() else [])
 

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 from halfstep import distributed
 from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, sweep, sweep_aside
-from halfstep.checkpoint.reading import newest_whole, none_whole, read_state
+from halfstep.checkpoint.reading import newest_intact, none_intact, read_state
 from halfstep.checkpoint.sealed import read_manifest
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, cut_back, kept_events, last_time, refuse_other_form, sizes
+from halfstep.journal.jsonl import JOURNAL, cut_back, last_time, refuse_other_form, saved_events, sizes
 from halfstep.recipe.changes import EXTEND
 from halfstep.train.environment import AutoChoices, differences, environment
-from halfstep.train.guarding import cures_in
+from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST
 from halfstep.train.setup import AnyRecipe
@@ -52,9 +52,9 @@ class FoundCheckpoint:
         """Return the measured values, unless the requested precision has changed: then they are measured again."""
         return self.measured if self.state.recipe.get("precision") == recipe.precision else None
 
-    def cures_for(self, recipe: AnyRecipe) -> Remedies | None:
+    def remedies_for(self, recipe: AnyRecipe) -> Remedies | None:
         """Return the remedies of the run's guard; None for another precision, which they were not made for."""
-        return cures_in(self.state.guards) if self.state.recipe.get("precision") == recipe.precision else None
+        return remedies_in(self.state.guards) if self.state.recipe.get("precision") == recipe.precision else None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _chosen(folder: Path) -> dict[str, Any]:
     """Choose a checkpoint on rank 0, which holds the lock; clear temporary files and set damaged ones aside."""
     refuse_other_form(folder / JOURNAL)
     place, disk = folder / CHECKPOINTS, Disk()
-    verdict, damaged = newest_whole(place)
+    verdict, damaged = newest_intact(place)
     if verdict is None:
         _refuse_lost(folder)
     for one in damaged:
@@ -130,10 +130,10 @@ def _chosen(folder: Path) -> dict[str, Any]:
 def _refuse_lost(folder: Path) -> None:
     """Raise NoCheckpoint where a run was saved and has no checkpoint: it must not start over silently."""
     if _was_saved(folder):
-        raise none_whole(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
+        raise none_intact(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
     if not (folder / JOURNAL).exists() and (folder / LAST).exists():
-        raise none_whole(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, though {LAST} is there"])
+        raise none_intact(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, though {LAST} is there"])
 
 
 def _remove_drafts(folder: Path, disk: Disk) -> None:
@@ -147,7 +147,7 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
 
 
 def _was_saved(folder: Path) -> bool:
-    return any(_mentions_checkpoint(event) for event in kept_events(folder / JOURNAL))
+    return any(_mentions_checkpoint(event) for event in saved_events(folder / JOURNAL))
 
 
 def _mentions_checkpoint(event: events.Event) -> bool:
@@ -156,7 +156,7 @@ def _mentions_checkpoint(event: events.Event) -> bool:
     return event.get("kind") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))
 
 
-def take_up(
+def resume_from(
     loop: Loop,
     found: FoundCheckpoint | None,
     folder: Path,
@@ -238,6 +238,6 @@ def _size_at(found: FoundCheckpoint) -> int:
 
 def _last_attempt(folder: Path, after: int = 0) -> int:
     """Return the last attempt in the journal after its first `after` bytes."""
-    written = kept_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
+    written = saved_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
     steps = [event.get("attempt") for event in written if event["event"] == events.STEP]
     return max((attempt for attempt in steps if type(attempt) is int), default=0)

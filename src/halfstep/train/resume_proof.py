@@ -19,10 +19,10 @@ from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.status_line import OnProgress
 from halfstep.train.environment import AutoChoices
-from halfstep.train.guarding import cures_in
+from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import generators_kept
-from halfstep.train.resume import find, take_up
+from halfstep.train.process_group import rng_preserved
+from halfstep.train.resume import find, resume_from
 from halfstep.train.state import COMPONENTS, State, restore
 
 Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
@@ -72,27 +72,27 @@ class _Part:
 
 
 def prove(
-    build: Build, whole: Sequence[CheckpointDir], steps: int, folder: Path, told: OnProgress = lambda *_: None
+    build: Build, whole: Sequence[CheckpointDir], steps: int, folder: Path, on_progress: OnProgress = lambda *_: None
 ) -> Proof:
     """Take 2k steps; then k steps, a save, a new build and k more; compare all losses and states.
 
     Starts at the newest of the `whole` checkpoints with 2k steps left, or at step 0. Writes into `folder`.
     Raises WrongUse for a run that is too short, and StorageFailed where the save fails.
     """
-    with generators_kept():
+    with rng_preserved():
         measured = AutoChoices.from_dict(_read(whole[0]).measured) if whole else None
         loop = build(_made(folder / "one"), measured, None)
         begin = _begin(whole, loop.planned, steps)
-        cures = None if begin is None else cures_in(_read(begin).guards)
+        remedies = None if begin is None else remedies_in(_read(begin).guards)
         # The model has to be built with the remedies in place, and only the checkpoint knows them.
-        if cures is not None and cures.placed:
-            loop = build(folder / "one", measured, cures)
+        if remedies is not None and remedies.placed:
+            loop = build(folder / "one", measured, remedies)
         # 2k steps in one go, and 2k in two parts.
-        counted = _Counted(told, 4 * steps)
+        counted = _Counted(on_progress, 4 * steps)
         one = _whole_part(loop, begin, 2 * steps, counted)
         # Removed before the second way begins: the disk needs room for one run at a time.
         shutil.rmtree(folder / "one")
-        two = _in_two_parts(build, _made(folder / "two"), (loop.live.measured, cures), begin, steps, counted)
+        two = _in_two_parts(build, _made(folder / "two"), (loop.live.measured, remedies), begin, steps, counted)
     return _judged(one, two, steps, begin.attempt if begin else 0)
 
 
@@ -127,8 +127,8 @@ def _in_two_parts(
     # Through the disk, with a new build: nothing of the first half may survive in memory.
     found = find(folder)
     assert found is not None
-    second = build(folder, found.measured, cures_in(found.state.guards))
-    take_up(second, found, folder, ())
+    second = build(folder, found.measured, remedies_in(found.state.guards))
+    resume_from(second, found, folder, ())
     with _Going(second, counted) as going:
         return _Part(losses + going.on(steps), State.of(second.live))
 
@@ -157,8 +157,8 @@ class _Going:
 
 
 class _Counted:
-    def __init__(self, told: OnProgress, of: int) -> None:
-        self._on_progress, self._done, self._of = told, 0, of
+    def __init__(self, on_progress: OnProgress, of: int) -> None:
+        self._on_progress, self._done, self._of = on_progress, 0, of
 
     def __call__(self) -> None:
         self._done += 1
@@ -171,7 +171,7 @@ class _Notes:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def hear(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         if event["event"] == events.NOTE:
             self.texts.append(str(event["text"]))
 

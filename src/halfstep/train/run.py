@@ -24,7 +24,7 @@ from halfstep.precision import flags
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
 from halfstep.train.environment import AutoChoices
-from halfstep.train.give_up import OUT_OF_MEMORY, given_up, memory_ended
+from halfstep.train.give_up import OUT_OF_MEMORY, give_up, out_of_memory_error
 from halfstep.train.guarding import Guarding
 from halfstep.train.loaders import make_loaders
 from halfstep.train.loop import Loop, planned_steps
@@ -33,7 +33,7 @@ from halfstep.train.process_group import device_of
 from halfstep.train.resume import Resumed
 from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.signals import Stopping
-from halfstep.train.task import Task, unheard
+from halfstep.train.task import Task, no_progress
 from halfstep.train.weights import digest, infinite_buffers
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
@@ -72,10 +72,10 @@ def train(
     """
     # Counted from the start of the journal: a resumed run includes its earlier launches.
     began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
-    loop.keeper.facts(loop.task)
+    loop.outputs.facts(loop.task)
     facts = {"format": events.FORMAT, "label": label, "dir": str(folder), "command": command, **_facts(loop)}
     facts |= {"notes": [*notes, *facts["notes"]], "sizing": [one._asdict() for one in sizing]}
-    journal.tell(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
+    journal.emit(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED
     more: dict[str, Any] = {}
     try:
@@ -97,11 +97,11 @@ def train(
         )
         raise
     except Diverged as error:
-        reason, ending = GAVE_UP, given_up(loop, error, command)
+        reason, ending = GAVE_UP, give_up(loop, error, command)
         more = ending.as_dict()
         raise ending.error from error
     except Exception as error:
-        if (failed := memory_ended(loop, error, command)) is None:
+        if (failed := out_of_memory_error(loop, error, command)) is None:
             raise
         reason, more = OUT_OF_MEMORY, {"error": failed.given}
         raise failed from None
@@ -110,9 +110,9 @@ def train(
         loop.checkpoints.close()
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
-        cures = loop.guarding.cures
-        journal.tell(events.END, reason=reason, remedies=[str(cure) for cure in cures.placed], **summary, **more)
-    loop.keeper.result({**_result(run, loop.parts), "cures": cures.as_dict()})
+        remedies = loop.guarding.remedies
+        journal.emit(events.END, reason=reason, remedies=[str(cure) for cure in remedies.placed], **summary, **more)
+    loop.outputs.result({**_result(run, loop.parts), "cures": remedies.as_dict()})
     return run
 
 
@@ -123,14 +123,14 @@ def make_loop(
     journal: Journal,
     *,
     measured: AutoChoices | None = None,
-    cures: Remedies | None = None,
+    remedies: Remedies | None = None,
     stopping: Stopping | None = None,
-    told: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> Loop:
     """Build everything for a run without taking a step.
 
-    `measured` is what an earlier launch of this run measured, and `cures` what its guard had placed. With `measured`,
-    the weights come from a checkpoint.
+    `measured` is what an earlier launch of this run measured, and `remedies` what its guard had placed. With
+    `measured`, the weights come from a checkpoint.
     """
     stopping = stopping or Stopping()
     starting = recipe
@@ -152,8 +152,8 @@ def make_loop(
         total=total,
         per_epoch=per_epoch,
         precision=measured.precision if measured else None,
-        cures=cures,
-        told=told,
+        remedies=remedies,
+        on_progress=on_progress,
     )
     _leave_if_asked(stopping)
     parts.notes += loaders.notes
@@ -165,14 +165,14 @@ def make_loop(
         loaders.train,
         loaders.val,
         journal=journal,
-        keeper=RunOutputs(folder, journal, recipe.run.pictures, infinite_buffers(parts.model)),
+        outputs=RunOutputs(folder, journal, recipe.run.pictures, infinite_buffers(parts.model)),
         telemetry=Telemetry(device).read,
         measured=measured or AutoChoices(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
         data=loaders.data,
         saver=Saver(
             folder / CHECKPOINTS, keep=options.keep, party=distributed.RankGroup(), background=options.background
         ),
-        guarding=Guarding(parts.stepper, recipe.guard, journal, folder, cures),
+        guarding=Guarding(parts.stepper, recipe.guard, journal, folder, remedies),
         stopping=stopping,
     )
 
@@ -272,4 +272,4 @@ def _same_weights(parts: Parts, journal: Journal) -> None:
             do="report this with the recipe: every step was checked, so this should not happen",
         )
     text = f"weights are bitwise equal on {len(digests)} processes (sha256 {digests[0][:16]})"
-    journal.tell(events.NOTE, text=text, level="info")
+    journal.emit(events.NOTE, text=text, level="info")

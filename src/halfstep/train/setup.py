@@ -38,8 +38,8 @@ from halfstep.step.loss import DynamicScale
 from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
-from halfstep.train.guarding import placed_again
-from halfstep.train.task import Task, unheard
+from halfstep.train.guarding import reapply_remedies
+from halfstep.train.task import Task, no_progress
 from halfstep.train.weights import load_weights
 
 # -- freeze -----------------------------------------------------------------------------------------------------------
@@ -358,12 +358,12 @@ def prepare(
     total: int,
     per_epoch: int,
     precision: str | None = None,
-    cures: Remedies | None = None,
-    told: OnProgress = unheard,
+    remedies: Remedies | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> Parts:
     """Build everything for `total` updates, `per_epoch` of them in an epoch.
 
-    `precision` is what `auto` resolved to when the run began; it is not measured again. `cures` are the remedies of the
+    `precision` is what `auto` resolved to when the run began; it is not measured again. `remedies` are those of the
     run's guard, and override it. `told` is called with the progress of the task's own preparation.
     """
     train = recipe.train
@@ -372,11 +372,11 @@ def prepare(
     seed_all(seed)
     model, notes = make_model(task, recipe, device)
     seed_all(derive(seed, distributed.rank()))
-    if cures is not None:
-        notes += placed_again(model, cures)
-        precision = cures.precision or precision
+    if remedies is not None:
+        notes += reapply_remedies(model, remedies)
+        precision = remedies.precision or precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
-    notes += task.ready(model, choice.precision, told)
+    notes += task.ready(model, choice.precision, on_progress)
     optimizer = make_optimizer(recipe.optimizer, model)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
     stepper = Stepper(

@@ -34,9 +34,9 @@ from halfstep.recipe.changes import (
 )
 from halfstep.train.environment import AutoChoices, check_generators, read_generators, set_generators
 from halfstep.train.epoch_metrics import EpochMetrics, Progress
-from halfstep.train.guarding import check_guards, forgiven, put_guards, stateful, without_cures
+from halfstep.train.guarding import check_guards, put_guards, stateful, with_counts_reset, without_remedies
 from halfstep.train.setup import AnyRecipe, Parts
-from halfstep.train.weights import fleeting, put_buffers, with_a_place
+from halfstep.train.weights import assignable_buffers, non_persistent_buffers, put_buffers
 
 OWN = ("weights/buffers/", "weights/more/", "average/buffers/", "random/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""
@@ -179,7 +179,7 @@ def _weights(live: RunObjects) -> dict[str, Any]:
     return {
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
-        "fleeting": fleeting(model),
+        "fleeting": non_persistent_buffers(model),
         "more": _extra_state(model),
     }
 
@@ -305,7 +305,7 @@ def _adapted(live: RunObjects, now: State, saved: State) -> State:
         loss_scales={name: _scaled_on(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
         if same
         else now.loss_scales,
-        guards=forgiven(now.guards, saved.guards if same else without_cures(saved.guards)),
+        guards=with_counts_reset(now.guards, saved.guards if same else without_remedies(saved.guards)),
         precision=now.precision,
     )
 
@@ -358,7 +358,7 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
     same_keys("the model", now.weights, saved.weights)
     lines = list(_unfitting(now.weights["parameters"], saved.weights["parameters"], set()))
     # Non-persistent buffers may grow with the longest batch: their shapes are not compared.
-    free = with_a_place(live.parts.model, saved.weights["fleeting"])
+    free = assignable_buffers(live.parts.model, saved.weights["fleeting"])
     then = {name: buffer for name, buffer in saved.weights["buffers"].items() if name not in free}
     own = {name: buffer for name, buffer in now.weights["buffers"].items() if name not in free}
     lines += _unfitting(own, then, _empty_buffers(live.parts.model))

@@ -25,7 +25,7 @@ Picture = np.ndarray[Any, Any]
 """Height × width × 3, uint8."""
 
 
-def unheard(done: int, of: int) -> None:
+def no_progress(done: int, of: int) -> None:
     """Ignore the progress."""
 
 
@@ -105,7 +105,7 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """Return the model, with random or `pretrained` weights by `recipe.model.weights`; the loop loads files."""
 
-    def ready(self, model: nn.Module, precision: Precision, told: OnProgress = unheard) -> list[str]:
+    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
         """Measure or compute what is needed once, with the model on its device; return lines for the run's start.
 
         Every rank calls it before the first step, also of a resumed run, whose buffers are restored afterward.
@@ -157,6 +157,6 @@ class Task(ABC):
         """Return the prediction for one image, channels × height × width, as it was read."""
         raise LeftOut(f"{type(self).__name__} predicts nothing")
 
-    def sample(self, model: nn.Module, count: int, told: OnProgress) -> list[Picture]:
+    def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Return pictures that the model generates; randomness comes from torch's default generator."""
         raise LeftOut(f"{type(self).__name__} makes nothing by itself")

@@ -303,7 +303,7 @@ def _first_line(error: Exception) -> str:
 # Handle non-persistent buffers: some appear with the first batch, and some grow with the longest one.
 
 
-def fleeting(model: nn.Module) -> list[str]:
+def non_persistent_buffers(model: nn.Module) -> list[str]:
     """Return the names of the non-persistent buffers that exist now."""
     own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
     return sorted(
@@ -314,7 +314,7 @@ def fleeting(model: nn.Module) -> list[str]:
     )
 
 
-def with_a_place(model: nn.Module, names: Collection[str]) -> set[str]:
+def assignable_buffers(model: nn.Module, names: Collection[str]) -> set[str]:
     """Return those names whose module exists in the model and has nothing else under that name."""
     modules = dict(model.named_modules())
     return {name for name in names if _has_room(modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])}
@@ -329,12 +329,12 @@ def _has_room(module: nn.Module | None, name: str) -> bool:
     return not hasattr(type(module), name) and getattr(module, name, None) is None and name not in module._parameters
 
 
-def put_buffers(model: nn.Module, values: Mapping[str, Tensor], fleeting: Collection[str]) -> None:
+def put_buffers(model: nn.Module, values: Mapping[str, Tensor], non_persistent_buffers: Collection[str]) -> None:
     """Set all these buffers; those in `fleeting` are registered where they are missing."""
     for name, value in values.items():
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
-        if own not in module._buffers and name in fleeting:
+        if own not in module._buffers and name in non_persistent_buffers:
             # register_buffer refuses a name that is already an attribute.
             module.__dict__.pop(own, None)
             module.register_buffer(own, value, persistent=False)

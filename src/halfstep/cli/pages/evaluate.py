@@ -108,7 +108,7 @@ def _evaluated(finished: Finished, loader: ValLoader, listener: SampleScores) ->
             device=finished.device,
             progress=on_progress,
             left_out=left_out.extend,
-            heard=listener.add if listener.choosing.judges else None,
+            on_outputs=listener.add if listener.choosing.judges else None,
         )
     return metrics, left_out
 
@@ -216,7 +216,7 @@ def _draw(found: EvaluationReport, finished: Finished, file: Path, samples: int)
     from halfstep.draw.images import write_png
     from halfstep.draw.sheet import PicturedSample, sheet
     from halfstep.journal.text import named
-    from halfstep.train.evaluation import beginning, caption, told_in_words
+    from halfstep.train.evaluation import beginning, caption, described_choice
 
     chosen = found.choosing.chosen(samples)
     batch = found.loader.read([one.number for one in chosen])
@@ -231,7 +231,11 @@ def _draw(found: EvaluationReport, finished: Finished, file: Path, samples: int)
     value = report["metrics"][report["metric"]]
     heading = f"{finished.folder.name} on {report['data']}, {named(report['metric'])} {value:.4f}"
     picture = sheet(
-        entries, heading, told_in_words(chosen, found.choosing.total), finished.task.legend(), _pictured_figures(found)
+        entries,
+        heading,
+        described_choice(chosen, found.choosing.total),
+        finished.task.legend(),
+        _pictured_figures(found),
     )
     write_png(file, picture)
 

@@ -83,10 +83,10 @@ def _verdict(failed: OutOfMemory, found: Found) -> str:
 
 
 def _changes(failed: OutOfMemory, found: Found) -> dict[str, Any]:
-    from halfstep.train.give_up import RECOMPUTE, in_pieces
+    from halfstep.train.give_up import RECOMPUTE, smaller_microbatches
 
     if found["batch"]:
-        return in_pieces(failed.batch, failed.microbatches, min(found["batch"], failed.batch // 2))
+        return smaller_microbatches(failed.batch, failed.microbatches, min(found["batch"], failed.batch // 2))
     if found["recomputed"]:
-        return {**in_pieces(failed.batch, failed.microbatches, found["recomputed"]), RECOMPUTE: "true"}
+        return {**smaller_microbatches(failed.batch, failed.microbatches, found["recomputed"]), RECOMPUTE: "true"}
     return {}

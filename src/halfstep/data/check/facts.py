@@ -267,12 +267,12 @@ class SetLooked:
         return [s for s in self.samples if not s.image.fault and not (s.mask and s.mask.fault)]
 
 
-def look_at(layout: Layout, told: OnProgress, classes: int | None = None) -> SetLooked:
+def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None) -> SetLooked:
     """List the folders, pair the files, and examine each of them."""
     splits = [_split(name, part) for name, part in layout.parts.items()]
     wanted = [(split, image, mask) for split in splits for image, mask in split.pairs]
     files = [(path, path == mask) for _, image, mask in wanted for path in (image, mask) if path]
-    looks = {one.path: one for one in look_at_all(files, told)}
+    looks = {one.path: one for one in look_at_all(files, on_progress)}
     samples = [SampleFacts(s.name, looks[image], looks.get(mask), _label(s, image)) for s, image, mask in wanted]
     if layout.task == SEGMENTATION and layout.val is None:
         samples = _shared(samples, splits[0].part.folder)

@@ -171,9 +171,11 @@ MOST_FILES = 1000
 """Files listed per fault; the rest is counted."""
 
 
-def check(layout: Layout, told: OnProgress = lambda done, of: None, classes: int | None = None) -> dict[str, Any]:
+def check(
+    layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None
+) -> dict[str, Any]:
     """Check a set, and return its facts and findings as plain data."""
-    found = look_at(layout, told, classes)
+    found = look_at(layout, on_progress, classes)
     faults = faults_in(found)
     listed = [
         {**fault.as_dict(), "files": list(fault.files[:MOST_FILES]), "count": len(fault.files)} for fault in faults

@@ -67,12 +67,12 @@ def _made(name: str, module: ModuleType, final: Path) -> None:
 
 def _convert(name: str, module: ModuleType, archive: Path, made: Path) -> None:
     total, done = sum(module.COUNTS.values()), 0
-    with progress(name, "samples") as told:
+    with progress(name, "samples") as on_progress:
 
         def bar(more: int) -> None:
             nonlocal done
             done += more
-            told(done, total)
+            on_progress(done, total)
 
         module.make(archive, made, bar)
 

@@ -16,7 +16,7 @@ from halfstep.formats import FP32
 from halfstep.guard.diagnosis import bad_inputs, explain
 from halfstep.guard.diagnosis.bad_inputs import Past
 from halfstep.guard.diagnosis.rerun import HeldTensors, ReplayConfig, holdings
-from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, cures_for
+from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, remedies_for
 from halfstep.guard.verdict import (
     CODE,
     COMPILER,
@@ -215,7 +215,7 @@ class _Case:
             fits = Cure("skip", "the loss scale falls by itself", True)
             return Verdict(WARM_UP, f"warm_up: {sentence}", at_scale.culprit, (), (fits,))
         sentence += ", and the scale cannot fall below its floor"
-        cures = cures_for(self.trials, self.precision, at_scale.culprit, self._in_fp32(), scale=None)
+        cures = remedies_for(self.trials, self.precision, at_scale.culprit, self._in_fp32(), scale=None)
         return Verdict(PRECISION, f"precision: {sentence}", at_scale.culprit, (), cures)
 
     # -- what does not happen again -----------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class _Case:
         return bool(once_more.error) or not once_more.finite
 
     def _precision(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
-        cures = cures_for(self.trials, self.precision, as_it_was.culprit, fp32)
+        cures = remedies_for(self.trials, self.precision, as_it_was.culprit, fp32)
         sentence = explain.precision(self.precision, as_it_was, cures)
         return Verdict(PRECISION, sentence, as_it_was.culprit, explain.not_helping(cures), cures)
 

@@ -52,7 +52,7 @@ class OwnGenerators:
     def _key(self, loss_fn: Any) -> Any:
         """Return a key that is the same for a lambda written inside a loop, which is a new object in every step."""
         held = tuple(map(id, closure_of(loss_fn).values()))
-        return id(getattr(loss_fn, "__code__", loss_fn)), held, self._stepper.followed
+        return id(getattr(loss_fn, "__code__", loss_fn)), held, self._stepper.model_version
 
 
 def _is_plain(batch: Any, deep: int = 3) -> bool:

@@ -188,7 +188,7 @@ _MODULES = 3
 """The number of enclosing modules that are tried, with the origin's own."""
 
 
-def cures_for(
+def remedies_for(
     trials: Trials, precision: Precision, culprit: Culprit | None, fp32: TrialOutcome, scale: float | None = 1.0
 ) -> tuple[Cure, ...]:
     """Return the remedies for a step that fails in `precision` and not in fp32; `scale` None means the step's own."""

@@ -116,7 +116,7 @@ class Members:
         """Return what changes if a module becomes an island (its class) or is compiled (its call or its forward)."""
         own = [vars(module) for module in self._modules]
         compiled = [(slots.get("_compiled_call_impl"), slots.get("forward")) for slots in own]
-        return self._stepper.followed, list(map(type, self._modules)), compiled
+        return self._stepper.model_version, list(map(type, self._modules)), compiled
 
 
 def metered(model: nn.Module) -> list[tuple[str, nn.Module]]:

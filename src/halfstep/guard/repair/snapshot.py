@@ -30,7 +30,7 @@ class RollbackSnapshot:
         self._buffers: dict[str, Tensor | None] = {}
         self._state: dict[str, Any] | None = None
         self._pause, self._left = FIRST_PAUSE, 0
-        self._followed = stepper.followed
+        self._model_version = stepper.model_version
 
     @property
     def step(self) -> int | None:
@@ -44,7 +44,7 @@ class RollbackSnapshot:
         parameters were added, removed or unfrozen, because the previous one no longer fits.
         """
         self._left -= 1
-        if self._left <= 0 or self._followed != self._stepper.followed:
+        if self._left <= 0 or self._model_version != self._stepper.model_version:
             self.take()
             self._left = min(self._pause, every)
             self._pause = min(2 * self._pause, every)
@@ -61,7 +61,7 @@ class RollbackSnapshot:
         # Released first, so that two copies of the state never exist at once.
         self._state = None
         self._state = copy.deepcopy(stepper.state_dict())
-        self._followed = stepper.followed
+        self._model_version = stepper.model_version
 
     @torch.no_grad()
     def restore(self) -> int | None:

@@ -308,7 +308,7 @@ def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder:
     return compare(runs, metric=metric, memories=memories, configs=configs, **common)
 
 
-def usual_arms(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
+def usual_candidates(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
     """Return the usual configurations as `arms` of `bench`.
 
     They are mixed precision alone, with twice the recipe's batch, and compiled. Raises `WrongUse` for a case.

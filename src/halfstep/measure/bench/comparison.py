@@ -135,7 +135,7 @@ def usual(batch_size: int, precision: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def read_arms(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def read_candidates(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parse `NAME: SETTING SETTING` texts; return settings by name.
 
     Raises `WrongUse` for a text without a name or settings, and for a repeated name.

@@ -26,7 +26,7 @@ from halfstep.safetensors_header import content
 from halfstep.status_line import OnProgress
 from halfstep.tasks.latent_cache.encoding import Encoding, evenly, here, ready_image
 from halfstep.train.signals import asked_to_stop
-from halfstep.train.task import unheard
+from halfstep.train.task import no_progress
 from halfstep.train.weights import save_weights
 
 # -- key --------------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class CachedLatents:
 
 
 def cached(
-    encoding: Encoding, source: Source, *, parts: Mapping[str, str], told: OnProgress = unheard
+    encoding: Encoding, source: Source, *, parts: Mapping[str, str], on_progress: OnProgress = no_progress
 ) -> CachedLatents:
     """Find the cached latents of a source and encode the missing ones. Collective: every rank calls it and shares the
     work.
@@ -294,7 +294,7 @@ def cached(
     chunks = Chunks(cache_folder() / FOLDER / key, key, len(source))
     lacking = distributed.all_gather_or_raise(lambda: _lacking(encoding, source, chunks))
     missing = sorted({chunk for some in lacking for chunk in some})
-    encoder = ChunkEncoder(encoding, source, chunks, parts["format"], told)
+    encoder = ChunkEncoder(encoding, source, chunks, parts["format"], on_progress)
     encoder.fill(missing, distributed.rank(), distributed.size())
     # Hosts without a shared disk see only what their own ranks wrote; each host encodes what it lacks.
     unseen = distributed.all_gather_or_raise(lambda: [chunk for chunk in missing if not chunks.is_there(chunk)])
@@ -308,10 +308,12 @@ def cached(
 class ChunkEncoder:
     """Encodes missing chunks, one per rank and turn, so that all ranks learn at once of one that failed."""
 
-    def __init__(self, encoding: Encoding, source: Source, chunks: Chunks, computed_in: str, told: OnProgress) -> None:
+    def __init__(
+        self, encoding: Encoding, source: Source, chunks: Chunks, computed_in: str, on_progress: OnProgress
+    ) -> None:
         self.encoding, self.source, self.chunks, self.computed_in = encoding, source, chunks, computed_in
         # One progress bar for all ranks.
-        self.told = told if distributed.rank() == 0 else unheard
+        self.on_progress = on_progress if distributed.rank() == 0 else no_progress
 
     def fill(self, missing: list[int], rank: int, size: int) -> None:
         """Encode `missing`; collective. Each rank encodes every `size`-th chunk, starting at `rank`."""
@@ -324,7 +326,7 @@ class ChunkEncoder:
         with closing(self.encoding.rows(self.source, self._numbers(mine))) as rows:
             for turn in range(turns):
                 signals = distributed.all_gather_or_raise(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
-                self.told(samples * (turn + 1) // turns, samples)
+                self.on_progress(samples * (turn + 1) // turns, samples)
                 _go_on(signals, self.chunks)
 
     def _begin(self, missing: list[int]) -> None:

@@ -42,7 +42,7 @@ from halfstep.step.step_inputs import Factor, StepInputs, generator_states, vers
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
 from halfstep.train.run_folder import RECIPE
-from halfstep.train.weights import put_buffers, with_a_place
+from halfstep.train.weights import assignable_buffers, put_buffers
 
 # -- places -----------------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ def _refuse_another_model(
     record: Record, model: nn.Module, parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> None:
     own = {**parameters, **dict(model.named_buffers())}
-    come = with_a_place(model, [name for name in record.step.non_persistent_buffers if name in found])
+    come = assignable_buffers(model, [name for name in record.step.non_persistent_buffers if name in found])
     missing = [name for name in own if name not in found and name not in come]
     other = [name for name in found if name not in own and name not in come]
     shapes = [

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import RankGather, RankSnapshot, by_all, commit, discard
+from halfstep.checkpoint.commit import RankGather, RankSnapshot, all_ranks_or_raise, commit, discard
 from halfstep.checkpoint.packing import pack
 from halfstep.checkpoint.paths import CheckpointDir, Disk, sweep
 from halfstep.errors import HalfstepError, reason_in
@@ -30,7 +30,7 @@ from halfstep.train.failed_steps.reading import (
     recorded_in,
     refuse_elsewhere,
 )
-from halfstep.train.weights import fleeting
+from halfstep.train.weights import non_persistent_buffers
 
 MOST_BYTES = 4 * 2**30
 """Bytes of one failed step, over all ranks."""
@@ -89,11 +89,11 @@ def write(
     disk, first = disk or Disk(), party.rank == 0
     own = _inputs_of(failed.attempt, model, party.rank)
     # All ranks decide together: a record with the tensors of some ranks cannot be replayed.
-    offered = by_all(party, lambda: _offer(folder, own, disk, first))
+    offered = all_ranks_or_raise(party, lambda: _offer(folder, own, disk, first))
     without = next((why for why, _ in offered if why), "") or _too_large(sum(size for _, size in offered), most)
     own = RankInputs(without=without) if without else own
     # The record is made on rank 0 alone, and shared: an error there must not leave the others waiting.
-    record = by_all(party, lambda: _record(folder, failed, model, without) if first else None)
+    record = all_ranks_or_raise(party, lambda: _record(folder, failed, model, without) if first else None)
     snapshot = RankSnapshot(
         failed.report.attempt,
         {"record": record[party.rank], "inputs": own.plain},
@@ -153,7 +153,7 @@ def _record(folder: Path, failed: FailedStep, model: nn.Module, without: str) ->
         verdict=failed.verdict,
         batch_changed=_has_changed(failed.attempt),
         recipe=recipe_digest(folder),
-        non_persistent_buffers=tuple(fleeting(model)),
+        non_persistent_buffers=tuple(non_persistent_buffers(model)),
         without=without,
     )
     return pack(record.model_dump(mode="json"), "the step")[0]

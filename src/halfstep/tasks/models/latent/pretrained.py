@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.checkpoint.reading import newest_whole, read_state
+from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe, in_one_line
 from halfstep.files import read_json
 from halfstep.precision.island import island
@@ -332,7 +332,7 @@ def own_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAut
 
 
 def _from_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> PretrainedAutoencoder:
-    newest, _ = newest_whole(run.folder / CHECKPOINTS)
+    newest, _ = newest_intact(run.folder / CHECKPOINTS)
     assert newest is not None, "a run that was begun has one"
     place, config, prefix = newest.generation, run.facts.get(AUTOENCODER), f"{AUTOENCODER}."
     saved = State.from_parts(*read_state(place, 0), where=str(place.path)).weights["parameters"]

@@ -16,7 +16,7 @@ from halfstep.precision.precision import widen
 from halfstep.status_line import OnProgress
 from halfstep.tasks.models.latent.model import Condition, LatentDiffusion
 from halfstep.tasks.models.latent.noise import Draws, schedule_settings
-from halfstep.train.task import unheard
+from halfstep.train.task import no_progress
 
 # -- wanted -----------------------------------------------------------------------------------------------------------
 # The conditions to draw samples for: classes in turn, or those of the first samples of a source.
@@ -66,7 +66,7 @@ def sampled(
     shape: tuple[int, int, int, int],
     condition: Condition | None,
     draws: Draws,
-    told: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> Tensor:
     """Return one image per row of the condition; `shape` is the shape of all their latents.
 
@@ -80,7 +80,7 @@ def sampled(
         size = (min(AT_ONCE, shape[0] - begin), *shape[1:])
 
         def step_done(done: int, before: int = batch * steps) -> None:
-            told(before + done, len(begins) * steps)
+            on_progress(before + done, len(begins) * steps)
 
         images.append(model.pixels(_latents(model, options, size, part, draws, step_done)))
     return torch.cat(images)

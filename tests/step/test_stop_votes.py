@@ -23,9 +23,9 @@ def trained(rank: int, raised_by: list[list[int]], bad: int | None = None) -> tu
     seen = []
     torch.manual_seed(rank)
     for step, ranks in enumerate(raised_by):
-        stepper.hand = rank in ranks
+        stepper.stop_requested = rank in ranks
         stepper.step(mse, torch.randn(6, 8) * (float("nan") if step == bad else 1.0))
-        seen.append(stepper.hands)
+        seen.append(stepper.stop_votes)
     counted.stop()
     return seen, len(counted.calls), digest_of(dict(model.named_parameters()))
 
