@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from halfstep.cli.main import build
 from halfstep.cli.pages import profile
 from halfstep.measure.profile.causes import found, verdict
-from halfstep.measure.profile.facts import Feeding, FlopsByFormat, Kernels, Misaligned, ProfileFacts, StepTimes
+from halfstep.measure.profile.facts import Feeding, FlopsByFormat, Kernels, MisalignedLayer, ProfileFacts, StepTimes
 from halfstep.measure.profile.profile import Profile
 from halfstep.measure.profile.profile import _Elsewhere as away
 
@@ -29,7 +29,7 @@ FACTS = ProfileFacts(
     kernels=Kernels({"host": 0.05, "narrow": 0.4, "fp32": 0.2, "copies": 0.1, "update": 0.1, "other": 0.15}),
     fp32_kernels=Kernels({"host": 0.02, "narrow": 0.0, "fp32": 0.78, "copies": 0.05, "update": 0.05, "other": 0.1}),
     work=FlopsByFormat({"bf16": 800, "fp32": 200}, {"head": 150, "neck\x1b[31m": 50}),
-    misaligned=(Misaligned(("body.0", "body.2"), "127->127", "128->128", 0.9, 0.01, 0.004, 2.2, 2.8, "Conv2d"),),
+    misaligned=(MisalignedLayer(("body.0", "body.2"), "127->127", "128->128", 0.9, 0.01, 0.004, 2.2, 2.8, "Conv2d"),),
     feeding=Feeding(0.12, 0.07, 0.07, 0.0, 0, 8, 0),
 )
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from halfstep.cli import main
 from halfstep.data.sets import aerial_buildings, packages
 from halfstep.data.sets import getting as command
-from halfstep.data.sets.packages import Failed, Npm
+from halfstep.data.sets.packages import DownloadFailed, Npm
 from halfstep.data.shards import Shards
 from halfstep.errors import BadData, UnknownName, Unsafe
 from halfstep.files import cache_folder
@@ -62,7 +62,7 @@ def test_masks_of_buildings_have_every_neighbour_and_no_courtyard() -> None:
 
 def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.shutil, "which", lambda tool: None)
-    with pytest.raises(Failed, match="install npm first"):
+    with pytest.raises(DownloadFailed, match="install npm first"):
         Npm("a", "1", "0" * 64).fetch(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_another_file_than_the_one_asked_for_is_refused(tmp_path: Path, monkeypa
 def test_a_package_that_arrived_before_is_not_got_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.shutil, "which", lambda tool: None)
     (tmp_path / "half").write_bytes(b"some")
-    with pytest.raises(Failed):
+    with pytest.raises(DownloadFailed):
         Npm("a", "1", "0" * 64).fetch(tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "whole").write_bytes(b"something else")

@@ -17,7 +17,7 @@ from safetensors.torch import save_file as save_tensors
 
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.sets import dsprites
-from halfstep.data.sets.packages import Failed
+from halfstep.data.sets.packages import DownloadFailed
 from halfstep.data.synthetic.moving_sprites import FILE, MovingSprites, ShapeStamps, SpriteStamps, trimmed
 from halfstep.errors import BadData, WrongUse
 
@@ -192,5 +192,5 @@ def test_of_all_places_of_a_sprite_the_middle_one_is_kept(tmp_path: Path, monkey
     dsprites.make(wheel(tmp_path / "a.whl", images), tmp_path, done.append)
     assert sum(done) == dsprites.count(tmp_path)["sprites"] == 3
     assert np.array_equal(SpriteStamps(tmp_path)._masks, images[10::16] > 0)
-    with pytest.raises(Failed, match="47, 64, 64"):
+    with pytest.raises(DownloadFailed, match="47, 64, 64"):
         dsprites.make(wheel(tmp_path / "b.whl", images[:-1]), tmp_path, done.append)

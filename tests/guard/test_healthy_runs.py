@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import healthy_runs
 from halfstep.guard.alarms import spike
-from halfstep.guard.alarms.spike import Ruin
+from halfstep.guard.alarms.spike import DivergenceThreshold
 from halfstep.guard.verdict import GuardEvent
 
 
@@ -17,7 +17,7 @@ def test_a_run_of_each_shape_in_both_modes_is_left_alone() -> None:
 
 
 def test_a_guard_that_takes_every_level_for_ruin_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spike, "RUIN", Ruin(times=0.5, in_a_row=2))
+    monkeypatch.setattr(spike, "RUIN", DivergenceThreshold(times=0.5, in_a_row=2))
     found = list(healthy_runs.outcomes(80, "level change"))
     assert any(outcome.wrong for outcome in found)
     assert any(outcome.stopped or "rolled back" in str(outcome.wrong) for outcome in found if outcome.mode == "repair")

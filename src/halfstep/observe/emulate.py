@@ -30,7 +30,7 @@ from halfstep.precision.precision import widen
 WEIGHTS, FORWARD, BACKWARD = "weights", "forward", "backward"
 
 
-class Rounded(NamedTuple):
+class RoundedTensor(NamedTuple):
     """A tensor before and after it was rounded."""
 
     wide: Tensor
@@ -98,7 +98,7 @@ class Ranges:
         self.first_spoiled: Event | None = None
         """The first result that was non-finite even before it was rounded, such as 1/x where x had underflowed."""
 
-    def add(self, operation: Operation, rounded: Rounded) -> None:
+    def add(self, operation: Operation, rounded: RoundedTensor) -> None:
         """Count one rounded tensor of an operation."""
         part = WEIGHTS if rounded.weight else BACKWARD if operation.backward else FORWARD
         if not rounded.wide.numel():
@@ -134,7 +134,7 @@ def _limit(format: Format) -> float:
 
 
 @torch.no_grad()
-def _range_of(rounded: Rounded) -> tuple[Range, float, bool]:
+def _range_of(rounded: RoundedTensor) -> tuple[Range, float, bool]:
     """Return the range, the largest value that did not fit, and whether all values were finite before."""
     size, after = rounded.wide.detach().abs(), rounded.after.detach()
     finite = size.isfinite()
@@ -208,7 +208,7 @@ class Rounding(ABC):
         self.ranges = Ranges()
         self.not_emulated: set[str] = set()
         """Operations without an fp32 kernel, which ran as they are."""
-        self._rounded: list[Rounded] = []
+        self._rounded: list[RoundedTensor] = []
 
     @abstractmethod
     def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
@@ -256,12 +256,12 @@ class RoundedOutputs(Rounding):
         """Run a cast, which rounds by itself. autocast casts weights where the module that owns them runs."""
         result, before = function(*arguments, **keywords), arguments[0]
         if result.dtype is self.carrier and before.is_floating_point() and not is_narrow(before.dtype):
-            self._rounded.append(Rounded(before, result, self.format, weight=isinstance(before, nn.Parameter)))
+            self._rounded.append(RoundedTensor(before, result, self.format, weight=isinstance(before, nn.Parameter)))
         return result
 
     def _run_in_place(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         wide = run_wide(function, arguments, keywords)
-        self._rounded.append(Rounded(wide, arguments[0].copy_(wide), self.format))
+        self._rounded.append(RoundedTensor(wide, arguments[0].copy_(wide), self.format))
         return arguments[0]
 
     def _round(self, leaf: Any, dtype: torch.dtype | None) -> Any:
@@ -269,7 +269,7 @@ class RoundedOutputs(Rounding):
             return leaf
         narrow = leaf.to(dtype)
         if dtype is self.carrier:
-            self._rounded.append(Rounded(leaf, narrow, self.format))
+            self._rounded.append(RoundedTensor(leaf, narrow, self.format))
         return narrow
 
     def _dtypes(
@@ -317,7 +317,7 @@ class RoundedOperands(Rounding):
         wide = widen(operand) * factor
         after = rounded_to(format, wide)
         if gradient or not backward:
-            self._rounded.append(Rounded(wide, after, format))
+            self._rounded.append(RoundedTensor(wide, after, format))
         return after / factor
 
 

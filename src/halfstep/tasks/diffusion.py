@@ -21,7 +21,7 @@ from halfstep.tasks.latent_cache.cache import LatentSource, cached
 from halfstep.tasks.latent_cache.encoding import Encoding, doubts, measured_scale
 from halfstep.tasks.models.latent.model import Asked, Condition, LatentDiffusion
 from halfstep.tasks.models.latent.noise import DenoisingByNoise, Draws, divergence, reconstruction, squared_errors
-from halfstep.tasks.models.latent.pretrained import PartOrigins, latent_diffusion
+from halfstep.tasks.models.latent.pretrained import PartBuilder, latent_diffusion
 from halfstep.tasks.models.latent.sampling import classes_in_turn, first_conditions, sampled
 from halfstep.tasks.options.diffusion import SCHEMA, check
 from halfstep.tasks.shared import images
@@ -126,7 +126,7 @@ class Diffusion(Task):
         # An autoencoder has no condition, whatever the recipe says for the denoiser.
         self.kind: str = "none" if options.stage == "autoencoder" else options.condition
         self.pixels, self.conditions = _around_zero(data.channels), _around_zero(data.condition_channels)
-        self.origins = PartOrigins(options, data, recipe.run.dir)
+        self.origins = PartBuilder(options, data, recipe.run.dir)
         self._view = v2.Compose([v2.Resize(data.size, antialias=True), v2.CenterCrop(data.size)])
         self._classes: list[str] = []
         self._embedding: list[int] = []

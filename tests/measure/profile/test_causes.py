@@ -15,7 +15,7 @@ from halfstep.measure.profile.facts import (
     Feeding,
     FlopsByFormat,
     Kernels,
-    Misaligned,
+    MisalignedLayer,
     ProfileFacts,
     StepTimes,
     Warming,
@@ -42,8 +42,8 @@ def fed(**changes: Any) -> Feeding:
     return Feeding(**{**usual, **changes})
 
 
-def padded(now: float, then: float, low: float, share: float = 0.9) -> Misaligned:
-    return Misaligned(("body.0", "body.2"), "127->127", "128->128", share, now, then, low, low + 0.1, "Conv2d")
+def padded(now: float, then: float, low: float, share: float = 0.9) -> MisalignedLayer:
+    return MisalignedLayer(("body.0", "body.2"), "127->127", "128->128", share, now, then, low, low + 0.1, "Conv2d")
 
 
 def test_nothing_is_wrong_with_what_is_fast() -> None:

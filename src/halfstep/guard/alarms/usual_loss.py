@@ -36,7 +36,7 @@ FAR = 1000.0
 """The ratio to the first losses above which a slow rise is reported."""
 
 
-class Usual:
+class RecentLosses:
     """The newest losses of one optimizer; `limit` is the largest that counts as usual."""
 
     def __init__(self) -> None:

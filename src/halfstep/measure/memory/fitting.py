@@ -26,7 +26,7 @@ _FIXED = ("weights", "buffers", "average", "optimizer")
 
 
 @dataclass(frozen=True)
-class Fit:
+class BatchFit:
     """The result of a search for one setting and limit."""
 
     batch: int
@@ -68,7 +68,7 @@ def largest_batch(
     ledger: MakeLedger = ledger_of,
     *,
     tolerance: float = 0.0,
-) -> Fit:
+) -> BatchFit:
     """Return the largest micro-batch whose ledger is within the limit while the next size exceeds it.
 
     For slow ledgers, `tolerance` ends the search at a batch that fits once the limit is expected within that share of
@@ -86,7 +86,7 @@ def largest_batch(
     return search.fit(low, low)
 
 
-def levers(fit: Fit, make_case: MakeCase, narrow: str, ledger: MakeLedger = ledger_of) -> list[Ledger]:
+def levers(fit: BatchFit, make_case: MakeCase, narrow: str, ledger: MakeLedger = ledger_of) -> list[Ledger]:
     """Return ledgers of the smallest batch in a narrower precision, with recomputing, and with both."""
     setting = replace(fit.ledger.setting, batch=fit.ledger.samples)
     ways = [replace(setting, precision=narrow), replace(setting, recompute=True)]
@@ -164,10 +164,10 @@ class _Search:
         ledger = next(iter(self.ledgers.values()))
         return sum(ledger.whole.get(part, 0) for part in _FIXED)
 
-    def fit(self, batch: int, shown: int) -> Fit:
+    def fit(self, batch: int, shown: int) -> BatchFit:
         searched = tuple((size, ledger.peak) for size, ledger in sorted(self.ledgers.items()))
         ended = batch + 1 in self.ledgers and self.over(batch + 1)
-        return Fit(batch, self.limit, self.ledgers[shown], searched, ended)
+        return BatchFit(batch, self.limit, self.ledgers[shown], searched, ended)
 
 
 def _line(first: int, low: int, second: int, high: int, limit: int) -> int:

@@ -15,7 +15,7 @@ from halfstep.measure.profile.facts import (
     PARTS,
     WIDE,
     Feeding,
-    Misaligned,
+    MisalignedLayer,
     ProfileFacts,
     StepTimes,
     Warming,
@@ -303,7 +303,7 @@ def find_causes(facts: ProfileFacts) -> list[Cause]:
     return sorted(named, key=lambda cause: -cause.share)
 
 
-def _padding_saves(facts: ProfileFacts, layer: Misaligned) -> float:
+def _padding_saves(facts: ProfileFacts, layer: MisalignedLayer) -> float:
     """Return the share of a step on a fixed batch that padding saves, at most that of its matrix work."""
     assert facts.race is not None
     alone = layer.saved / facts.race.asked

@@ -76,7 +76,7 @@ class FlopsByFormat:
 
 
 @dataclass(frozen=True)
-class Misaligned:
+class MisalignedLayer:
     """A layer whose channels are not a multiple of 8, timed as it is and padded to the next multiple."""
 
     names: tuple[str, ...]
@@ -206,7 +206,7 @@ class ProfileFacts:
     kernels: Kernels | None = None
     fp32_kernels: Kernels | None = None
     work: FlopsByFormat | None = None
-    misaligned: tuple[Misaligned, ...] = ()
+    misaligned: tuple[MisalignedLayer, ...] = ()
     feeding: Feeding | None = None
 
     @property
@@ -279,7 +279,7 @@ def read_facts(known: Mapping[str, Any]) -> ProfileFacts:
     for name, kind in _NESTED.items():
         if given.get(name) is not None:
             given[name] = _read(kind, given[name])
-    given["misaligned"] = tuple(_read(Misaligned, one) for one in given.get("misaligned", ()))
+    given["misaligned"] = tuple(_read(MisalignedLayer, one) for one in given.get("misaligned", ()))
     for name in ("subject", "skipped"):
         given[name] = tuple(given.get(name, ()))
     return ProfileFacts(**given)

@@ -21,7 +21,17 @@ from torch.profiler import ProfilerActivity, profile
 
 import halfstep.measure.candidate  # noqa: F401 (it tells the profiler not to greet, before its first use)
 from halfstep import clock
-from halfstep.measure.profile.facts import COPIES, HOST, NARROW, OTHER, UPDATE, WIDE, FlopsByFormat, Kernels, Misaligned
+from halfstep.measure.profile.facts import (
+    COPIES,
+    HOST,
+    NARROW,
+    OTHER,
+    UPDATE,
+    WIDE,
+    FlopsByFormat,
+    Kernels,
+    MisalignedLayer,
+)
 from halfstep.measure.timing import Stopwatch
 from halfstep.observe.flops import computed_in, flops
 from halfstep.observe.recorder import Operation, Recorder
@@ -339,7 +349,7 @@ def _trained_alike(module: nn.Module, made: nn.Module) -> nn.Module:
 
 def measured(
     layers: list[Layer], share: float, precision: Precision, device: torch.device, seconds: float
-) -> Misaligned:
+) -> MisalignedLayer:
     """Time forward and backward of one of these identical layers, as it is and padded, in turns."""
     first = layers[0]
     wide = padded(first.module)
@@ -364,7 +374,7 @@ def measured(
     median = {name: statistics.median(times[name] for times in rounds) for name in timers}
     names = tuple(layer.name for layer in layers)
     kind = type(first.module).__name__
-    return Misaligned(names, _arrow(now), _arrow(then), share, median["now"], median["padded"], low, high, kind)
+    return MisalignedLayer(names, _arrow(now), _arrow(then), share, median["now"], median["padded"], low, high, kind)
 
 
 def _least_disturbed(rounds: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -12,12 +12,12 @@ from torch import nn
 from torch._ops import OpOverloadPacket
 
 from halfstep.finding import Finding
-from halfstep.observe.lint import angles, eps, integers, masks, positions, softmax, stored, sums, variance
+from halfstep.observe.lint import angles, eps, integers, masks, merged_positions, softmax, stored, sums, variance
 from halfstep.observe.lint.seen import Rule, seen
 from halfstep.observe.recorder import OUTSIDE, Operation
 from halfstep.user_code import running_line
 
-_RULES: tuple[Any, ...] = (integers, positions, angles, sums, masks, softmax, variance)
+_RULES: tuple[Any, ...] = (integers, merged_positions, angles, sums, masks, softmax, variance)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Lint:
         self._found: dict[tuple[str, str], list[Spotted]] = {}
         if (narrow := stored.look(model)) is not None:
             self.emit(narrow, "", None)
-        for module, finding in positions.stored(model):
+        for module, finding in merged_positions.stored(model):
             self.emit(finding, module, None)
 
     @torch.no_grad()

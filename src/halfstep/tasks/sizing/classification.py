@@ -26,7 +26,7 @@ MANY = 20_000
 """Images from which on a larger network learns more than a small one."""
 
 
-class NetSize(NamedTuple):
+class SizedModel(NamedTuple):
     """A model and an image size, one step of the ladder."""
 
     model: str
@@ -49,8 +49,8 @@ NETWORKS = {
     "resnet10t": Network(2.2e9, 25e6),
 }
 LADDER = (
-    NetSize("resnet50", 224), NetSize("resnet34", 224), NetSize("resnet18", 224), NetSize("resnet18", 160),
-    NetSize("resnet18", 128), NetSize("resnet10t", 128), NetSize("resnet10t", 96), NetSize("resnet10t", 64),
+    SizedModel("resnet50", 224), SizedModel("resnet34", 224), SizedModel("resnet18", 224), SizedModel("resnet18", 160),
+    SizedModel("resnet18", 128), SizedModel("resnet10t", 128), SizedModel("resnet10t", 96), SizedModel("resnet10t", 64),
 )  # fmt: skip
 BATCH, ACCELERATED_BATCH = 16, 64
 

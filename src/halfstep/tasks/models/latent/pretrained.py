@@ -356,7 +356,7 @@ DENOISER = "denoiser"
 KINDS = ("UNet2DModel", "UNet2DConditionModel")
 
 
-class PartOrigins:
+class PartBuilder:
     """Builds the parts of a model; a finished or resumed run builds them without the folders they came from."""
 
     def __init__(self, options: Any, data: Any, folder: str | None = None) -> None:
@@ -434,7 +434,7 @@ class PartOrigins:
 # Build the model of a diffusion recipe: its parts, its frozen parts, its islands.
 
 
-def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartOrigins) -> LatentDiffusion:
+def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartBuilder) -> LatentDiffusion:
     """Build the model of a diffusion recipe. A denoiser's autoencoder is frozen, and keeps the scale it came with.
 
     Raise `BadRecipe` where images do not fit the parts.
