@@ -202,6 +202,13 @@ def test_plain_lines_of_a_run() -> None:
     assert all(line.isprintable() for line in lines)
 
 
+def test_a_model_that_generates_needs_no_folder() -> None:
+    latest = Latest()
+    latest.on_event({**start(), "generates": True})
+    lines = ending({"event": "end", "reason": "finished", "seconds": 1.0, "steps": 1}, latest)
+    assert "  next: halfstep predict runs/segmentation_tiny" in lines
+
+
 def test_every_skip_is_told_until_there_are_too_many() -> None:
     events = [step(n, "loss_not_finite", loss=math.nan) for n in range(1, 1001)]
     lines = [line for line in plain_lines([start(), *events]) if line.startswith("skipped")]

@@ -71,6 +71,12 @@ def test_settings_that_cannot_go_together_say_what_to_write(
     assert words in str(raised.value)
 
 
+def test_only_models_that_look_at_no_image_are_said_to_generate() -> None:
+    assert diffusion(**PIXELS).generates
+    assert not diffusion(stage="autoencoder").generates
+    assert not diffusion(MAPS, **PIXELS, condition="image").generates
+
+
 def test_uneven_steps_are_ddpms() -> None:
     assert diffusion(sample_steps=60, sampler="ddpm").recipe.model.sample_steps == 60
 

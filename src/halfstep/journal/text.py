@@ -323,7 +323,8 @@ def ending(event: Event, latest: Latest) -> list[str]:
     lines += [clean(f"  {line}") for line in tracker_hints(latest.start)]
     if folder and event["reason"] in _DONE:
         run = shlex.quote(folder)
-        commands = (f"evaluate {run}", f"predict {run} FOLDER", f"export {run}")
+        folder_of_images = "" if latest.start.get("generates") else " FOLDER"
+        commands = (f"evaluate {run}", f"predict {run}{folder_of_images}", f"export {run}")
         lines += [clean(f"  {NEXT} halfstep {command}") for command in commands]
     return (
         lines

@@ -259,6 +259,11 @@ class Diffusion(Task):
             shown.insert(0, [self.conditions.shown(image) for image in batch["condition"]])
         return [images.side_by_side(row) for row in zip(*shown, strict=True)]
 
+    @property
+    def generates(self) -> bool:
+        """Whether samples need no image: an autoencoder and an image condition do."""
+        return self.recipe.model.stage != "autoencoder" and self.kind != "image"
+
     @torch.no_grad()
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
         """Return a sample for a condition image, or the reconstruction of an image.
@@ -287,7 +292,7 @@ class Diffusion(Task):
     def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Draw samples for the classes in turn, or for the first conditions of the validation set.
 
-        A condition image is shown beside its sample. `told` receives the progress.
+        A condition image is shown beside its sample. `on_progress` receives the progress.
         """
         assert isinstance(model, LatentDiffusion)
         if model.denoiser is None:

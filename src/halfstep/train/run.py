@@ -200,6 +200,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
     return {
         "recipe": loop.recipe.model_dump(mode="json"),
         "notes": loop.parts.notes,
+        "generates": task.generates,
         "steps": loop.planned,
         "epochs": loop.epochs,
         "precision": {

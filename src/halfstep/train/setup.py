@@ -364,7 +364,7 @@ def prepare(
     """Build everything for `total` updates, `per_epoch` of them in an epoch.
 
     `precision` is what `auto` resolved to when the run began; it is not measured again. `remedies` are those of the
-    run's guard, and override it. `told` is called with the progress of the task's own preparation.
+    run's guard, and override it. `on_progress` is called with the progress of the task's own preparation.
     """
     train = recipe.train
     seed = train.seed or 0

@@ -94,6 +94,11 @@ class Task(ABC):
         """Set the recipe of a run, and derive from it; called again for tasks that are passed to `fit` as objects."""
         self.recipe = recipe
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model draws samples from noise alone, so that `halfstep predict RUN` takes no folder."""
+        return False
+
     def facts(self) -> dict[str, Any]:
         """Return what is needed to predict without the data, such as class names: plain data, saved with a run."""
         return {}

@@ -21,7 +21,7 @@ _FILES = {"train": "train", "val": "t10k"}
 
 
 def make(archive: Path, into: Path, bar: Bar) -> None:
-    """Write `archive` to `into` as shards; raise Failed without dpkg-deb."""
+    """Write `archive` to `into` as shards; raise DownloadFailed without dpkg-deb."""
     if shutil.which("dpkg-deb") is None:
         raise DownloadFailed(
             "dpkg-deb is needed to open a Debian package", allowed="a machine that has it", do="install dpkg first"

@@ -35,7 +35,7 @@ class Npm:
     tool = "npm"
 
     def fetch(self, folder: Path) -> Path:
-        """Return the package's file in `folder`; raise Failed or Unsafe."""
+        """Return the package's file in `folder`; raise DownloadFailed or Unsafe."""
         return _fetched(self, ["npm", "pack", "--silent", f"{self.name}@{self.version}"], folder)
 
 
@@ -48,7 +48,7 @@ class Debian:
     tool = "apt-get"
 
     def fetch(self, folder: Path) -> Path:
-        """Return the package's file in `folder`; raise Failed or Unsafe."""
+        """Return the package's file in `folder`; raise DownloadFailed or Unsafe."""
         # apt downloads as a user of its own, where there is one.
         folder.chmod(0o755)
         return _fetched(self, ["apt-get", "download", "--quiet", self.name], folder)
@@ -66,7 +66,7 @@ class PyPI:
     tool = "pip"
 
     def fetch(self, folder: Path) -> Path:
-        """Return the package's file in `folder`; raise Failed or Unsafe."""
+        """Return the package's file in `folder`; raise DownloadFailed or Unsafe."""
         # With the digest in the requirement, pip verifies it before it opens a source archive, which runs code.
         wanted = folder / "wanted.txt"
         wanted.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")

@@ -285,8 +285,8 @@ def cached(
     work.
 
     `parts` is what the latents depend on beside the data: the autoencoder's digest, the `format` it computes in, the
-    size of the images. `told` receives the progress on rank 0. Raise `BadData`, `StorageFailed`, or `NotBegun` on a
-    signal.
+    size of the images. `on_progress` receives the progress on rank 0. Raise `BadData`, `StorageFailed`, or `NotBegun`
+    on a signal.
     """
     # The key must be equal on all ranks, or each would look for another folder.
     words = distributed.rank_zero_or_raise(lambda: words_of(encoding, source, parts))

@@ -70,7 +70,7 @@ def sampled(
 ) -> Tensor:
     """Return one image per row of the condition; `shape` is the shape of all their latents.
 
-    `told` receives the progress after each step of each batch.
+    `on_progress` receives the progress after each step of each batch.
     """
     images, steps = [], options.sample_steps
     begins = range(0, shape[0], AT_ONCE)
