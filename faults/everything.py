@@ -108,13 +108,13 @@ class Launch:
         loop = make_loop(*given, **more)
         if self.guarded:
             loop.stepper.guards.append(Steady())
-        on_event = loop.checkpoints.on_event
+        record_finished = loop.checkpoints.record_finished
 
         def ending() -> None:
             """After a step, and after its save where it has one."""
             if loop.progress.attempts == self.end_at:
                 os.kill(os.getpid(), signal.Signals[self.end])
-            on_event()
+            record_finished()
 
-        loop.checkpoints.on_event = ending  # type: ignore[method-assign]
+        loop.checkpoints.record_finished = ending  # type: ignore[method-assign]
         return loop

@@ -14,7 +14,7 @@ from faults import f03_malice, mutants
 from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process
 from faults.record import RECORD
-from halfstep.recipe import overrides
+from halfstep.recipe import names
 
 ROWS = runner.rows()
 AT_LEAST = {
@@ -98,13 +98,13 @@ def test_attacks_that_take_memory_are_seen_whatever_this_process_took_before(mon
 @pytest.mark.parametrize("name", ["F01", "F02"])
 def test_a_check_that_makes_a_file_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    real = overrides.read_flags
+    real = names.read_flags
 
     def making(*given: Any) -> Any:
         Path("runs").touch()
         return real(*given)
 
-    monkeypatch.setattr(overrides, "read_flags", making)
+    monkeypatch.setattr(names, "read_flags", making)
     outcome = ROWS[name].run(False)
     assert outcome.passed < outcome.n
     assert Path.cwd() == tmp_path

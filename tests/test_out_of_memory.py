@@ -111,7 +111,7 @@ def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Ti
         "halfstep.fit(..., settings={'train.batch_size': 8, 'train.microbatches': 2}, accept_recipe_change=True)"
     )
     end = read_events(tmp_path / "run" / "journal.jsonl")[-1]
-    assert (end["event"], end["reason"], end["why"]) == ("end", "out_of_memory", error.given)
+    assert (end["event"], end["reason"], end["error"]) == ("end", "out_of_memory", error.given)
     assert "Out of memory after" in (tmp_path / "run" / "train.log").read_text()
     again = halfstep.fit(
         recipe,

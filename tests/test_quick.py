@@ -14,7 +14,7 @@ def test_imports_are_followed_wherever_they_stand() -> None:
     assert SRC / "recipe" / "explain.py" in imported_by(SRC / "runs" / "registry.py", known)  # inside a function
     far = distances([SRC / "step" / "ema.py"])
     assert far[SRC / "step" / "ema.py"] == 0
-    assert far[SRC / "step" / "stepper.py"] == 1
+    assert far[SRC / "step" / "stepper_base.py"] == 1
     assert far[TESTS / "step" / "test_skip.py"] <= 3
 
 

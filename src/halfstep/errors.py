@@ -183,6 +183,17 @@ class Unsafe(HalfstepError, RuntimeError):
     exit_code = REFUSED
 
 
+class BadSample(Exception):
+    """A sample that cannot be read: it is skipped, replaced and counted."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
 class MissingExtra(HalfstepError, ImportError): ...
 
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from halfstep.cli.main import build
 from halfstep.cli.pages import profile
-from halfstep.measure.profile.causes import found, verdict
+from halfstep.measure.profile.causes import find_causes, verdict
 from halfstep.measure.profile.facts import Feeding, FlopsByFormat, Kernels, MisalignedLayer, ProfileFacts, StepTimes
 from halfstep.measure.profile.profile import Profile
-from halfstep.measure.profile.profile import _Elsewhere as away
+from halfstep.measure.profile.profile import _ChildProcess as away
 
 CASE = "tests.support.cases:linear"
 CONDITIONS = {
@@ -40,7 +40,7 @@ def run(*words: str) -> Any:
 
 def page(facts: ProfileFacts, capsys: pytest.CaptureFixture[str], **more: Any) -> list[str]:
     cause = verdict(facts)
-    others = tuple(one for one in found(facts) if one != cause)
+    others = tuple(one for one in find_causes(facts) if one != cause)
     profile.show(json.loads(json.dumps(Profile(facts, cause, others, CONDITIONS, **more).as_dict())))
     return capsys.readouterr().out.splitlines()
 

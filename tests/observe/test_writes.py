@@ -96,7 +96,7 @@ def test_the_watch_of_a_step_announces_too() -> None:
         model,
         precision,
         done=lambda inner, seen: None,
-        tell=lambda findings: None,
+        emit=lambda findings: None,
         before_write=lambda tensors: written.extend(map(id, tensors)),
     )
     with watch:

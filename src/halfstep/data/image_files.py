@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
-from halfstep.errors import BadData, MissingExtra, Unsafe
+from halfstep.errors import BadData, BadSample, MissingExtra, Unsafe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,17 +118,6 @@ MOST_BYTES = 256 * 2**20
 
 
 Numbers: TypeAlias = "np.ndarray[Any, Any]"
-
-
-class BadSample(Exception):
-    """A sample that cannot be read: it is skipped, replaced and counted."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
 
 
 @contextmanager

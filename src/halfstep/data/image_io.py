@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.image_files import MOST_PIXELS, BadSample, Numbers, Unreadable, opened, orientation, values_in
-from halfstep.errors import BadData, WrongUse
+from halfstep.data.image_files import MOST_PIXELS, Numbers, Unreadable, opened, orientation, values_in
+from halfstep.errors import BadData, BadSample, WrongUse
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _GREY = ("1", "L", "I;16", "I;16B", "I;16L", "I", "F")

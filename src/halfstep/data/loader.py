@@ -22,11 +22,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from halfstep.data.dataset import Key, Order, RankShare, ReadSample, Samples, ValSamples, derive, is_finite, seeded
 from halfstep.data.source import Batch, Collate
+from halfstep.data.to_device import moved
 from halfstep.errors import BadData, HalfstepError
 
 # -- worker processes -------------------------------------------------------------------------------------------------
@@ -297,24 +297,6 @@ class ToDevice:
     def __call__(self, batch: Batch) -> Batch:
         move = functools.partial(moved, device=self.device, channels_last=self.channels_last, non_blocking=self.pins)
         return batch._replace(tensors={name: move(tensor) for name, tensor in batch.tensors.items()})
-
-
-def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
-    """Return the model on its device, with the weights of 2d convolutions in the memory format of its images."""
-    model = model.to(device)
-    for parameter in model.parameters() if channels_last else ():
-        if parameter.dim() == 4:
-            # A copy: `contiguous` keeps the strides of 1×1 kernels, and their gradients would then have others.
-            laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
-            parameter.data = laid_out.copy_(parameter.data)
-    return model
-
-
-def moved(tensor: Tensor, device: torch.device, channels_last: bool, *, non_blocking: bool = False) -> Tensor:
-    """Return a tensor of a batch on its device; images in the memory format of the model's weights."""
-    images = channels_last and tensor.dim() == 4 and tensor.is_floating_point()
-    layout = torch.channels_last if images else torch.preserve_format
-    return tensor.to(device, non_blocking=non_blocking, memory_format=layout)
 
 
 def _read(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 
-from halfstep.data.image_files import BadSample, folders, image_files, opened, orientation
+from halfstep.data.image_files import folders, image_files, opened, orientation
 from halfstep.data.layout import CLASSIFICATION, SEGMENTATION, Layout
 from halfstep.data.mask_classes import MaskReading, counts_in, read_masks_as
+from halfstep.errors import BadSample
 from halfstep.status_line import OnProgress
 
 MOST_HEADERS = 500

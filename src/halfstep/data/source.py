@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from halfstep.data.image_files import BadSample as BadSample
 from halfstep.data.layout import place_of
 from halfstep.errors import BadData
+from halfstep.errors import BadSample as BadSample
 
 Sample = dict[str, Tensor]
 """Tensors by name: `image` and, depending on the task, `mask` or `label`."""

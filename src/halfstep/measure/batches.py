@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.data.loader import moved
+from halfstep.data.to_device import moved
 from halfstep.errors import WrongUse
 
 

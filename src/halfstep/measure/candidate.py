@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.data.loader import placed
+from halfstep.data.to_device import placed
 from halfstep.measure.batches import bytes_of, resized, size_of, tensors
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import SEED, Case

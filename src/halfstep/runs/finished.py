@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.checkpoint.reading import newest_intact, read_state
-from halfstep.data.loader import placed
+from halfstep.data.to_device import placed
 from halfstep.errors import BadData, NoCheckpoint, WrongUse
 from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies

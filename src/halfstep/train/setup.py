@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import distributed
 from halfstep.data.dataset import derive
-from halfstep.data.loader import placed
+from halfstep.data.to_device import placed
 from halfstep.errors import BadRecipe, UnknownName
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.precision.select import Choice, choose_precision

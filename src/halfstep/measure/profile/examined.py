@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.data.loader import placed
+from halfstep.data.to_device import placed
 from halfstep.errors import PrecisionRefused, WrongUse
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.batches import resized, size_of
