@@ -17,7 +17,7 @@ from faults.crash_states import MODELS, RUN, Folder, Recording, Replay, Tree, bu
 from faults.outcome import Outcome
 from halfstep.checkpoint import commit as protocol
 from halfstep.checkpoint import reading
-from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk
+from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk, sweep
 from halfstep.errors import HalfstepError
 from tests.support.digest import digest_of
 
@@ -159,7 +159,7 @@ class Story:
         """As a run does that was started again: what is damaged is set aside, drafts are removed, and it saves."""
         for one in reading.newest_intact(folder)[1]:
             one.generation.path.rename(one.generation.path.with_name(one.generation.name + BAD))
-        protocol.sweep(folder, Disk())
+        sweep(folder, Disk())
         told = commit_all(folder, Save(NEXT, 10**6), self.ranks, self.keep, Disk())
         clean = not any(path.name.endswith(".tmp") for path in folder.iterdir())
         return clean and not any(isinstance(one, Exception) for one in told) and serial_in(folder, self.ranks) == NEXT

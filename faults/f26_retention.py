@@ -9,7 +9,7 @@ from faults.crash_story import Save, Story, outcome
 from faults.f19_crash_points import outcomes
 from faults.outcome import Outcome
 from halfstep.checkpoint import commit as protocol
-from halfstep.checkpoint.paths import BAD, DRAFT, CheckpointDir, generations
+from halfstep.checkpoint.paths import BAD, DRAFT, CheckpointDir, generations, sweep
 from halfstep.checkpoint.sealed import MANIFEST, tensors_of
 
 ID = "F26"
@@ -39,7 +39,7 @@ def _many_old(story: Story) -> None:
     newest = _saved(story, 5)
     _leave_drafts(story.folder)
     story.begin(newest)
-    protocol.sweep(story.folder, story.disk)
+    sweep(story.folder, story.disk)
     story.save(Save(6, 18))
     story.save(Save(7, 21))
 
@@ -52,7 +52,7 @@ def _set_aside(story: Story) -> None:
     story.begin(newest)
     for one in spoilt:
         story.disk.rename(one.path, one.path.with_name(one.name + BAD))
-    protocol.sweep(story.folder, story.disk)
+    sweep(story.folder, story.disk)
     story.save(Save(7, 21))
     story.save(Save(8, 24))
 

@@ -59,14 +59,14 @@ class Around:
 
 def _killed_after(attempt: int) -> None:
     """After a step, and after its save where it has one."""
-    on_event = Checkpoints.on_event
+    record_finished = Checkpoints.record_finished
 
     def ending(checkpoints: Checkpoints) -> None:
         if checkpoints._live.progress.attempts == attempt:
             os.kill(os.getpid(), signal.SIGKILL)
-        on_event(checkpoints)
+        record_finished(checkpoints)
 
-    Checkpoints.on_event = ending  # type: ignore[method-assign]
+    Checkpoints.record_finished = ending  # type: ignore[method-assign]
 
 
 Launch = tuple[Around, Mapping[str, Any]]
