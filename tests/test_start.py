@@ -30,13 +30,13 @@ NEVER = (
 TO_THE_FIRST_STEP = """
 import json, os, sys, time
 from halfstep.journal.events import Journal
-tell = Journal.tell
+emit = Journal.emit
 def told(self, event, **fields):
     if event == "step":
         print(json.dumps({"cpu": time.process_time(), "modules": sorted(sys.modules)}), file=sys.__stdout__, flush=True)
         os._exit(0)
-    tell(self, event, **fields)
-Journal.tell = told
+    emit(self, event, **fields)
+Journal.emit = told
 from halfstep.cli.main import main
 sys.argv = ["halfstep", "train", *sys.argv[1:]]
 main()

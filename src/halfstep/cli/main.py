@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
 
 from halfstep.errors import INTERRUPTED
 from halfstep.host_memory import nothing_collected
@@ -23,17 +26,47 @@ def main() -> None:
     # Commands print log messages in their own reports; without a handler, logging would print warnings to stderr.
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
     try:
-        with nothing_collected():
+        with _leaving_at_once(sys.argv[1:2]), nothing_collected():
             _show_activity(sys.argv[1:])
             application = build(sys.argv[1:2])
         application(prog_name="halfstep")
     except KeyboardInterrupt:
-        # Ctrl-C while modules are imported: a traceback through them would tell the user nothing.
-        clear()
-        sys.stderr.write("stopped\n")
+        _say_stopped()
         raise SystemExit(INTERRUPTED) from None
     finally:
         clear()
+
+
+@contextmanager
+def _leaving_at_once(command: list[str]) -> Iterator[None]:
+    """Let Ctrl-C end the process while modules are imported.
+
+    A KeyboardInterrupt would be lost where it meets a callback of the import system, which cannot raise. `train` keeps
+    this until it watches signals itself.
+    """
+    # Ignored signals stay ignored, as for a command that was started with `nohup`.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        if command != ["train"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _say_stopped() -> None:
+    clear()
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("stopped\n")
+        sys.stderr.flush()
+
+
+def _leave(*_: object) -> NoReturn:
+    _say_stopped()
+    # Not SystemExit, which a callback would lose as well; nothing was begun that needs an end.
+    os._exit(INTERRUPTED)
 
 
 def build(names: Iterable[str] = ()) -> typer.Typer:
