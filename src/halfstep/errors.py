@@ -13,6 +13,7 @@ HalfstepError
 ├── TornUpdate             an optimizer, schedule or average that failed in the middle of an update
 ├── BadRecipe              a recipe that cannot be read, or that asks for something impossible
 ├── BadData                samples that are missing, unreadable, or not usable for the task
+├── DownloadFailed         a data set that cannot be downloaded, or has unexpected content
 ├── NoCheckpoint           a run that was saved, and that has no intact checkpoint
 ├── FolderTaken            a run folder that cannot be used
 ├── StorageFailed          checkpoints that could not be written in repeated attempts

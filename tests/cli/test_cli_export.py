@@ -105,7 +105,13 @@ def pasted(python: str, photo: Path) -> dict[str, Any]:
     return scope
 
 
-@pytest.mark.parametrize("name", sorted(RUNS))
+SHORT = ("unet", "timm", "classes")
+"""One of each package; the others are variants that take ten seconds each."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in sorted(RUNS)]
+)
 @pytest.mark.slow
 def test_the_lines_that_are_printed_predict_what_halfstep_does(
     trained: Any, photo: Path, name: str, tmp_path: Path
