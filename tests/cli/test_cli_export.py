@@ -105,12 +105,12 @@ def pasted(python: str, photo: Path) -> dict[str, Any]:
     return scope
 
 
-SHORT = ("unet", "timm", "classes")
-"""One of each package; the others are variants that take ten seconds each."""
+ONE_OF_EACH = ("unet", "timm", "classes")
+"""A run with a model of each package; the others are variants that take ten seconds each."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in sorted(RUNS)]
+    "name", [pytest.param(name, marks=() if name in ONE_OF_EACH else pytest.mark.full) for name in sorted(RUNS)]
 )
 @pytest.mark.slow
 def test_the_lines_that_are_printed_predict_what_halfstep_does(
