@@ -53,6 +53,15 @@ def full(**options: Any) -> Case:
     return case
 
 
+def interrupted(step: Callable[[], object]) -> bool:
+    """Take a step, and return whether it ended in a KeyboardInterrupt."""
+    try:
+        step()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
 def reference() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """States before the third step, after it, and after the fourth."""
     case = full()
@@ -103,11 +112,7 @@ def _interrupted_at(place: str) -> str:
     before, after, end = reference()
     case = full()
     with at(place, case, ctrl_c):
-        try:
-            case.stepper.step(mse, BATCHES[2])
-            came = False
-        except KeyboardInterrupt:
-            came = True
+        came = interrupted(lambda: case.stepper.step(mse, BATCHES[2]))
     return _before_or_after(case, before, after, end, came)
 
 
@@ -137,11 +142,7 @@ def ctrl_c_in_the_loss_function() -> str:
         ctrl_c()
         return out
 
-    try:
-        case.stepper.step(loss, BATCHES[2])
-        came = False
-    except KeyboardInterrupt:
-        came = True
+    came = interrupted(lambda: case.stepper.step(loss, BATCHES[2]))
     return _before_or_after(case, before, after, end, came)
 
 
@@ -163,11 +164,7 @@ def ctrl_c_in_a_guard() -> str:
     guard = Watching()
     case = full(guards=[guard])
     guard.armed = True
-    try:
-        case.stepper.step(mse, BATCHES[2])
-        came = False
-    except KeyboardInterrupt:
-        came = True
+    came = interrupted(lambda: case.stepper.step(mse, BATCHES[2]))
     return _before_or_after(case, before, after, end, came)
 
 
@@ -183,11 +180,7 @@ def ctrl_c_in_on_gradients() -> str:
 
     case = full(on_gradients=look)
     armed.append(True)
-    try:
-        case.stepper.step(mse, BATCHES[2])
-        came = False
-    except KeyboardInterrupt:
-        came = True
+    came = interrupted(lambda: case.stepper.step(mse, BATCHES[2]))
     return _before_or_after(case, before, after, end, came)
 
 

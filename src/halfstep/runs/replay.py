@@ -32,7 +32,8 @@ from halfstep.step.step_inputs import StepInputs
 from halfstep.train.environment import differences, environment
 from halfstep.train.failed_steps.reading import Record, load_attempt, load_model, recipe_digest, run_of
 from halfstep.train.give_up import launcher, lower_lr, recipe_lr
-from halfstep.train.process_group import AUTO, device_of
+from halfstep.train.machine import AUTO
+from halfstep.train.process_group import device_of
 from halfstep.train.run_folder import RECIPE, is_finished
 from halfstep.train.setup import make_model, without_weights
 from halfstep.train.task import Task

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+AUTO = "auto"
+"""The device of a recipe that leaves the choice to the machine."""
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12
 """Floating-point operations per second in training: a laptop core and a small GPU reach them, and most exceed them."""
@@ -56,7 +58,7 @@ def this_machine(device: str) -> Machine:
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     # Ranks on one host share its memory; an accelerator's memory is each rank's own.
     host = Machine(cores_each(), min(psutil.virtual_memory().total, _limit()) // here, devices=ranks)
-    if device == "auto" and _no_driver():
+    if device == AUTO and _no_driver():
         return host
     # Imported only now: torch takes seconds to load, and a command that is refused afterwards does not need it.
     import torch

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from halfstep.data.dataset import generators_aside
 from halfstep.precision.hardware import describe
-
-AUTO = "auto"
+from halfstep.train.machine import AUTO
 
 
 @contextmanager
