@@ -82,7 +82,7 @@ def facts(loop: Loop) -> dict[str, Any]:
     loop.journal.close()
     observed = loop.stepper.observed
     return {
-        "metric": loop.latest[loop.task.metric],
+        "metric": loop.last_evaluation[loop.task.metric],
         "name": loop.task.metric,
         "observed": observed.share if observed else None,
         "skipped": sum(loop.stepper.counts.skipped.values()),

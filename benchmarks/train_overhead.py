@@ -123,7 +123,7 @@ def steps(loop: Any) -> Iterator[object]:
     """The trainer's own steps, epoch after epoch."""
     while True:
         yield from loop.steps()
-        loop.progress.epoch, loop.progress.in_epoch = loop.progress.epoch + 1, 0
+        loop.progress.epoch, loop.progress.step_in_epoch = loop.progress.epoch + 1, 0
 
 
 def main() -> None:

@@ -158,7 +158,7 @@ def _outside(manifest: dict[str, Any]) -> None:
 
 
 def _million(manifest: dict[str, Any]) -> None:
-    manifest["world"] = 500_000
+    manifest["world_size"] = 500_000
     manifest["files"] = {
         f"rank-{number:05d}.{kind}": [0, "0" * 64] for number in range(500_000) for kind in ("safetensors", "json")
     }
@@ -203,7 +203,7 @@ CRAFTED: dict[str, Craft] = {
     "wrong strides": _strides([2**40, 1]),
     "strides that are words": _strides(["a", "b"]),
     "a path in the table": partial(_manifest, _outside),
-    "a world of 2^52": partial(_manifest, lambda manifest: manifest.update(world=2**52)),
+    "a world size of 2^52": partial(_manifest, lambda manifest: manifest.update(world_size=2**52)),
     "1,000,000 files": partial(_manifest, _million),
     "a pipe": partial(_instead, os.mkfifo),
     "a folder": partial(_instead, Path.mkdir),

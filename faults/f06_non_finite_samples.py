@@ -97,5 +97,5 @@ def _epoch(loop: Any) -> int:
         after = digest_of_run(loop.stepper)
         moved += not report.applied and after != before
         before = after
-    loop.progress.epoch, loop.progress.in_epoch = loop.progress.epoch + 1, 0
+    loop.progress.epoch, loop.progress.step_in_epoch = loop.progress.epoch + 1, 0
     return moved

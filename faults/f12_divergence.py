@@ -101,7 +101,7 @@ def _same(generation: CheckpointDir, place: Path) -> bool:
 
 def _content(generation: CheckpointDir) -> str:
     plain, tensors = read_state(generation, 0)
-    return digest_of({key: plain[key] for key in ("counts", "optimizers", "schedules", "guards")}, tensors)
+    return digest_of({key: plain[key] for key in ("counts", "optimizers", "lr_schedulers", "guards")}, tensors)
 
 
 def _all(place: Path) -> list[CheckpointDir]:

@@ -72,7 +72,7 @@ def _edited(file: Path, older: Path, chance: random.Random) -> None:
         case 3:
             content["files"][chance.choice(["../secret.json", "rank-00001.json"])] = content["files"].pop(name)
         case _:
-            content["world"] = chance.choice([0, 2, 2**52])
+            content["world_size"] = chance.choice([0, 2, 2**52])
     by_hand = json.dumps({**content, "seal": seal}, indent=1, sort_keys=True).encode() + b"\n"
     manifest.write_bytes(chance.choice([by_hand, with_seal(content)]))
 

@@ -66,7 +66,7 @@ def _go_on(loop: Loop, folder: Path, accepted: tuple[str, ...]) -> None:
 def _digest(loop: Loop) -> str:
     """Model, optimizer, generators and everything else that a checkpoint has."""
     state = State.of(loop.live)
-    return digest_of(*(getattr(state, name) for name in vars(state) if name != "cursor"), vars(loop.progress))
+    return digest_of(*(getattr(state, name) for name in vars(state) if name != "position"), vars(loop.progress))
 
 
 # -- what was accepted is used ------------------------------------------------------------------------------------
@@ -114,6 +114,6 @@ def _settings(state: State) -> Any:
     """All that a person sets, of every component."""
     groups = [{**group, "lr": None} for group in state.optimizers["loss"]["param_groups"]]
     scale = {k: v for k, v in state.loss_scales["loss"]["scale"].items() if k not in ("scale", "_growth_tracker")}
-    decay = (state.average or {}).get("decay")
-    schedule = state.schedules["loss"]
+    decay = (state.ema or {}).get("decay")
+    schedule = state.lr_schedulers["loss"]
     return [groups, scale, decay, schedule["lr_lambdas"], schedule["base_lrs"], state.recipe, state.precision["name"]]

@@ -17,9 +17,10 @@ from typing import Any
 from faults import rig
 from faults.judged import Compared
 from faults.outcome import Outcome
-from faults.refit import elsewhere, of_later_version
-from halfstep.checkpoint.paths import CHECKPOINTS
+from faults.refit import elsewhere, of_form
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.checkpoint.reading import newest_intact, read_state
+from halfstep.checkpoint.sealed import FORMAT
 from halfstep.journal.jsonl import read_events
 from halfstep.recipe.changes import SAFE
 from halfstep.train.checkpointing import Checkpoints
@@ -94,7 +95,7 @@ def comes_to(folder: Path) -> tuple[Any, ...]:
     verdict, _ = newest_intact(folder / CHECKPOINTS)
     assert verdict is not None
     plain, tensors = read_state(verdict.generation, 0)
-    plain["cursor"].pop("journal")
+    plain["position"].pop("journal_sizes")
     for key in SAFE:
         section, _, name = key.partition(".")
         (plain["recipe"].get(section, {}) if name else plain["recipe"]).pop(name or section, None)
@@ -190,9 +191,8 @@ def _drift(folder: Path, settings: dict[str, Any], compared: Compared) -> Iterat
         "more bad samples",
         rig.run(place, {**settings, "data.bad_samples": 20}) == 0 and compared.counted(_same(place, folder / "whole")),
     )
-    later = _copy(folder, "later")
-    of_later_version(later)
-    yield "a later format", rig.run(later, settings) == 79 and "upgrade" in rig.said(later)
+    forms = {"an earlier": FORMAT - 1, "a later": FORMAT + 1}
+    yield "another form", all(_refuses(_copy(folder, f"form-{n}"), n, whose, settings) for whose, n in forms.items())
     facts: dict[str, Callable[[], dict[str, Any]]] = {
         "torch": lambda: {"torch": "1.0.0"},
         "threads": lambda: {"threads": 64},
@@ -201,6 +201,14 @@ def _drift(folder: Path, settings: dict[str, Any], compared: Compared) -> Iterat
         place = _copy(folder, f"other-{name}")
         elsewhere(place, **other())
         yield f"other {name}", rig.run(place, settings) == 0 and _says_approximate(place, name)
+
+
+def _refuses(place: Path, form: int, whose: str, settings: dict[str, Any]) -> bool:
+    """By the name of the version, and without taking it for damaged."""
+    of_form(place, form)
+    before = generations(place / CHECKPOINTS)
+    refused = rig.run(place, settings) == 79 and f"by {whose} halfstep" in rig.said(place)
+    return refused and generations(place / CHECKPOINTS) == before
 
 
 def _copy(folder: Path, name: str) -> Path:

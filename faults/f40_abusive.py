@@ -103,7 +103,7 @@ def _used(place: Path, loop: Loop, opened: list[Path]) -> Ended:
     try:
         found = find(place)
         assert found is not None, "began from nothing"
-        assert found.measured is not None
+        assert found.auto_choices is not None
         restore(loop.live, found.state)
         how = "taken"
     except HalfstepError:

@@ -87,9 +87,9 @@ def digests(folder: Path) -> list[str]:
     if verdict is None or verdict.manifest is None:
         return []
     found = []
-    for rank in range(verdict.manifest.world):
+    for rank in range(verdict.manifest.world_size):
         plain, tensors = read_state(verdict.generation, rank)
-        plain["cursor"].pop("journal")
+        plain["position"].pop("journal_sizes")
         plain["recipe"].pop("run")
         found.append(digest_of(plain, tensors))
     return found

@@ -35,15 +35,12 @@ def elsewhere(folder: Path, **facts: Any) -> None:
     _write(generation, dataclasses.replace(old, environment={**old.environment, **facts}).text())
 
 
-def of_later_version(folder: Path) -> None:
-    """As a halfstep that is not written yet may write it."""
+def of_form(folder: Path, form: int) -> None:
+    """As an earlier halfstep wrote the newest checkpoint, or as one that is not written yet may write it."""
     generation = _newest(folder)
-    content, form = sealed.read_manifest(generation), sealed.FORMAT
-    sealed.FORMAT = form + 1
-    try:
-        _write(generation, content.text())
-    finally:
-        sealed.FORMAT = form
+    content = json.loads(sealed.read_manifest(generation).text())
+    del content["seal"]
+    _write(generation, sealed.with_seal({**content, "format": form}))
 
 
 def _newest(folder: Path) -> CheckpointDir:

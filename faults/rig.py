@@ -96,7 +96,7 @@ def state_digest(folder: Path) -> str:
     verdict, _ = newest_intact(folder / CHECKPOINTS)
     assert verdict is not None, "no checkpoint"
     plain, tensors = read_state(verdict.generation, 0)
-    plain["cursor"].pop("journal")
+    plain["position"].pop("journal_sizes")
     plain["recipe"].pop("run")
     return digest_of(plain, tensors)
 

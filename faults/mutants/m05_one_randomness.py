@@ -9,4 +9,4 @@ ROWS = ("F31",)
 
 
 def apply() -> None:
-    state.OWN = tuple(name for name in state.OWN if name != "random/")
+    state.OWN = tuple(name for name in state.OWN if name != "rng/")

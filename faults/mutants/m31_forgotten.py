@@ -27,9 +27,9 @@ class Forgotten:
             return restore(live, replace(saved, **{self.component: own}), accepted)
 
         resume.restore = forgetful
-        if self.component == "measured":
+        if self.component == "auto_choices":
             # It is used before anything is restored.
-            FoundCheckpoint.measured_for = lambda found, recipe: None  # type: ignore[method-assign]
+            FoundCheckpoint.auto_choices_for = lambda found, recipe: None  # type: ignore[method-assign]
 
 
 MUTANTS = {f"M31-{component}": Forgotten(component) for component in COMPONENTS}

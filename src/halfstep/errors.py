@@ -9,6 +9,7 @@ HalfstepError
 ├── RanksDisagree          ranks that have different gradients, or are at different steps
 ├── RankFailed             another rank failed, and the window was dropped on every rank
 ├── StateMismatch          a saved state that does not belong to this object
+│   └── OtherForm          a file that an earlier or a later version of halfstep wrote
 ├── NotExact               a resume that would not continue exactly as the run would have
 ├── TornUpdate             an optimizer, schedule or average that failed in the middle of an update
 ├── BadRecipe              a recipe that cannot be read, or that asks for something impossible
@@ -106,6 +107,10 @@ class StateMismatch(HalfstepError, ValueError):
     """A saved state that does not belong to this object."""
 
     exit_code = INCOMPATIBLE
+
+
+class OtherForm(StateMismatch):
+    """A file that an earlier or a later version of halfstep wrote; it is not damaged, but this one cannot read it."""
 
 
 class TornUpdate(HalfstepError, RuntimeError): ...
@@ -260,3 +265,17 @@ def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
 def same_presence(what: str, key: str, ours: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Raise StateMismatch where `key` is None in one of the two states and not in the other."""
     same_keys(what, [key] if ours[key] is not None else [], [key] if saved[key] is not None else [])
+
+
+def same_form(what: object, ours: int, saved: int, *, for_earlier: str) -> None:
+    """Raise OtherForm where `what` was saved in another form than ours; `for_earlier` is what to do with an older one.
+
+    Readers must not take OtherForm for damage, which is set aside or removed.
+    """
+    if saved != ours:
+        is_later = saved > ours
+        raise OtherForm(
+            f"{what} was written in form {saved} by {'a later' if is_later else 'an earlier'} halfstep",
+            allowed=f"form {ours}, which this version writes",
+            do="pip install --upgrade halfstep" if is_later else for_earlier,
+        )

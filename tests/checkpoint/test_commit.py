@@ -19,7 +19,7 @@ from faults.crash_story import commit_together
 from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain
 from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers, sweep
 from halfstep.checkpoint.reading import MOST_TENSORS, newest_intact, read_state, verified
-from halfstep.checkpoint.sealed import MANIFEST, read_manifest, state_of, tensors_of
+from halfstep.checkpoint.sealed import FORMAT, MANIFEST, read_manifest, state_of, tensors_of, with_seal
 from halfstep.files import LARGEST_JSON
 
 
@@ -107,7 +107,7 @@ def test_a_commit_is_the_three_files_and_their_manifest(tmp_path: Path) -> None:
     found = save(tmp_path / "c", snapshot(environment={"torch": "x"}))
     assert names(found.path) == [MANIFEST, state_of(0), tensors_of(0)]
     manifest = read_manifest(found)
-    assert (manifest.attempt, manifest.world, manifest.environment) == (3, 1, {"torch": "x"})
+    assert (manifest.attempt, manifest.world_size, manifest.environment) == (3, 1, {"torch": "x"})
     assert {one.name: one.size for one in manifest.files} == {
         name: (found.path / name).stat().st_size for name in (state_of(0), tensors_of(0))
     }
@@ -209,7 +209,7 @@ def test_every_process_writes_its_own_and_knows_the_same_checkpoint(tmp_path: Pa
     parts = [snapshot(3, tensors={"own": torch.tensor([rank])}) for rank in range(3)]
     found = together(tmp_path, *parts)
     assert found == [CheckpointDir(tmp_path / "step-00000003.0001", 3, 1)] * 3
-    assert read_manifest(found[0]).world == 3
+    assert read_manifest(found[0]).world_size == 3
     assert [int(read_state(found[0], rank)[1]["own"]) for rank in range(3)] == [0, 1, 2]
 
 
@@ -335,6 +335,18 @@ def test_damaged_ones_are_not_counted_among_those_that_are_kept(kind: str, tmp_p
     assert [one.attempt for one in generations(tmp_path)] == [15, 12, 9, 6]
     save(tmp_path, snapshot(18), keep=2)
     assert [one.attempt for one in generations(tmp_path)] == [18, 15]
+
+
+@pytest.mark.parametrize("form", [FORMAT - 1, FORMAT + 1])
+def test_one_of_another_version_is_not_removed_as_damaged(form: int, tmp_path: Path) -> None:
+    for attempt in (3, 6, 9):
+        save(tmp_path, snapshot(attempt), keep=9)
+    newest = generations(tmp_path)[0].path / MANIFEST
+    content = json.loads(newest.read_text())
+    del content["seal"]
+    newest.write_bytes(with_seal({**content, "format": form}))
+    retain(tmp_path, 2, Disk())
+    assert [one.attempt for one in generations(tmp_path)] == [9, 6]
 
 
 def test_sweeping_removes_drafts_and_nothing_else(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from halfstep.checkpoint.commit import RankSnapshot, commit
 from halfstep.checkpoint.paths import Disk, generations
 from halfstep.checkpoint.reading import MOST_TENSORS, newest_intact, read_state, verified
 from halfstep.checkpoint.sealed import MANIFEST, with_seal
-from halfstep.errors import BadData, NoCheckpoint, StateMismatch, Unsafe
+from halfstep.errors import BadData, NoCheckpoint, OtherForm, Unsafe
 
 TENSORS, STATE = "rank-00000.safetensors", "rank-00000.json"
 
@@ -125,13 +125,15 @@ def test_a_checkpoint_that_lies_elsewhere_is_none(place: Path, tmp_path: Path) -
     assert verdict.problem == "a link, where a folder was made"
 
 
-def test_a_later_form_is_refused_and_not_passed_over(place: Path) -> None:
+@pytest.mark.parametrize(("form", "whose", "do"), [(1, "an earlier", "use the version"), (99, "a later", "--upgrade")])
+def test_another_form_is_refused_by_name_and_not_passed_over(place: Path, form: int, whose: str, do: str) -> None:
     manifest = json.loads((newest(place) / MANIFEST).read_text())
     manifest.pop("seal")
-    (newest(place) / MANIFEST).write_bytes(with_seal({**manifest, "format": 99}))
-    with pytest.raises(StateMismatch, match="form 99") as caught:
+    (newest(place) / MANIFEST).write_bytes(with_seal({**manifest, "format": form}))
+    with pytest.raises(OtherForm, match=f"written in form {form} by {whose} halfstep") as caught:
         newest_intact(place)
     assert caught.value.exit_code == 79
+    assert do in caught.value.do
 
 
 def entry(**changes: Any) -> bytes:

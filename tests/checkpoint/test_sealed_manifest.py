@@ -13,14 +13,13 @@ from halfstep.checkpoint.sealed import (
     FORMAT,
     MANIFEST,
     Manifest,
-    NewerFormat,
     Sealed,
     read_manifest,
     state_of,
     tensors_of,
     with_seal,
 )
-from halfstep.errors import Unsafe
+from halfstep.errors import OtherForm, Unsafe
 
 FILES = tuple(Sealed(name, size, f"{size:x}" * 64) for size, name in enumerate([tensors_of(0), state_of(0)], start=5))
 WHOLE = Manifest(120, 1, FILES, {"torch": "2.10.0", "threads": 4})
@@ -47,7 +46,12 @@ def changed(**more: Any) -> bytes:
 
 def test_it_comes_back_as_it_was(generation: CheckpointDir) -> None:
     found = read(generation, WHOLE.text())
-    assert (found.attempt, found.world, set(found.files), found.environment) == (120, 1, set(FILES), WHOLE.environment)
+    assert (found.attempt, found.world_size, set(found.files), found.environment) == (
+        120,
+        1,
+        set(FILES),
+        WHOLE.environment,
+    )
     assert found.bytes == 11
     assert read(generation, found.text()).text() == found.text()
 
@@ -58,7 +62,7 @@ def test_every_change_of_a_byte_is_seen(generation: CheckpointDir) -> None:
         for value in {text[place] ^ 1, text[place] ^ 0x20, text[place] ^ 0x80, ord("0"), ord(" ")} - {text[place]}:
             with pytest.raises((ValueError, Unsafe)) as caught:
                 read(generation, text[:place] + bytes([value]) + text[place + 1 :])
-            assert not isinstance(caught.value, NewerFormat), "damage is no new form"
+            assert not isinstance(caught.value, OtherForm), "damage is no other form"
 
 
 def test_missing_and_added_bytes_are_seen(generation: CheckpointDir) -> None:
@@ -69,9 +73,10 @@ def test_missing_and_added_bytes_are_seen(generation: CheckpointDir) -> None:
                 read(generation, spoilt)
 
 
-def test_a_later_form_is_said_to_be_one(generation: CheckpointDir) -> None:
-    with pytest.raises(NewerFormat, match="form 2 by a later halfstep; this one reads up to 1"):
-        read(generation, changed(format=FORMAT + 1, something={"new": True}))
+@pytest.mark.parametrize(("form", "whose"), [(FORMAT - 1, "an earlier"), (FORMAT + 1, "a later")])
+def test_another_form_is_said_to_be_one(form: int, whose: str, generation: CheckpointDir) -> None:
+    with pytest.raises(OtherForm, match=f"written in form {form} by {whose} halfstep"):
+        read(generation, changed(format=form, something={"new": True}))
 
 
 @pytest.mark.parametrize("name", ["../rank-00000.json", "/etc/passwd", "rank-00000.json/..", "rank-0.json", "a", ""])
@@ -89,9 +94,9 @@ def test_names_that_are_paths_are_refused(name: str, generation: CheckpointDir) 
         {"attempt": True},
         {"attempt": "120"},
         {"attempt": 2**60},
-        {"world": 0},
-        {"world": 2},
-        {"world": 2**52},
+        {"world_size": 0},
+        {"world_size": 2},
+        {"world_size": 2**52},
         {"format": 0},
         {"format": True},
         {"format": "1"},
@@ -103,7 +108,7 @@ def test_names_that_are_paths_are_refused(name: str, generation: CheckpointDir) 
         {"files": {tensors_of(0): [1, "a" * 64], state_of(0): [1, "A" * 64]}},
         {"files": {tensors_of(0): [1, "a" * 64], state_of(0): [1, 5]}},
         {"environment": "elsewhere"},
-        {"world": None},
+        {"world_size": None},
         {"one more": 1},
     ],
 )

@@ -416,7 +416,7 @@ def test_weights_that_are_not_finite_are_refused(copied: Path, tmp_path: Path) -
     save_file(best, copied / "best.safetensors")
     plain, tensors = read_state(generations(copied / "checkpoints")[0], 0)
     for name, tensor in tensors.items():
-        if name.startswith("average/averages/"):
+        if name.startswith("ema/averages/"):
             tensor.view(-1)[0] = float("inf")
     commit(copied / "checkpoints", RankSnapshot(12, plain, tensors), keep=2, disk=Disk(), party=distributed.RankGroup())
     for which in ("best", "checkpoint"):

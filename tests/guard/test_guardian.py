@@ -140,7 +140,7 @@ def test_each_bad_batch_of_a_streak_is_looked_at_but_one_cause_only_once() -> No
     guardian.step(fit, batch())
     for _ in range(4):
         guardian.step(nan, batch())
-    assert guardian.state_dict()["examiner"]["made"] == 1
+    assert guardian.state_dict()["diagnoser"]["diagnoses"] == 1
     assert [t.facts["cause"] for t in told] == ["code"]
     assert guardian.in_trouble
 

@@ -78,7 +78,7 @@ def test_one_that_never_gets_through_is_found_while_the_other_goes_on() -> None:
     assert raised.value.verdict["cause"] == "precision"
     # At the third fall and at the floor, and not each time after g was applied in between.
     assert [t.facts.get("cause") for t in told[:-1]] == ["precision", "precision"]
-    assert guardian.state_dict()["examiner"]["made"] == 2
+    assert guardian.state_dict()["diagnoser"]["diagnoses"] == 2
     assert guardian.stepper.counts.applied == 17
 
 

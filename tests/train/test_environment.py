@@ -24,7 +24,7 @@ def drawn() -> list[float]:
 
 
 def saved_and_loaded(state: Any) -> Any:
-    return unpack(*pack(state, "random"), "here")
+    return unpack(*pack(state, "rng"), "here")
 
 
 def test_what_is_drawn_after_a_state_is_drawn_again() -> None:

@@ -285,6 +285,15 @@ def test_a_damaged_one_goes_before_any_other(run: Path) -> None:
     assert [place.attempt for place in recorded_in(run)] == [1, 3, 9]
 
 
+def test_one_of_another_version_does_not_go_as_a_damaged_one_would(run: Path) -> None:
+    assert numbered(run, "precision", "data", "divergence") == [1, 2, 3]
+    changed(recorded_in(run)[1], _set("manifest", "format", 1))
+    model, trouble = troubled()
+    report = trouble.report._replace(attempt=9)
+    kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), History(), verdict_of("precision")))
+    assert [place.attempt for place in recorded_in(run)] == [2, 3, 9]
+
+
 def test_a_step_that_is_attempted_again_replaces_its_record(run: Path) -> None:
     model, trouble = troubled()
     kept(run, model, trouble)
@@ -374,8 +383,9 @@ HOSTILE = {
     "no batches": _set("inputs", None),
     "batches that are a text": _set("inputs", "many"),
     "a batch that is a number": _set("inputs", "microbatches", 3),
-    "ranks that are not there": _set("manifest", "world", 2),
-    "a later manifest": _set("manifest", "format", 2),
+    "ranks that are not there": _set("manifest", "world_size", 2),
+    "an earlier manifest": _set("manifest", "format", 1),
+    "a later manifest": _set("manifest", "format", 3),
     "another attempt": _set("record", "report", "attempt", 3),
     "a batch without a tensor": _set("inputs", "microbatches", [{"$tensor": "absent"}]),
     "a batch with wild strides": _set("inputs", "microbatches", 0, "x", "$strides", [2**60, 1]),
@@ -383,7 +393,7 @@ HOSTILE = {
     "factors that are too few": _set("inputs", "factors", {"loss": [1.0]}),
     "other random numbers": _set("inputs", "generators", [{"$tensor": "step/microbatches/0/x"}]),
     "no random numbers": _set("inputs", "generators", []),
-    "fleeting that is everything": _set("record", "non_persistent_buffers", {"a": 1}),
+    "non-persistent buffers that are everything": _set("record", "non_persistent_buffers", {"a": 1}),
     "a key too many": _set("record", "mine", 1),
     "a form of none": _set("record", "format", "1"),
 }  # fmt: skip

@@ -75,8 +75,8 @@ def recipe(tmp_path: Path, kind: type[Tiny], **settings: Any) -> Any:
 
 
 def building(kind: type[Tiny], made: Any) -> Build:
-    def build(where: Path, measured: AutoChoices | None, cures: Remedies | None) -> Any:
-        return make_loop(kind(made), made, where, Journal(), measured=measured, remedies=cures)
+    def build(where: Path, auto_choices: AutoChoices | None, cures: Remedies | None) -> Any:
+        return make_loop(kind(made), made, where, Journal(), auto_choices=auto_choices, remedies=cures)
 
     return build
 
@@ -143,7 +143,7 @@ def _forgets_the_weights(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("forget", "named"),
     [
-        (_forgets_random, "random/"),
+        (_forgets_random, "rng/"),
         (_forgets_the_epoch, "counts/epoch/"),
         (_forgets_the_weights, "weights/"),
     ],
@@ -152,7 +152,7 @@ def test_a_resume_that_forgets_something_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: Callable[[pytest.MonkeyPatch], None], named: str
 ) -> None:
     # Noise in the loss would show in the weights first.
-    kind = Draws if named == "random/" else Dropping
+    kind = Draws if named == "rng/" else Dropping
     made = recipe(tmp_path, kind)
     forget(monkeypatch)
     proof = prove(building(kind, made), [], 2, scratch(tmp_path))
@@ -185,9 +185,9 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)
 
-    def blocked(where: Path, measured: AutoChoices | None, cures: Remedies | None) -> Any:
+    def blocked(where: Path, auto_choices: AutoChoices | None, cures: Remedies | None) -> Any:
         (where / "checkpoints").write_text("in the way")
-        return build(where, measured, cures)
+        return build(where, auto_choices, cures)
 
     with pytest.raises(StorageFailed, match="nothing to resume from: no checkpoint of step 2: "):
         prove(blocked, [], 2, scratch(tmp_path))
@@ -225,7 +225,7 @@ def state(**components: Any) -> State:
 )
 def test_the_first_difference_is_named(one: dict[str, Any], two: dict[str, Any], said: str | None) -> None:
     found = first_difference(state(random=one), state(random=two))
-    assert (found and f"{found.what} {found.in_one_go} {found.resumed}") == (said and f"random/{said}")
+    assert (found and f"{found.what} {found.in_one_go} {found.resumed}") == (said and f"rng/{said}")
 
 
 def test_layout_shape_and_kind_are_parts_of_a_tensor() -> None:
@@ -239,6 +239,6 @@ def test_layout_shape_and_kind_are_parts_of_a_tensor() -> None:
 def test_components_come_in_the_order_of_the_state() -> None:
     one = state(**{name: {"x": 1} for name in COMPONENTS})
     for name in COMPONENTS:
-        found = first_difference(one, dataclasses.replace(one, **{name: {"x": 2}, "measured": {"x": 3}}))
+        found = first_difference(one, dataclasses.replace(one, **{name: {"x": 2}, "auto_choices": {"x": 3}}))
         assert found is not None
         assert found.what == f"{name}/x"

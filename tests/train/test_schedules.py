@@ -87,7 +87,7 @@ def test_a_plateaus_cuts_are_saved_with_the_schedule() -> None:
     shape.progress(None)
     again, other = build()
     again.load_state_dict(schedule.state_dict())
-    assert other.cuts == 1
+    assert other.num_reductions == 1
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "step", "plateau", "one-cycle"])

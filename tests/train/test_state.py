@@ -73,16 +73,16 @@ def test_a_process_that_is_not_the_first_writes_its_own_only(tmp_path: Path, mon
     assert less.plain == everything.plain
     assert set(less.tensors) == {name for name in everything.tensors if name.startswith(OWN)}
     kinds = {name.rpartition("/")[0].partition("/")[0] for name in less.tensors}
-    assert kinds == {"weights", "average", "random", "counts"}
+    assert kinds == {"weights", "ema", "rng", "counts"}
     assert "weights/buffers/between.running_mean" in less.tensors
-    assert "average/buffers/between.running_mean" in less.tensors
+    assert "ema/buffers/between.running_mean" in less.tensors
     assert not any("parameters" in name or "averages" in name for name in less.tensors)
 
 
 def test_what_a_model_keeps_for_itself_is_each_process_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = state(tmp_path, net=_Hidden)
     monkeypatch.setattr(distributed, "rank", lambda: 1)
-    assert "weights/more/between._extra_state" in own.snapshot(1, {}).tensors
+    assert "weights/extra_state/between._extra_state" in own.snapshot(1, {}).tensors
 
 
 def _normalised() -> nn.Module:
@@ -119,21 +119,21 @@ class _Extra(nn.Identity):
 def test_what_a_model_hides_is_kept_too(tmp_path: Path) -> None:
     weights = state(tmp_path, net=_Hidden).weights
     assert set(weights["buffers"]) == {"scale", "passing"}
-    assert weights["fleeting"] == ["passing"]
-    assert weights["more"] == {"_extra_state": {"calls": 5}, "between._extra_state": torch.zeros(1)}
+    assert weights["non_persistent_buffers"] == ["passing"]
+    assert weights["extra_state"] == {"_extra_state": {"calls": 5}, "between._extra_state": torch.zeros(1)}
 
 
 def test_only_weights_and_averages_must_be_finite(tmp_path: Path) -> None:
     snapshot = state(tmp_path, settings={"train.ema": 0.9}).snapshot(1, {})
     kinds = {name.rsplit("/", 1)[0] for name in snapshot.finite}
-    assert kinds == {"weights/parameters", "average/averages"}
-    assert {name.rsplit("/", 1)[0] for name in snapshot.not_nan} == {"weights/buffers", "average/buffers"}
+    assert kinds == {"weights/parameters", "ema/averages"}
+    assert {name.rsplit("/", 1)[0] for name in snapshot.not_nan} == {"weights/buffers", "ema/buffers"}
 
 
 def test_an_optimizers_numbers_have_names(tmp_path: Path) -> None:
     optimizer = state(tmp_path, settings={"model.freeze": ["left"]}).optimizers["loss"]
     assert optimizer["kind"] == "AdamW"
-    assert optimizer["names"] == [
+    assert optimizer["param_names"] == [
         ["first.weight", "last.weight", "right.weight"],
         ["first.bias", "last.bias", "right.bias"],
     ]

@@ -47,7 +47,7 @@ def resumed(kind: Kind, folder: Path, accepted: tuple[str, ...] = ()) -> Loop:
 
 def digest(loop: Loop) -> str:
     state = State.of(loop.live)
-    return digest_of({name: value for name, value in vars(state).items() if name != "cursor"}, vars(loop.progress))
+    return digest_of({name: value for name, value in vars(state).items() if name != "position"}, vars(loop.progress))
 
 
 def continues(kind: Kind, folder: Path) -> tuple[Loop, Loop]:
@@ -167,7 +167,7 @@ def test_a_buffer_takes_no_others_place(name: str, tmp_path: Path) -> None:
     saved_by(Kind(Late), tmp_path)
     found = _found(tmp_path)
     found.state.weights["buffers"][name] = torch.ones(3)
-    found.state.weights["fleeting"].append(name)
+    found.state.weights["non_persistent_buffers"].append(name)
     loop = loop_of(Kind(Late), tmp_path)
     before = digest(loop)
     with pytest.raises(StateMismatch, match=f"not in the model: {name}"):
@@ -274,7 +274,7 @@ def test_samples_that_were_set_aside_are_others_in_other_data(tmp_path: Path) ->
     assert resumed(kind, tmp_path).live.samples.quarantined == {3}
     other, found = loop_of(kind, tmp_path), find(tmp_path)
     assert found is not None
-    other.live.data = loop_of(Kind(settings={"data.samples": 40}), tmp_path).live.data
+    other.live.data_fingerprint = loop_of(Kind(settings={"data.samples": 40}), tmp_path).live.data_fingerprint
     with pytest.raises(StateMismatch, match="40 samples removed"):
         restore(other.live, found.state)
     assert restore(other.live, found.state, (DATA,))

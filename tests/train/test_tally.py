@@ -91,7 +91,7 @@ def test_an_epoch_that_is_cut_adds_up_the_same(name: str, cut: int) -> None:
         add(second, number)
     assert second.values() == whole.values()
     assert digest_of(second.state_dict()) == digest_of(whole.state_dict())
-    assert (second.count, second.applied, dict(second.skipped)) == (5, 4, {"loss_not_finite": 1})
+    assert (second.attempted, second.applied, dict(second.skipped)) == (5, 4, {"loss_not_finite": 1})
 
 
 def test_what_counts_alike_is_not_decided_again_in_a_later_epoch() -> None:
@@ -134,7 +134,7 @@ def test_loading_copies_and_a_reset_forgets() -> None:
     add(second, 1)
     assert digest_of(state) == before
     second.reset()
-    assert second.state_dict()["count"] == 0
+    assert second.state_dict()["attempted"] == 0
     assert all(not part["tp"].any() for parts in second.state_dict()["metrics"].values() for part in parts.values())
 
 

@@ -167,7 +167,7 @@ def stopped_on(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, An
 
 def test_a_part_that_one_process_lacks_is_missing_for_both(on_ranks: Ranks, tmp_path: Path) -> None:
     on_ranks(stopped_on, str(tmp_path), SETTINGS)
-    refit(tmp_path / "run", lambda state: state.pop("random"), rank=1)
+    refit(tmp_path / "run", lambda state: state.pop("rng"), rank=1)
     found = on_ranks(run_on, str(tmp_path), SETTINGS)
     assert [one["code"] for one in found] == [79, 79]
     assert all("lacks random" in one["error"] for one in found)

@@ -26,14 +26,13 @@ from halfstep.checkpoint.reading import MOST_TENSORS
 from halfstep.checkpoint.sealed import (
     MANIFEST,
     Manifest,
-    NewerFormat,
     Sealed,
     read_manifest,
     state_of,
     tensors_of,
     write_sealed,
 )
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, OtherForm
 from halfstep.files import LARGEST_JSON
 from halfstep.safetensors_header import content, header
 
@@ -253,8 +252,8 @@ def _seems_whole(generation: CheckpointDir) -> bool:
     try:
         manifest = read_manifest(generation)
         return all((generation.path / sealed.name).lstat().st_size == sealed.size for sealed in manifest.files)
-    except NewerFormat:
-        # A later version wrote it; it is complete as far as this one can tell, and must not be removed as damaged.
+    except OtherForm:
+        # Another version wrote it; it is complete as far as this one can tell, and must not be removed as damaged.
         return True
     except (OSError, ValueError, HalfstepError):
         return False

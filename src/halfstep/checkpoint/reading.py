@@ -17,7 +17,6 @@ from halfstep.checkpoint.paths import CheckpointDir, generations
 from halfstep.checkpoint.sealed import (
     LOOKED_AT,
     Manifest,
-    NewerFormat,
     is_passing,
     problem_with,
     read_bounded,
@@ -27,7 +26,7 @@ from halfstep.checkpoint.sealed import (
     state_of,
     tensors_of,
 )
-from halfstep.errors import BadData, HalfstepError, NoCheckpoint, StateMismatch, StorageFailed
+from halfstep.errors import BadData, HalfstepError, NoCheckpoint, OtherForm, StorageFailed
 from halfstep.files import LARGEST_JSON, strict_json
 
 MOST_TENSORS, MOST_SIDES = 100_000, 64
@@ -53,7 +52,7 @@ class CheckpointVerdict:
 def verified(generation: CheckpointDir, progress: Progress = lambda count: None) -> CheckpointVerdict:
     """Verify the size and SHA-256 of every file of a checkpoint.
 
-    Raises Unsafe if a file could run code, and StateMismatch for a checkpoint of a later version.
+    Raises Unsafe if a file could run code, and OtherForm for a checkpoint of an earlier or a later version.
     """
     try:
         # Before the manifest is trusted: a foreign file beside the listed ones would otherwise never be inspected.
@@ -62,13 +61,9 @@ def verified(generation: CheckpointDir, progress: Progress = lambda count: None)
         return CheckpointVerdict(generation, None, _in_words(error), is_passing(error))
     try:
         manifest = read_manifest(generation)
-    except NewerFormat as error:
-        # Not a damaged checkpoint: setting it aside would lose the work of a later version.
-        raise StateMismatch(
-            f"{generation.path} was {error}",
-            allowed="checkpoints of this version, and older ones",
-            do="pip install --upgrade halfstep",
-        ) from None
+    except OtherForm:
+        # Not a damaged checkpoint: setting it aside would lose the work of another version.
+        raise
     except (OSError, ValueError) as error:
         return CheckpointVerdict(generation, None, f"its manifest: {_in_words(error)}", is_passing(error))
     for sealed in manifest.files:

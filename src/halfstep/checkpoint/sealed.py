@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.checkpoint.paths import CheckpointDir, Disk
-from halfstep.errors import Unsafe
+from halfstep.errors import Unsafe, same_form
 from halfstep.files import LARGEST_JSON, strict_json
 
 # -- pickle detection -------------------------------------------------------------------------------------------------
@@ -224,13 +224,17 @@ def refuse_code(path: Path, start: bytes) -> None:
 
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
-"""The format version; it is raised only when an older reader could not read what is written."""
+FORMAT = 2
+"""The number of the form; raised with every change of the names or the meaning of what is written, also inside files.
+
+Form 1 had other names for the components of a run. Only the form of this number is read.
+"""
 _NAME = re.compile(r"rank-[0-9]{5}\.(safetensors|json)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OPEN = "0" * 64
 """The placeholder of the seal while the seal is computed."""
-_KEYS = {"attempt", "environment", "files", "format", "seal", "world"}
+_FOR_EARLIER = "use the version that wrote it, or add --new to begin again in a folder of its own"
+_KEYS = {"attempt", "environment", "files", "format", "seal", "world_size"}
 
 
 def tensors_of(rank: int) -> str:
@@ -243,17 +247,13 @@ def state_of(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-class NewerFormat(ValueError):
-    """A checkpoint that a later version of halfstep wrote; it is not damaged, but this version cannot read it."""
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The table of contents of a checkpoint; it is written after all other files."""
 
     attempt: int
     """The number of attempted updates when the checkpoint was taken."""
-    world: int
+    world_size: int
     """The number of ranks that wrote it."""
     files: tuple[Sealed, ...]
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -266,7 +266,7 @@ class Manifest:
             "environment": dict(self.environment),
             "files": {sealed.name: [sealed.size, sealed.sha256] for sealed in self.files},
             "format": FORMAT,
-            "world": self.world,
+            "world_size": self.world_size,
         }
         return with_seal(content)
 
@@ -293,17 +293,17 @@ def is_sealed(text: bytes, seal: Any) -> bool:
 def read_manifest(generation: CheckpointDir) -> Manifest:
     """Return the manifest of a generation; raise ValueError or OSError with the reason if it cannot be used.
 
-    Raises NewerFormat for a manifest of a later version, and Unsafe if the file could run code.
+    Raises OtherForm for a manifest of an earlier or a later version, and Unsafe if the file could run code.
     """
     text = read_bounded(generation.path / MANIFEST, LARGEST_JSON)
     content = strict_json(text)
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise ValueError("no manifest of a checkpoint")
-    # The seal is checked before the version: one flipped bit in `format` must read as damage, not as a later version.
+    # The seal is checked before the version: one flipped bit in `format` must read as damage, not as another version.
     if not is_sealed(text, content.get("seal")):
         raise ValueError("changed since it was written")
-    if content["format"] > FORMAT:
-        raise NewerFormat(f"written in form {content['format']} by a later halfstep; this one reads up to {FORMAT}")
+    if content["format"] >= 1:
+        same_form(generation.path, FORMAT, content["format"], for_earlier=_FOR_EARLIER)
     manifest = _checked(content)
     # The folder's name is not sealed. A renamed folder would otherwise resume at the wrong step.
     if manifest.attempt != generation.attempt:
@@ -312,19 +312,20 @@ def read_manifest(generation: CheckpointDir) -> Manifest:
 
 
 def _checked(content: dict[str, Any]) -> Manifest:
-    if set(content) != _KEYS or content["format"] < 1 or not isinstance(content["environment"], dict):
+    if set(content) != _KEYS or content["format"] != FORMAT or not isinstance(content["environment"], dict):
         raise ValueError(f"no manifest of form {FORMAT}")
     try:
         files = tuple(_sealed(name, *entry) for name, entry in content["files"].items())
-        manifest = Manifest(_count(content["attempt"], 0), _count(content["world"], 1), files, content["environment"])
+        attempt, world_size = _count(content["attempt"], 0), _count(content["world_size"], 1)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"no manifest of a checkpoint: {error}") from None
-    # Compare the counts first: `world` comes from a file and may be huge, and the set below has two names per rank.
-    complete = len(files) == 2 * manifest.world and {sealed.name for sealed in files} == {
-        name for rank in range(manifest.world) for name in (tensors_of(rank), state_of(rank))
+    manifest = Manifest(attempt, world_size, files, content["environment"])
+    # Compare the counts first: `world_size` comes from a file and may be huge; the set below has two names per rank.
+    complete = len(files) == 2 * world_size and {sealed.name for sealed in files} == {
+        name for rank in range(world_size) for name in (tensors_of(rank), state_of(rank))
     }
     if not complete:
-        raise ValueError(f"{len(files)} files listed for {manifest.world} processes")
+        raise ValueError(f"{len(files)} files listed for {world_size} processes")
     return manifest
 
 

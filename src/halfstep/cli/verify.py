@@ -213,7 +213,7 @@ def described(folder: Path, result: VerifiedRun) -> dict[str, Any]:
                 "whole": one.problem is None,
                 "problem": one.problem,
                 "bytes": one.manifest.bytes if one.manifest else _size(one.generation),
-                "processes": one.manifest.world if one.manifest else None,
+                "processes": one.manifest.world_size if one.manifest else None,
             }
             for one in result.verdicts
         ],
@@ -241,7 +241,7 @@ def proven(folder: Path, verdicts: list[CheckpointVerdict], steps: int, task: Pa
     from halfstep.train.resume_proof import prove
 
     # The proof trains in this process alone, without the other ranks.
-    together = max(one.manifest.world for one in verdicts if one.manifest is not None)
+    together = max(one.manifest.world_size for one in verdicts if one.manifest is not None)
     if together > 1:
         raise WrongUse(
             f"--resume for a run of {together} processes",

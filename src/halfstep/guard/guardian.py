@@ -78,7 +78,7 @@ class Guardian:
         self._diagnoser = Diagnoser(stepper, limits.diagnoses, record, self._emit)
         self._optimizer = next(iter(stepper.optimizers.values()))
         self._rate: float | None = None
-        self._good = 0
+        self._applied_since_failure = 0
         """The number of applied steps since the last failure."""
         self._rollbacks = 0
 
@@ -164,8 +164,8 @@ class Guardian:
             self._streaks = {n: s for n, s in self._streaks.items() if not set(n.split(AND)) <= report.parts.keys()}
         if self._spike.notices:
             self._check_losses(report)
-        self._good += 1
-        if self._good >= self.limits.probation and self.remedies.placed:
+        self._applied_since_failure += 1
+        if self._applied_since_failure >= self.limits.probation and self.remedies.placed:
             self._lift()
 
     # -- losses ---------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Guardian:
         if falling and streak.excused:
             self._skips.excused()
             return
-        self._good = 0
+        self._applied_since_failure = 0
         if report.reason == REFUSED and not self._spike.diverges:
             # A bad batch, or a new level that is still to be learnt: no failure of the run.
             self._skips.excused()
@@ -284,7 +284,7 @@ class Guardian:
         return error
 
     def _lift(self) -> None:
-        self._good = 0
+        self._applied_since_failure = 0
         lifted = self._applier.lift_newest()
         if lifted is not None:
             text = f"{self.limits.probation} steps without trouble: lifted the remedy by which {lifted}"
@@ -314,8 +314,8 @@ class Guardian:
             "skips": self._skips.state_dict(),
             "collapse": self._collapse.state_dict(),
             "streaks": {names: streak.as_dict() for names, streak in self._streaks.items()},
-            "examiner": self._diagnoser.state_dict(),
-            "good": self._good,
+            "diagnoser": self._diagnoser.state_dict(),
+            "applied_since_failure": self._applied_since_failure,
             "rollbacks": self._rollbacks,
         }
 
@@ -327,8 +327,8 @@ class Guardian:
         Skips(1, 1.0).load_state_dict(state["skips"])
         ScaleCollapse().load_state_dict(state["collapse"])
         _streaks(state["streaks"])
-        self._diagnoser.check_state(state["examiner"])
-        int(state["good"]), int(state["rollbacks"])
+        self._diagnoser.check_state(state["diagnoser"])
+        int(state["applied_since_failure"]), int(state["rollbacks"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict()`; remedies that are not in place yet are placed."""
@@ -337,8 +337,8 @@ class Guardian:
         self._skips.load_state_dict(state["skips"])
         self._collapse.load_state_dict(state["collapse"])
         self._streaks = _streaks(state["streaks"])
-        self._diagnoser.load_state_dict(state["examiner"])
-        self._good, self._rollbacks = int(state["good"]), int(state["rollbacks"])
+        self._diagnoser.load_state_dict(state["diagnoser"])
+        self._applied_since_failure, self._rollbacks = int(state["applied_since_failure"]), int(state["rollbacks"])
 
 
 def _jumped(rates: Sequence[float], now: float | None) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from halfstep.errors import BadData, StateMismatch
+from halfstep.errors import BadData, StateMismatch, same_form
 from halfstep.files import LARGEST_JSON
 from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
 
@@ -209,7 +209,7 @@ def _in_strict_json(value: Any) -> Any:
 def read_events(path: Path) -> list[Event]:
     """Return all events of a journal, except an incomplete last line.
 
-    Raises BadData if it cannot be read, and StateMismatch if another version of halfstep wrote it in another form.
+    Raises BadData if it cannot be read, and OtherForm if another version of halfstep wrote it in another form.
     """
     try:
         return [_event(line, path, number) for number, line in enumerate(_lines(path), start=1)]
@@ -236,7 +236,7 @@ def saved_events(path: Path, after: int = 0) -> Iterator[Event]:
 
 
 def refuse_other_form(path: Path) -> None:
-    """Raise StateMismatch if the journal begins in another form than this version writes."""
+    """Raise OtherForm if the journal begins in another form than this version writes."""
     next((event for event in saved_events(path) if event["event"] == START), None)
 
 
@@ -278,16 +278,11 @@ def _event(line: bytes, path: Path, number: int) -> Event:
 
 
 def _refuse_other_form(event: Event, path: Path) -> None:
-    """Raise StateMismatch for a start in another form."""
+    """Raise OtherForm for a start in another form."""
     # The first form did not name itself. A start that has neither the name nor a field of the first form is damaged.
     form = event.get("format", 1 if "repeats" in event else FORMAT)
-    if event["event"] == START and type(form) is int and form >= 1 and form != FORMAT:
-        is_later = form > FORMAT
-        raise StateMismatch(
-            f"{path} was written in form {form} by {'a later' if is_later else 'an earlier'} halfstep",
-            allowed=f"form {FORMAT}",
-            do="pip install --upgrade halfstep" if is_later else "use the version that wrote it, or add --new",
-        )
+    if event["event"] == START and type(form) is int and form >= 1:
+        same_form(path, FORMAT, form, for_earlier="use the version that wrote it, or add --new")
 
 
 def _read(line: bytes) -> Event | None:

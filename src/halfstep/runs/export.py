@@ -149,17 +149,17 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
     state = State.from_parts(*read_state(generation, 0), where=str(generation.path))
     task.recipe = without_weights(task.recipe)
     model = task.model()
-    average = (state.average if averaged else None) or {"averages": {}, "buffers": {}}
-    _put(dict(model.named_parameters()), {**state.weights["parameters"], **average["averages"]}, generation)
-    _put(dict(model.named_buffers()), {**state.weights["buffers"], **average["buffers"]}, generation)
+    ema = (state.ema if averaged else None) or {"averages": {}, "buffers": {}}
+    _put(dict(model.named_parameters()), {**state.weights["parameters"], **ema["averages"]}, generation)
+    _put(dict(model.named_buffers()), {**state.weights["buffers"], **ema["buffers"]}, generation)
     if not finite(model):
         raise BadData(
             f"{generation.name} has weights that are not finite",
             allowed="finite weights",
             do="write --weights best, which was evaluated",
         )
-    progress = state.cursor["progress"]
-    epoch = progress["epoch"] + (progress["in_epoch"] > 0)
+    progress = state.position["progress"]
+    epoch = progress["epoch"] + (progress["step_in_epoch"] > 0)
     return Exported(task, model.eval(), generation.name, averaged, generation.attempt, epoch, None)
 
 

@@ -213,9 +213,9 @@ def rebuilding(folder: Path, own: Callable[[], type[Task]] | None) -> Build:
     """
     found = read_recipe(str(recipe_in(folder)))
 
-    def build(where: Path, measured: AutoChoices | None, remedies: Remedies | None) -> Loop:
+    def build(where: Path, auto_choices: AutoChoices | None, remedies: Remedies | None) -> Loop:
         kind = own() if own else task_class(str(found.raw.get("task")))
         recipe = validated(found.raw, kind.schema, str(folder / RECIPE))
-        return make_loop(kind(recipe), recipe, where, Journal(), measured=measured, remedies=remedies)
+        return make_loop(kind(recipe), recipe, where, Journal(), auto_choices=auto_choices, remedies=remedies)
 
     return build

@@ -129,7 +129,7 @@ def launch(
                         recipe,
                         folder,
                         journal,
-                        measured=found.measured_for(recipe) if found else None,
+                        auto_choices=found.auto_choices_for(recipe) if found else None,
                         remedies=found.remedies_for(recipe) if found else None,
                         stopping=stopping,
                         on_progress=on_progress,

@@ -168,7 +168,11 @@ class Ema:
         """Return the state. It holds references, as torch's own: copy it if training continues."""
         self._catch_up()
         kept = {"averages": self.averages(), "buffers": dict(self._copies)}
-        return {"decay": self.decay, **kept, "fleeting": sorted(set(self._copies) & _non_persistent(self._model))}
+        return {
+            "decay": self.decay,
+            **kept,
+            "non_persistent_buffers": sorted(set(self._copies) & _non_persistent(self._model)),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; raise StateMismatch for the averages or buffers of another model."""
@@ -181,7 +185,7 @@ class Ema:
             )
         # Non-persistent buffers may be registered only by the model's first batch.
         modules = {as_written(path) for path, _ in self._model.named_modules()}
-        later = {name for name in state.get("fleeting", ()) if name.rpartition(".")[0] in modules}
+        later = {name for name in state.get("non_persistent_buffers", ()) if name.rpartition(".")[0] in modules}
         unknown = sorted(set(state["buffers"]) - set(map(as_written, self._buffers.names())) - later)
         if unknown:
             raise StateMismatch(

@@ -57,7 +57,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-# -- measured ---------------------------------------------------------------------------------------------------------
+# -- auto choices -----------------------------------------------------------------------------------------------------
 # Values that are measured once, when a run begins: measured again, they could differ.
 
 
@@ -69,7 +69,7 @@ class AutoChoices:
     """The precision that was requested, or that `auto` resolved to."""
     reasons: tuple[str, ...]
     """Why it was chosen, in words."""
-    workers: int
+    num_workers: int
     plan: Mapping[str, Any] | None = None
     """Other measured choices, by name."""
 
@@ -80,7 +80,7 @@ class AutoChoices:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> AutoChoices:
         """Build it from `as_dict`; raise StateMismatch where keys differ."""
-        same_keys("what was measured", [*cls.__dataclass_fields__], state)
+        same_keys("the automatic choices", [*cls.__dataclass_fields__], state)
         return cls(**{**state, "reasons": tuple(state["reasons"])})
 
 

@@ -25,12 +25,12 @@ class Progress:
 
     epoch: int = 0
     """Epochs completed."""
-    in_epoch: int = 0
+    step_in_epoch: int = 0
     """Windows attempted in the current epoch."""
     attempts: int = 0
     best: float | None = None
     best_epoch: int = 0
-    stale: int = 0
+    evaluations_since_best: int = 0
     """Evaluations since the best one."""
     quarantined: list[int] = field(default_factory=list)
     """Training samples with non-finite values, replaced by others since this epoch began."""
@@ -47,9 +47,9 @@ class Progress:
         gain = math.inf if self.best is None else (value - self.best if higher else self.best - value)
         better = math.isfinite(value) and gain > margin
         if better:
-            self.best, self.best_epoch, self.stale = value, epoch, 0
+            self.best, self.best_epoch, self.evaluations_since_best = value, epoch, 0
         else:
-            self.stale += 1
+            self.evaluations_since_best += 1
         return better
 
 
@@ -64,21 +64,21 @@ class EpochMetrics:
 
     def reset(self) -> None:
         """Start a new epoch."""
-        self.total, self.applied, self.count = 0.0, 0, 0
+        self.loss_sum, self.applied, self.attempted = 0.0, 0, 0
         self.skipped: Counter[str] = Counter()
         self.metrics.reset()
 
     def add(self, report: StepReport) -> None:
         """Add the report of one step; only the loss of an applied step counts toward the mean."""
-        self.count += 1
+        self.attempted += 1
         if report.applied:
-            self.total, self.applied = self.total + report.loss, self.applied + 1
+            self.loss_sum, self.applied = self.loss_sum + report.loss, self.applied + 1
         elif report.reason is not None:
             self.skipped[report.reason] += 1
 
     def values(self) -> dict[str, float]:
         """Return the mean loss of the applied steps, and the metrics."""
-        loss = self.total / self.applied if self.applied else float("nan")
+        loss = self.loss_sum / self.applied if self.applied else float("nan")
         return {"loss": loss, **self.metric_values()}
 
     def metric_values(self) -> dict[str, float]:
@@ -88,11 +88,11 @@ class EpochMetrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far, with the metrics by name."""
         return {
-            "total": self.total,
+            "loss_sum": self.loss_sum,
             "applied": self.applied,
-            "count": self.count,
+            "attempted": self.attempted,
             "skipped": dict(self.skipped),
-            "groups": self._groups(),
+            "compute_groups": self._compute_groups(),
             "metrics": {name: _state(metric) for name, metric in self._each()},
         }
 
@@ -105,17 +105,17 @@ class EpochMetrics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `check_state` accepted."""
-        self.total, self.applied, self.count = state["total"], state["applied"], state["count"]
+        self.loss_sum, self.applied, self.attempted = state["loss_sum"], state["applied"], state["attempted"]
         self.skipped = Counter(state["skipped"])
         for name, metric in self._each():
             for path, part in _parts(metric):
                 _put(part, state["metrics"][name][path])
-        if state["groups"] is not None:
+        if state["compute_groups"] is not None:
             # torchmetrics decides once, from the first update, which metrics share their state: a resume keeps that.
-            self.metrics._groups = dict(enumerate([list(names) for names in state["groups"]]))
+            self.metrics._groups = dict(enumerate([list(names) for names in state["compute_groups"]]))
             self.metrics._groups_checked = True
 
-    def _groups(self) -> list[list[str]] | None:
+    def _compute_groups(self) -> list[list[str]] | None:
         if isinstance(self.metrics, Metrics) or not self.metrics._groups_checked:
             return None
         return [list(names) for names in self.metrics.compute_groups.values()]
@@ -182,7 +182,7 @@ def _parts(metric: Any) -> list[tuple[str, Any]]:
 def _state(metric: Any) -> dict[str, Any]:
     if isinstance(metric, Metric):
         return {"": metric.metric_state}
-    return {path: {"updates": part._update_count, **part.metric_state} for path, part in _parts(metric)}
+    return {path: {"update_count": part._update_count, **part.metric_state} for path, part in _parts(metric)}
 
 
 def _check(what: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -214,10 +214,10 @@ def _put(metric: Any, state: Mapping[str, Any]) -> None:
         metric.load_state(state)
         return
     for name, value in state.items():
-        if name != "updates":
+        if name != "update_count":
             # A copy: metrics update in place, and the loaded tensors belong to the caller.
             setattr(metric, name, [_own(v, metric) for v in value] if isinstance(value, list) else _own(value, metric))
-    metric._update_count, metric._computed = state["updates"], None
+    metric._update_count, metric._computed = state["update_count"], None
 
 
 def _own(value: Tensor, metric: Any) -> Tensor:

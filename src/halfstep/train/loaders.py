@@ -26,7 +26,7 @@ class Loaders:
     train: TrainLoader
     val: ValLoader
     workers: int
-    data: dict[str, Any]
+    data_fingerprint: dict[str, Any]
     """The fingerprint of the samples; see `data.fingerprint`."""
     notes: list[str] = field(default_factory=list)
 
@@ -41,8 +41,8 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     _same_everywhere(source, _filled(task, "val"))
     train, reason = _train_loader(source, task, recipe, device, workers)
     val = make_val_loader(task, recipe, device, train.workers)
-    data = _fingerprint(source, val.samples.source)
-    return Loaders(train, val, train.workers, data, [reason] if reason else [])
+    data_fingerprint = _fingerprint(source, val.samples.source)
+    return Loaders(train, val, train.workers, data_fingerprint, [reason] if reason else [])
 
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:

@@ -93,8 +93,8 @@ class Loop:
         journal: Journal,
         outputs: RunOutputs,
         telemetry: Callable[[], dict[str, Any]],
-        measured: AutoChoices,
-        data: dict[str, Any],
+        auto_choices: AutoChoices,
+        data_fingerprint: dict[str, Any],
         saver: Saver,
         guarding: Guarding,
         stopping: Stopping,
@@ -112,8 +112,8 @@ class Loop:
             EpochMetrics(task.metrics().to(parts.stepper.device)),
             self.sample_reports.budget,
             train.samples,
-            measured,
-            data,
+            auto_choices,
+            data_fingerprint,
             {},
             functools.partial(sizes, outputs.folder),
         )
@@ -148,7 +148,7 @@ class Loop:
         self._stop_if_alone()
         # A state that cannot be saved is reported now, not after hours of training.
         State.of(self.live).snapshot(self.progress.attempts, {})
-        while (self.progress.in_epoch or self._left(self.progress.epoch)) and not self._enough():
+        while (self.progress.step_in_epoch or self._left(self.progress.epoch)) and not self._enough():
             yield from self._epoch()
         self.stopping.will_stop(SAVED)
 
@@ -158,7 +158,7 @@ class Loop:
 
     def _enough(self) -> bool:
         patience = self.recipe.evaluate.patience
-        return patience is not None and self.progress.stale >= patience
+        return patience is not None and self.progress.evaluations_since_best >= patience
 
     # -- one epoch ------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Loop:
         val = self._evaluate(epoch) if self._due(epoch) else None
         is_best = val is not None and self._judge(epoch, val)
         # After the evaluation: a stop during it resumes at the end of this epoch, and evaluates again.
-        self.progress.epoch, self.progress.in_epoch = epoch, 0
+        self.progress.epoch, self.progress.step_in_epoch = epoch, 0
         if not self.guarding.alarmed or self._enough() or not self._left(epoch):  # otherwise the old file is better
             self.outputs.last(self.model, self.stepper.ema)
         self.journal.emit(
@@ -200,7 +200,7 @@ class Loop:
 
     def steps(self) -> Iterator[StepReport]:
         """Yield the remaining steps of this epoch, each taken when it is requested."""
-        if self.progress.in_epoch == 0:
+        if self.progress.step_in_epoch == 0:
             self.epoch_metrics.reset()
             self.train.samples.quarantined = self.progress.begin_epoch()
         self.stopping.will_stop(AFTER_STEP)
@@ -209,7 +209,7 @@ class Loop:
         if self.progress.attempts >= self.planned:
             return
         self._tell_stage(f"reading the first {self.train.share.window} samples")
-        for window in self.throughput.waiting(self.train.windows(self.progress.epoch, self.progress.in_epoch)):
+        for window in self.throughput.waiting(self.train.windows(self.progress.epoch, self.progress.step_in_epoch)):
             self._stop_if_alone()  # a stop during reading or evaluation need not wait for a step
             self._tell_stage(self._computing())
             self._is_fresh = False
@@ -230,7 +230,7 @@ class Loop:
 
     def _after_step(self) -> None:
         """Save where it is due, record finished saves, and stop where that was requested."""
-        ended = self.progress.in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
+        ended = self.progress.step_in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
             # Replaced samples count toward the budget in the checkpoint, so all ranks need the same set first.
             self.sample_reports.exchange()
@@ -250,12 +250,12 @@ class Loop:
 
     def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
         # Read before the step: the step advances the schedule.
-        lr, due = self.parts.lr, self.progress.in_epoch % self.recipe.run.log_every == 0
+        lr, due = self.parts.lr, self.progress.step_in_epoch % self.recipe.run.log_every == 0
         self.stepper.stop_requested = self.stopping.asked is not None
         batches = Window(batch.tensors for batch in window)
         report = self.guarding.step(self._measured, batches, again=self._plain)
         self.progress.attempts += 1
-        self.progress.in_epoch += 1
+        self.progress.step_in_epoch += 1
         self.epoch_metrics.add(report)
         self.throughput.count(self.train.share.window)
         self.sample_reports.add([replaced for batch in window for replaced in batch.replaced])
@@ -263,7 +263,7 @@ class Loop:
         self.journal.emit(
             events.STEP,
             epoch=epoch,
-            step_in_epoch=self.progress.in_epoch,
+            step_in_epoch=self.progress.step_in_epoch,
             attempt=report.attempt,
             step=report.step,
             loss=report.loss,
@@ -301,7 +301,7 @@ class Loop:
     def _tell_speed(self) -> None:
         self.sample_reports.exchange()
         samples_per_second, waiting = self.throughput.read()
-        attempts, in_epoch, left = self.progress.attempts, self.progress.in_epoch, self.time_left
+        attempts, in_epoch, left = self.progress.attempts, self.progress.step_in_epoch, self.time_left
         to_its_end = min(self.train.steps_per_epoch - in_epoch, self.planned - attempts)
         self.journal.emit(
             events.SPEED,
@@ -363,8 +363,8 @@ class Loop:
                 heading=f", {named(self.task.metric)} {found[self.task.metric]:.4f}",
             )
         self.is_evaluating = False
-        self.live.latest.clear()
-        self.live.latest.update(found)
+        self.live.last_evaluation.clear()
+        self.live.last_evaluation.update(found)
         return found
 
     def _begin_evaluating(self, so_far: SoFar) -> None:
@@ -413,9 +413,9 @@ class Loop:
         return better
 
     @property
-    def latest(self) -> dict[str, float]:
+    def last_evaluation(self) -> dict[str, float]:
         """The metrics of the last evaluation."""
-        return dict(self.live.latest)
+        return dict(self.live.last_evaluation)
 
     @property
     def best(self) -> dict[str, Any]:

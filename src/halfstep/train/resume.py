@@ -44,13 +44,13 @@ class FoundCheckpoint:
     """Newer checkpoints that are damaged, and why."""
 
     @property
-    def measured(self) -> AutoChoices:
-        """The values measured when the run began."""
-        return AutoChoices.from_dict(self.state.measured)
+    def auto_choices(self) -> AutoChoices:
+        """What was chosen automatically when the run began."""
+        return AutoChoices.from_dict(self.state.auto_choices)
 
-    def measured_for(self, recipe: AnyRecipe) -> AutoChoices | None:
-        """Return the measured values, unless the requested precision has changed: then they are measured again."""
-        return self.measured if self.state.recipe.get("precision") == recipe.precision else None
+    def auto_choices_for(self, recipe: AnyRecipe) -> AutoChoices | None:
+        """Return the automatic choices, unless the requested precision has changed: then they are made again."""
+        return self.auto_choices if self.state.recipe.get("precision") == recipe.precision else None
 
     def remedies_for(self, recipe: AnyRecipe) -> Remedies | None:
         """Return the remedies of the run's guard; None for another precision, which they were not made for."""
@@ -97,11 +97,11 @@ def find(folder: Path) -> FoundCheckpoint | None:
     generation = CheckpointDir(folder / CHECKPOINTS / name, attempt, number)
     manifest = read_manifest(generation)
     # Each rank has files of its own, with its own buffers and random state.
-    if manifest.world != distributed.size():
+    if manifest.world_size != distributed.size():
         raise StateMismatch(
-            f"{generation.name} was saved by {manifest.world} processes",
+            f"{generation.name} was saved by {manifest.world_size} processes",
             allowed=f"as many as there are now: {distributed.size()}",
-            do=f"torchrun --nproc-per-node {manifest.world} ..., or add --new for a folder of its own",
+            do=f"torchrun --nproc-per-node {manifest.world_size} ..., or add --new for a folder of its own",
         )
     rank, where = distributed.rank(), str(generation.path)
     state = distributed.fail_together(lambda: State.from_parts(*read_state(generation, rank), where=where))
@@ -177,7 +177,7 @@ def resume_from(
     repeated = (
         max(0, _last_attempt(folder, _size_at(found)) - found.generation.attempt) if distributed.rank() == 0 else 0
     )
-    _cut(folder, found.state.cursor["journal"])
+    _cut(folder, found.state.position["journal_sizes"])
     loop.checkpoints.resumed(found.generation)
     loop.guarding.taken_up(found.generation.attempt, found.generation.name)
     return Resumed(
@@ -204,7 +204,7 @@ def _extended(loop: Loop, found: FoundCheckpoint, before: dict[str, Any] | None)
             allowed="the whole length that the run is to have, with what it has had",
             do=f"--extend --steps {at + loop.train.steps_per_epoch} adds one epoch",
         )
-    if before is not None and loop.progress.in_epoch < loop.train.steps_per_epoch:
+    if before is not None and loop.progress.step_in_epoch < loop.train.steps_per_epoch:
         _keep_best(loop, before.get("best"))
     latest = loop.recipe.schedule.extensions[-1:]
     return {
@@ -232,7 +232,7 @@ def _cut(folder: Path, sizes: dict[str, int]) -> None:
 
 def _size_at(found: FoundCheckpoint) -> int:
     """Return the size of the journal at the checkpoint; an invalid one is refused where the journal is cut."""
-    size = found.state.cursor["journal"].get(JOURNAL)
+    size = found.state.position["journal_sizes"].get(JOURNAL)
     return size if type(size) is int and size >= 0 else 0
 
 

@@ -26,7 +26,7 @@ from halfstep.train.resume import find, resume_from
 from halfstep.train.state import COMPONENTS, State, restore
 
 Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
-"""Builds a loop in a folder, with what was measured when the run began and the remedies of its guard."""
+"""Builds a loop in a folder, with what was chosen automatically when the run began and the remedies of its guard."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,19 @@ def prove(
     Raises WrongUse for a run that is too short, and StorageFailed where the save fails.
     """
     with rng_preserved():
-        measured = AutoChoices.from_dict(_read(whole[0]).measured) if whole else None
-        loop = build(_made(folder / "one"), measured, None)
+        auto_choices = AutoChoices.from_dict(_read(whole[0]).auto_choices) if whole else None
+        loop = build(_made(folder / "one"), auto_choices, None)
         begin = _begin(whole, loop.planned, steps)
         remedies = None if begin is None else remedies_in(_read(begin).guards)
         # The model has to be built with the remedies in place, and only the checkpoint knows them.
         if remedies is not None and remedies.placed:
-            loop = build(folder / "one", measured, remedies)
+            loop = build(folder / "one", auto_choices, remedies)
         # 2k steps in one go, and 2k in two parts.
         counted = _Counted(on_progress, 4 * steps)
         one = _whole_part(loop, begin, 2 * steps, counted)
         # Removed before the second way begins: the disk needs room for one run at a time.
         shutil.rmtree(folder / "one")
-        two = _in_two_parts(build, _made(folder / "two"), (loop.live.measured, remedies), begin, steps, counted)
+        two = _in_two_parts(build, _made(folder / "two"), (loop.live.auto_choices, remedies), begin, steps, counted)
     return _judged(one, two, steps, begin.attempt if begin else 0)
 
 
@@ -127,7 +127,7 @@ def _in_two_parts(
     # Through the disk, with a new build: nothing of the first half may survive in memory.
     found = find(folder)
     assert found is not None
-    second = build(folder, found.measured, remedies_in(found.state.guards))
+    second = build(folder, found.auto_choices, remedies_in(found.state.guards))
     resume_from(second, found, folder, ())
     with _Going(second, counted) as going:
         return _Part(losses + going.on(steps), State.of(second.live))

@@ -122,28 +122,28 @@ def make_loop(
     folder: Path,
     journal: Journal,
     *,
-    measured: AutoChoices | None = None,
+    auto_choices: AutoChoices | None = None,
     remedies: Remedies | None = None,
     stopping: Stopping | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Loop:
     """Build everything for a run without taking a step.
 
-    `measured` is what an earlier launch of this run measured, and `remedies` what its guard had placed. With
-    `measured`, the weights come from a checkpoint.
+    `auto_choices` is what an earlier launch of this run measured, and `remedies` what its guard had placed. With
+    `auto_choices`, the weights come from a checkpoint.
     """
     stopping = stopping or Stopping()
     starting = recipe
-    if measured is not None:
+    if auto_choices is not None:
         # The checkpoint has the weights: nothing is downloaded or read for the initial ones.
         starting = task.recipe = without_weights(recipe)
     device = device_of(recipe.train.device)
-    loaders = make_loaders(task, recipe, device, measured.workers if measured else None)
+    loaders = make_loaders(task, recipe, device, auto_choices.num_workers if auto_choices else None)
     _leave_if_asked(stopping)
     per_epoch = loaders.train.steps_per_epoch
     total = planned_steps(recipe, per_epoch)
     # A resumed run may have its warm-up behind it.
-    if measured is None:
+    if auto_choices is None:
         _ends_its_warmup(recipe, total)
     parts = prepare(
         task,
@@ -151,7 +151,7 @@ def make_loop(
         device,
         total=total,
         per_epoch=per_epoch,
-        precision=measured.precision if measured else None,
+        precision=auto_choices.precision if auto_choices else None,
         remedies=remedies,
         on_progress=on_progress,
     )
@@ -167,8 +167,8 @@ def make_loop(
         journal=journal,
         outputs=RunOutputs(folder, journal, recipe.run.pictures, infinite_buffers(parts.model)),
         telemetry=Telemetry(device).read,
-        measured=measured or AutoChoices(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
-        data=loaders.data,
+        auto_choices=auto_choices or AutoChoices(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
+        data_fingerprint=loaders.data_fingerprint,
         saver=Saver(
             folder / CHECKPOINTS, keep=options.keep, party=distributed.RankGroup(), background=options.background
         ),
@@ -236,7 +236,7 @@ def _ended(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
     counts = loop.stepper.counts
     return Run(
         dir=folder,
-        metrics=loop.latest,
+        metrics=loop.last_evaluation,
         best=loop.best,
         reason=reason,
         precision=loop.parts.choice.precision.name,

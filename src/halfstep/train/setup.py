@@ -260,15 +260,15 @@ class Plateau(LRSchedule):
 
     def prepare(self, options: ScheduleOptions, per_epoch: int) -> None:
         self.patience, self.factor = options.patience, options.factor
-        self.cuts = self.waited = 0
+        self.num_reductions = self.num_bad_evaluations = 0
 
     def progress(self, metric: float | None) -> None:
-        self.waited = 0 if metric is not None else self.waited + 1
-        if self.waited > self.patience:
-            self.cuts, self.waited = self.cuts + 1, 0
+        self.num_bad_evaluations = 0 if metric is not None else self.num_bad_evaluations + 1
+        if self.num_bad_evaluations > self.patience:
+            self.num_reductions, self.num_bad_evaluations = self.num_reductions + 1, 0
 
     def after(self, step: int, part: SchedulePart) -> float:
-        return float(self.factor**self.cuts)
+        return float(self.factor**self.num_reductions)
 
 
 class OneCycle(LRSchedule):

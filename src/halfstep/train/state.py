@@ -38,9 +38,9 @@ from halfstep.train.guarding import check_guards, put_guards, stateful, with_cou
 from halfstep.train.setup import AnyRecipe, Parts
 from halfstep.train.weights import assignable_buffers, non_persistent_buffers, put_buffers
 
-OWN = ("weights/buffers/", "weights/more/", "average/buffers/", "random/", "counts/epoch/metrics/")
+OWN = ("weights/buffers/", "weights/extra_state/", "ema/buffers/", "rng/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""
-FINITE, NOT_NAN = ("weights/parameters/", "average/averages/"), ("weights/buffers/", "average/buffers/")
+FINITE, NOT_NAN = ("weights/parameters/", "ema/averages/"), ("weights/buffers/", "ema/buffers/")
 """Tensors that must be finite in a checkpoint, and those in which an infinity may be intended."""
 
 EXTRA = "_extra_state"
@@ -57,12 +57,12 @@ class RunObjects:
     epoch_metrics: EpochMetrics
     budget: BadSampleBudget
     samples: Samples
-    measured: AutoChoices
-    data: Mapping[str, Any]
+    auto_choices: AutoChoices
+    data_fingerprint: Mapping[str, Any]
     """The fingerprint of the data when the run began; see `data.fingerprint`."""
-    latest: dict[str, float]
+    last_evaluation: dict[str, float]
     """The metrics of the last evaluation."""
-    journal: Callable[[], dict[str, int]]
+    journal_sizes: Callable[[], dict[str, int]]
     """Returns the sizes of the run's journal files."""
 
 
@@ -73,19 +73,19 @@ class State:
     weights: dict[str, Any]
     """Parameters and buffers, including non-persistent buffers."""
     optimizers: dict[str, Any]
-    schedules: dict[str, Any]
-    average: dict[str, Any] | None
+    lr_schedulers: dict[str, Any]
+    ema: dict[str, Any] | None
     loss_scales: dict[str, Any]
     """The loss scales, and N0, the divisor of summed losses."""
     counts: dict[str, Any]
     """Steps attempted, applied and skipped, and the sums of the epoch so far."""
-    random: dict[str, Any]
-    cursor: dict[str, Any]
+    rng: dict[str, Any]
+    position: dict[str, Any]
     """The position of the run in its data and its journal, and the bad samples found."""
     guards: dict[str, Any]
     recipe: dict[str, Any]
     precision: dict[str, Any]
-    measured: dict[str, Any]
+    auto_choices: dict[str, Any]
 
     @classmethod
     def of(cls, live: RunObjects) -> State:
@@ -95,23 +95,27 @@ class State:
         return cls(
             weights=_weights(live),
             optimizers={name: {**_optimizer_facts(live, name), **own["optimizer"]} for name, own in optimizers.items()},
-            schedules={name: own["schedule"] for name, own in optimizers.items()},
-            average=stepper["ema"],
+            lr_schedulers={name: own["schedule"] for name, own in optimizers.items()},
+            ema=stepper["ema"],
             loss_scales={
                 name: {"scale": loss["loss_scale"], "base_count": loss["base_count"]} for name, loss in losses.items()
             },
-            counts={"steps": stepper["counts"], "epoch": live.epoch_metrics.state_dict(), "latest": dict(live.latest)},
-            random=read_generators(live.parts.stepper.device),
-            cursor={
+            counts={
+                "steps": stepper["counts"],
+                "epoch": live.epoch_metrics.state_dict(),
+                "last_evaluation": dict(live.last_evaluation),
+            },
+            rng=read_generators(live.parts.stepper.device),
+            position={
                 "progress": vars(live.progress),
-                "bad": sorted(live.budget.bad),
-                "data": dict(live.data),
-                "journal": live.journal(),
+                "bad_samples": sorted(live.budget.bad),
+                "data_fingerprint": dict(live.data_fingerprint),
+                "journal_sizes": live.journal_sizes(),
             },
             guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
             recipe=live.recipe.model_dump(mode="json"),
             precision={"name": stepper["precision"], "islands": sorted(islands(live.parts.model))},
-            measured=live.measured.as_dict(),
+            auto_choices=live.auto_choices.as_dict(),
         )
 
     def snapshot(self, attempt: int, environment: Mapping[str, Any]) -> RankSnapshot:
@@ -144,7 +148,7 @@ class State:
                 allowed=", ".join(COMPONENTS),
                 do="use another checkpoint, or add --new to begin again in a folder of its own",
             )
-        odd = [n for n in COMPONENTS if not isinstance(plain[n], dict) and (n, plain[n]) != NO_AVERAGE]
+        odd = [n for n in COMPONENTS if not isinstance(plain[n], dict) and (n, plain[n]) != NO_EMA]
         if odd:
             raise BadData(
                 f"{where} is not the state of a run: {odd[0]} is a {type(plain[odd[0]]).__name__}",
@@ -155,7 +159,7 @@ class State:
 
 
 COMPONENTS = tuple(field.name for field in dataclasses.fields(State))
-NO_AVERAGE = ("average", None)
+NO_EMA = ("ema", None)
 """The one component that a run may do without."""
 
 
@@ -164,7 +168,7 @@ def _optimizer_facts(live: RunObjects, name: str) -> dict[str, Any]:
     optimizer = live.parts.stepper.optimizers[name]
     names = {id(parameter): name for name, parameter in live.parts.model.named_parameters()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-    return {"kind": type(optimizer).__name__, "names": groups}
+    return {"kind": type(optimizer).__name__, "param_names": groups}
 
 
 def _extra_state(model: nn.Module) -> dict[str, Any]:
@@ -179,15 +183,15 @@ def _weights(live: RunObjects) -> dict[str, Any]:
     return {
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
-        "fleeting": non_persistent_buffers(model),
-        "more": _extra_state(model),
+        "non_persistent_buffers": non_persistent_buffers(model),
+        "extra_state": _extra_state(model),
     }
 
 
 # -- restore ----------------------------------------------------------------------------------------------------------
 
 
-FORM = dict.fromkeys(COMPONENTS, 1) | {"optimizers": 2, "schedules": 2, "loss_scales": 2}
+FORM = dict.fromkeys(COMPONENTS, 1) | {"optimizers": 2, "lr_schedulers": 2, "loss_scales": 2}
 FORM |= {"recipe": 0, "guards": 0}
 """How many levels of each component have the same keys in every checkpoint of a run."""
 
@@ -223,7 +227,7 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> l
     if recipe:
         saved = _adapted(live, now, saved)
     elif longer:
-        saved = replace(saved, schedules=_moved_schedules(live, now, saved))
+        saved = replace(saved, lr_schedulers=_moved_lr_schedulers(live, now, saved))
     if data:
         saved = _with_other_data(saved)
     _check_precision(now, saved)
@@ -250,7 +254,7 @@ def lengthened(live: RunObjects, saved: State) -> bool:
 def _recipe_changes(live: RunObjects, saved: State, accepted: Collection[str]) -> list[str]:
     lines = changes(saved.recipe, live.recipe)
     # Contents were compared, so another path to the same files is no difference.
-    if _are_files(saved.cursor["data"]) and _are_files(live.data):
+    if _are_files(saved.position["data_fingerprint"]) and _are_files(live.data_fingerprint):
         lines = but_for_places(lines)
     if EXTEND in accepted:
         lines = but_for_length(lines)
@@ -265,8 +269,9 @@ def _are_files(data: Mapping[str, Any]) -> bool:
 
 
 def _data_changes(live: RunObjects, saved: State, accepted: Collection[str]) -> list[str]:
-    same_keys("the place in the data", ["progress", "bad", "data", "journal"], saved.cursor)
-    lines = different(Fingerprint.from_dict(saved.cursor["data"]), Fingerprint.from_dict(live.data))
+    same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
+    then, now = saved.position["data_fingerprint"], live.data_fingerprint
+    lines = different(Fingerprint.from_dict(then), Fingerprint.from_dict(now))
     if lines and DATA not in accepted:
         raise _other_data(lines, only_places(changes(saved.recipe, live.recipe)))
     return lines
@@ -287,8 +292,8 @@ def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
 
 def _with_other_data(saved: State) -> State:
     """Return the state without quarantined samples: their numbers belong to other samples now."""
-    progress = {**saved.cursor["progress"], "quarantined": [], "suspected": []}
-    return replace(saved, cursor={**saved.cursor, "progress": progress})
+    progress = {**saved.position["progress"], "quarantined": [], "suspected": []}
+    return replace(saved, position={**saved.position, "progress": progress})
 
 
 def _adapted(live: RunObjects, now: State, saved: State) -> State:
@@ -300,8 +305,8 @@ def _adapted(live: RunObjects, now: State, saved: State) -> State:
             name: {**state, "param_groups": now.optimizers.get(name, state)["param_groups"]}
             for name, state in saved.optimizers.items()
         },
-        schedules=_moved_schedules(live, now, saved),
-        average=saved.average and {**saved.average, "decay": (now.average or saved.average)["decay"]},
+        lr_schedulers=_moved_lr_schedulers(live, now, saved),
+        ema=saved.ema and {**saved.ema, "decay": (now.ema or saved.ema)["decay"]},
         loss_scales={name: _scaled_on(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
         if same
         else now.loss_scales,
@@ -318,20 +323,20 @@ def _scaled_on(own: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, A
     return {"scale": {**own["scale"], **learned}, "base_count": saved["base_count"]}
 
 
-def _moved_schedules(live: RunObjects, now: State, saved: State) -> dict[str, Any]:
-    """Return new schedules at the old positions, with the cuts that a plateau has made since its last warm-up."""
+def _moved_lr_schedulers(live: RunObjects, now: State, saved: State) -> dict[str, Any]:
+    """Return new schedules at the old positions, with the reductions that a plateau has made since its last warm-up."""
     extensions, before = live.recipe.schedule.extensions, saved.recipe["schedule"].get("extensions") or ()
-    warmed_again = any(one.rewarm for one in extensions[len(before) :])
-    return {name: _moved_on(own, saved.schedules.get(name), warmed_again) for name, own in now.schedules.items()}
+    rewarmed = any(one.rewarm for one in extensions[len(before) :])
+    return {name: _moved_on(own, saved.lr_schedulers.get(name), rewarmed) for name, own in now.lr_schedulers.items()}
 
 
-def _moved_on(own: dict[str, Any], saved: dict[str, Any] | None, warmed_again: bool) -> dict[str, Any]:
+def _moved_on(own: dict[str, Any], saved: dict[str, Any] | None, rewarmed: bool) -> dict[str, Any]:
     if saved is None:
         return own
-    # The evaluation at the old end is repeated, and must not cause a cut after a new warm-up: hence -1.
-    fresh = {"cuts": 0, "waited": -1}
+    # The evaluation at the old end is repeated, and must not cause a reduction after a new warm-up: hence -1.
+    fresh = {"num_reductions": 0, "num_bad_evaluations": -1}
     shapes = [
-        {**mine, **{key: fresh[key] if warmed_again else theirs[key] for key in fresh if key in mine and key in theirs}}
+        {**mine, **{key: fresh[key] if rewarmed else theirs[key] for key in fresh if key in mine and key in theirs}}
         for mine, theirs in zip(own["lr_lambdas"], saved["lr_lambdas"], strict=False)
     ]
     return {**own, "lr_lambdas": shapes, "last_epoch": saved["last_epoch"], "_step_count": saved["_step_count"]}
@@ -358,14 +363,15 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
     same_keys("the model", now.weights, saved.weights)
     lines = list(_unfitting(now.weights["parameters"], saved.weights["parameters"], set()))
     # Non-persistent buffers may grow with the longest batch: their shapes are not compared.
-    free = assignable_buffers(live.parts.model, saved.weights["fleeting"])
+    free = assignable_buffers(live.parts.model, saved.weights["non_persistent_buffers"])
     then = {name: buffer for name, buffer in saved.weights["buffers"].items() if name not in free}
     own = {name: buffer for name, buffer in now.weights["buffers"].items() if name not in free}
     lines += _unfitting(own, then, _empty_buffers(live.parts.model))
-    lines += [f"not in the model: {name}" for name in saved.weights["more"] if name not in now.weights["more"]]
-    lines += [f"not in the checkpoint: {name}" for name in now.weights["more"] if name not in saved.weights["more"]]
-    if (now.average is None) != (saved.average is None):
-        lines.append("an average of the weights was kept, and is not" if saved.average else "no average was kept")
+    extra, then_extra = now.weights["extra_state"], saved.weights["extra_state"]
+    lines += [f"not in the model: {name}" for name in then_extra if name not in extra]
+    lines += [f"not in the checkpoint: {name}" for name in extra if name not in then_extra]
+    if (now.ema is None) != (saved.ema is None):
+        lines.append("an average of the weights was kept, and is not" if saved.ema else "no average was kept")
     lines += [f"optimizer {line}" for name in now.optimizers for line in _other_optimizer(now, saved, name)]
     if lines:
         raise StateMismatch(
@@ -398,11 +404,11 @@ def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:
     own, then = now.optimizers[optimizer], saved.optimizers.get(optimizer, {})
     if own["kind"] != then.get("kind"):
         yield f"was {then.get('kind')}, and is {own['kind']}"
-    before, after = ([name for group in one.get("names", []) for name in group] for one in (then, own))
+    before, after = ([name for group in one.get("param_names", []) for name in group] for one in (then, own))
     yield from (f"trained {name}, and does not" for name in before if name not in after)
     yield from (f"did not train {name}, and does" for name in after if name not in before)
     # torch matches optimizer state by position: another order would mix up the moments silently.
-    if sorted(before) == sorted(after) and own["names"] != then.get("names"):
+    if sorted(before) == sorted(after) and own["param_names"] != then.get("param_names"):
         yield "has its parameters in other groups, or in another order"
 
 
@@ -423,16 +429,17 @@ def _same_form(what: str, own: Any, saved: Any, levels: int) -> None:
 
 def _check_rest(live: RunObjects, now: State, saved: State) -> None:
     live.epoch_metrics.check_state(saved.counts["epoch"])
-    check_generators(saved.random, live.parts.stepper.device)
-    same_keys("the progress", vars(live.progress), saved.cursor["progress"])
-    _check_schedules(now, saved)
+    check_generators(saved.rng, live.parts.stepper.device)
+    same_keys("the progress", vars(live.progress), saved.position["progress"])
+    _check_lr_schedulers(now, saved)
     check_guards(live.parts.stepper, saved.guards)
 
 
-def _check_schedules(now: State, saved: State) -> None:
+def _check_lr_schedulers(now: State, saved: State) -> None:
     """Raise StateMismatch for a schedule of another kind: it would accept the state and follow its own curve."""
-    for name, own in now.schedules.items():
-        for mine, theirs in zip((own or {}).get("lr_lambdas", ()), saved.schedules[name]["lr_lambdas"], strict=False):
+    for name, own in now.lr_schedulers.items():
+        shapes, then = (own or {}).get("lr_lambdas", ()), saved.lr_schedulers[name]["lr_lambdas"]
+        for mine, theirs in zip(shapes, then, strict=False):
             _same_form(f"the schedule of {name}", mine, theirs, 1)
 
 
@@ -447,7 +454,7 @@ def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
             "optimizer": {key: value for key, value in optimizer.items() if key != "kind"},
             # The trainer always uses the same kind of schedule; its shape was compared above.
             "schedule_kind": now[name]["schedule_kind"],
-            "schedule": saved.schedules.get(name),
+            "schedule": saved.lr_schedulers.get(name),
         }
         for name, optimizer in saved.optimizers.items()
     }
@@ -455,20 +462,20 @@ def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
         name: {"loss_scale": loss["scale"], "base_count": loss["base_count"]}
         for name, loss in saved.loss_scales.items()
     }
-    rest = {"precision": saved.precision["name"], "counts": saved.counts["steps"], "ema": saved.average}
+    rest = {"precision": saved.precision["name"], "counts": saved.counts["steps"], "ema": saved.ema}
     return {**rest, "optimizers": optimizers, "losses": losses}
 
 
 def _put(live: RunObjects, saved: State) -> None:
     _put_weights(live, saved)
     live.epoch_metrics.load_state_dict(saved.counts["epoch"])
-    live.latest.update(saved.counts["latest"])
-    vars(live.progress).update(saved.cursor["progress"])
+    live.last_evaluation.update(saved.counts["last_evaluation"])
+    vars(live.progress).update(saved.position["progress"])
     live.samples.quarantined = set(live.progress.quarantined)
-    live.budget.bad = set(saved.cursor["bad"])
+    live.budget.bad = set(saved.position["bad_samples"])
     put_guards(live.parts.stepper, saved.guards)
     # Last: nothing after this may draw random numbers.
-    set_generators(saved.random, live.parts.stepper.device)
+    set_generators(saved.rng, live.parts.stepper.device)
 
 
 @torch.no_grad()
@@ -478,10 +485,10 @@ def _put_weights(live: RunObjects, saved: State) -> None:
         # In place: the optimizer holds references to these parameters.
         parameter.copy_(saved.weights["parameters"][name])
     buffers = {name: value.to(live.parts.stepper.device) for name, value in saved.weights["buffers"].items()}
-    put_buffers(model, buffers, saved.weights["fleeting"])
-    if saved.weights["more"]:
-        # "more" holds extra state only, so parameters are missing from it on purpose.
-        model.load_state_dict(saved.weights["more"], strict=False)
+    put_buffers(model, buffers, saved.weights["non_persistent_buffers"])
+    if saved.weights["extra_state"]:
+        # Parameters and buffers are missing from it on purpose.
+        model.load_state_dict(saved.weights["extra_state"], strict=False)
 
 
 def _set_lr(live: RunObjects) -> None:

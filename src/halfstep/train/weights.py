@@ -299,7 +299,7 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-# -- fleeting ---------------------------------------------------------------------------------------------------------
+# -- non-persistent buffers -------------------------------------------------------------------------------------------
 # Handle non-persistent buffers: some appear with the first batch, and some grow with the longest one.
 
 
@@ -330,7 +330,7 @@ def _has_room(module: nn.Module | None, name: str) -> bool:
 
 
 def put_buffers(model: nn.Module, values: Mapping[str, Tensor], non_persistent_buffers: Collection[str]) -> None:
-    """Set all these buffers; those in `fleeting` are registered where they are missing."""
+    """Set all these buffers; those in `non_persistent_buffers` are registered where they are missing."""
     for name, value in values.items():
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)

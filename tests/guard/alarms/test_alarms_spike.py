@@ -320,7 +320,7 @@ def test_an_old_state_is_refused_by_name_and_nothing_is_loaded() -> None:
         with pytest.raises(StateMismatch, match="spike guard's state"):
             spike.load_state_dict({"loss": old})
     broken = json.loads(json.dumps(before))
-    del broken["loss"]["usual"]["known"]
+    del broken["loss"]["usual"]["highest_median"]
     with pytest.raises(StateMismatch, match="another version"):
         spike.load_state_dict(broken)
     assert spike.state_dict() == before

@@ -89,15 +89,15 @@ class LossWatch:
     def __init__(self) -> None:
         self.usual = RecentLosses()
         self.above: list[float] = []
-        self.began = 0
+        self.above_since = 0
         """The attempt of the first loss in `above`."""
         self._refused: list[tuple[int, float]] = []
         """The recently refused losses, with their attempts."""
-        self.doubted = False
+        self.just_rolled_back = False
         """Whether the weights were just rolled back: the next loss shows whether they were the cause."""
         self.diverges = False
         """Whether the losses above the limit were reported as a divergence."""
-        self._said_to_be_high = False
+        self._rise_reported = False
         """Whether a level far above the first one was already reported."""
 
     def judge(self, loss: float, ruin: DivergenceThreshold) -> Rise | None:
@@ -105,7 +105,7 @@ class LossWatch:
         if not loss > self.usual.limit:
             return None
         # Restored weights give the same high loss: the data or the loss has changed, not the weights.
-        if self.doubted:
+        if self.just_rolled_back:
             return Rise.NEW_LEVEL
         rise = [*self.above, loss]
         newest = rise[-ruin.in_a_row :]
@@ -114,7 +114,7 @@ class LossWatch:
 
     def hold(self, loss: float, attempt: int) -> None:
         """Record a loss above the limit until it is known what it is."""
-        self.began = self.began if self.above else attempt
+        self.above_since = self.above_since if self.above else attempt
         self.above = [*self.above, loss][-LONGEST:]
 
     def refuse(self, loss: float, attempt: int) -> None:
@@ -141,33 +141,41 @@ class LossWatch:
 
     def settle(self, loss: float) -> None:
         """Make the losses above the limit the usual ones."""
-        self._said_to_be_high |= self.usual.is_far(loss)
+        self._rise_reported |= self.usual.is_far(loss)
         self.usual.begin_anew([*self.above, loss])
         self._refused = []
         self._over()
 
     def rewound(self) -> None:
         """Record a rollback to weights from before the losses above the limit."""
-        self.doubted = bool(self.above)
+        self.just_rolled_back = bool(self.above)
         self.above, self._refused, self.diverges = [], [], False
 
     def risen(self) -> bool:
         """Return True once, when losses are far above the first ones and that was not reported yet."""
-        if self._said_to_be_high or not self.usual.has_risen:
+        if self._rise_reported or not self.usual.has_risen:
             return False
-        self._said_to_be_high = True
+        self._rise_reported = True
         return True
 
     def _over(self) -> None:
-        self.above, self.doubted, self.diverges = [], False, False
+        self.above, self.just_rolled_back, self.diverges = [], False, False
 
     def _of_late(self, attempt: int) -> list[tuple[int, float]]:
         return [(at, loss) for at, loss in self._refused if at > attempt - LATELY]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""
-        told = {"doubted": self.doubted, "diverges": self.diverges, "said_to_be_high": self._said_to_be_high}
-        above = {"above": list(self.above), "began": self.began, "refused": [list(one) for one in self._refused]}
+        told = {
+            "just_rolled_back": self.just_rolled_back,
+            "diverges": self.diverges,
+            "rise_reported": self._rise_reported,
+        }
+        above = {
+            "above": list(self.above),
+            "above_since": self.above_since,
+            "refused": [list(one) for one in self._refused],
+        }
         return {"usual": self.usual.state_dict(), **above, **told}
 
     @classmethod
@@ -177,10 +185,10 @@ class LossWatch:
         check_version(watched.state_dict(), plain)
         watched.usual.load_state_dict(plain["usual"])
         watched.above = [float(loss) for loss in plain["above"]]
-        watched.began = int(plain["began"])
+        watched.above_since = int(plain["above_since"])
         watched._refused = [(int(attempt), float(loss)) for attempt, loss in plain["refused"]]
-        watched.doubted, watched.diverges = bool(plain["doubted"]), bool(plain["diverges"])
-        watched._said_to_be_high = bool(plain["said_to_be_high"])
+        watched.just_rolled_back, watched.diverges = bool(plain["just_rolled_back"]), bool(plain["diverges"])
+        watched._rise_reported = bool(plain["rise_reported"])
         return watched
 
 
@@ -278,7 +286,7 @@ class Spike:
                 self.notices.append(Notice(SPIKE, f"{self._was(name)}; it is {loss:.4g} again", loud))
             watched.take(loss)
         elif rise is Rise.NEW_LEVEL:
-            self.cleared |= watched.doubted
+            self.cleared |= watched.just_rolled_back
             self._notice(NEW_LEVEL, self._words(name, loss))
             watched.settle(loss)
         else:
@@ -293,7 +301,7 @@ class Spike:
     def _was(self, name: str) -> str:
         watched = self._of(name)
         many = "" if len(watched.above) == 1 else f" and the {len(watched.above) - 1} after it"
-        return f"at attempt {watched.began}{many}, {self._words(name, max(watched.above))}"
+        return f"at attempt {watched.above_since}{many}, {self._words(name, max(watched.above))}"
 
     def _words(self, name: str, loss: float) -> str:
         median = self._of(name).usual.median

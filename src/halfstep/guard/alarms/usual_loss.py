@@ -43,12 +43,12 @@ class RecentLosses:
         self._losses: deque[float] = deque()
         # Kept sorted beside the queue, so that the median and the percentile cost no sort in every step.
         self._sorted: list[float] = []
-        self._tallest = -math.inf
-        self._beginning: list[float] = []
+        self._decayed_max = -math.inf
+        self._first_losses: list[float] = []
         """The first losses that are not exactly zero: nothing can be compared with zero."""
         self.first = 0.0
         """The median of their absolute values; 0 until it is known."""
-        self._known = 0.0
+        self._highest_median = 0.0
         """The largest median that lasted for a whole window; the first losses until then."""
 
     @property
@@ -64,7 +64,7 @@ class RecentLosses:
         middle = _log(self.median, zero)
         spread = _log(self._sorted[len(self._sorted) * 9 // 10], zero) - middle
         least = SIGNED_RATIO if zero else RATIO
-        height = max(least, SPREADS * spread, _log(self._tallest, zero) - middle + TALLEST)
+        height = max(least, SPREADS * spread, _log(self._decayed_max, zero) - middle + TALLEST)
         return max(_from_log(middle + height, zero), self.median + FIRST * self.first if zero else FIRST * self.first)
 
     def logs(self, losses: Iterable[float]) -> list[float]:
@@ -74,7 +74,7 @@ class RecentLosses:
 
     def is_far(self, loss: float, times: float = FAR) -> bool:
         """Return whether a loss is more than `times` the highest level that this run has had."""
-        return loss - self.median > times * self._known
+        return loss - self.median > times * self._highest_median
 
     @property
     def has_risen(self) -> bool:
@@ -92,29 +92,29 @@ class RecentLosses:
         else:
             self._forget()
         if len(self._losses) == WINDOW:
-            self._known = max(self._known, abs(self.median))
-        self._tallest = max(self._tallest, loss)
+            self._highest_median = max(self._highest_median, abs(self.median))
+        self._decayed_max = max(self._decayed_max, loss)
 
     def begin_anew(self, level: Sequence[float]) -> None:
         """Replace the usual losses with these."""
-        self._losses, self._sorted, self._tallest = deque(), [], -math.inf
+        self._losses, self._sorted, self._decayed_max = deque(), [], -math.inf
         for loss in level:
             self.add(loss)
 
     def _begin(self, loss: float) -> None:
         if loss == 0.0:
             return
-        self._beginning.append(abs(loss))
-        if len(self._beginning) == BEGIN:
-            self.first = self._known = sorted(self._beginning)[BEGIN // 2]
-            self._beginning = []
+        self._first_losses.append(abs(loss))
+        if len(self._first_losses) == BEGIN:
+            self.first = self._highest_median = sorted(self._first_losses)[BEGIN // 2]
+            self._first_losses = []
 
     def _forget(self) -> None:
-        if self._tallest <= self.median:
+        if self._decayed_max <= self.median:
             return
         zero = self._zero()
         middle = _log(self.median, zero)
-        self._tallest = _from_log(middle + (_log(self._tallest, zero) - middle) * FORGETS, zero)
+        self._decayed_max = _from_log(middle + (_log(self._decayed_max, zero) - middle) * FORGETS, zero)
 
     def _zero(self) -> float:
         """Return the scale below which losses are compared linearly; 0 if all are positive."""
@@ -125,16 +125,16 @@ class RecentLosses:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""
-        kept = {"beginning": list(self._beginning), "first": self.first, "known": self._known}
-        return {"losses": list(self._losses), "tallest": self._tallest, **kept}
+        kept = {"first_losses": list(self._first_losses), "first": self.first, "highest_median": self._highest_median}
+        return {"losses": list(self._losses), "decayed_max": self._decayed_max, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; raise StateMismatch for a state of another version."""
         check_version(self.state_dict(), state)
         self._losses = deque(float(loss) for loss in state["losses"])
         self._sorted = sorted(self._losses)
-        self._tallest, self._known = float(state["tallest"]), float(state["known"])
-        self._beginning = [float(loss) for loss in state["beginning"]]
+        self._decayed_max, self._highest_median = float(state["decayed_max"]), float(state["highest_median"])
+        self._first_losses = [float(loss) for loss in state["first_losses"]]
         self.first = float(state["first"])
 
 

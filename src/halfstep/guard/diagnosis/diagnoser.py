@@ -64,7 +64,7 @@ def _is_plain(batch: Any, deep: int = 3) -> bool:
     return deep > 0 and isinstance(batch, (dict, tuple, list)) and all(_is_plain(item, deep - 1) for item in items)
 
 
-# -- examiner ---------------------------------------------------------------------------------------------------------
+# -- diagnoser --------------------------------------------------------------------------------------------------------
 
 
 REMEMBERED = 50
@@ -87,7 +87,7 @@ class Diagnoser:
         emit: Callable[[Kind, Level, str, dict[str, Any]], None],
     ) -> None:
         self._stepper, self._most, self._record, self._emit = stepper, most, record, emit
-        self._made = 0
+        self._diagnoses = 0
         self._steps: deque[Step] = deque(maxlen=REMEMBERED)
         self._own = OwnGenerators(stepper)
         self._generators: Generators = ()
@@ -126,14 +126,14 @@ class Diagnoser:
             return
         if attempt.loss_fn is None:
             self._observe_only(report, streak)
-        elif self._made < self._most or (last and self._most > 0):
-            self._made += 1
+        elif self._diagnoses < self._most or (last and self._most > 0):
+            self._diagnoses += 1
             replayed = attempt if again is None else attempt._replace(loss_fn=again)
             verdict = self._diagnosed(report, replayed)
             self._note(verdict if falling or verdict.cause != WARM_UP else _stays(verdict), report, streak, replayed)
-            if self._made == self._most:
-                text = f"{self._made} {NO_MORE_DIAGNOSES}"
-                self._emit("alarm", "warning", text, {"attempt": report.attempt, "diagnoses": self._made})
+            if self._diagnoses == self._most:
+                text = f"{self._diagnoses} {NO_MORE_DIAGNOSES}"
+                self._emit("alarm", "warning", text, {"attempt": report.attempt, "diagnoses": self._diagnoses})
 
     def _diagnosed(self, report: StepReport, replayed: StepInputs) -> Verdict:
         took = None if self._begun is None else time.perf_counter() - self._begun
@@ -180,16 +180,16 @@ class Diagnoser:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""
-        return {"made": self._made, "steps": [[list(names), *numbers] for names, *numbers in self._steps]}
+        return {"diagnoses": self._diagnoses, "steps": [[list(names), *numbers] for names, *numbers in self._steps]}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error for a state that `load_state_dict` could not use; nothing is changed."""
-        int(state["made"])
+        int(state["diagnoses"])
         _steps(state["steps"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict()`."""
-        self._made, self._steps = int(state["made"]), deque(_steps(state["steps"]), maxlen=REMEMBERED)
+        self._diagnoses, self._steps = int(state["diagnoses"]), deque(_steps(state["steps"]), maxlen=REMEMBERED)
 
 
 def _stays(verdict: Verdict) -> Verdict:

@@ -23,14 +23,13 @@ from halfstep.checkpoint.paths import CheckpointDir, generations
 from halfstep.checkpoint.reading import load_tensors, refuse_strangers
 from halfstep.checkpoint.sealed import (
     Manifest,
-    NewerFormat,
     problem_with,
     read_bounded,
     read_manifest,
     state_of,
     tensors_of,
 )
-from halfstep.errors import BadData, HalfstepError, StateMismatch
+from halfstep.errors import BadData, HalfstepError, StateMismatch, same_form
 from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.island import island
@@ -140,28 +139,24 @@ class Record:
 
     @property
     def ranks(self) -> int:
-        return self.manifest.world
+        return self.manifest.world_size
 
 
 def read(place: CheckpointDir) -> Record:
     """Return the record of a failed step.
 
-    Raises BadData where it is damaged or forged, Unsafe where it could run code, StateMismatch for another format.
+    Raises BadData where it is damaged or forged, Unsafe where it could run code, OtherForm for another form.
     """
     with _damage_of(place.path):
         refuse_strangers(place.path)
-        try:
-            manifest = read_manifest(place)
-        except NewerFormat as error:
-            raise _other_form(place.path, f"was {error}", is_later=True) from None
+        manifest = read_manifest(place)
         return Record(place, manifest, _checked(_state(place.path, manifest, 0)["record"], place))
 
 
 def _checked(plain: Any, place: CheckpointDir) -> StepRecord:
     form = plain["format"]
-    if type(form) is int and form != FORMAT:
-        whose = "a later" if form > FORMAT else "an earlier"
-        raise _other_form(place.path, f"was written in form {form} by {whose} halfstep", is_later=form > FORMAT)
+    if type(form) is int:
+        same_form(place.path, FORMAT, form, for_earlier="replay it with the version that wrote it")
     try:
         # As JSON text: only from there does pydantic's strict mode make tuples of lists. NaN and inf are words in it.
         record = StepRecord.model_validate_json(json.dumps(unpack(plain, {}, str(place.path))))
@@ -171,14 +166,6 @@ def _checked(plain: Any, place: CheckpointDir) -> StepRecord:
     if record.report.attempt != place.attempt:
         raise ValueError(f"the record of attempt {record.report.attempt}, in the folder of {place.attempt}")
     return record
-
-
-def _other_form(place: Path, what: str, *, is_later: bool) -> StateMismatch:
-    return StateMismatch(
-        f"{place} {what}",
-        allowed=f"form {FORMAT}",
-        do="pip install --upgrade halfstep" if is_later else "replay it with the version that wrote it",
-    )
 
 
 def _state(place: Path, manifest: Manifest, rank: int) -> Any:

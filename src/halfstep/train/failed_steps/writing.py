@@ -15,7 +15,7 @@ from halfstep import distributed
 from halfstep.checkpoint.commit import RankGather, RankSnapshot, all_ranks_or_raise, commit, discard
 from halfstep.checkpoint.packing import pack
 from halfstep.checkpoint.paths import CheckpointDir, Disk, sweep
-from halfstep.errors import HalfstepError, reason_in
+from halfstep.errors import HalfstepError, OtherForm, reason_in
 from halfstep.guard.verdict import FailedStep
 from halfstep.safetensors_header import header
 from halfstep.step.step_inputs import StepInputs
@@ -36,6 +36,8 @@ MOST_BYTES = 4 * 2**30
 """Bytes of one failed step, over all ranks."""
 MOST_KEPT = 3
 """Failed steps that are retained per run."""
+OTHER_FORM = "other_form"
+"""The cause of failed steps that another version of halfstep recorded, for their retention."""
 Tell = Callable[[str, str], None]
 """A callback with text and level, `info` or `warning`."""
 
@@ -187,5 +189,8 @@ def _retain(run: Path, keep: int, disk: Disk) -> None:
 def _cause(place: CheckpointDir) -> str | None:
     try:
         return read(place).step.verdict.cause
+    except OtherForm:
+        # Another version can read it: it counts as a cause of its own, and not as unreadable.
+        return OTHER_FORM
     except HalfstepError:
         return None
