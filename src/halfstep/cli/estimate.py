@@ -13,6 +13,7 @@ from halfstep.errors import INTERRUPTED, WrongUse
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
+    from halfstep.measure.memory.report import EstimateOptions
     from halfstep.measure.subject import Subject
 
 GROUP = "Choose"
@@ -36,31 +37,50 @@ def run(
     recompute: Annotated[
         str, typer.Option(help="Activations computed again in backward: on, off, both, or auto: where it needs that.")
     ] = "auto",
+    world: Annotated[
+        int | None, typer.Option(help="Ranks, to count what a step costs on that many, such as 1024.", min=1)
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of --world; nodes of 8 if left out.", min=1)] = None,
+    sharding: Annotated[
+        str | None, typer.Option(help="With --world: ddp, fsdp, hsdp, or auto: the least that fits.")
+    ] = None,
+    shard_size: Annotated[
+        int | None, typer.Option(help="With --world: ranks that hold the model together.", min=1)
+    ] = None,
     survive: Annotated[
         str | None, typer.Option(help="Instead: would it survive these formats, such as fp16,fp8_e4m3.")
     ] = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Estimate how much memory a step takes, and the largest batch that fits, on any device, without running it."""
+    asked = (device, precision, batch, recompute)
+    ranks = (world, nodes, sharding, shard_size)
     try:
-        _answer(subject(recipe, context.args), (device, precision, batch, recompute), survive, json)
+        if any(given is not None for given in ranks):
+            _scale(subject(recipe, context.args), asked, ranks, json)
+        else:
+            _answer(subject(recipe, context.args), asked, survive, json)
     except KeyboardInterrupt:  # torch was being imported: there is no report yet
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _answer(
-    wanted: Subject,
-    asked: tuple[list[str] | None, list[str] | None, list[str] | None, str],
-    survive: str | None,
-    json: bool,
-) -> None:
+Asked = tuple[list[str] | None, list[str] | None, list[str] | None, str]
+
+
+def _options(asked: Asked) -> EstimateOptions:
+    from halfstep.measure.memory.report import EstimateOptions
+
+    device, precision, batch, recompute = asked
+    return EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute)
+
+
+def _answer(wanted: Subject, asked: Asked, survive: str | None, json: bool) -> None:
     if survive is not None:
         _survive(wanted, _formats(survive), json)
         return
-    device, precision, batch, recompute = asked
-    from halfstep.measure.memory.report import EstimateOptions, report_of
+    from halfstep.measure.memory.report import report_of
 
-    options = EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute)
+    options = _options(asked)
     with progress("estimating", "precisions") as on_progress:
         report = report_of(wanted.open, options, on_progress)
     report = {"subject": wanted.text, **report, "next": next_command(wanted, report)}
@@ -114,6 +134,26 @@ def _large_enough(report: dict[str, Any]) -> str:
         if peaks:
             return f"{int((min(peaks) / (1 - device['margin']) + device['reserved']) / 2**30) + 1}GB"
     return "24GB"
+
+
+def _scale(
+    wanted: Subject, asked: Asked, ranks: tuple[int | None, int | None, str | None, int | None], json: bool
+) -> None:
+    """Print what a step costs on many ranks."""
+    world, nodes, sharding, shard = ranks
+    if world is None:
+        raise WrongUse("--nodes, --sharding or --shard-size alone", allowed="with --world", do="--world 1024")
+    from halfstep.measure.scale.report import ScaleOptions, scale_report
+
+    options = ScaleOptions(_options(asked), world, nodes, sharding or "auto", shard)
+    with progress("counting", "layouts") as on_progress:
+        report = {"subject": wanted.text, **scale_report(wanted.open, options, on_progress)}
+    if json:
+        print_json(report)
+    else:
+        from halfstep.cli.pages.scale import show
+
+        show(report)
 
 
 def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:

@@ -222,6 +222,7 @@ class Votes:
         return cls(*counts)
 
 
+AGREEMENT_BYTES = 128
 MOST_IN_128_BYTES = 4
 """Optimizers that fit a vector of 16 numbers; each further one may add a loss, a count and a norm."""
 
@@ -232,7 +233,7 @@ class Agreement:
     def __init__(self, ranks: Ranks, optimizers: int) -> None:
         self._ranks = ranks
         # Fixed when the Stepper is built: a failed rank does not know what its window would have held.
-        self._length = 16 + 3 * max(0, optimizers - MOST_IN_128_BYTES)
+        self._length = AGREEMENT_BYTES // 8 + 3 * max(0, optimizers - MOST_IN_128_BYTES)
 
     def on(
         self, objectives: Sequence[Objective], token: int, votes: Votes, bad_buffer: Tensor | None, *, fix: str

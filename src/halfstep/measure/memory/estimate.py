@@ -23,8 +23,8 @@ from halfstep.measure.batches import bytes_of, size_of, tensors
 from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of, resolve_precision
 from halfstep.measure.memory.devices import Target
 from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode, numbers_refused, walked
-from halfstep.measure.memory.ledger import PARTS, Ledger, Note
-from halfstep.measure.memory.timeline import MemoryBlock, Moment, Timeline, not_covered
+from halfstep.measure.memory.ledger import PARTS, WORKING, Ledger, Note
+from halfstep.measure.memory.timeline import UPDATE, MemoryBlock, Moment, Timeline, not_covered
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.precision.hardware import ability, describe
 from halfstep.precision.precision import Precision
@@ -81,6 +81,10 @@ class Reading:
     """The fp32 bytes at the peak."""
     whole: dict[str, int]
     moment: Moment
+    working: int
+    """The most in forward and backward beside the model, its gradients and its optimizer: what sharding leaves."""
+    updating: int
+    """The most that the update takes beside them."""
 
 
 def read(timeline: Timeline, since: int) -> Reading:
@@ -92,11 +96,15 @@ def read(timeline: Timeline, since: int) -> Reading:
     peak = max(range(len(together)), key=together.__getitem__)
     number = since + 1 + peak
     wide = [b for b in blocks if b.born <= number <= b.died and b.format == FP32.name]
+    beside = [sum(levels) for levels in zip(*(by_part[part] for part in WORKING), strict=True)]
+    in_update = [moment.phase == UPDATE for moment in timeline.moments[since + 1 : last + 1]]
     return Reading(
         at_peak={part: levels[peak] for part, levels in by_part.items()},
         wide=_added(wide, lambda block: block.part),
         whole={part: max(levels) for part, levels in by_part.items()},
         moment=timeline.moments[number],
+        working=max((size for size, late in zip(beside, in_update, strict=True) if not late), default=0),
+        updating=max((size for size, late in zip(beside, in_update, strict=True) if late), default=0),
     )
 
 
@@ -192,6 +200,8 @@ def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch
         by_format=by_format(candidate.timeline.saved_for_backward),
         by_module=by_module(candidate.timeline.saved_for_backward),
         moment=str(reading.moment),
+        working=reading.working,
+        updating=reading.updating,
         verified=_could_be_verified(setting, precision, device) and not candidate.timeline.not_covered,
         remarks=remarks,
     )

@@ -392,7 +392,7 @@ class FakeCandidate:
             self.timeline.hold((gradient for gradient in gradients if gradient is not None), "gradients")
         self.timeline.begin(UPDATE)
         # Only around the optimizer: in the user's code a value that is read must raise an error.
-        with _AnyNumber():
+        with AnyNumber():
             self.optimizer.step()
         # After the step, because an optimizer creates its state in the first one.
         self.timeline.hold(tensors(list(self.optimizer.state.values())), "optimizer")
@@ -404,7 +404,7 @@ class FakeCandidate:
         self.timeline.begin(FORWARD)
         with self.precision.autocast(self.device):
             loss = self.loss_fn(self.model, self.batch)
-        loss = _ready(loss)
+        loss = ready(loss)
         if self.microbatches > 1:
             loss = loss / self.microbatches
         return loss * _SCALE if self.precision.scaled else loss
@@ -429,7 +429,7 @@ def _as_it_runs(optimizer: torch.optim.Optimizer, device: torch.device) -> torch
     return optimizer
 
 
-def _ready(loss: Any) -> Tensor:
+def ready(loss: Any) -> Tensor:
     """Return one scalar to differentiate from any supported return value; raise `WrongUse` for others."""
     loss, _ = loss_and_aux(loss)
     if isinstance(loss, dict) and ONLY in loss:
@@ -447,7 +447,7 @@ def _ready(loss: Any) -> Tensor:
     return widen(value) / 1.0 if counted else widen(value)
 
 
-class _AnyNumber(TorchDispatchMode):
+class AnyNumber(TorchDispatchMode):
     """A mode that returns a fixed step count to optimizers that read theirs; its value changes no memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

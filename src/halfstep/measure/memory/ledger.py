@@ -21,6 +21,9 @@ PARTS = (
 )
 """The uses of memory. `cast copies` are autocast's copies of weights; `activations` are saved for backward."""
 
+WORKING = ("activations", "temporary")
+"""The parts that a rank has whole, however its model is sharded; autocast's copies give way to gathered parameters."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -49,6 +52,10 @@ class Ledger:
     """Activations at the end of forward, by the module that saves them, largest first."""
     moment: str
     """The moment of the peak: `the backward of layer1.0.conv2`, `the update`."""
+    working: int = 0
+    """The most of `WORKING` in forward and backward."""
+    updating: int = 0
+    """The most of `WORKING` in the update."""
     verified: bool = False
     """Whether such predictions have been compared with real runs on such a device."""
     remarks: tuple[Note, ...] = ()

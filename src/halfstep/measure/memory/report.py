@@ -185,7 +185,7 @@ def report_of(
     Raises `WrongUse` with the line of the user's code where that code fails.
     """
     targets = [device_named(name) for name in options.devices or (HERE,)]
-    plans = [(target, _precisions(target, options)) for target in targets]
+    plans = [(target, precisions(target, options)) for target in targets]
     report: dict[str, Any] = {"case": "", "devices": [], "interrupted": False}
     # torch logs a full traceback for a shape mismatch; the error below says it in one line.
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -224,7 +224,7 @@ def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
         return lambda: real, real
 
 
-def _precisions(target: Target, options: EstimateOptions) -> list[str]:
+def precisions(target: Target, options: EstimateOptions) -> list[str]:
     """Return the names without repetition, in the order given."""
     names = [_named(text, target) for text in options.precisions or (_WIDE, AUTO)]
     return list(dict.fromkeys(names))

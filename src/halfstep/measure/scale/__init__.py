@@ -1,0 +1,1 @@
+"""Count what a step costs on many ranks, without them: memory, collectives, saves and restarts."""

@@ -1,0 +1,295 @@
+"""Count the state and the collectives of one rank, on a process group without peers and tensors without memory.
+
+torch's own `fully_shard` divides the parameters and sends them, so the padding of a parameter with fewer rows than
+ranks is torch's too. Sizes come from rank 0, which has the most. Nothing is modelled here but DDP, which does not run
+on such a group: its buckets are those that torch computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from halfstep import distributed
+from halfstep.errors import WrongUse
+from halfstep.measure.batches import bytes_of, placed, resized, size_of, tensors
+from halfstep.measure.case import Case, resolve_precision
+from halfstep.measure.memory.fake_tensors import AnyNumber, built, fake_mode, numbers_refused, ready
+from halfstep.measure.scale.layout import Group, Layout
+from halfstep.measure.setting import StepSetting
+from halfstep.precision.island import settle
+from halfstep.precision.precision import Precision
+from halfstep.step.objective import AGREEMENT_BYTES
+from halfstep.step.shard_units import ShardUnit, shard_units
+from halfstep.train.activation_checkpointing import checkpoint_activations
+
+GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT = "all-gather", "reduce-scatter", "all-reduce", "broadcast", "agreement"
+KINDS = (GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT)
+_SENT = {"_allgather_base_": GATHER, "_reduce_scatter_base_": SCATTER, "allreduce_": REDUCE}
+"""Names of torch's operations."""
+FORWARD, BACKWARD = "forward", "backward"
+_HOST = torch.device("cpu")
+_BUCKETS = [1 << 20, 25 << 20]
+"""DistributedDataParallel's defaults: the first bucket, and the others."""
+
+
+class Collective(NamedTuple):
+    """One collective of a step."""
+
+    kind: str
+    bytes: int
+    """All of what is gathered, reduced or sent: the larger side of it."""
+    group: Group
+    phase: str
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one rank holds and sends in a layout, in bytes."""
+
+    layout: Layout
+    parameters: int
+    """Numbers in the model, not bytes."""
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    units: int
+    in_flight: int
+    """At most: parameters of others while their units run, gradients not yet reduced, and buckets."""
+    padded: float
+    """Elements held by all ranks of a shard group, for one of the model: above 1 where rows are fewer than ranks."""
+    collectives: tuple[Collective, ...]
+    flops: int
+    """Multiplications and additions of one micro-batch, forward and backward."""
+
+    @property
+    def state(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def count(make_case: Callable[[], Case], setting: StepSetting, layout: Layout) -> Counted:
+    """Return the counts of one update in this layout.
+
+    Raises `WrongUse` inside of a process group, for a parameter that FSDP2 cannot divide, and for code that needs the
+    values of tensors.
+    """
+    if dist.is_initialized():
+        raise WrongUse(
+            "an estimate for several ranks inside of a process group",
+            allowed="a process of its own: the ranks are counted without them",
+            do="halfstep estimate, or dist.destroy_process_group() before",
+        )
+    precision = resolve_precision(setting.precision, _HOST)
+    mode = fake_mode()
+    case = built(make_case, mode)
+    settle(case.model)
+    # The mesh has numbers, and is made before the mode.
+    with _without_peers(layout) as mesh, mode, numbers_refused("ranks are counted without computing any"):
+        if layout.shard == 1:
+            return _replicated(case, setting, precision, layout)
+        return _sharded(case, setting, precision, layout, mesh)
+
+
+# -- one update -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Update:
+    """An update of a fake model, and what was sent in it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    collectives: list[Collective]
+    flops: int
+    gradients: int
+
+
+def _update(case: Case, setting: StepSetting, precision: Precision, layout: Layout) -> _Update:
+    optimizer = case.optimizer(case.model)
+    batch = placed(case.batch, _HOST, setting.channels_last)
+    batch = resized(batch, setting.batch or size_of(batch))
+    sent = _Sent(layout)
+    with sent, FlopCounterMode(display=False) as flops:
+        with precision.scope(_HOST):
+            with precision.autocast(_HOST):
+                loss = case.loss_fn(case.model, batch)
+            sent.phase = BACKWARD
+            ready(loss).backward()  # type: ignore[no-untyped-call]
+        torch.clear_autocast_cache()
+    gradients = bytes_of(_local(p.grad) for p in case.model.parameters() if p.grad is not None)
+    with AnyNumber():
+        optimizer.step()
+    return _Update(case.model, optimizer, sent.collectives, int(flops.get_total_flops()), gradients)
+
+
+class _Sent(TorchDispatchMode):
+    """A mode that records FSDP2's collectives."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout, self.phase = layout, FORWARD
+        self.collectives: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind = _SENT[func.overloadpacket.__name__]
+            # An all-reduce goes over the replicas of a shard; there is none under plain FSDP.
+            group = self.layout.copies if kind == REDUCE else self.layout.shards
+            size = max(t.nbytes for t in pytree.tree_leaves(args[:2]) if isinstance(t, Tensor))
+            self.collectives.append(Collective(kind, size, group, self.phase))
+        return func(*args, **(kwargs or {}))
+
+
+def _counted(
+    done: _Update, layout: Layout, collectives: Sequence[Collective], microbatches: int, **more: Any
+) -> Counted:
+    agreement = Collective(AGREEMENT, AGREEMENT_BYTES, layout.everyone, BACKWARD)
+    # Every micro-batch gathers; gradients are reduced in the last one.
+    gathers = [c for c in collectives if c.kind == GATHER]
+    repeated = [*collectives, *gathers * (microbatches - 1)]
+    state = tensors([list(some.values()) for some in done.optimizer.state.values()])
+    weights = bytes_of(_local(p) for p in done.model.parameters())
+    numbers = sum(p.numel() for p in done.model.parameters())
+    local = sum(_local(p).numel() for p in done.model.parameters())
+    return Counted(
+        layout=layout,
+        parameters=numbers,
+        weights=weights,
+        gradients=done.gradients,
+        optimizer=bytes_of(_local(tensor) for tensor in state),
+        buffers=bytes_of(done.model.buffers()),
+        padded=local * layout.shard / numbers,
+        collectives=(*repeated, *([agreement] if layout.world > 1 else [])),
+        flops=done.flops,
+        **more,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a shard, and other tensors as they are."""
+    return tensor.to_local() if distributed.is_shard(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+# -- FSDP and HSDP ----------------------------------------------------------------------------------------------------
+
+
+def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: Layout, mesh: Any) -> Counted:
+    from torch.distributed.fsdp import fully_shard
+
+    units = shard_units(case.model)
+    if setting.recompute:
+        checkpoint_activations(case.model)
+    narrow = precision.computes.dtype if precision.casts else None
+    with _one_chunk_at_a_time():
+        for unit in units:
+            fully_shard(unit.module, mesh=mesh, mp_policy=unit.policy(narrow))
+    done = _update(case, setting, precision, layout)
+    flying = _in_flight(units, narrow, layout.shard)
+    holding = sum(1 for _, own in _own(units) if own)
+    return _counted(done, layout, done.collectives, setting.microbatches, units=holding, in_flight=flying)
+
+
+def _own(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parameter]]]:
+    """Yield each unit with its own parameters: those that no unit inside of it holds."""
+    held: set[int] = set()
+    for unit in units:
+        own = [p for p in unit.module.parameters() if id(p) not in held]
+        held |= {id(p) for p in own}
+        yield unit, own
+
+
+def _in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: int) -> int:
+    """Return the most that is there beside the shards: FSDP2 gathers one unit ahead, and reduces one behind.
+
+    The model's own unit stays gathered from its forward to its backward, with its gradients once they exist.
+    """
+    sizes = []
+    for unit, own in _own(units):
+        elements = sum(_local(p).numel() for p in own) * shard
+        gathered = elements * (narrow.itemsize if narrow is not None and not unit.wide else 4)
+        sizes.append((gathered, elements * 4))
+    *blocks, (root, root_reduced) = sizes
+    running = max((3 * gathered + reduced for gathered, reduced in blocks), default=0)
+    return 2 * root + max(running, root_reduced)
+
+
+@contextmanager
+def _without_peers(layout: Layout) -> Iterator[Any]:
+    """Yield the mesh of a process group of which only this rank exists."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=layout.world, store=FakeStore())  # type: ignore[no-untyped-call]
+    try:
+        if layout.replicas == 1:
+            yield init_device_mesh(_HOST.type, (layout.world,))
+        else:
+            sizes = (layout.replicas, layout.shard)
+            yield init_device_mesh(_HOST.type, sizes, mesh_dim_names=("replicate", "shard"))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _one_chunk_at_a_time() -> Iterator[None]:
+    """Give FSDP2 only the chunks that it reads: 1,024 of each parameter as tensors take minutes for 8 B parameters."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    name = "_chunk_with_empty"
+    before = getattr(_fsdp_param, name)
+    setattr(_fsdp_param, name, Chunks)
+    try:
+        yield
+    finally:
+        setattr(_fsdp_param, name, before)
+
+
+class Chunks(Sequence[Tensor]):
+    """The chunks of `torch.chunk`, made when they are read, and as many as were asked for: the last may be empty."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._chunks, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._chunks
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = self._tensor.size(self._dim)
+        each = -(-rows // self._chunks)
+        begin = min(range(self._chunks)[index] * each, rows)
+        return self._tensor.narrow(self._dim, begin, min(each, rows - begin))
+
+
+# -- DDP --------------------------------------------------------------------------------------------------------------
+
+
+def _replicated(case: Case, setting: StepSetting, precision: Precision, layout: Layout) -> Counted:
+    if setting.recompute:
+        checkpoint_activations(case.model)
+    done = _update(case, setting, precision, layout)
+    trained = [p for p in case.model.parameters() if p.requires_grad]
+    buckets = _buckets(trained) if layout.world > 1 else []
+    sent = [Collective(REDUCE, size, layout.everyone, BACKWARD) for size in buckets]
+    if layout.world > 1:
+        # Rank 0's buffers, one broadcast for each dtype: see step/replicated.py.
+        by_dtype = itertools.groupby(sorted(case.model.buffers(), key=lambda b: str(b.dtype)), lambda b: b.dtype)
+        sent += [Collective(BROADCAST, sum(b.nbytes for b in some), layout.everyone, FORWARD) for _, some in by_dtype]
+    return _counted(done, layout, sent, setting.microbatches, units=len(buckets), in_flight=sum(buckets))
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return the bytes of DistributedDataParallel's buckets."""
+    described = [torch.empty_like(p, device="meta") for p in parameters]
+    found, _ = dist._compute_bucket_assignment_by_size(described, _BUCKETS)  # type: ignore[attr-defined]
+    return [sum(parameters[number].nbytes for number in bucket) for bucket in found]

@@ -1,0 +1,218 @@
+"""Build the report of `halfstep estimate --world` as plain data: layouts side by side, and the least that fits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from halfstep.errors import HalfstepError, WrongUse
+from halfstep.measure.batches import size_of
+from halfstep.measure.case import Case
+from halfstep.measure.memory.devices import HERE, Target, device_named
+from halfstep.measure.memory.estimate import ledger_on
+from halfstep.measure.memory.fake_tensors import as_wrong_use
+from halfstep.measure.memory.ledger import WORKING, Ledger
+from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, made_once, precisions
+from halfstep.measure.scale.counting import Counted, count
+from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, Layout, layouts, ranks_and_nodes
+from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total, utilization
+from halfstep.measure.scale.upkeep import upkeep
+from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.precision.names import AUTO as OWN_PRECISION
+from halfstep.status_line import OnProgress
+
+MODELLED = (
+    "state and collectives are counted on a process group without peers; what is in flight, bytes by link and seconds "
+    "are a model, and none of it was measured on a cluster"
+)
+_PADDED = 1.05
+"""Where shards hold more than this for each element of the model, the report says why."""
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """The parameters of an estimate for several ranks."""
+
+    estimate: EstimateOptions
+    world: int
+    nodes: int | None = None
+    sharding: str = AUTO
+    shard: int | None = None
+
+
+def scale_report(
+    make_case: Callable[[], Case], options: ScaleOptions, on_progress: OnProgress = lambda done, of: None
+) -> dict[str, Any]:
+    """Return the whole report. `on_progress` is called with the number of layouts counted and their total.
+
+    Raises `WrongUse` for numbers of ranks that cannot be, and with the line of the user's code where that code fails.
+    """
+    world, nodes = ranks_and_nodes(options.world, options.nodes)
+    wanted = layouts(world, nodes, options.sharding, options.shard)
+    target = device_named(_one(options.estimate.devices, "--device") or HERE)
+    try:
+        with warnings.catch_warnings():
+            # FSDP2 warns of views that a model returns; nothing is computed from them here.
+            warnings.simplefilter("ignore", UserWarning)
+            make_case, case = made_once(make_case)
+            setting = _setting(case, options.estimate, target)
+            ledger = ledger_on(make_case, setting, target)
+            rows = _rows(make_case, setting, ledger, wanted, target, on_progress)
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise as_wrong_use(error, (), "") or error from error
+    return _written(case, setting, target, rows, ledger, options.sharding)
+
+
+def _one(given: Sequence[Any], name: str) -> Any:
+    if len(given) > 1:
+        raise WrongUse(
+            f"{name} {','.join(map(str, given))} with --world", allowed=f"one {name}", do=f"{name} {given[0]}"
+        )
+    return given[0] if given else None
+
+
+def _setting(case: Case, options: EstimateOptions, target: Target) -> StepSetting:
+    """Return the setting of every rank: the case's own, in the device's precision unless another was asked for."""
+    name = _one(options.precisions, "--precision") or OWN_PRECISION
+    (precision,) = precisions(target, replace(options, precisions=(name,)))
+    batch = _one(options.batches, "--batch") or case.setting.batch or size_of(case.batch)
+    recompute = case.setting.recompute
+    if options.recompute != WHERE_NEEDED:
+        recompute = _one(RECOMPUTE[options.recompute], "--recompute")
+    return replace(case.setting, precision=precision, batch=batch, recompute=recompute, compile=False)
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    make_case: Callable[[], Case],
+    setting: StepSetting,
+    ledger: Ledger,
+    wanted: Sequence[Layout],
+    target: Target,
+    on_progress: OnProgress,
+) -> list[dict[str, Any]]:
+    """Count layouts from the least sharded on; larger groups of HSDP only until one fits."""
+    rows: list[dict[str, Any]] = []
+    links = links_of(target.id)
+    for number, layout in enumerate(wanted, 1):
+        hsdp = layout.kind == HSDP and any(row["sharding"] == HSDP for row in rows)
+        if not (hsdp and any(row["fits"] for row in rows)):
+            rows.append(_row(count(make_case, setting, layout), ledger, target, links))
+        on_progress(number, len(wanted))
+    return rows
+
+
+def _row(counted: Counted, ledger: Ledger, target: Target, links: Links | None) -> dict[str, Any]:
+    layout = counted.layout
+    average = ledger.at_peak["average"] if layout.shard == 1 else counted.weights * bool(ledger.at_peak["average"])
+    memory = _replicated(counted, ledger) if layout.shard == 1 else _sharded(counted, ledger, average)
+    peak = sum(memory.values())
+    crossed = total(counted.collectives)
+    return {
+        **layout.as_dict(),
+        "name": str(layout),
+        "memory": memory,
+        "peak": peak,
+        "fits": peak <= target.usable,
+        "state": counted.state,
+        "padded": counted.padded,
+        "units": counted.units,
+        "collectives": by_kind(counted.collectives),
+        "bytes_inside": round(crossed.inside),
+        "bytes_between": round(crossed.between),
+        "seconds": times(counted, links, ledger.setting.microbatches),
+        "parameters": counted.parameters,
+        "flops": counted.flops,
+        "upkeep": upkeep(counted, average),
+    }
+
+
+def _replicated(counted: Counted, ledger: Ledger) -> dict[str, int]:
+    """Return the memory of one device, and DDP's buckets beside it."""
+    parts = {part: size for part, size in ledger.at_peak.items() if part not in WORKING}
+    working = sum(ledger.at_peak[part] for part in WORKING)
+    return {**parts, "activations": working, "in flight": counted.in_flight}
+
+
+def _sharded(counted: Counted, ledger: Ledger, average: int) -> dict[str, int]:
+    """Return the memory of a rank at its peak: in backward, or in the update, where only shards are left."""
+    backward, update = ledger.working + counted.in_flight, ledger.updating // counted.layout.shard
+    late = update > backward
+    return {
+        "weights": counted.weights,
+        "buffers": ledger.at_peak["buffers"],
+        "average": average,
+        "optimizer": counted.optimizer,
+        "batch": ledger.at_peak["batch"],
+        "gradients": counted.gradients,
+        "activations": update if late else ledger.working,
+        "in flight": 0 if late else counted.in_flight,
+    }
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _written(
+    case: Case, setting: StepSetting, target: Target, rows: list[dict[str, Any]], ledger: Ledger, sharding: str
+) -> dict[str, Any]:
+    taken = next((row for row in rows if row["fits"]), None)
+    links = links_of(target.id)
+    return {
+        "case": case.name,
+        "world": rows[0]["world"],
+        "nodes": rows[0]["nodes"],
+        "device": target.as_dict(),
+        "setting": setting.as_dict(),
+        "samples": ledger.samples * setting.microbatches * rows[0]["world"],
+        "parameters": rows[0]["parameters"],
+        "flops": rows[0]["flops"],
+        "take": taken and taken["name"],
+        "reason": reason(rows, taken, target, sharding),
+        "layouts": rows,
+        "links": links and {"inside": links.inside, "between": links.between, "flops": links.flops,
+                            "utilization": utilization(), "source": links.source},
+        "notes": [*_notes(rows, links, target), *ledger.notes, MODELLED],
+    }  # fmt: skip
+
+
+def reason(rows: Sequence[Mapping[str, Any]], taken: Mapping[str, Any] | None, target: Target, sharding: str) -> str:
+    """Return in a sentence why this layout is the one to take."""
+    usable = size_in_words(target.usable)
+    if taken is None:
+        least = min(rows, key=lambda row: row["peak"])
+        return (
+            f"none fits: {least['name']} takes the least, {size_in_words(least['peak'])} of {usable} that a rank can "
+            "use; recompute activations or take a smaller batch"
+        )
+    needs = f"{size_in_words(taken['peak'])} of {usable} that a rank can use"
+    if sharding != AUTO:
+        return f"{taken['name']} fits: {needs}"
+    if taken["sharding"] == DDP:
+        return f"{taken['name']}: a whole copy takes {needs}, so that no parameter has to be sent"
+    passed = rows[rows.index(taken) - 1]
+    where = "inside a node" if taken["shard_size"] <= taken["world"] // taken["nodes"] else "over nodes"
+    return (
+        f"{taken['name']}: {passed['name']} would take {size_in_words(passed['peak'])}; sharded over "
+        f"{taken['shard_size']} ranks {where} it is {needs}"
+    )
+
+
+def _notes(rows: Sequence[Mapping[str, Any]], links: Links | None, target: Target) -> list[str]:
+    notes = []
+    for row in rows:
+        if row["padded"] > _PADDED:
+            better = " hsdp with smaller shard groups avoids it" if row["sharding"] == FSDP else ""
+            notes.append(
+                f"{row['name']}: {row['padded']:.2f} times the model is held and sent, because parameters with fewer "
+                f"rows than ranks are padded;{better or ' take a smaller --shard-size'}"
+            )
+    if links is None:
+        notes.append(f"no links are known for {target.id}, so that there are no seconds; see links.json")
+    return notes

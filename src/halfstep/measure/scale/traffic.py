@@ -1,0 +1,114 @@
+"""The links that collectives cross, and a bandwidth model of the time that they take.
+
+Bytes by link are computed for the algorithms that move the least: a node receives what it lacks once, divided among its
+ranks, and passes it on inside. The time is bytes over bandwidth, both links at once. Latency is not in the model, which
+is why calls are counted beside it, nor is a busy network.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from halfstep.measure.scale.counting import AGREEMENT, BACKWARD, FORWARD, KINDS, REDUCE, Collective, Counted
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank receives."""
+
+    inside: float
+    """Over the links of its node."""
+    between: float
+    """From other nodes."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.inside + other.inside, self.between + other.between)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The bandwidth of one device in bytes a second, and the work that it is assumed to do."""
+
+    inside: float
+    between: float
+    flops: float
+    """A second: the peak times the assumed utilization."""
+    source: str
+
+    def seconds(self, traffic: Traffic) -> float:
+        """Return the time of the slower link; both work at once."""
+        return max(traffic.inside / self.inside, traffic.between / self.between)
+
+
+@functools.cache
+def links_of(device: str) -> Links | None:
+    """Return the links of a device by its short name; None if the table has none."""
+    text = resources.files(__package__).joinpath("links.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    for row in table["links"]:
+        if device in row["devices"]:
+            flops = row["tflops"] * 1e12 * table["utilization"]
+            return Links(row["inside"] * GB, row["between"] * GB, flops, row["source"])
+    return None
+
+
+def utilization() -> float:
+    """Return the share of the peak that a device is assumed to reach."""
+    text = resources.files(__package__).joinpath("links.json").read_text(encoding="utf-8")
+    return float(json.loads(text)["utilization"])
+
+
+def traffic_of(collective: Collective) -> Traffic:
+    """Return what a rank receives in one collective; an all-reduce is a reduce-scatter and an all-gather."""
+    group = collective.group
+    times = 2 if collective.kind in (REDUCE, AGREEMENT) else 1
+    whole = collective.bytes * (group.ranks - 1) / group.ranks
+    between = collective.bytes * (group.nodes - 1) / group.nodes / group.in_node
+    return Traffic(times * (whole - between), times * between)
+
+
+def total(collectives: Iterable[Collective]) -> Traffic:
+    """Return the sum over collectives."""
+    return sum((traffic_of(one) for one in collectives), Traffic(0, 0))
+
+
+def by_kind(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
+    """Return calls and bytes for each kind of collective that there is."""
+    rows = []
+    for kind in KINDS:
+        some = [one for one in collectives if one.kind == kind]
+        if some:
+            crossed = total(some)
+            rows.append(
+                {
+                    "collective": kind,
+                    "calls": len(some),
+                    "bytes": sum(one.bytes for one in some),
+                    "inside": round(crossed.inside),
+                    "between": round(crossed.between),
+                }
+            )
+    return rows
+
+
+def times(counted: Counted, links: Links | None, microbatches: int) -> dict[str, float] | None:
+    """Return the modelled seconds of a step: its computing, its communication, and the part that nothing hides.
+
+    FSDP2 and DDP communicate while they compute: the forward hides what comes in forward, and the backward, taken as
+    twice the forward, what comes in backward.
+    """
+    if links is None:
+        return None
+    computing = counted.flops * microbatches / links.flops
+    phases = {phase: total(c for c in counted.collectives if c.phase == phase) for phase in (FORWARD, BACKWARD)}
+    taken = {phase: links.seconds(traffic) for phase, traffic in phases.items()}
+    shares = {FORWARD: computing / 3, BACKWARD: computing * 2 / 3}
+    exposed = sum(max(0.0, taken[phase] - shares[phase]) for phase in phases)
+    return {"computing": computing, "communication": sum(taken.values()), "exposed": exposed}
