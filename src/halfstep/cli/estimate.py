@@ -57,7 +57,7 @@ def run(
     ranks = (world, nodes, sharding, shard_size)
     try:
         if any(given is not None for given in ranks):
-            _scale(subject(recipe, context.args), asked, ranks, json)
+            _scale(subject(recipe, context.args), asked, ranks, survive, json)
         else:
             _answer(subject(recipe, context.args), asked, survive, json)
     except KeyboardInterrupt:  # torch was being imported: there is no report yet
@@ -65,6 +65,7 @@ def run(
 
 
 Asked = tuple[list[str] | None, list[str] | None, list[str] | None, str]
+RanksAsked = tuple[int | None, int | None, str | None, int | None]
 
 
 def _options(asked: Asked) -> EstimateOptions:
@@ -136,11 +137,11 @@ def _large_enough(report: dict[str, Any]) -> str:
     return "24GB"
 
 
-def _scale(
-    wanted: Subject, asked: Asked, ranks: tuple[int | None, int | None, str | None, int | None], json: bool
-) -> None:
+def _scale(wanted: Subject, asked: Asked, ranks: RanksAsked, survive: str | None, json: bool) -> None:
     """Print what a step costs on many ranks."""
     world, nodes, sharding, shard = ranks
+    if survive is not None:
+        raise WrongUse("--survive with --world", allowed="one question at a time", do="leave one of them out")
     if world is None:
         raise WrongUse("--nodes, --sharding or --shard-size alone", allowed="with --world", do="--world 1024")
     from halfstep.measure.scale.report import ScaleOptions, scale_report
@@ -154,6 +155,7 @@ def _scale(
         from halfstep.cli.pages.scale import show
 
         show(report)
+    end(report)
 
 
 def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:

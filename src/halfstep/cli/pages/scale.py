@@ -22,6 +22,8 @@ def show(report: dict[str, Any]) -> None:
     console = screen()
     console.print(Text(printable(report["reason"]), style="bold green" if report["take"] else "bold yellow"))
     console.print(Text(_about(report), style="dim"))
+    if report["interrupted"]:
+        console.print(Text("interrupted: these layouts were counted by then", style="yellow"))
     rows = report["layouts"]
     heading(console, "Memory of a rank", f"{size_in_words(report['device']['usable'])} for tensors")
     console.print(_memory(rows, console))

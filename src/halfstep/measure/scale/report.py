@@ -47,6 +47,8 @@ def scale_report(
 ) -> dict[str, Any]:
     """Return the whole report. `on_progress` is called with the number of layouts counted and their total.
 
+    Ctrl-C keeps the layouts that were counted, and passes on where none was.
+
     Raises `WrongUse` for numbers of ranks that cannot be, and with the line of the user's code where that code fails.
     """
     world, nodes = ranks_and_nodes(options.world, options.nodes)
@@ -59,12 +61,15 @@ def scale_report(
             make_case, case = made_once(make_case)
             setting = _setting(case, options.estimate, target)
             ledger = ledger_on(make_case, setting, target)
-            rows = _rows(make_case, setting, ledger, wanted, target, on_progress)
+            rows: list[dict[str, Any]] = []
+            interrupted = _interrupted(
+                lambda: _fill(rows, make_case, setting, ledger, wanted, on_progress, target), rows
+            )
     except HalfstepError:
         raise
     except Exception as error:
         raise as_wrong_use(error, (), "") or error from error
-    return _written(case, setting, target, rows, ledger, options.sharding)
+    return {**_written(case, setting, target, rows, ledger, options.sharding), "interrupted": interrupted}
 
 
 def _one(given: Sequence[Any], name: str) -> Any:
@@ -89,23 +94,33 @@ def _setting(case: Case, options: EstimateOptions, target: Target) -> StepSettin
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(
+def _interrupted(work: Callable[[], None], rows: Sequence[object]) -> bool:
+    """Run the work; return whether Ctrl-C ended it after the first rows."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        return True
+    return False
+
+
+def _fill(
+    rows: list[dict[str, Any]],
     make_case: Callable[[], Case],
     setting: StepSetting,
     ledger: Ledger,
     wanted: Sequence[Layout],
-    target: Target,
     on_progress: OnProgress,
-) -> list[dict[str, Any]]:
+    target: Target,
+) -> None:
     """Count layouts from the least sharded on; larger groups of HSDP only until one fits."""
-    rows: list[dict[str, Any]] = []
     links = links_of(target.id)
     for number, layout in enumerate(wanted, 1):
-        hsdp = layout.kind == HSDP and any(row["sharding"] == HSDP for row in rows)
-        if not (hsdp and any(row["fits"] for row in rows)):
+        larger = layout.kind == HSDP and any(row["sharding"] == HSDP for row in rows)
+        if not (larger and any(row["fits"] for row in rows)):
             rows.append(_row(count(make_case, setting, layout), ledger, target, links))
         on_progress(number, len(wanted))
-    return rows
 
 
 def _row(counted: Counted, ledger: Ledger, target: Target, links: Links | None) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""`halfstep estimate --world` as a person types it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from halfstep.cli.main import build
+
+CASE = "tests.support.cases:convolutions"
+
+
+def halfstep(*words: object) -> Result:
+    typed = ["estimate", CASE, *map(str, words)]
+    return CliRunner(env={"COLUMNS": "80"}).invoke(build(), typed, catch_exceptions=False)
+
+
+def report_of(*words: object) -> dict[str, Any]:
+    done = halfstep(*words, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_one_page_answers_first_and_fits_80_columns() -> None:
+    done = halfstep("--world", 1024, "--nodes", 128, "--device", "h100-80gb")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("ddp: a whole copy takes")
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in done.stdout
+    words = " ".join(done.stdout.split())
+    for said in (
+        "hsdp 128×8",
+        "agreement 1 128 B",
+        "2,049 files, 2,051 fsyncs",
+        "Llama 3 405B 49.5 h",
+        "OPT-175B 8.1 h",
+    ):
+        assert said in words
+    assert "NVIDIA H100 SXM datasheet" in words
+    assert "none of it was measured on a cluster" in words
+
+
+def test_the_report_has_every_number() -> None:
+    report = report_of("--world", 16, "--nodes", 2, "--device", "h100-80gb", "--precision", "bf16")
+    assert report["take"] == "ddp"
+    assert [row["name"] for row in report["layouts"]] == ["ddp", "hsdp 2×8", "fsdp"]
+    assert report["samples"] == 16 * 4
+    for row in report["layouts"]:
+        assert sum(row["memory"].values()) == row["peak"]
+        assert sum(one["inside"] for one in row["collectives"]) == pytest.approx(row["bytes_inside"], abs=5)
+        assert row["seconds"]["exposed"] <= row["seconds"]["communication"]
+    fsdp = report["layouts"][-1]
+    assert {one["collective"] for one in fsdp["collectives"]} == {"all-gather", "reduce-scatter", "agreement"}
+
+
+def test_the_least_sharding_that_fits_is_taken_and_says_why() -> None:
+    from halfstep.measure.scale import report as module
+
+    rows = [
+        {"name": "ddp", "sharding": "ddp", "peak": 3 << 40, "fits": False, "shard_size": 1, "world": 64, "nodes": 8},
+        {
+            "name": "hsdp 8×8",
+            "sharding": "hsdp",
+            "peak": 1 << 30,
+            "fits": True,
+            "shard_size": 8,
+            "world": 64,
+            "nodes": 8,
+        },
+    ]
+    target = module.device_named("h100-80gb")
+    said = module.reason(rows, rows[1], target, "auto")
+    assert said == (
+        "hsdp 8×8: ddp would take 3072 GiB; sharded over 8 ranks inside a node it is 1.00 GiB of 75.29 GiB that a rank "
+        "can use"
+    )
+    assert module.reason(rows[:1], None, target, "auto").startswith("none fits: ddp takes the least")
+
+
+def test_a_device_without_known_links_has_bytes_and_no_seconds() -> None:
+    report = report_of("--world", 8, "--device", "24GB", "--sharding", "fsdp")
+    assert report["links"] is None
+    assert report["layouts"][0]["seconds"] is None
+    assert report["layouts"][0]["bytes_inside"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--world", 10, "--nodes", 4), "10 ranks on 4 nodes"),
+        (("--world", 64, "--shard-size", 7), "--shard-size 7"),
+        (("--nodes", 4), "with --world"),
+        (("--world", 8, "--survive", "fp16"), "--survive with --world"),
+        (("--world", 8, "--precision", "bf16,fp32"), "one --precision"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_type(words: tuple[object, ...], said: str) -> None:
+    done = halfstep(*words)
+    assert done.exit_code not in (0, 1)
+    assert said in " ".join(done.output.split())
+    assert "do: " in done.output
