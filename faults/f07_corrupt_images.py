@@ -10,10 +10,9 @@ import torch
 
 from faults.bad_images import DAMAGED, encoded, picture
 from faults.outcome import Outcome
-from halfstep.data.dataset import BadSampleBudget, Order, Samples
+from halfstep.data.dataset import BadSampleBudget, Batch, Order, Replaced, Sample, Samples
 from halfstep.data.folders import ImageFolder
 from halfstep.data.loader import TrainLoader
-from halfstep.data.source import Batch, Replaced, Sample
 from halfstep.errors import BadData
 
 ID = "F07"

@@ -11,11 +11,10 @@ import torch
 from faults.bad_images import BOMBS, encoded, picture
 from faults.memory import highest, in_a_new_process
 from faults.outcome import Outcome
-from halfstep.data.dataset import Order, Samples
+from halfstep.data.dataset import BadSample, Order, Sample, Samples
 from halfstep.data.folders import ImageFolder
 from halfstep.data.image_io import read_image
 from halfstep.data.loader import TrainLoader
-from halfstep.data.source import BadSample, Sample
 
 ID = "F08"
 WHAT = "an image that would fill the memory is rejected before it is decoded, and the worker lives on"

@@ -17,8 +17,8 @@ import halfstep
 from faults import child, rig
 from faults.bad_images import encoded, picture
 from faults.outcome import Outcome
+from halfstep.data.dataset import split
 from halfstep.data.folders import ImageFolder
-from halfstep.data.source import split
 from halfstep.errors import HalfstepError
 from halfstep.journal.jsonl import read_events
 from halfstep.recipe.schema import LossOptions, Recipe

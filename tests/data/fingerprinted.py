@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from faults.bad_images import encoded, picture
+from halfstep.data.dataset import BadSample, Files, Sample
 from halfstep.data.fingerprint import Fingerprint, SourcePrint
 from halfstep.data.folders import ImageMaskPairs, folders_under
-from halfstep.data.source import BadSample, Files, Sample
 
 
 class Own:

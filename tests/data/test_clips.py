@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from halfstep.data.dataset import BadSample
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.source import BadSample
 from halfstep.data.video import FrameFolders, Windows, in_order, joined, split_recordings
 from halfstep.errors import BadData, Unsafe
 

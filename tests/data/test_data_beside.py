@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import Order, Samples
+from halfstep.data.dataset import Order, Sample, Samples
 from halfstep.data.loader import TrainLoader
-from halfstep.data.source import Sample
 from halfstep.train.signals import Stopping
 
 SIZE = 30

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from faults.bad_images import picture
+from halfstep.data.dataset import BadSample, Subset, split
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, folders_under
 from halfstep.data.layout import data_place
-from halfstep.data.source import BadSample, Subset, split
 from halfstep.errors import BadData, Unsafe
 from halfstep.files import cache_folder
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import Order, Samples, ValSamples
+from halfstep.data.dataset import Order, Sample, Samples, ValSamples
 from halfstep.data.loader import TrainLoader, ValLoader
-from halfstep.data.source import Sample
 from halfstep.errors import BadData
 
 HERE = torch.empty(0).device

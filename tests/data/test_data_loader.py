@@ -11,9 +11,19 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import LEFT_OUT, QUARANTINED, BadSampleBudget, Order, Samples, ValSamples
+from halfstep.data.dataset import (
+    LEFT_OUT,
+    QUARANTINED,
+    BadSample,
+    BadSampleBudget,
+    Batch,
+    Order,
+    Replaced,
+    Sample,
+    Samples,
+    ValSamples,
+)
 from halfstep.data.loader import TrainLoader, ValLoader
-from halfstep.data.source import BadSample, Batch, Replaced, Sample
 from halfstep.errors import BadData
 
 HERE = torch.empty(0).device

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from halfstep.data.dataset import BadSample
 from halfstep.data.image_io import MaskClasses, mask_of
-from halfstep.data.source import BadSample
 from halfstep.errors import BadData, WrongUse
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import Order, Samples, nonfinite_ids
+from halfstep.data.dataset import Batch, Order, Sample, Samples, nonfinite_ids
 from halfstep.data.loader import TrainLoader
-from halfstep.data.source import Batch, Sample
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

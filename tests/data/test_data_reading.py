@@ -16,8 +16,8 @@ from PIL import Image, ImageFile
 
 from faults.bad_images import BOMBS, DAMAGED, encoded, picture, with_chunk
 from halfstep.data import image_files, image_io
+from halfstep.data.dataset import BadSample
 from halfstep.data.image_io import read_image, scaled
-from halfstep.data.source import BadSample
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:

@@ -20,8 +20,8 @@ from PIL import Image
 from faults.bad_images import DAMAGED, encoded, picture
 from halfstep import files
 from halfstep.data import shards as shard_index
+from halfstep.data.dataset import BadSample
 from halfstep.data.shards import Shards, shard_paths
-from halfstep.data.source import BadSample
 from halfstep.errors import BadData, Unsafe
 from halfstep.files import cache_folder
 

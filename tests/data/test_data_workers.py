@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import default_collate
 
 from halfstep.data import loader
-from halfstep.data.dataset import Order, Samples
+from halfstep.data.dataset import Order, Sample, Samples
 from halfstep.data.loader import ReadPace, choose_workers, chosen, measured
-from halfstep.data.source import Sample
 
 
 class Slow:

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from faults.bad_images import DAMAGED, picture
+from halfstep.data.dataset import BadSample, split, without_image
 from halfstep.data.embeddings import Embedded
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.folders import ImageFolder, Images
-from halfstep.data.source import BadSample, split, without_image
 from halfstep.data.synthetic.shapes import ShapeLabels
 from halfstep.errors import BadData
 

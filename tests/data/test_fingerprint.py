@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from halfstep.data import fingerprint as module
+from halfstep.data.dataset import Subset, split
 from halfstep.data.fingerprint import NOT_READ, UNREADABLE, Fingerprint, different, fingerprint
 from halfstep.data.folders import ImageFolder
 from halfstep.data.shards import Shards
-from halfstep.data.source import Subset, split
 from halfstep.data.synthetic.shapes import ShapeMasks
 from tests.data.fingerprinted import Many, Own, OwnFiled, images_and_masks, only, opened, put, round_trip, shard
 

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from faults.bad_images import DAMAGED, picture
+from halfstep.data.dataset import BadSample, Subset, files_of, without_image
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.folders import ImagePairs, Images, folders_under
-from halfstep.data.source import BadSample, Subset, files_of, without_image
 from halfstep.errors import BadData, Unsafe
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from halfstep.data.dataset import BadSample
 from halfstep.data.movi import MoviShards
-from halfstep.data.source import BadSample
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps
 from halfstep.data.video import Windows
 from halfstep.errors import BadData

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.data.source import without_image
+from halfstep.data.dataset import without_image
 from halfstep.data.synthetic.radio_maps import (
     EXPONENT,
     LOST_IN_SHADOW,

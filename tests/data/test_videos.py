@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from halfstep.data import video
-from halfstep.data.source import BadSample
+from halfstep.data.dataset import BadSample
 from halfstep.data.video import VideoFiles, Windows
 from halfstep.errors import BadData, MissingExtra
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.data.source import Batch
+from halfstep.data.dataset import Batch
 from halfstep.journal.console import Clocks, area
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.latest import Latest

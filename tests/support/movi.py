@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.source import Source
+from halfstep.data.dataset import Source
 
 IN_A_SHARD = 2
 

@@ -46,7 +46,7 @@ class Points:
 
     def read(self, index: int) -> dict[str, Tensor]:
         if index in self.unreadable:
-            from halfstep.data.source import BadSample
+            from halfstep.data.dataset import BadSample
 
             raise BadSample(self.name(index), "not readable in this test")
         return {"x": self.x[index], "y": self.y[index]}

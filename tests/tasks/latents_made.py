@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.data.source import BadSample, Sample
+from halfstep.data.dataset import BadSample, Sample
 from halfstep.errors import HalfstepError
 from halfstep.tasks.latent_cache.cache import PER_CHUNK, CachedLatents, cached
 from halfstep.tasks.latent_cache.encoding import Encoding, measured_scale

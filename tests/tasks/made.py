@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep.data.source import Sample
+from halfstep.data.dataset import Sample
 from halfstep.runs.registry import task_class
 from halfstep.train.task import Split, Task
 

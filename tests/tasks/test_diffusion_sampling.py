@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.data.source import BadSample
+from halfstep.data.dataset import BadSample
 from halfstep.errors import BadData
 from halfstep.precision.precision import precision_named
 from halfstep.tasks.models.latent.model import Asked, Condition, LatentDiffusion

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from halfstep.data import fingerprint as fingerprints
+from halfstep.data.dataset import Sample
 from halfstep.data.folders import ImageFolder
-from halfstep.data.source import Sample
 from halfstep.data.synthetic.shapes import ShapeLabels
 from halfstep.errors import BadData, NotBegun, StorageFailed
 from halfstep.tasks.latent_cache.cache import ABOUT, PER_CHUNK, CachedLatents, cached

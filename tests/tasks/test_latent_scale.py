@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from halfstep.data.source import Sample
+from halfstep.data.dataset import Sample
 from halfstep.errors import BadData
 from halfstep.tasks.latent_cache.cache import cached
 from halfstep.tasks.latent_cache.encoding import Encoding, evenly, measured_scale

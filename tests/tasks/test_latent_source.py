@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import Order, Samples
+from halfstep.data.dataset import BadSample, Order, Sample, Samples
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.loader import TrainLoader
-from halfstep.data.source import BadSample, Sample
 from halfstep.errors import BadData
 from halfstep.tasks.latent_cache.cache import LatentSource, cached
 from tests.tasks.latents_made import MANY, PARTS, Pictures, encoding, expected, kept, moments_of

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from faults.bad_images import encoded, picture
-from halfstep.data.source import Source
+from halfstep.data.dataset import Source
 from halfstep.errors import BadData, BadRecipe
 from halfstep.tasks.options.diffusion import DiffusionData
 from halfstep.tasks.shared.sources import pictured

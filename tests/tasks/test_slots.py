@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from halfstep import Stepper
-from halfstep.data.source import Sample
+from halfstep.data.dataset import Sample
 from halfstep.errors import BadRecipe
 from halfstep.precision.precision import precision_named
 from halfstep.tasks.models.slots.model import COOLING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.data.source import Batch
+from halfstep.data.dataset import Batch
 from halfstep.train.evaluation import Choosing, beginning, caption, described_choice, worst_and_typical
 from halfstep.train.task import Shown
 from tests.tasks.made import made

@@ -201,7 +201,7 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
 
     Unreadable inputs are reported; raise `BadData` where none can be read.
     """
-    from halfstep.data.source import BadSample
+    from halfstep.data.dataset import BadSample
 
     inputs = _inputs(finished, where)
     do = f"halfstep predict {finished.folder}, or write a predict for {type(finished.task).__name__}"
@@ -282,7 +282,7 @@ def _clip_names(parts: list[tuple[str, int]]) -> list[str]:
 
 def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
     """Write pictures into a folder per kind, named after the image, and return the row of the table."""
-    from halfstep.draw.images import write_png
+    from halfstep.draw.images import write_gif, write_png
 
     row = dict(prediction.values)
     for kind, picture in (("mask", prediction.mask), ("overlay", _labelled(prediction, name))):
@@ -292,8 +292,6 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
             write_png(file, picture)
             row[kind] = str(file.relative_to(out))
     if prediction.frames:
-        from halfstep.draw.images import write_gif
-
         file = out / "overlays" / name.with_name(f"{name.name}.gif")
         write_gif(file, prediction.frames, MILLISECONDS)
         row["animation"] = str(file.relative_to(out))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from halfstep.checkpoint.reading import MOST_TENSORS, load_tensors
+from halfstep.data.dataset import BadSample, Files, Sample, Source, WrappedSource, without_image
 from halfstep.data.folders import first_of
-from halfstep.data.source import BadSample, Files, Sample, Source, WrappedSource, without_image
 from halfstep.errors import BadData, in_one_line
 
 ALLOWED = f"a .safetensors file with a tensor for each image by its name, at most {MOST_TENSORS:,} of them"

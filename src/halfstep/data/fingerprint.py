@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
-from halfstep.data.source import Source, files_of, key_of
+from halfstep.data.dataset import Source, files_of, key_of
 from halfstep.errors import StateMismatch
 
 MOST_WHOLE_BYTES = 2**30

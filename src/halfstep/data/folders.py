@@ -8,23 +8,36 @@ from pathlib import Path
 
 import torch
 
+from halfstep.data.dataset import Files, Sample
 from halfstep.data.image_files import existing, folders, image_files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
-from halfstep.data.source import Files, Sample
 from halfstep.errors import BadData
 
 _LAYOUT = "ROOT/CLASS/IMAGE, with at least one image in each class"
 
 
-class _Listed:
-    """Image files below a folder, by number."""
+class NumberedFiles:
+    """A base of sources whose samples are files below a folder, or folders of them, by number."""
 
     root: Path
-    channels: int
     _files: list[str]
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def name(self, index: int) -> str:
+        """Return the path of the file."""
+        return str(self.root / self._files[index])
+
+    def key(self, index: int) -> str:
+        """Return the path below the root."""
+        return Path(self._files[index]).as_posix()
+
+
+class _Listed(NumberedFiles):
+    """Image files below a folder, by number."""
+
+    channels: int
 
     def read(self, index: int) -> Sample:
         """Read a sample; raise BadSample where it cannot be read."""
@@ -33,14 +46,6 @@ class _Listed:
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
         return {}
-
-    def name(self, index: int) -> str:
-        """Return the path of the image."""
-        return str(self.root / self._files[index])
-
-    def key(self, index: int) -> str:
-        """Return the path below the root."""
-        return Path(self._files[index]).as_posix()
 
     def files_of(self, index: int) -> Files:
         """Return the file that the sample is read from."""
@@ -101,28 +106,18 @@ class ImageFolder(_Listed):
 MASKS_RULE = "the mask of images/a.jpg is masks/a.png or masks/a_mask.png"
 
 
-class Paired:
+class Paired(NumberedFiles):
     """A base of sources with two folders: each image, and its `partner`, such as a mask, by name.
 
     `rule` describes the naming; a partner's name may have the suffix `ending`. Raises BadData where a file has none.
     """
 
     def __init__(self, images: str | Path, partners: str | Path, partner: str, rule: str, ending: str = "") -> None:
-        self.images = existing(images, "the image folder")
+        self.root = self.images = existing(images, "the image folder")
         self.partners = existing(partners, f"the {partner} folder")
         self._partner = partner
         self._pairs = paired(self.images, self.partners, rule, ending)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def name(self, index: int) -> str:
-        """Return the path of the image."""
-        return str(self.images / self._pairs[index][0])
-
-    def key(self, index: int) -> str:
-        """Return the image's path below its folder."""
-        return Path(self._pairs[index][0]).as_posix()
+        self._files = [image for image, _ in self._pairs]
 
     def files_of(self, index: int) -> Files:
         """Return the files of the image and its partner."""

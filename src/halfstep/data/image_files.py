@@ -158,7 +158,7 @@ def _short(error: Exception) -> str:
 def stream_of(file: str | Path | bytes) -> Iterator[IO[bytes]]:
     """Open a regular file that is neither empty nor too large; raise Unreadable for any other."""
     if isinstance(file, bytes):
-        _sized(len(file))
+        _check_size(len(file), MOST_BYTES)
         yield io.BytesIO(file)
         return
     try:
@@ -166,32 +166,27 @@ def stream_of(file: str | Path | bytes) -> Iterator[IO[bytes]]:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise Unreadable(error.strerror or type(error).__name__) from None
-    with os.fdopen(handle, "rb", closefd=True) if _regular(handle) else _refused(handle) as stream:
-        yield stream
-
-
-def _regular(handle: int) -> bool:
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        return False
     try:
-        _sized(status.st_size)
+        check_regular(os.fstat(handle), MOST_BYTES)
     except Unreadable:
         os.close(handle)
         raise
-    return True
+    with os.fdopen(handle, "rb") as stream:
+        yield stream
 
 
-def _refused(handle: int) -> IO[bytes]:
-    os.close(handle)
-    raise Unreadable("not a file but a folder, pipe or device")
+def check_regular(status: os.stat_result, most: int) -> None:
+    """Raise Unreadable for what is no file, for an empty file, and for one of more than `most` bytes."""
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable("not a file but a folder, pipe or device")
+    _check_size(status.st_size, most)
 
 
-def _sized(size: int) -> None:
+def _check_size(size: int, most: int) -> None:
     if size == 0:
         raise Unreadable("empty, 0 bytes")
-    if size > MOST_BYTES:
-        raise Unreadable(f"{size:,} bytes, more than {MOST_BYTES:,}")
+    if size > most:
+        raise Unreadable(f"{size:,} bytes, more than {most:,}")
 
 
 def orientation(image: Image.Image) -> int:

@@ -37,11 +37,6 @@ def read_image(file: str | Path | bytes, channels: int = 3, name: str = "") -> T
         return _read(image, channels)
 
 
-def is_pillow(image: object) -> bool:
-    """Return whether `image` is a Pillow image."""
-    return isinstance(image, Image.Image)
-
-
 def from_pillow(image: Image.Image, channels: int = 3) -> Tensor:
     """Return what `read_image` returns for the image's file; raise BadSample where it cannot be used."""
     try:
@@ -267,7 +262,7 @@ def as_read(image: Any, channels: int) -> Tensor:
     """
     if isinstance(image, str | PathLike):
         return read_image(str(image), channels)
-    if is_pillow(image):
+    if isinstance(image, Image.Image):
         return from_pillow(image, channels)
     if isinstance(image, np.ndarray):
         return _checked(_from_array(image), channels, image)

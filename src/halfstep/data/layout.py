@@ -114,7 +114,9 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
     if TRAIN not in splits:
         splits = {}
     places = splits or {ALL: folder}
-    if task != CLASSIFICATION and all(_has_pairs(place) for place in places.values()):
+    if task != CLASSIFICATION and all(
+        (place / part).is_dir() for place in places.values() for part in ("images", "masks")
+    ):
         return Layout(
             SEGMENTATION, folder, {name: SplitFolder(p / "images", p / "masks") for name, p in places.items()}
         )
@@ -123,10 +125,6 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
     raise _unrecognised(folder, task)
-
-
-def _has_pairs(folder: Path) -> bool:
-    return (folder / "images").is_dir() and (folder / "masks").is_dir()
 
 
 def _looks_like_pairs(folder: Path) -> bool:

@@ -24,8 +24,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from halfstep.data.dataset import Key, Order, RankShare, ReadSample, Samples, ValSamples, derive, is_finite, seeded
-from halfstep.data.source import Batch, Collate
+from halfstep.data.dataset import (
+    Batch,
+    Collate,
+    Key,
+    Order,
+    RankShare,
+    ReadSample,
+    Samples,
+    ValSamples,
+    derive,
+    is_finite,
+    seeded,
+)
 from halfstep.data.to_device import moved
 from halfstep.errors import BadData, HalfstepError
 
@@ -88,17 +99,13 @@ class SentKeys:
     """The keys on their way to the workers, counted, so that the last batch is recognized."""
 
     def __init__(self, keys: Iterator[list[Key]]) -> None:
-        self._keys, self._count, self._ended = keys, 0, False
+        self._keys, self.count, self.ended = keys, 0, False
 
     def __iter__(self) -> Iterator[list[Key]]:
         for key in self._keys:
-            self._count += 1
+            self.count += 1
             yield key
-        self._ended = True
-
-    def are_back(self, batches: int) -> bool:
-        """Return whether so many batches are all that were given."""
-        return self._ended and batches == self._count
+        self.ended = True
 
 
 def from_workers(loader: Any, given: SentKeys, worker: Worker) -> Iterator[Any]:
@@ -111,7 +118,7 @@ def from_workers(loader: Any, given: SentKeys, worker: Worker) -> Iterator[Any]:
         with _signals_wait():
             iterator = iter(loader)
         # Asked for one batch more, torch would end its workers before they know that they are closing.
-        while not given.are_back(back):
+        while not (given.ended and back == given.count):
             yield next(iterator)
             back += 1
     finally:

@@ -76,8 +76,6 @@ class MaskReading:
     words: str
     ignore_index: int | None = None
     palette: tuple[Colour, ...] | None = None
-    is_clear: bool = True
-    """False where the values cannot be classes."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a recipe's `data` section."""
@@ -112,7 +110,7 @@ def read_masks_as(masks: Sequence[MaskCounts], classes: int | None = None) -> Ma
         return _from_numbers(alike, classes)
     if usual == "colours":
         return _from_colours(masks)
-    return MaskReading(classes or 2, "shades between classes, which stand for none", is_clear=False)
+    return MaskReading(classes or 2, "shades between classes, which stand for none")
 
 
 def _black_and_white(masks: Sequence[MaskCounts]) -> MaskReading:
@@ -135,7 +133,7 @@ def _from_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReadi
         return _numbered(max(count, 2), ignored)
     palette = tuple((value, value, value) for value in sorted(common))
     if len(palette) < 2:
-        return MaskReading(2, f"nothing but {palette[0][0]}", is_clear=False)
+        return MaskReading(2, f"nothing but {palette[0][0]}")
     return MaskReading(len(palette), _listed("greys", [c[0] for c in palette]), palette=palette)
 
 
@@ -162,7 +160,7 @@ def _from_colours(masks: Sequence[MaskCounts]) -> MaskReading:
             for value, pixels in mask.pixels.items():
                 counts[colour_of(value) if mask.in_colour else (value, value, value)] += pixels
     if not 2 <= len(counts) <= min(MOST_VALUES, _MOST_CLASSES):
-        return MaskReading(2, f"{len(counts)} different colours, which are no classes", is_clear=False)
+        return MaskReading(2, f"{len(counts)} different colours, which are no classes")
     # Class 0 is the background by convention: black, or else the most frequent color.
     background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
     palette = (background, *sorted(colour for colour in counts if colour != background))

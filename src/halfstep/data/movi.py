@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.data.dataset import BadSample, Files, Sample
 from halfstep.data.image_files import existing, files
 from halfstep.data.shards import read_part, scan_tar
-from halfstep.data.source import BadSample, Files, Sample
 from halfstep.data.video import MOST_CLIP_PIXELS, in_order
 from halfstep.errors import BadData
 

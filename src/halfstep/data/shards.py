@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from halfstep.data.dataset import BadSample, Files, Sample
 from halfstep.data.folders import same_size
 from halfstep.data.image_files import MOST_BYTES, SUFFIXES, existing, files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
-from halfstep.data.source import BadSample, Files, Sample
 from halfstep.errors import BadData
 from halfstep.files import cache_folder, write_text
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -16,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.folders import MASKS_RULE, paired, same_size
-from halfstep.data.image_files import MOST_PIXELS, existing, files, image_files
+from halfstep.data.dataset import BadSample, Files, Sample, Subset, split
+from halfstep.data.folders import MASKS_RULE, NumberedFiles, paired, same_size
+from halfstep.data.image_files import MOST_PIXELS, Unreadable, check_regular, existing, files, image_files
 from halfstep.data.image_io import MaskClasses, mask_of, read_image
-from halfstep.data.source import BadSample, Files, Sample, Subset, split
 from halfstep.errors import BadData, HalfstepError, MissingExtra
 
 MOST_CLIP_PIXELS = 4 * MOST_PIXELS
@@ -123,7 +122,7 @@ def split_recordings(windows: Windows, fraction: float) -> tuple[Subset, Subset]
     return Subset(windows, train), Subset(windows, val)
 
 
-class FrameFolders:
+class FrameFolders(NumberedFiles):
     """Recordings as folders of numbered images: 2 comes before 10.
 
     With `images` and `masks` in the root, `mask` has the object number of each pixel.
@@ -132,7 +131,7 @@ class FrameFolders:
     def __init__(self, root: str | Path) -> None:
         folder = existing(root, "the folder of clips")
         self.masks = mask_folder(folder)
-        self.images = folder / "images" if self.masks else folder
+        self.root = self.images = folder / "images" if self.masks else folder
         pairs = (
             paired(self.images, self.masks, MASKS_RULE, "_mask")
             if self.masks
@@ -143,11 +142,8 @@ class FrameFolders:
             found.setdefault(os.path.dirname(image), []).append((image, mask))
         if not found:
             raise BadData(f"{folder} holds no image", allowed=_LAYOUT, do="check data.path")
-        self._names = sorted(found)
-        self._frames = [sorted(found[name], key=lambda pair: in_order(pair[0])) for name in self._names]
-
-    def __len__(self) -> int:
-        return len(self._names)
+        self._files = sorted(found)
+        self._frames = [sorted(found[name], key=lambda pair: in_order(pair[0])) for name in self._files]
 
     def length(self, number: int) -> int:
         """Return the number of frames."""
@@ -161,14 +157,6 @@ class FrameFolders:
             return {"image": images}
         masks = [self._mask(self.masks / mask, images) for _, mask in pairs]
         return {"image": images, "mask": torch.stack(masks)}
-
-    def name(self, number: int) -> str:
-        """Return the folder of the recording."""
-        return str(self.images / self._names[number])
-
-    def key(self, number: int) -> str:
-        """Return the folder's path below the root."""
-        return Path(self._names[number]).as_posix()
 
     def files_of(self, number: int, frames: range) -> Files:
         """Yield the files of these frames."""
@@ -251,7 +239,7 @@ MOST_BEFORE = 20_000
 """Frames decoded before the last one requested; more means that the file is not seekable."""
 
 
-class VideoFiles:
+class VideoFiles(NumberedFiles):
     """The videos of a folder, or one video; `image` is frames × 3 × height × width."""
 
     def __init__(self, root: str | Path) -> None:
@@ -263,15 +251,13 @@ class VideoFiles:
             raise BadData(f"{given} holds no video", allowed=", ".join(SUFFIXES), do="check data.path")
         _av()
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def length(self, number: int) -> int:
         """Return the number of frames; 0 where the file cannot be read."""
         try:
             with _opened(self.name(number)) as (container, stream):
                 # Some formats do not store the number of frames: packets are counted instead, one per frame.
-                count: int = stream.frames or _packets(container, stream)
+                packets = islice(container.demux(stream), MOST_FRAMES + 1)
+                count: int = stream.frames or sum(1 for packet in packets if packet.size)
         except BadSample:
             return 0
         return count if count <= MOST_FRAMES else 0
@@ -282,21 +268,9 @@ class VideoFiles:
             wanted = _wanted(container, stream, frames)
             return {"image": joined(wanted, len(frames), self.name(number))}
 
-    def name(self, number: int) -> str:
-        """Return the path of the video."""
-        return str(self.root / self._files[number])
-
-    def key(self, number: int) -> str:
-        """Return the path below the root."""
-        return Path(self._files[number]).as_posix()
-
     def files_of(self, number: int, frames: range) -> Files:
         """Return the video file."""
         return [(self.key(number), self.name(number))]
-
-
-class _Unreadable(Exception):
-    """A video that cannot be read, with the reason."""
 
 
 def _av() -> Any:
@@ -314,16 +288,16 @@ def _opened(name: str) -> Iterator[tuple[Any, Any]]:
     """Open a video and its first video stream; every failure inside is a BadSample."""
     av = _av()
     try:
-        _regular(name)
+        check_regular(os.stat(name), MOST_BYTES)
         # An absolute path is a file; another could be taken for a URL.
         with av.open(os.path.abspath(name), format=KINDS[os.path.splitext(name)[1].lower()]) as container:
             if not container.streams.video:
-                raise _Unreadable("no pictures in it")
+                raise Unreadable("no pictures in it")
             stream = container.streams.video[0]
             # Workers read in parallel: more threads in each would compete for the same cores.
             stream.codec_context.thread_count = 1
             yield container, stream
-    except _Unreadable as error:
+    except Unreadable as error:
         raise BadSample(name, str(error)) from None
     except (BadSample, HalfstepError):
         raise
@@ -331,20 +305,6 @@ def _opened(name: str) -> Iterator[tuple[Any, Any]]:
         # Decoders raise anything on damaged input.
         words = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise BadSample(name, f"cannot be decoded: {' '.join(words.split())[:200]}") from error
-
-
-def _regular(name: str) -> None:
-    status = os.stat(name)
-    if not stat.S_ISREG(status.st_mode):
-        raise _Unreadable("not a file but a folder, pipe or device")
-    if not status.st_size:
-        raise _Unreadable("empty, 0 bytes")
-    if status.st_size > MOST_BYTES:
-        raise _Unreadable(f"{status.st_size:,} bytes, more than {MOST_BYTES:,}")
-
-
-def _packets(container: Any, stream: Any) -> int:
-    return sum(1 for packet in islice(container.demux(stream), MOST_FRAMES + 1) if packet.size)
 
 
 def _wanted(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
@@ -359,17 +319,17 @@ def _wanted(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
         if not left:
             return
         if before > MOST_BEFORE + frames[-1] - frames.start:
-            raise _Unreadable(
+            raise Unreadable(
                 f"{before + 1:,} frames were decoded on the way to frame {left[0]}: there is no nearer start"
             )
-    raise _Unreadable(f"ends before frame {left[0]}")
+    raise Unreadable(f"ends before frame {left[0]}")
 
 
 def _from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
     """Yield frames with their numbers, from `first` or somewhat before it."""
     rate, start = stream.average_rate or stream.guessed_rate, stream.start_time or 0
     if not rate or not stream.time_base:
-        raise _Unreadable("does not say how many frames a second has")
+        raise Unreadable("does not say how many frames a second has")
     per_frame = 1 / (rate * stream.time_base)
     if first:
         container.seek(start + math.floor(first * per_frame), stream=stream)
@@ -388,7 +348,7 @@ def _numbered(container: Any, stream: Any, start: int, per_frame: Any) -> Iterat
     frame: Any = None
     for frame in container.decode(stream):
         if frame.pts is None:
-            raise _Unreadable("a frame without a time")
+            raise Unreadable("a frame without a time")
         yield round((frame.pts - start) / per_frame), frame
     if frame is not None:
         # With a variable frame rate, the last frame may be shown for several: it stands for all of them.
@@ -397,7 +357,7 @@ def _numbered(container: Any, stream: Any, start: int, per_frame: Any) -> Iterat
 
 def _pixels(frame: Any) -> Tensor:
     if frame.width * frame.height > MOST_PIXELS:
-        raise _Unreadable(f"{frame.width} × {frame.height} pixels, more than {MOST_PIXELS:,}")
+        raise Unreadable(f"{frame.width} × {frame.height} pixels, more than {MOST_PIXELS:,}")
     # Phones record rotated video, and store the angle.
     upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
     return torch.from_numpy(np.ascontiguousarray(upright)).permute(2, 0, 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
 from halfstep.checkpoint.reading import newest_intact, read_state
-from halfstep.data.source import BadSample
+from halfstep.data.dataset import BadSample
 from halfstep.errors import (
     BadData,
     HalfstepError,

@@ -48,8 +48,8 @@ class Loaded(TrainedModel):
 
         Raise `BadData` for an unreadable image, `WrongUse` for a task that predicts nothing about images.
         """
+        from halfstep.data.dataset import BadSample
         from halfstep.data.image_io import as_read
-        from halfstep.data.source import BadSample
 
         try:
             read = as_read(image, self.channels())

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.layout import data_place
+from halfstep.data.layout import data_place, find_layout
 from halfstep.errors import BadData, BadRecipe, Contradiction, HalfstepError, WrongUse, missing_extra
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
 from halfstep.recipe.fields import fields_of
@@ -84,7 +84,6 @@ def _rules(task: str) -> Any:
 
 
 def _facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
-    from halfstep.data.layout import data_place, find_layout
     from halfstep.data.set_facts import set_facts
     from halfstep.tasks.sizing.choices import UNKNOWN
 

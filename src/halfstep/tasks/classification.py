@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
+from halfstep.data.dataset import Sample, Source
 from halfstep.data.image_io import scaled
-from halfstep.data.source import Sample, Source
 from halfstep.precision.island import island
 from halfstep.tasks.models.timm_models import expected_pixels, imagewise_model
 from halfstep.tasks.options.classification import SCHEMA, ClassificationData, check

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
+from halfstep.data.dataset import Sample, Source
 from halfstep.data.image_io import scaled
-from halfstep.data.source import Sample, Source
 from halfstep.errors import WrongUse
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision

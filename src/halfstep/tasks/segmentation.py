@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
+from halfstep.data.dataset import Sample, Source
 from halfstep.data.image_io import scaled
-from halfstep.data.source import Sample, Source
 from halfstep.precision.precision import widen
 from halfstep.tasks.models.smp_models import pixelwise_model
 from halfstep.tasks.options.segmentation import SCHEMA, STRIDES, SegmentationData, check

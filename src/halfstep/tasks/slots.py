@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfstep.data.dataset import BadSample, Sample, Source
 from halfstep.data.image_io import scaled
-from halfstep.data.source import BadSample, Sample, Source
 from halfstep.formats import widest
 from halfstep.precision.island import island
 from halfstep.status_line import OnProgress
@@ -19,7 +19,6 @@ from halfstep.tasks.models.slots.model import slot_model, temporal_contrast
 from halfstep.tasks.options.slots import SCHEMA, check
 from halfstep.tasks.shared import images
 from halfstep.tasks.shared.confusion import counted
-from halfstep.tasks.shared.images import as_picture, side_by_side
 from halfstep.tasks.shared.sources import clips, has_masks
 from halfstep.train.metrics import Metric, Metrics
 from halfstep.train.task import Picture, Prediction, Split, Task
@@ -54,7 +53,7 @@ def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any =
         most = int(truth.max()) + 1
         things = [_numbers(truth[n]) for n in shown]
         rows.append([images.painted(mask, most) for mask in things])
-    return _below([side_by_side(row, GAP) for row in rows])
+    return _below([images.side_by_side(row, GAP) for row in rows])
 
 
 def _grey(frame: Picture) -> Picture:
@@ -70,7 +69,7 @@ def _numbers(mask: Any) -> images.Mask:
 
 def _below(rows: Sequence[Picture]) -> Picture:
     """Stack rows of one width vertically."""
-    return side_by_side([row.swapaxes(0, 1) for row in rows], GAP).swapaxes(0, 1)
+    return images.side_by_side([row.swapaxes(0, 1) for row in rows], GAP).swapaxes(0, 1)
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
@@ -214,9 +213,11 @@ class Slots(Task):
 
     def transform(self, split: Split, sample: Sample) -> Sample:
         """Resize whole frames to a square in -1..1; flip half of the training clips."""
-        ready = {"image": _resized(scaled(sample["image"]), self.recipe.data.size) * 2.0 - 1.0}
+        size = self.recipe.data.size
+        ready = {"image": _resized(scaled(sample["image"]), size) * 2.0 - 1.0}
         if "mask" in sample:
-            ready["mask"] = _resized_mask(sample["mask"], self.recipe.data.size)
+            # Plain `nearest` shifts the mask by up to half a pixel against the frame; `nearest-exact` does not.
+            ready["mask"] = F.interpolate(sample["mask"][:, None], (size, size), mode="nearest-exact")[:, 0]
         if split == "train" and torch.rand(()) < 0.5:
             ready = {name: tensor.flip(-1) for name, tensor in ready.items()}
         return ready
@@ -260,7 +261,7 @@ class Slots(Task):
         # Frame by frame, to bound memory: a video may have a hundred times the model's pixels.
         said = torch.cat([owners(shares, clip.shape[-2:]).cpu() for shares in seen.shares[0, :, None, None]])[:, 0]
         owned = torch.bincount(said.flatten(), minlength=slots).double() / said.numel()
-        laid_over = overlays([as_picture(frame) for frame in clip], said, slots)
+        laid_over = overlays([images.as_picture(frame) for frame in clip], said, slots)
         return Prediction(
             values={
                 "frames": len(clip),
@@ -301,15 +302,10 @@ def owners(shares: Tensor, size: torch.Size) -> Tensor:
 
 def _shown(clip: Tensor) -> list[Picture]:
     """Convert frames in -1..1 to pictures."""
-    return [as_picture((frame + 1.0) / 2.0) for frame in clip]
+    return [images.as_picture((frame + 1.0) / 2.0) for frame in clip]
 
 
 def _resized(frames: Tensor, size: int) -> Tensor:
     if frames.shape[-2:] == (size, size):
         return frames
     return F.interpolate(frames, (size, size), mode="bilinear", antialias=True)
-
-
-def _resized_mask(mask: Tensor, size: int) -> Tensor:
-    # Plain `nearest` shifts the mask by up to half a pixel against the frame; `nearest-exact` does not.
-    return F.interpolate(mask[:, None], (size, size), mode="nearest-exact")[:, 0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.data.source import Batch, Replaced
+from halfstep.data.dataset import Batch, Replaced
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted
 from halfstep.train.metrics import Metrics

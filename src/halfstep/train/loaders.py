@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from halfstep import distributed
-from halfstep.data.dataset import Order, Samples, ValSamples
+from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
-from halfstep.data.source import Collate, Source
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe

@@ -12,9 +12,8 @@ from torch import nn
 
 from halfstep import distributed
 from halfstep.checkpoint.commit import Saver
-from halfstep.data.dataset import BadSampleBudget, nonfinite_ids
+from halfstep.data.dataset import BadSampleBudget, Batch, Replaced, Sample, nonfinite_ids
 from halfstep.data.loader import TrainLoader, ValLoader
-from halfstep.data.source import Batch, Replaced, Sample
 from halfstep.errors import BadData
 from halfstep.journal import events
 from halfstep.journal.events import Journal

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from halfstep import distributed
+from halfstep.data.dataset import Sample
 from halfstep.data.loader import ValLoader
-from halfstep.data.source import Sample
 from halfstep.draw.images import write_png
 from halfstep.draw.sheet import PicturedSample, sheet
 from halfstep.errors import HalfstepError, StorageFailed

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from halfstep.data.source import Sample, Source
+from halfstep.data.dataset import Sample, Source
 from halfstep.precision.precision import Precision
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.status_line import OnProgress

@@ -19,8 +19,8 @@ from halfstep.printable import in_line
 from halfstep.terminal import progress, screen
 
 if TYPE_CHECKING:
+    from halfstep.data.dataset import Batch
     from halfstep.data.loader import ValLoader
-    from halfstep.data.source import Batch
     from halfstep.runs.finished import Finished
     from halfstep.tasks.shared.confusion import Confusion
     from halfstep.train.evaluation import Choosing
@@ -366,12 +366,9 @@ def _worst(console: Console, report: dict[str, Any]) -> None:
     console.print("\nthe worst:")
     for row in report["worst"]:
         words = [f"{key} {_figure(value)}" for key, value in row.items() if key != "file"]
-        _print_line(console, f"  {in_line(_from_here(row['file']))}  {', '.join(words)}")
-
-
-def _from_here(file: str) -> str:
-    """Return the path as it would be typed in the current folder; names of samples that are no files stay."""
-    return file.removeprefix(f"{os.getcwd()}{os.sep}")
+        # As it would be typed in the current folder; names of samples that are no files stay.
+        file = row["file"].removeprefix(f"{os.getcwd()}{os.sep}")
+        _print_line(console, f"  {in_line(file)}  {', '.join(words)}")
 
 
 def _figure(value: Any) -> str:

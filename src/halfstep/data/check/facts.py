@@ -274,14 +274,12 @@ def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None)
     files = [(path, path == mask) for _, image, mask in wanted for path in (image, mask) if path]
     looks = {one.path: one for one in look_at_all(files, on_progress)}
     samples = [SampleFacts(s.name, looks[image], looks.get(mask), _label(s, image)) for s, image, mask in wanted]
-    if layout.task == SEGMENTATION and layout.val is None:
+    if layout.val is None:
         samples = _shared(samples, splits[0].part.folder)
     reading = None
     if layout.task == SEGMENTATION:
         masks = [s.mask.mask for s in samples if s.mask is not None and s.mask.mask is not None]
         reading = read_masks_as(masks, classes)
-    elif layout.val is None:
-        samples = _shared(samples, splits[0].part.folder)
     return SetLooked(layout, splits, samples, reading, classes)
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from halfstep.data.check import facts
 from halfstep.data.check import rules as f
 from halfstep.data.check.facts import SetLooked, look_at
-from halfstep.data.check.rules import pixels_of_classes
 from halfstep.data.image_files import FORMATS, MOST_PIXELS
 from halfstep.data.layout import RECIPES, Layout
 from halfstep.finding import Finding, Severity
@@ -216,7 +215,7 @@ def _classes(found: SetLooked) -> list[dict[str, Any]]:
     if found.reading is None:
         every = Counter(sample.label for sample in found.samples)
         return [{"name": name, "images": count} for name, count in sorted(every.items())]
-    pixels, images = pixels_of_classes(found)
+    pixels, images = f.pixels_of_classes(found)
     total = max(sum(pixels.values()), 1)
     return [
         {"name": str(number), "images": images[number], "pixels": round(pixels[number] / total, 6)}

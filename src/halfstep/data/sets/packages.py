@@ -153,6 +153,13 @@ def write_shards(folder: Path, samples: Iterable[tuple[Any, int]], bar: Bar) -> 
                 bar(1)
 
 
+def member_bytes(package: tarfile.TarFile, member: str | tarfile.TarInfo) -> bytes:
+    """Return the content of a file of the package."""
+    file = package.extractfile(member)
+    assert file is not None
+    return file.read()
+
+
 def _add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(content)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from halfstep.data.dataset import Files, Sample
 from halfstep.data.image_files import existing
-from halfstep.data.source import Files, Sample
-from halfstep.data.synthetic.shapes import KINDS
+from halfstep.data.synthetic.shapes import KINDS, Drawn
 from halfstep.data.video import MOST_CLIP_PIXELS
 from halfstep.errors import BadData, WrongUse
 
@@ -131,7 +131,7 @@ class ShapeStamps:
         return ()
 
 
-class MovingSprites:
+class MovingSprites(Drawn):
     """A source of `image`, frames × 3 × size × size, and `mask`, frames × size × size: the object number, or 0.
 
     A clip has at least half as many objects as `objects`. Each has a unique color and a constant speed; it bounces off
@@ -143,10 +143,7 @@ class MovingSprites:
     ) -> None:
         _allowed(samples, size, frames, objects)
         self.stamps, self.samples, self.size, self.seed = stamps, samples, size, seed
-        self.frames, self.objects = frames, objects
-
-    def __len__(self) -> int:
-        return self.samples
+        self.frames, self.objects, self.kind = frames, objects, f"moving {stamps.name}"
 
     def read(self, index: int) -> Sample:
         """Draw a clip."""
@@ -162,10 +159,6 @@ class MovingSprites:
         colours = _colours(draw, count)
         image = np.where(mask[..., None] > 0, colours[mask], _background(draw, self.size))
         return {"image": torch.from_numpy(image).permute(0, 3, 1, 2).contiguous(), "mask": torch.from_numpy(mask)}
-
-    def name(self, index: int) -> str:
-        """Return the kind, seed and number."""
-        return f"moving {self.stamps.name} {self.seed}/{index}"
 
     def files_of(self, index: int) -> Files:
         """Return the files of the stamps."""

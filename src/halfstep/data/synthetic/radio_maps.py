@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.source import Sample
+from halfstep.data.dataset import Sample
+from halfstep.data.synthetic.shapes import Drawn
 from halfstep.errors import WrongUse
 
 Array = np.ndarray[Any, Any]
@@ -40,7 +41,7 @@ _RAYS, _STEP = 6, 0.5
 """Rays per pixel of the map's side, and pixels between two points on a ray."""
 
 
-class RadioMaps:
+class RadioMaps(Drawn):
     """A source of `condition`, a map with its transmitter, and `image`, the field, as uint8; drawn from (seed, index).
 
     A condition of two channels has the buildings in one, and the transmitter as a spot in the other; with one channel
@@ -59,9 +60,6 @@ class RadioMaps:
         self.samples, self.size, self.seed = samples, size, seed
         self.channels, self.condition_channels = channels, condition_channels
 
-    def __len__(self) -> int:
-        return self.samples
-
     def read(self, index: int) -> Sample:
         """Draw a sample."""
         built, place = self._drawn(index)
@@ -71,10 +69,6 @@ class RadioMaps:
     def without_image(self, index: int) -> Sample:
         """Draw the condition alone."""
         return {"condition": self._condition(*self._drawn(index))}
-
-    def name(self, index: int) -> str:
-        """Return the seed and number."""
-        return f"maps {self.seed}/{index}"
 
     def _drawn(self, index: int) -> tuple[Array, tuple[int, int]]:
         draw = np.random.default_rng([self.seed, index])

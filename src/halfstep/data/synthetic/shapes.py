@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.data.source import Sample
+from halfstep.data.dataset import Sample
 from halfstep.errors import WrongUse
 
 Array = np.ndarray[Any, Any]
@@ -39,7 +39,22 @@ _TURN = 0.35
 """The largest rotation in radians, so that a diamond is not a square."""
 
 
-class ShapeMasks:
+class Drawn:
+    """A base of sources that draw each sample from its number."""
+
+    kind = "shapes"
+    samples: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def name(self, index: int) -> str:
+        """Return what was drawn, and the seed and number it was drawn from."""
+        return f"{self.kind} {self.seed}/{index}"
+
+
+class ShapeMasks(Drawn):
     """A segmentation source of two to four shapes: all of class 1 with two classes, else a class per kind."""
 
     def __init__(self, samples: int, size: int = 64, classes: int = 2, channels: int = 3, seed: int = 0) -> None:
@@ -47,9 +62,6 @@ class ShapeMasks:
         self.samples, self.size, self.channels, self.seed = samples, size, channels, seed
         self.classes = ["background", "shape"] if classes == 2 else ["background", *_MASKED[: classes - 1]]
         self._kinds = _MASKED[:3] if classes == 2 else self.classes[1:]
-
-    def __len__(self) -> int:
-        return self.samples
 
     def read(self, index: int) -> Sample:
         """Draw an image and its mask."""
@@ -64,21 +76,14 @@ class ShapeMasks:
             mask[inside] = 1 if len(self.classes) == 2 else kind + 1
         return {"image": _finished(draw, image), "mask": torch.from_numpy(mask)}
 
-    def name(self, index: int) -> str:
-        """Return the seed and number."""
-        return f"shapes {self.seed}/{index}"
 
-
-class ShapeLabels:
+class ShapeLabels(Drawn):
     """A classification source of one shape, whose kind is the label."""
 
     def __init__(self, samples: int, size: int = 64, classes: int = 4, channels: int = 3, seed: int = 0) -> None:
         _allowed(samples, size, channels, classes, len(KINDS))
         self.samples, self.size, self.channels, self.seed = samples, size, channels, seed
         self.classes = _LABELLED[:classes]
-
-    def __len__(self) -> int:
-        return self.samples
 
     def read(self, index: int) -> Sample:
         """Draw an image and its label."""
@@ -93,10 +98,6 @@ class ShapeLabels:
         inside = _shape(draw, self.size, kind, 0.28, 0.42)
         image[:, inside] += draw.uniform(0.25, 0.42, (self.channels, 1))
         return _finished(draw, image)
-
-    def name(self, index: int) -> str:
-        """Return the seed and number."""
-        return f"shapes {self.seed}/{index}"
 
 
 class ShapePictures(ShapeLabels):

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfstep import distributed
+from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource, files_of, without_image
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.source import BadSample, Sample, Source, WrappedSource, files_of, without_image
 from halfstep.errors import BadData, NotBegun, StorageFailed
 from halfstep.files import cache_folder, write_json
 from halfstep.journal.numbers import size as in_words
@@ -54,11 +54,6 @@ def words_of(encoding: Encoding, source: Source, parts: Mapping[str, str]) -> di
         # The fingerprint of a large set does not read every byte; modification times catch the other changes.
         words["times"] = _times(source)
     return words
-
-
-def cache_key(words: Mapping[str, str]) -> str:
-    """Return the SHA-256 of what `words_of` returned; it names the cache folder."""
-    return hashlib.sha256(json.dumps(dict(words), sort_keys=True).encode()).hexdigest()
 
 
 def _looks(encoding: Encoding, source: Source) -> str:
@@ -290,7 +285,7 @@ def cached(
     """
     # The key must be equal on all ranks, or each would look for another folder.
     words = distributed.rank_zero_or_raise(lambda: words_of(encoding, source, parts))
-    key = cache_key(words)
+    key = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
     chunks = Chunks(cache_folder() / FOLDER / key, key, len(source))
     lacking = distributed.all_gather_or_raise(lambda: _lacking(encoding, source, chunks))
     missing = sorted({chunk for some in lacking for chunk in some})

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from halfstep import distributed
-from halfstep.data.dataset import ValSamples
+from halfstep.data.dataset import BadSample, Sample, Source, Subset, ValSamples
 from halfstep.data.loader import ValLoader
-from halfstep.data.source import BadSample, Sample, Source, Subset
 from halfstep.errors import BadData
 
 # -- everyone ---------------------------------------------------------------------------------------------------------

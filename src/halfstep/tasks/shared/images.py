@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
+from halfstep.data.dataset import Sample, Source, WrappedSource
 from halfstep.data.image_io import scaled
-from halfstep.data.source import Sample, Source, WrappedSource
 from halfstep.precision.precision import widen
 from halfstep.train.task import Picture
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfstep.data.dataset import BadSample, Source, split
 from halfstep.data.embeddings import Embedded
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Images, folders_under
 from halfstep.data.image_files import existing, files, folders, image_files
 from halfstep.data.layout import data_place
 from halfstep.data.movi import MoviShards
 from halfstep.data.shards import Shards
-from halfstep.data.source import BadSample, Source, split
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures

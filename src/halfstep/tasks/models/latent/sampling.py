@@ -9,7 +9,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
-from halfstep.data.source import BadSample, Source, Transform, without_image
+from halfstep.data.dataset import BadSample, Source, Transform, without_image
 from halfstep.errors import BadData
 from halfstep.precision.island import island
 from halfstep.precision.precision import widen
