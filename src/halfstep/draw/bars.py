@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfstep.draw.figures import as_label, write_figure
 from halfstep.errors import MissingExtra
-from halfstep.files import replacing
 
 try:
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 except ImportError as missing:
     raise MissingExtra(
@@ -40,16 +38,12 @@ def draw_bars(bench: Mapping[str, Any], path: Path) -> None:
     wider = max(0, len(rows) - 3) * 0.7
     figure = Figure(figsize=(3 * (_PANEL + wider), _HEIGHT), dpi=_DPI, layout="constrained")
     # Agg directly, not pyplot: pyplot keeps global state and may need a display.
-    canvas = FigureCanvasAgg(figure)
     speed, memory, metric = figure.subplots(1, 3)
     _speed(speed, rows)
     _memory(memory, rows)
     _metric(metric, rows, bench)
-    figure.suptitle(_printable(bench["name"]), fontsize=12, fontweight="bold")
-    picture = io.BytesIO()
-    canvas.print_png(picture)
-    with replacing(path) as draft:
-        draft.write_bytes(picture.getvalue())
+    figure.suptitle(as_label(bench["name"], _LONGEST), fontsize=12, fontweight="bold")
+    write_figure(figure, path)
 
 
 def _speed(axes: Axes, rows: Rows) -> None:
@@ -110,7 +104,7 @@ def _stack(axes: Axes, parts: Sequence[Mapping[str, float]]) -> None:
 
 def _metric(axes: Axes, rows: Rows, bench: Mapping[str, Any]) -> None:
     metric = bench["metric"]
-    name = _printable(metric["name"])
+    name = as_label(metric["name"], _LONGEST)
     axes.set_title(f"Final {name}, a dot for each seed")
     axes.set_ylabel(f"{name} ({'more' if metric['higher_is_better'] else 'less'} is better)")
     _name(axes, rows, [(row["parity"] or {}).get("verdict", "") if row["runs"] else "" for row in rows])
@@ -172,16 +166,9 @@ def _note(axes: Axes, text: str) -> None:
 def _name(axes: Axes, rows: Rows, below: Sequence[str]) -> None:
     """Write the names of the candidates below the bars, each with its figure."""
     figures = ["failed" if row["failed"] and not row["runs"] else text for row, text in zip(rows, below, strict=True)]
-    names = [f"{_printable(row['name'])}\n{text}".rstrip() for row, text in zip(rows, figures, strict=True)]
+    names = [f"{as_label(row['name'], _LONGEST)}\n{text}".rstrip() for row, text in zip(rows, figures, strict=True)]
     axes.set_xticks(range(len(rows)), names, fontsize=9 if len(rows) < 4 else 8)
     axes.set_xlim(-0.6, max(len(rows) - 0.4, 1.6))
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _printable(text: str) -> str:
-    """Return text without mathtext markup, shortened to its place."""
-    # matplotlib parses text between dollar signs as a formula, and raises for an invalid one.
-    plain = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
-    return plain if len(plain) <= _LONGEST else plain[: _LONGEST - 1] + "…"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from halfstep.draw.figures import as_label, write_figure
 from halfstep.draw.series import Numbers, Series, series_of
 from halfstep.errors import MissingExtra
-from halfstep.files import replacing
 
 try:
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 except ImportError as missing:
@@ -39,7 +37,6 @@ def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
     series = run if isinstance(run, Series) else series_of(run)
     figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, layout="constrained")
     # Agg directly, not pyplot: pyplot keeps global state and may need a display.
-    canvas = FigureCanvasAgg(figure)
     panels = _panels(series)
     axes = figure.subplot_mosaic(_mosaic(panels), sharex=True)
     drawn = {"loss": _loss, "metric": _metric, "rate": _rate, "scale": _scale}
@@ -47,12 +44,9 @@ def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
         drawn[name](axes[name], series)
         _finish(axes[name], series.attempt[-1] if series.attempt else 1.0)
     if series.title:
-        figure.suptitle(_printable(series.title), fontsize=12, fontweight="bold")
+        figure.suptitle(as_label(series.title), fontsize=12, fontweight="bold")
     # Drawn in memory first: an error in matplotlib must not leave half a file.
-    picture = io.BytesIO()
-    canvas.print_png(picture)
-    with replacing(path) as draft:
-        draft.write_bytes(picture.getvalue())
+    write_figure(figure, path)
 
 
 def _panels(series: Series) -> list[str]:
@@ -89,8 +83,8 @@ def _loss(axes: Axes, series: Series) -> None:
 
 def _metric(axes: Axes, series: Series) -> None:
     _epochs(axes, series, *series.of_epochs(series.metric))
-    axes.set_title(_printable(series.metric))
-    axes.set_ylabel(_printable(series.metric))
+    axes.set_title(as_label(series.metric))
+    axes.set_ylabel(as_label(series.metric))
 
 
 def _rate(axes: Axes, series: Series) -> None:
@@ -144,7 +138,7 @@ def _mark_skips(axes: Axes, series: Series) -> None:
         markersize=9,
         markeredgewidth=1.2,
         color=_SKIP,
-        label=f"skipped: {_printable(reasons)}",
+        label=f"skipped: {as_label(reasons)}",
     )
 
 
@@ -184,10 +178,3 @@ def thinned(x: Numbers, y: Numbers, bins: int = _BINS) -> tuple[Numbers, Numbers
         part = y[begin:end]
         chosen += sorted({begin + int(part.argmin()), begin + int(part.argmax())})
     return x[chosen], y[chosen]
-
-
-def _printable(text: str) -> str:
-    """Return text without mathtext markup, shortened to its place."""
-    # matplotlib parses text between dollar signs as a formula, and raises for an invalid one.
-    plain = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
-    return plain if len(plain) <= 80 else plain[:79] + "…"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from halfstep.draw.figures import write_figure
 from halfstep.errors import MissingExtra
-from halfstep.files import replacing
 
 try:
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 except ImportError as missing:
@@ -90,7 +88,6 @@ def draw_model_formats(report: Mapping[str, Any], path: Path) -> None:
     depth = min(_depth(root), _DEEPEST)
     height = _ABOVE + _ROW * depth + _BELOW
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI)
-    canvas = FigureCanvasAgg(figure)
     axes = figure.add_axes((0.015, _BELOW / height, 0.97, _ROW * depth / height))
     axes.set_xlim(0, 1)
     axes.set_ylim(depth, 0)
@@ -108,10 +105,7 @@ def draw_model_formats(report: Mapping[str, Any], path: Path) -> None:
         fontsize=12,
     )
     _legend(figure, root)
-    picture = io.BytesIO()
-    canvas.print_png(picture)
-    with replacing(path) as draft:
-        draft.write_bytes(picture.getvalue())
+    write_figure(figure, path)
 
 
 def _depth(node: Node) -> int:
