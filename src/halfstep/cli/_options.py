@@ -91,6 +91,8 @@ Precision = Annotated[str | None, typer.Option(help="Another precision than the 
 Bf16 = Annotated[bool, flag("--bf16", "The same as --precision bf16.")]
 Fp16 = Annotated[bool, flag("--fp16", "The same as --precision fp16.")]
 OwnTask = Annotated[Path | None, typer.Option(help="The file of the run's own task.", metavar="FILE")]
+OnDevice = Annotated[str | None, typer.Option(help="A device as torch names it; the best one present if left out.")]
+Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 
 
 def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: bool, task: Path | None) -> Finished:
@@ -137,6 +139,14 @@ def subject(text: str, settings: Sequence[str]) -> Subject:
 def print_json(report: dict[str, Any]) -> None:
     """Print a report as JSON."""
     say(dumps(report, indent=1))
+
+
+def print_report(report: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """Print a report: as JSON if it was asked for, else as the page that `show` prints."""
+    if json:
+        print_json(report)
+    else:
+        show(report)
 
 
 def end(report: dict[str, Any]) -> None:

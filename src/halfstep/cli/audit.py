@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
+from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, print_report, subject
 from halfstep.errors import INTERRUPTED, WrongUse
 from halfstep.terminal import progress
 
@@ -34,7 +35,7 @@ def run(
     picture: Annotated[
         Path | None, typer.Option(help="Draw the model by format, as FILE.png.", metavar="FILE.png")
     ] = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Show which format each part of a model computes in, where its numbers do not fit, and precision mistakes."""
     try:
@@ -47,12 +48,9 @@ def run(
         raise typer.Exit(INTERRUPTED) from None
     if draw is not None and report["modules"]:
         draw(report, picture)
-    if json:
-        print_json(report)
-    else:
-        from halfstep.cli.pages.audit import show
+    from halfstep.cli.pages.audit import show
 
-        show(report, every=every, picture=picture)
+    print_report(report, json, partial(show, every=every, picture=picture))
     end(report)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
+from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_report, subject
 from halfstep.errors import SOFTWARE
 from halfstep.terminal import progress
 
@@ -42,7 +42,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Where runs and reports go; runs/bench-RECIPE if left out.", metavar="FOLDER")
     ] = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Train a recipe in several precisions or configurations, and compare speed, memory and accuracy with strict fp32.
 
@@ -63,12 +63,9 @@ def run(
         )  # fmt: skip
     files = write_report(found, folder)
     report = {**found.as_dict(), "files": [str(path) for path in files]}
-    if json:
-        print_json(report)
-    else:
-        from halfstep.cli.pages.bench import show
+    from halfstep.cli.pages.bench import show
 
-        show(found, files)
+    print_report(report, json, lambda _: show(found, files))
     end(report)
     if found.baseline.failed:  # no comparison without a baseline
         raise typer.Exit(SOFTWARE)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli._options import flag, print_json
+from halfstep.cli._options import Json, print_json
 from halfstep.errors import DATA, WrongUse, unknown_name
 from halfstep.terminal import progress, say
 
@@ -28,7 +28,7 @@ def run(
     classes: Annotated[
         int | None, typer.Option(help="check: how many classes masks have, where their values do not tell.", min=2)
     ] = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Check a folder of your own before training on it, or get a real data set.
 

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import flag, print_json
+from halfstep.cli._options import Json, OnDevice, flag, print_report
 from halfstep.errors import CONFIGURATION, WrongUse
 
 if TYPE_CHECKING:
     from halfstep.doctor.wheel import Build
     from halfstep.precision.hardware import Device
     from halfstep.precision.probe import Measurements
-    from halfstep.precision.select import Choice
 
 GROUP = "Trouble"
 
@@ -24,9 +23,7 @@ def run(
     ] = None,
     accelerate: Annotated[str | None, typer.Option(help="accelerate's default_config.yaml, to compare with.")] = None,
     deepspeed: Annotated[str | None, typer.Option(help="DeepSpeed's JSON configuration, to compare with.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="A device as torch names it; the best one present if left out.")
-    ] = None,
+    device: OnDevice = None,
     precision: Annotated[str, typer.Option(help="The precision to ask for, in any spelling.")] = "auto",
     strict: Annotated[bool, flag("--strict", "Refuse rather than fall to another precision.")] = False,
     fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
@@ -35,7 +32,7 @@ def run(
     fix: Annotated[
         str | None, typer.Option(help="Make all settings ask for this precision, and write the files.", metavar="NAME")
     ] = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Show what this device can do and which precision fits it; with a RECIPE, check whether its settings agree."""
     if recipe or accelerate or deepspeed:
@@ -50,12 +47,9 @@ def run(
 
 
 def _device(report: dict[str, Any], json: bool) -> None:
-    if json:
-        print_json(report)
-    else:
-        from halfstep.cli.pages.layout import show
+    from halfstep.cli.pages.layout import show
 
-        show(report)
+    print_report(report, json, show)
     # Scripts can check the exit code before they start a run.
     if any(finding["severity"] == "error" for finding in report["findings"]):
         raise typer.Exit(CONFIGURATION)
@@ -65,26 +59,19 @@ def _tables(formats: bool, gpus: bool, json: bool) -> None:
     from halfstep.cli.pages import known
 
     report = {**({"formats": known.format_rows()} if formats else {}), **({"gpus": known.gpu_rows()} if gpus else {})}
-    if json:
-        print_json(report)
-    else:
-        known.show(report)
+    print_report(report, json, known.show)
 
 
 def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None, fix: str | None, json: bool) -> None:
+    from halfstep.cli.pages.settings import show
     from halfstep.doctor.checkup import check_settings
     from halfstep.doctor.fixing import make_agree
 
     # Changed first, so that the report shows the settings as they are now.
     changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else []
     report = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
-    report |= {"changed": [change.as_dict() for change in changed]} if fix else {}
-    if json:
-        print_json(report)
-    else:
-        from halfstep.cli.pages.settings import show
-
-        show(report)
+    report |= {"changed": [change._asdict() for change in changed]} if fix else {}
+    print_report(report, json, show)
     if not report["status"]["aligned"]:
         raise typer.Exit(CONFIGURATION)
 
@@ -120,7 +107,13 @@ def examine(
         "formats": _formats(here, measured),
         "measured": {"seconds": round(measured.seconds, 3), "how": measured.how, "cached": measured.cached},
         "flags": flags.read_flags(),
-        "choice": _choice(choice),
+        "choice": {
+            "asked": choice.asked,
+            "took": choice.took,
+            "precision": choice.precision.name,
+            "summary": choice.precision.summary,
+            "rungs": [rung._asdict() for rung in choice.rungs],
+        },
         "build": build.as_dict(),
         "findings": [finding.as_dict() for finding in (*check_build(build), *choice.findings)],
     }
@@ -140,13 +133,3 @@ def _formats(here: Device, measured: Measurements) -> list[dict[str, Any]]:
         }
         for name in FORMAT_NAMES
     ]
-
-
-def _choice(choice: Choice) -> dict[str, Any]:
-    return {
-        "asked": choice.asked,
-        "took": choice.took,
-        "precision": choice.precision.name,
-        "summary": choice.precision.summary,
-        "rungs": [rung._asdict() for rung in choice.rungs],
-    }

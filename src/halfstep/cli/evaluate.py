@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened, print_json
+from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, print_report
 
 GROUP = "Run"
 
@@ -35,10 +35,10 @@ def run(
     bf16: Bf16 = False,
     fp16: Fp16 = False,
     task: OwnTask = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure a run's weights: overall, per class and per sample, and name the worst samples."""
-    from halfstep.cli.pages.evaluate import check_files, write_files
+    from halfstep.cli.pages.evaluate import check_files, measured, show, write_files
 
     # Before the evaluation, which may take minutes.
     check_files(csv, picture, overwrite)
@@ -47,13 +47,7 @@ def run(
         from halfstep.runs.finished import elsewhere
 
         finished = elsewhere(finished, data)
-    from halfstep.cli.pages.evaluate import measured
-
     found = measured(finished, "validation" if data is None else str(data))
     written = write_files(found, finished, csv, picture, samples)
-    if json:
-        print_json({**found.report, "written": [str(file) for file in written]})
-    else:
-        from halfstep.cli.pages.evaluate import show
-
-        show(found.report, written)
+    report = {**found.report, "written": [str(file) for file in written]}
+    print_report(report, json, lambda report: show(report, written))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import OwnTask, RunFolder, flag, print_json, refuse_taken, storing
+from halfstep.cli._options import Json, OwnTask, RunFolder, print_report, refuse_taken, storing
 from halfstep.errors import FolderTaken, WrongUse, unknown_name
 from halfstep.terminal import progress
 
@@ -44,7 +45,7 @@ def run(
         bool, typer.Option("--force", "--overwrite", help="Replace the file where there is one.", metavar="")
     ] = False,
     task: OwnTask = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Write a run's model to one file, verify it against the model, and print Python code that predicts with it.
 
@@ -61,12 +62,9 @@ def run(
 
     found = exported(folder, weights, ema, task_from_file(task)[0] if task else None)
     report = write(found, file, kind)
-    if json:
-        print_json({"run": str(folder), **report})
-    else:
-        from halfstep.cli.pages.export import show
+    from halfstep.cli.pages.export import show
 
-        show(report)
+    print_report({"run": str(folder), **report}, json, show)
 
 
 def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
         "preprocessing": signature.preprocessing.as_dict() if signature else None,
         "classes": signature.classes if signature else None,
         "output": signature.meaning if signature else None,
-        "checked": checked.as_dict() if checked else None,
+        "checked": asdict(checked) if checked else None,
         "python": python,
     }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, storing, subject
+from halfstep.cli._options import TAKES_SETTINGS, Json, OnDevice, RecipeOrCase, end, flag, print_json, storing, subject
 from halfstep.errors import INTERRUPTED, FolderTaken, WrongUse
 from halfstep.terminal import progress, screen
 
@@ -30,9 +30,7 @@ def run(
     context: typer.Context,
     recipe: RecipeOrCase,
     seconds: Annotated[float, typer.Option(help="How long it may take, about.")] = SECONDS,
-    device: Annotated[
-        str | None, typer.Option(help="A device as torch names it; the best one present if left out.")
-    ] = None,
+    device: OnDevice = None,
     grow_batch: Annotated[
         bool, flag("--grow-batch", "Try larger batches too, which changes the optimisation.")
     ] = False,
@@ -40,7 +38,7 @@ def run(
         Path | None, typer.Option(help="The recipe to write; runs/plan-RECIPE.yaml if left out.", metavar="FILE")
     ] = None,
     yes: Annotated[bool, flag("--yes", "Write the recipe without asking.")] = False,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure which precision, layout, compilation and batch are fastest here, and write the recipe for them."""
     given = subject(recipe, context.args)
@@ -51,9 +49,8 @@ def run(
         with progress("planning", "s") as on_progress:
             found = plan(given, seconds=seconds, device=device, grow_batch=grow_batch, progress=on_progress)
     except KeyboardInterrupt:  # the case was still being opened
-        nothing = {"subject": given.text, "interrupted": True}
         if json:
-            print_json(nothing)
+            print_json({"subject": given.text, "interrupted": True})
         screen(stderr=True).print("interrupted before anything was measured")
         raise typer.Exit(INTERRUPTED) from None
     found = _fitted(given, found)
@@ -64,9 +61,9 @@ def run(
         "file": file and str(file),
         "written": None,
     }
-    if not json:
-        from halfstep.cli.pages.plan import show
+    from halfstep.cli.pages.plan import show, show_next
 
+    if not json:
         show(report)
     left = False
     if file is not None and not found.interrupted:
@@ -79,8 +76,6 @@ def run(
     if json:
         print_json(report)
     else:
-        from halfstep.cli.pages.plan import show_next
-
         show_next(report)
     if left:
         raise typer.Exit(INTERRUPTED)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from halfstep.cli._options import Bf16, Fp16, OwnTask, Precision, RunFolder, Weights, flag, opened, print_json
+from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, print_report
 from halfstep.printable import in_line
 from halfstep.terminal import screen
 
@@ -37,31 +37,24 @@ def run(
     bf16: Bf16 = False,
     fp16: Fp16 = False,
     task: OwnTask = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Predict masks or classes for images, or objects in clips; without FOLDER, draw samples from the model alone.
 
     Writes pictures where the task draws them, and a table of values; or one picture of all samples. Settings after
     FOLDER change inference only, not what was learned: model.guidance=4, or --sample_steps 100.
     """
-    from halfstep.cli._predict_outputs import changed, check_place, folder_and_settings
+    from halfstep.cli._predict_outputs import changed, check_place, drawn, folder_and_settings, predict
 
     images, settings = folder_and_settings(rest or [])
     place = out or folder / "predictions"
     check_place(place, overwrite)
     finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
     if images is None:
-        from halfstep.cli._predict_outputs import drawn
-
         report = drawn(finished, place, samples=samples, columns=columns, seed=seed)
     else:
-        from halfstep.cli._predict_outputs import predict
-
         report = predict(finished, images, place)
-    if json:
-        print_json(report)
-    else:
-        _print(report)
+    print_report(report, json, _print)
 
 
 def _print(report: dict[str, Any]) -> None:

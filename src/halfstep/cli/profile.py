@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
+from halfstep.cli._options import TAKES_SETTINGS, Json, OnDevice, RecipeOrCase, end, print_report, subject
 from halfstep.terminal import progress
 
 GROUP = "Trouble"
@@ -20,21 +20,15 @@ def run(
         str | None, typer.Option(help="The precision that should be faster; the recipe's own if left out.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
-    device: Annotated[
-        str | None, typer.Option(help="A device as torch names it; the best one present if left out.")
-    ] = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    device: OnDevice = None,
+    json: Json = False,
 ) -> None:
     """Explain a missing speed-up: where a step's time goes, one cause, and one command to run."""
     examined = subject(recipe, context.args)
+    from halfstep.cli.pages.profile import show
     from halfstep.measure.profile.profile import profile
 
     with progress("profiling", "%") as on_progress:
         report = profile(examined, precision=precision, seconds=seconds, device=device, progress=on_progress).as_dict()
-    if json:
-        print_json(report)
-    else:
-        from halfstep.cli.pages.profile import show
-
-        show(report)
+    print_report(report, json, show)
     end(report)

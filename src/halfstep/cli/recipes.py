@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import flag, print_json
+from halfstep.cli._options import Json, print_json
 from halfstep.errors import FolderTaken, WrongUse, unknown_name
 from halfstep.printable import in_line
 from halfstep.terminal import say, screen
@@ -31,7 +31,7 @@ def run(
             help="explain: one setting, such as lr, or a folder to size the recipe to. copy: the file to write.",
         ),
     ] = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """List the recipes, explain one, copy one to make it your own, or print the JSON schema for editors."""
     # `halfstep recipes unet` is short for `explain unet`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import OwnTask, end, flag
+from halfstep.cli._options import Json, OwnTask, end, flag, print_json
 from halfstep.errors import BadData, HalfstepError, reason_in
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run(
     precision: Annotated[str | None, typer.Option(help="Another precision than the step's.")] = None,
     list: Annotated[bool, flag("--list", "List the failed steps that were recorded, and run nothing.")] = False,
     task: OwnTask = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Run a failed step again: name the operation that produced its NaN, whether precision caused it, and the fix."""
     from halfstep.cli.pages import replay as page
@@ -69,7 +69,9 @@ def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
 def _chosen(run_folder: Path, found: list[CheckpointDir], attempt: int | None) -> CheckpointDir:
     if attempt is None:
         # Where none is intact, opening the newest reports what is wrong.
-        return next((place for place in reversed(found) if _is_whole(_read(place))), found[-1])
+        records = ((place, _read(place)) for place in reversed(found))
+        whole = (place for place, record in records if not isinstance(record, str) and not record.step.without)
+        return next(whole, found[-1])
     for place in reversed(found):
         if place.attempt == attempt:
             return place
@@ -134,10 +136,6 @@ def _read(place: CheckpointDir) -> Record | str:
         return reason_in(error)
 
 
-def _is_whole(record: Record | str) -> bool:
-    return not isinstance(record, str) and not record.step.without
-
-
 def _guard_of(run_folder: Path) -> str:
     """Return the guard mode of the run's recipe, from its long or short form."""
     from halfstep.recipe.sources import read_recipe
@@ -151,9 +149,6 @@ def _guard_of(run_folder: Path) -> str:
 
 def _print_json(report: dict[str, Any]) -> None:
     """Print a report as JSON; non-finite numbers become words, as in the journal."""
-    from json import loads
+    from halfstep.journal.jsonl import in_strict_json
 
-    from halfstep.cli._options import print_json
-    from halfstep.journal.jsonl import as_line
-
-    print_json(loads(as_line(report)))
+    print_json(in_strict_json(report))

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.doctor.checkup import Conflict, SettingsVerdict, judge, read_sources
 from halfstep.doctor.settings import FoundSetting, line_for
@@ -27,9 +27,6 @@ class Change(NamedTuple):
     line: int
     before: str
     after: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return self._asdict()
 
 
 def make_agree(

@@ -186,6 +186,11 @@ def _warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr)
 
 
+def in_strict_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content as it is read back from a line: numbers that are not finite are words."""
+    return dict(json.loads(as_line(dict(content))))
+
+
 def as_line(event: Event) -> str:
     """Return an event as one line of strict JSON; non-finite numbers become the words NaN, Infinity and -Infinity."""
     # Nearly all events are finite, and need no second pass over their values.

@@ -8,11 +8,12 @@ import io
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
@@ -228,9 +229,6 @@ class Checked:
     agreement: float
     """The share of images or pixels with the same class."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def images_of(task: Task, signature: Signature) -> tuple[list[Tensor], str]:
     """Return model inputs, each 1 × channels × height × width, and their origin in words."""
@@ -322,7 +320,6 @@ def _taken_sizes(signature: Signature, written: Written) -> str:
 # Three file formats. Each file is read back and compared with the model before it replaces another.
 
 
-SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2"}
 NOTES = "halfstep.json"
 """The file inside a .pt2 archive that holds what an ONNX file has in its metadata."""
 LARGEST_ONNX = 2 * 10**9
@@ -349,8 +346,6 @@ def write(
 
 
 def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str, str]) -> None:
-    from safetensors.torch import load_file
-
     if format != "safetensors":
         raise WrongUse(
             f"--format {format} for the task {found.task.recipe.task}, which does not say what its model takes",
@@ -367,8 +362,6 @@ def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str,
 
 def write_safetensors(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
     """Write the weights and return the model loaded from them."""
-    from safetensors.torch import load_file
-
     _write_tensors(as_saved(found.model), notes, file)
     again = found.task.model()
     again.load_state_dict(load_file(file))

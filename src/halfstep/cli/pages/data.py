@@ -25,7 +25,8 @@ MOST_CLASSES = 12
 def show(report: dict[str, Any]) -> None:
     """Print the data set, its faults, and the verdict last."""
     console = screen()
-    console.print(Text(f"{in_line(report['folder'])}: {_what(report)}", style="bold"))
+    what = {"segmentation": "photographs with masks", "classification": "a folder for each class"}[report["task"]]
+    console.print(Text(f"{in_line(report['folder'])}: {what}", style="bold"))
     console.print(_facts(report))
     if report["classes"]:
         console.print(_classes(report["classes"]))
@@ -49,10 +50,6 @@ def show_sets(sets: Sequence[dict[str, Any]]) -> None:
     console = screen()
     console.print(table)
     console.print("\nhalfstep data get NAME gets one; halfstep data check FOLDER looks over your own.")
-
-
-def _what(report: dict[str, Any]) -> str:
-    return {"segmentation": "photographs with masks", "classification": "a folder for each class"}[report["task"]]
 
 
 def _facts(report: dict[str, Any]) -> Padding:

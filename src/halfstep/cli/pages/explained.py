@@ -42,7 +42,7 @@ def settings_help(recipe: str | None = None) -> RenderableType:
     title = "every task" if found is None else f"{found.label} (task {found.raw['task']})"
     more = f"All {len(every)} settings" if found is not None else "Those of a recipe: halfstep train RECIPE --help; all"
     return Group(
-        _heading(f"Settings of {title}, and what they are:"),
+        Text(f"\nSettings of {title}, and what they are:", style="bold"),
         _first(shown, here),
         Text(f"\n{_PRECISION}\n{more}: halfstep recipes {name}"),
     )
@@ -52,7 +52,9 @@ def _belongs(row: SettingRow, here: Mapping[str, str], of_recipe: bool) -> bool:
     """Return whether a setting is shown: without a recipe, if every task has it; otherwise, if it fits the recipe's
     data.
     """
-    return not _is_own(row) if not of_recipe else row.key in here or not _CONDITION.match(row.doc)
+    if not of_recipe:
+        return row.key.partition(".")[0] not in OWN_SECTIONS
+    return row.key in here or not _CONDITION.match(row.doc)
 
 
 def _found(recipe: str) -> RawRecipe | None:
@@ -85,7 +87,8 @@ def short(found: Iterable[SettingRow], here: Mapping[str, str] | None = None) ->
         name = Text.assemble((row.key, "bold"))
         if row.flags:
             name.append("\n" + "\n".join(f"  {flag}" for flag in row.flags), style="dim")
-        text = Text(f"{row.doc} {_bracket(row)}".strip())
+        default = "" if row.default == "needed" else f"; default {row.default or 'empty'}"
+        text = Text(f"{row.doc} ({row.allowed}{default})".strip())
         if here and row.key in here:
             text.append(f"\nhere: {here[row.key]}", style="bold")
         table.add_row(name, text)
@@ -119,18 +122,6 @@ def sizing_table(chosen: Iterable[ChosenSetting]) -> RenderableType:
 def _value(row: SettingRow, here: Mapping[str, str]) -> str:
     value = here.get(row.key, row.default)
     return "-" if value == "null" else value
-
-
-def _is_own(row: SettingRow) -> bool:
-    return row.key.partition(".")[0] in OWN_SECTIONS
-
-
-def _bracket(row: SettingRow) -> str:
-    return f"({row.allowed})" if row.default == "needed" else f"({row.allowed}; default {row.default or 'empty'})"
-
-
-def _heading(text: str) -> Text:
-    return Text(f"\n{text}", style="bold")
 
 
 def _table() -> Table:

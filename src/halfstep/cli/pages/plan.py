@@ -210,11 +210,9 @@ def _quoted(path: str) -> str:
 
 
 def _settings(report: dict[str, Any]) -> str:
-    return shlex.join(f"{key}={_yaml(value)}" for key, value in report["changes"].items())
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return shlex.join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in report["changes"].items()
+    )
 
 
 def _print_line(console: Console, line: str) -> None:
