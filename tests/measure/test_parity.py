@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -136,13 +137,13 @@ def test_a_metric_that_is_no_number_is_worse(wrong: float) -> None:
     assert found.verdict == "worse"
     assert found.note == "no finite metric in 1 of 5 runs"
     assert judged([0.5], [wrong]).verdict == "worse"
-    json.dumps(found.as_dict(), allow_nan=False)
+    json.dumps(asdict(found), allow_nan=False)
 
 
 def test_a_baseline_that_is_no_number_tells_nothing() -> None:
     found = judged([*BASE[:4], math.nan], BASE)
     assert found.verdict == "can't tell"
-    json.dumps(found.as_dict(), allow_nan=False)
+    json.dumps(asdict(found), allow_nan=False)
 
 
 def test_huge_metrics_do_not_overflow() -> None:

@@ -7,17 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from halfstep.doctor import sources as accelerate_file
-from halfstep.doctor import sources as environment
+from halfstep.doctor import sources as places
 from halfstep.doctor.settings import FoundSetting, SettingSource, line_for, shown
-from halfstep.doctor.sources import (
-    CLIPPING,
-    LEARNING_RATE,
-    from_accelerate,
-    from_deepspeed,
-    from_environment,
-    from_recipe,
-)
 from halfstep.finding import Finding
 from halfstep.precision.names import AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
 from halfstep.recipe.schema import GuardOptions
@@ -177,7 +168,7 @@ class Lookup:
 
     def of_accelerate(self) -> list[FoundSetting]:
         """Return the settings that decide accelerate's precision, from its file and its variable."""
-        keys = (("accelerate", "mixed_precision"), ("accelerate", "fp16"), ("environment", environment.MIXED_PRECISION))
+        keys = (("accelerate", "mixed_precision"), ("accelerate", "fp16"), ("environment", places.MIXED_PRECISION))
         return [setting for key in keys if (setting := self._found.get(key))]
 
     def accelerate_text(self) -> str:
@@ -197,7 +188,7 @@ def facts(sources: Sequence[SettingSource]) -> list[Finding]:
 
 def default_file_note(variables: Mapping[str, str]) -> list[Finding]:
     """Return a note where `accelerate launch` would read a default file that was not given here."""
-    place = accelerate_file.default_place(variables)
+    place = places.default_place(variables)
     if not place.is_file():
         return []
     evidence = f"{place} exists and was not compared; accelerate launch reads it unless it is given --config_file"
@@ -206,11 +197,11 @@ def default_file_note(variables: Mapping[str, str]) -> list[Finding]:
 
 def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
     fp16 = lookup.asks("fp16")
-    variable = lookup.get("environment", environment.USE_CPU)
+    variable = lookup.get("environment", places.USE_CPU)
     in_file = lookup.get("accelerate", "use_cpu")
     forced = in_file if in_file and in_file.value is True else None
     # Both force the CPU; where both are set, the variable is named.
-    if variable and str(variable.value).lower() in environment.ON:
+    if variable and str(variable.value).lower() in places.ON:
         forced = variable
     if fp16 and forced:
         evidence = f"{fp16} with {forced} ({forced.where}): accelerate reports fp16 and computes in fp32, silently"
@@ -219,7 +210,7 @@ def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
 
 def _no_without_quotes(lookup: Lookup) -> Iterator[Finding]:
     setting, text = lookup.get("accelerate", "mixed_precision"), lookup.accelerate_text()
-    if setting and accelerate_file.reads_a_boolean(text):
+    if setting and places.reads_a_boolean(text):
         evidence = (
             f"{setting} without quotes ({setting.where}): accelerate launch reads a boolean and stops in an error"
         )
@@ -228,14 +219,14 @@ def _no_without_quotes(lookup: Lookup) -> Iterator[Finding]:
 
 def _no_distributed_type(lookup: Lookup) -> Iterator[Finding]:
     place = next((s.place for s in lookup.sources if s.kind == "accelerate"), None)
-    if place and not lookup.get("accelerate", accelerate_file.DISTRIBUTED):
-        evidence = f"{place} has no {accelerate_file.DISTRIBUTED}, without which accelerate launch refuses the file"
+    if place and not lookup.get("accelerate", places.DISTRIBUTED):
+        evidence = f"{place} has no {places.DISTRIBUTED}, without which accelerate launch refuses the file"
         yield Finding("accelerate.no_distributed_type", "warning", evidence, "add the line  distributed_type: 'NO'")
 
 
 def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
-    variable = lookup.get("environment", environment.MIXED_PRECISION)
-    if variable and str(variable.value) not in accelerate_file.WORDS:
+    variable = lookup.get("environment", places.MIXED_PRECISION)
+    if variable and str(variable.value) not in places.WORDS:
         evidence = f"{variable}: under plain python accelerate knows small letters only, and computes in fp32, silently"
         fix = f"export {variable.key}={str(variable.value).lower()}"
         yield Finding("accelerate.variable_case", "warning", evidence, fix)
@@ -243,7 +234,7 @@ def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
 
 def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
     asked = lookup.asks(*NARROW)
-    if asked and asked.claim and lookup.value("accelerate", accelerate_file.DISTRIBUTED) == "FSDP":
+    if asked and asked.claim and lookup.value("accelerate", places.DISTRIBUTED) == "FSDP":
         # accelerate's FSDP policy treats fp8 as bf16.
         name = "bf16" if asked.claim.meaning == "fp8" else asked.claim.meaning
         evidence = f"distributed_type: FSDP with {asked}: accelerate also sums gradients over processes in {name}"
@@ -254,7 +245,7 @@ def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
 
 
 def _not_read(lookup: Lookup) -> Iterator[Finding]:
-    settings = [lookup.get("accelerate", f"fsdp_config.{key}") for key in accelerate_file.POLICIES]
+    settings = [lookup.get("accelerate", f"fsdp_config.{key}") for key in places.POLICIES]
     downcast = lookup.get("accelerate", "downcast_bf16")
     settings += [downcast] if downcast and downcast.value not in (False, "no", "NO") else []
     for setting in filter(None, settings):
@@ -282,7 +273,7 @@ def _fp8_may_be_fp16(lookup: Lookup) -> Iterator[Finding]:
 
 
 def _tf32_behind_fp32(lookup: Lookup) -> Iterator[Finding]:
-    variable = lookup.get("environment", environment.TORCH_TF32)
+    variable = lookup.get("environment", places.TORCH_TF32)
     if variable and variable.value == "1":
         evidence = f"{variable}: what torch calls an fp32 matrix product is a tf32 one on NVIDIA GPUs since Ampere"
         yield Finding("torch.tf32_override", "warning", evidence, f"unset {variable.key}")
@@ -292,7 +283,7 @@ def _who_wins(lookup: Lookup) -> Iterator[Finding]:
     if lookup.of_accelerate():
         evidence = (
             "who wins in accelerate: Accelerator(mixed_precision=...) in the script, then accelerate launch "
-            f"--mixed_precision, then its file. {environment.MIXED_PRECISION} counts only under plain python, "
+            f"--mixed_precision, then its file. {places.MIXED_PRECISION} counts only under plain python, "
             "where the file is not read"
         )
         fix = "start with accelerate launch, and leave mixed_precision out of the script"
@@ -372,8 +363,12 @@ def read_sources(
     recipe: str | None, accelerate: str | None, deepspeed: str | None, variables: Mapping[str, str]
 ) -> list[SettingSource]:
     """Read every source that was given, and the environment."""
-    readers = ((from_recipe, recipe), (from_accelerate, accelerate), (from_deepspeed, deepspeed))
-    return [read(place) for read, place in readers if place is not None] + [from_environment(variables)]
+    readers = (
+        (places.from_recipe, recipe),
+        (places.from_accelerate, accelerate),
+        (places.from_deepspeed, deepspeed),
+    )
+    return [read(place) for read, place in readers if place is not None] + [places.from_environment(variables)]
 
 
 def _status(
@@ -384,8 +379,8 @@ def _status(
         "precision": None if verdict.conflicts else verdict.precision,
         "amp": _amp(settings, verdict),
         "fp16": _fp16(settings, verdict),
-        "learning_rate": _found(sources, LEARNING_RATE),
-        "clipping": _found(sources, CLIPPING),
+        "learning_rate": _found(sources, places.LEARNING_RATE),
+        "clipping": _found(sources, places.CLIPPING),
         "nan_handling": _nan_handling(sources),
         "final": _final(sources, verdict),
     }

@@ -39,8 +39,13 @@ def from_accelerate(path: str) -> SettingSource:
         "use_cpu": "accelerate runs on the CPU" if content.get("use_cpu") is True else "accelerate picks the device",
     }
     found += [document.setting(key, content[key], means) for key, means in simple.items() if key in content]
+    clipping = _section(content, "deepspeed_config")
     return SettingSource(
-        "accelerate", document.place, found + _nested(document), _clipping(document), text=document.text
+        "accelerate",
+        document.place,
+        found + _nested(document),
+        training_settings(document, "deepspeed_config.", clipping),
+        text=document.text,
     )
 
 
@@ -123,10 +128,6 @@ def _deepspeed_file(content: Mapping[str, object]) -> bool:
 def _section(content: Mapping[str, object], key: str) -> Mapping[str, object]:
     section = content.get(key)
     return section if isinstance(section, Mapping) else {}
-
-
-def _clipping(document: Document) -> list[FoundSetting]:
-    return training_settings(document, "deepspeed_config.", _section(document.content, "deepspeed_config"))
 
 
 # -- environment ------------------------------------------------------------------------------------------------------

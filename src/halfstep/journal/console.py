@@ -17,75 +17,74 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
-from halfstep.journal import events, numbers, text
+from halfstep.journal import events, numbers
 from halfstep.journal import text as words
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import LOG
 from halfstep.journal.latest import Latest
-from halfstep.journal.text import TO_TYPE, ending, resumed
 
 # -- moment -----------------------------------------------------------------------------------------------------------
 # Format the current numbers of a run, in the order in which users look for them.
 
 
-def line_of(latest: Latest) -> list[text.LineItem]:
+def line_of(latest: Latest) -> list[words.LineItem]:
     """Return the current numbers, the most important first; nothing before the first step."""
     step, speed = latest.step, latest.speed
     if not step:
         return []
     items = _validation(latest) or [_loss("loss", step["loss"]), *_metric(latest)]
-    items.append(text.LineItem(f"lr {numbers.rate(step['lr'])}"))
+    items.append(words.LineItem(f"lr {numbers.rate(step['lr'])}"))
     if step.get("loss_scale") not in (None, 1.0):
-        items.append(text.LineItem(f"scale {numbers.scale(step['loss_scale'])}"))
+        items.append(words.LineItem(f"scale {numbers.scale(step['loss_scale'])}"))
     if latest.skipped:
         # A copy: the console draws this in its own thread while steps continue to be counted.
-        items.append(text.LineItem(text.skips(dict(latest.skipped)), True))
+        items.append(words.LineItem(words.skips(dict(latest.skipped)), True))
     if latest.checkpoint is not None:
-        items.append(text.LineItem(f"saved at step {numbers.count(latest.checkpoint.attempt)}"))
+        items.append(words.LineItem(f"saved at step {numbers.count(latest.checkpoint.attempt)}"))
     return items + (_machine(speed) if speed else [])
 
 
-def _loss(name: str, number: Any) -> text.LineItem:
-    return text.LineItem(f"{name} {numbers.value(number)}", not math.isfinite(numbers.real(number)))
+def _loss(name: str, number: Any) -> words.LineItem:
+    return words.LineItem(f"{name} {numbers.value(number)}", not math.isfinite(numbers.real(number)))
 
 
-def _validation(latest: Latest) -> list[text.LineItem]:
+def _validation(latest: Latest) -> list[words.LineItem]:
     """Return the metrics of the evaluation in progress; nothing while steps are taken."""
     found = latest.evaluating.get("metrics") or {}
     if "loss" not in found:
         return []
     others = [name for name in (latest.metric,) if name != "loss" and name in found]
-    told = [text.LineItem(f"val {text.named(name)} {numbers.value(found[name])}") for name in others]
+    told = [words.LineItem(f"val {words.named(name)} {numbers.value(found[name])}") for name in others]
     return [_loss("val loss", found["loss"]), *told]
 
 
-def _metric(latest: Latest) -> list[text.LineItem]:
+def _metric(latest: Latest) -> list[words.LineItem]:
     """Return the metric of this epoch so far, or that of the last evaluation."""
     so_far = (latest.speed.get("train_metrics") or {}).get(latest.metric)
     last = (latest.epoch.get("val") or {}).get(latest.metric)
     if latest.metric == "loss" or (so_far is None and last is None):
         return []
     number, whose = (last, "val ") if so_far is None else (so_far, "")
-    return [text.LineItem(f"{whose}{text.named(latest.metric)} {numbers.value(number)}")]
+    return [words.LineItem(f"{whose}{words.named(latest.metric)} {numbers.value(number)}")]
 
 
-def _machine(speed: Event) -> list[text.LineItem]:
+def _machine(speed: Event) -> list[words.LineItem]:
     """Return throughput, data wait, memory, and the GPU's meters if there is a GPU."""
     wait = numbers.real(speed.get("wait_share"))
     items = [
-        text.LineItem(f"{numbers.speed(speed['samples_per_second'])} img/s"),
-        text.LineItem(f"wait {numbers.share(wait)}", wait > 0.2),
+        words.LineItem(f"{numbers.speed(speed['samples_per_second'])} img/s"),
+        words.LineItem(f"wait {numbers.share(wait)}", wait > 0.2),
     ]
     memory = speed.get("memory") or {}
     if memory.get("device_bytes") is not None:
         peak = memory.get("device_peak_bytes") or memory["device_bytes"]
-        items.append(text.LineItem(f"memory {numbers.size(memory['device_bytes'])}, peak {numbers.size(peak)}"))
+        items.append(words.LineItem(f"memory {numbers.size(memory['device_bytes'])}, peak {numbers.size(peak)}"))
     elif memory.get("host_bytes") is not None:
-        items.append(text.LineItem(f"memory {numbers.size(memory['host_bytes'])}"))
+        items.append(words.LineItem(f"memory {numbers.size(memory['host_bytes'])}"))
     return items + _gpu(speed.get("gpu") or {})
 
 
-def _gpu(gpu: Mapping[str, Any]) -> list[text.LineItem]:
+def _gpu(gpu: Mapping[str, Any]) -> list[words.LineItem]:
     parts = []
     if gpu.get("utilisation") is not None:
         parts.append(numbers.share(gpu["utilisation"]))
@@ -93,7 +92,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[text.LineItem]:
         parts.append(f"{gpu['power_watts']:.0f} W")
     if gpu.get("temperature") is not None:
         parts.append(f"{gpu['temperature']:.0f} °C")
-    return [text.LineItem(f"GPU {' '.join(parts)}")] if parts else []
+    return [words.LineItem(f"GPU {' '.join(parts)}")] if parts else []
 
 
 # -- area -------------------------------------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def _lines(start: Event) -> list[Line]:
     label = max(len(word) for word, _ in header)
     return [
         Line(f"halfstep train {words.clean(start['label'])}", "bold"),
-        *(Line(text, "yellow" if alarm else "cyan") for text, alarm in resumed(start)),
+        *(Line(text, "yellow" if alarm else "cyan") for text, alarm in words.resumed(start)),
         Line(words.precision(start), "bold green" if mixed else "bold"),
         *(Line(text, "dim", 2, spare=True) for text in words.why(start)),
         *(Line(f"{word.ljust(label)}  {text}", "", 2) for word, text in header),
@@ -342,11 +341,11 @@ class LiveConsole:
         self._console.print(text, highlight=False)
 
     def _print_ending(self, event: Event) -> None:
-        first, *others = ending(event, self._latest)
+        first, *others = words.ending(event, self._latest)
         self._console.print()
         self._print(first, "bold green" if event["reason"] in ("finished", "early_stopping") else "bold yellow")
         for line in others:
-            if line.strip().startswith(TO_TYPE):
+            if line.strip().startswith(words.TO_TYPE):
                 # Not wrapped at any width, because the user copies it.
                 self._console.print(Text(self._fitted(line), style="bold"), soft_wrap=True)
             else:

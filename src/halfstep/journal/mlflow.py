@@ -19,8 +19,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
 from halfstep.errors import WrongUse
 from halfstep.files import read_json, write_json
-from halfstep.journal import events
-from halfstep.journal.events import Event
+from halfstep.journal.events import END, EPOCH, START, Event
 from halfstep.journal.trackers import MLFLOW_FILE, EventScalars, Picture, Scalars
 from halfstep.recipe.strict_yaml import flat
 
@@ -222,15 +221,15 @@ class MLflow:
         """Queue what the server should get of an event."""
         scalars, picture = self._scalars.on_event(event), self._scalars.picture(event)
         kind = event["event"]
-        if kind == events.START:
+        if kind == START:
             self._queue.add(partial(self._begin, event))
         elif scalars is not None:
             self._metrics += _metrics(scalars)
-            if kind == events.EPOCH or len(self._metrics) >= MOST_METRICS or time.monotonic() > self._sent + PAUSE:
+            if kind == EPOCH or len(self._metrics) >= MOST_METRICS or time.monotonic() > self._sent + PAUSE:
                 self._send_metrics()
         elif picture is not None:
             self._queue.add(partial(self._send_picture, picture))
-        elif kind == events.END:
+        elif kind == END:
             self._send_metrics()
             self._queue.add(partial(self._end, _STATUS.get(event["reason"], "KILLED")))
 

@@ -12,7 +12,6 @@ from halfstep.journal import text as words
 from halfstep.journal.console import line_of
 from halfstep.journal.events import Event, to_write
 from halfstep.journal.latest import CHECKPOINT, Latest
-from halfstep.journal.text import ending, is_resumed, resumed
 
 
 class Plain:
@@ -32,7 +31,7 @@ class Plain:
             events.SAVED: self._saved,
             events.GUARD: words.guard,
             events.NOTE: self._note,
-            events.END: lambda event: ending(event, self._latest),
+            events.END: lambda event: words.ending(event, self._latest),
         }
 
     def on_event(self, event: Event) -> None:
@@ -59,10 +58,10 @@ class Plain:
         title = f"halfstep train {words.clean(event['label'])}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
         header = words.header(event)
         width = max(len(word) for word, _ in header)
-        again = [f"warning: {text}" if alarm else text for text, alarm in resumed(event)]
+        again = [f"warning: {text}" if alarm else text for text, alarm in words.resumed(event)]
         lines = [title, *again, words.precision(event), *(f"  {line}" for line in words.why(event))]
         lines += [f"  {word.ljust(width)}  {line}" for word, line in header]
-        if not is_resumed(event):
+        if not words.is_resumed(event):
             lines += ["  recipe", *(f"    {line}" for line in words.recipe(event))]
         return [*lines, *(text for text, _ in words.remarks(event)), ""]
 

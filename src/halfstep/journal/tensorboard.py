@@ -7,8 +7,7 @@ import struct
 from pathlib import Path
 
 from halfstep.errors import MissingExtra
-from halfstep.journal import events
-from halfstep.journal.events import Event
+from halfstep.journal.events import SAVED, START, Event
 from halfstep.journal.latest import CHECKPOINT
 from halfstep.journal.trackers import EventScalars, Picture
 
@@ -48,9 +47,9 @@ class TensorBoard:
         elif scalars is not None:
             for name, value in scalars.values.items():
                 self._writer.add_scalar(name, value, scalars.attempt)
-        elif event["event"] == events.START:
+        elif event["event"] == START:
             self._add_recipe(event)
-        elif event["event"] == events.SAVED and event["kind"] == CHECKPOINT:
+        elif event["event"] == SAVED and event["kind"] == CHECKPOINT:
             # A resume from this checkpoint keeps everything before it, so that must be on disk by then.
             self._writer.flush()
 

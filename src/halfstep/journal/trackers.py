@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.files import read_json
-from halfstep.journal import events
-from halfstep.journal.events import Event
+from halfstep.journal.events import EPOCH, SAVED, SPEED, Event
 from halfstep.journal.latest import Latest
 from halfstep.journal.numbers import real
 
@@ -86,9 +85,9 @@ class EventScalars:
         """Record an event, and return its scalars or None."""
         self._latest.on_event(event)
         kind = event["event"]
-        if kind == events.SPEED:
+        if kind == SPEED:
             values = self._step() | _speed(event)
-        elif kind == events.EPOCH:
+        elif kind == EPOCH:
             values = self._step() | _each("train_epoch", event["train"]) | _each("val", event.get("val") or {})
         else:
             return None
@@ -97,7 +96,7 @@ class EventScalars:
 
     def picture(self, event: Event) -> Picture | None:
         """Return the picture of an event that was recorded before, or None."""
-        if event["event"] != events.SAVED or event["kind"] != PICTURE:
+        if event["event"] != SAVED or event["kind"] != PICTURE:
             return None
         return Picture(self._latest.attempt, str(event["file"]))
 

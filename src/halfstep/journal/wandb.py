@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import MissingExtra
-from halfstep.journal import events
-from halfstep.journal.events import Event
+from halfstep.journal.events import START, Event
 from halfstep.journal.trackers import EventScalars
 
 try:
@@ -35,7 +34,7 @@ class WeightsAndBiases:
     def on_event(self, event: Event) -> None:
         """Start the W&B run, or log the scalars or the picture of an event."""
         scalars, picture = self._scalars.on_event(event), self._scalars.picture(event)
-        if event["event"] == events.START:
+        if event["event"] == START:
             self._run = init(
                 project="halfstep",
                 name=event["label"],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Verdict = Literal["same", "worse", "can't tell"]
 HALF_A_POINT = 0.005
@@ -35,9 +35,6 @@ class ParityTest:
     high: float | None
     pairs: int
     note: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

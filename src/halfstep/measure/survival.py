@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from halfstep.observe.emulate import (
     Rounding,
     over_the_whole_range,
 )
-from halfstep.observe.recorder import Recorder
+from halfstep.observe.recorder import Recorder, eagerly
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
 from halfstep.precision.island import island
@@ -178,9 +177,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     with ExitStack() as active:
         active.callback(set_generator_states, states, device)
         active.enter_context(flags.fp32_scope("ieee", device))
-        # Compiled code hides its operations from the rounding. The check avoids the slow import of torch._dynamo.
-        if "torch._dynamo" in sys.modules:
-            active.enter_context(torch.compiler.set_stance("force_eager"))
+        active.enter_context(eagerly())
         torch.manual_seed(SEED)
         yield
 

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from halfstep.errors import PrecisionNotObserved
@@ -18,7 +17,7 @@ from halfstep.formats import FP32
 from halfstep.observe.flops import computed_in, flops, guessed, has_no_narrow_kernel, is_unknown
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
-from halfstep.observe.recorder import BeforeWrite, Operation, Recorder, uses_compiled
+from halfstep.observe.recorder import BeforeWrite, Operation, Recorder, eagerly, uses_compiled
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
 
@@ -273,9 +272,7 @@ class Watch:
             self._recording = tally, Recorder(self._model, tally, before_write=self._before_write)
         with ExitStack() as entering:
             entering.enter_context(self._inner)
-            # Nothing can be compiled before Dynamo is imported, and importing it takes a second.
-            if "torch._dynamo" in sys.modules:
-                entering.enter_context(torch.compiler.set_stance("force_eager"))
+            entering.enter_context(eagerly())
             entering.enter_context(self._recording[1])
             if self._precision.casts:
                 entering.enter_context(self._own_functions)

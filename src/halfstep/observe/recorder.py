@@ -383,6 +383,17 @@ def _computes_again() -> bool:
 # Detect compiled code, which may behave differently from the same code run eagerly.
 
 
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run compiled code eagerly: it shows none of its operations otherwise."""
+    # Nothing can be compiled before Dynamo is loaded, and importing it takes a second.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
     """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

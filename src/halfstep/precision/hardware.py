@@ -284,13 +284,9 @@ def _describe_cuda(where: torch.device) -> Device:
         capability=None if amd else (facts.major, facts.minor),
         # Features such as `:sramecc+:xnack-` follow the architecture.
         arch=facts.gcnArchName.split(":")[0] if amd else "",
-        driver=_rocm_driver() if amd else _cuda_driver(),
+        driver=f"HIP {torch.version.hip} {_text(AMD_DRIVER)}".strip() if amd else _cuda_driver(),
         torch=torch.__version__,
     )
-
-
-def _rocm_driver() -> str:
-    return f"HIP {torch.version.hip} {_text(AMD_DRIVER)}".strip()
 
 
 def _cuda_driver() -> str:
@@ -372,16 +368,12 @@ def _torch_facts() -> Mapping[str, Any]:
     return {flag: bool(getattr(torch.cpu, name, bool)()) for flag, name in older.items()}
 
 
-def _describe_tpu(where: torch.device) -> Device:
-    return Device(kind="tpu", name="TPU", place=str(where), torch=torch.__version__)
-
-
 _READERS: dict[str, Callable[[torch.device], Device]] = {
     "cuda": _describe_cuda,
     "xpu": _describe_xpu,
     "mps": _describe_mps,
     "cpu": _describe_cpu,
-    "xla": _describe_tpu,
+    "xla": lambda where: Device(kind="tpu", name="TPU", place=str(where), torch=torch.__version__),
 }
 
 

@@ -13,7 +13,6 @@ from torch.nn.modules.conv import _ConvNd
 from halfstep.errors import unknown_name
 from halfstep.formats import BF16, FP16, FP32, TF32, Format, is_narrow
 from halfstep.precision import flags
-from halfstep.precision.flags import mkldnn_before
 from halfstep.precision.names import precision_names
 
 # -- half convolutions ------------------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ def _spare(_module: nn.Module, _inputs: object, output: Tensor) -> None:
     if node is None or output.dtype is not torch.float16 or output.device.type != "cpu":
         return
     # The user's own setting, not the current one: another thread's backward may have turned the switch off right now.
-    before = mkldnn_before()
+    before = flags.mkldnn_before()
     # Hooks of the graph node, not of the module: where the input needs no gradient, as in a first layer, torch calls a
     # module's backward hook before the kernel runs.
     node.register_prehook(lambda _grads: _switch(False))

@@ -273,7 +273,7 @@ class Spike:
 
     def words(self, report: StepReport) -> str:
         """Return how far above the usual the worst loss of a step is, in words."""
-        name = max(report.parts, key=lambda name: self._excess(name, report.parts[name].loss))
+        name = max(report.parts, key=lambda name: report.parts[name].loss - self._of(name).usual.limit)
         return self._words(name, report.parts[name].loss)
 
     def _take(self, name: str, rise: Rise | None, report: StepReport) -> None:
@@ -321,9 +321,6 @@ class Spike:
         if watched is None:
             watched = self._watched[name] = LossWatch()
         return watched
-
-    def _excess(self, name: str, loss: float) -> float:
-        return loss - self._of(name).usual.limit
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""

@@ -56,7 +56,7 @@ class Spot(NamedTuple):
 def not_finite(microbatches: Sequence[Any], name: str | None) -> list[Spot]:
     """Return the places with non-finite values, on any rank; the tensor of this name comes first."""
     found = [
-        (path_of(index, path) != name, _spot(index, len(microbatches), path, leaf))
+        (f"{BATCH}[{index}]{path}" != name, _spot(index, len(microbatches), path, leaf))
         for index, path, leaf in _floating(microbatches)
         if not all_finite(leaf)
     ]
@@ -125,11 +125,6 @@ def without(attempt: StepInputs, spot: Spot) -> StepInputs:
 
     microbatches[spot.microbatch] = pytree.tree_map_only(Tensor, swapped, given)
     return attempt._replace(microbatches=microbatches)
-
-
-def path_of(microbatch: int, path: str) -> str:
-    """Return the name of the tensor at `path` as the search for the origin uses it."""
-    return f"{BATCH}[{microbatch}]{path}"
 
 
 def _floating(microbatches: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:

@@ -14,7 +14,6 @@ from torch import nn
 from halfstep import distributed
 from halfstep.formats import FP32
 from halfstep.guard.diagnosis import bad_inputs, explain
-from halfstep.guard.diagnosis.bad_inputs import Past
 from halfstep.guard.diagnosis.rerun import HeldTensors, ReplayConfig, holdings
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, remedies_for
 from halfstep.guard.verdict import (
@@ -60,7 +59,6 @@ LARGE = 1_000_000_000
 """The number of parameters above which a diagnosis is bounded."""
 MOST_RERUNS = 4
 """The maximum number of reruns of a large model: as it was, without a loss scale, in fp32, and the first remedy."""
-USUAL_RERUNS = 10
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def _size(count: int) -> str:
 _FORWARD = (LOSS_NOT_FINITE, BUFFER_NOT_FINITE)
 """The reasons that do not depend on the loss scale."""
 _NO_HISTORY = History()
-_NO_PAST = Past()
+_NO_PAST = bad_inputs.Past()
 _WRITTEN = "written"
 _OTHER_LOSS = Cure("fix_code", explain.OTHER_LOSS, None)
 _CLONE_FIRST = Cure("fix_code", explain.CLONE_FIRST, None)
@@ -131,7 +129,7 @@ def diagnose(
     reason: str,
     history: History = _NO_HISTORY,
     compiled: bool = False,
-    past: Past = _NO_PAST,
+    past: bad_inputs.Past = _NO_PAST,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     seconds: float | None = None,
     tell: Callable[[Cost], None] = lambda cost: None,
@@ -164,7 +162,7 @@ class _Case:
     reason: str
     history: History
     compiled: bool
-    past: Past
+    past: bad_inputs.Past
     optimizers: tuple[torch.optim.Optimizer, ...]
 
     @property
@@ -305,10 +303,10 @@ class _Case:
         far = bad_inputs.outlier(microbatches)
         # Only if the step is finite without it: an unusual sample alone proves nothing.
         if far is not None and self._finite_in(bad_inputs.without(self.attempt, far)):
-            return Verdict(DATA, explain.far(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_SKIP,))
+            return Verdict(DATA, explain.reaches(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_SKIP,))
         for found in bad_inputs.far_from_one(microbatches, bad_inputs.UNUSUAL if self._applied else bad_inputs.ABSURD):
             if self._finite_in(bad_inputs.normalised(self.attempt, found)):
-                sentence = explain.not_normalised(found, as_it_was)
+                sentence = explain.reaches(found, as_it_was)
                 return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALISED,), (_NORMALISE, _SKIP))
         return None
 

@@ -131,8 +131,8 @@ def state(what: str, since: str) -> str:
     return f"state: {what}{f'; {since}' if since else ''}"
 
 
-def not_normalised(found: Spot, outcome: TrialOutcome) -> str:
-    """Return the sentence for a batch that was not normalized."""
+def reaches(found: Spot, outcome: TrialOutcome) -> str:
+    """Return the sentence for numbers of the batch that are far from all others, or from what is usual."""
     return f"data: {found} reaches {found.value}; {what_happened(outcome)}"
 
 
@@ -152,11 +152,6 @@ def spot(found: Spot) -> str:
     """Return where a batch holds non-finite values."""
     many = f", one of {found.many:,} such numbers" if found.many > 1 else ""
     return f"{found} holds {found.value}{many}"
-
-
-def far(found: Spot, outcome: TrialOutcome) -> str:
-    """Return the sentence for a sample that is far from the others."""
-    return f"data: {found} reaches {found.value}; {what_happened(outcome)}"
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ holds a reference to it sees the same object; whatever the rerun writes is resto
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from halfstep.observe.nonfinite_origin import (
     written_by,
 )
 from halfstep.observe.reachable import leaves, outermost, reachable
-from halfstep.observe.recorder import OUTSIDE, Operation, Recorder, as_written
+from halfstep.observe.recorder import OUTSIDE, Operation, Recorder, as_written, eagerly
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.buffers import Buffers
@@ -86,9 +85,6 @@ def _of(name: str, holder: str) -> str:
 # -- kept -------------------------------------------------------------------------------------------------------------
 # Restore whatever a rerun writes: weights that forward writes, buffers, gradients, random numbers. A weight is copied
 # only when an operation is about to write to it, so that a model that fills the memory can be run again.
-
-
-Copies = dict[int, Tensor]
 
 
 class Weights:
@@ -292,7 +288,7 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
 
 def _watch(active: ExitStack, model: nn.Module, compiled: bool, origins: NonfiniteOrigins, weights: Weights) -> None:
     if not compiled:
-        active.enter_context(_eagerly())
+        active.enter_context(eagerly())
         active.enter_context(Recorder(model, origins, weights.run))
         return
     # Compiled code does not show what it is about to write, so weights are copied in advance; of a large model only the
@@ -391,17 +387,14 @@ def _gradients(model: nn.Module, attempt: StepInputs) -> dict[str, tuple[str, Te
     """Return the optimizer and the gradient of each parameter, in the model's order."""
     names = {id(parameter): as_written(name) for name, parameter in model.named_parameters()}
     first = next(iter(attempt.factors))
-    owners = {id(p): name for name, reach in (attempt.reaches or {}).items() for p in reach.parameters}
-    trained = [*model.parameters(), *(p for p in _trained(attempt) if id(p) not in names)]
+    reaches = attempt.reaches or {}
+    owners = {id(p): name for name, reach in reaches.items() for p in reach.parameters}
+    trained = [*model.parameters(), *(p for reach in reaches.values() for p in reach.parameters if id(p) not in names)]
     return {
         names.get(id(p), f"parameter {number} of the optimizer, which is not the model's"): (owner, p.grad)
         for number, p in enumerate(trained)
         if p.grad is not None and (owner := first if attempt.reaches is None else owners.get(id(p))) is not None
     }
-
-
-def _trained(attempt: StepInputs) -> list[Tensor]:
-    return [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
 
 
 def _of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: NonfiniteOrigins) -> Made | None:
@@ -425,14 +418,3 @@ def batch_kept(microbatches: Sequence[Any]) -> Iterator[None]:
             # _version counts in-place writes, so an untouched tensor is not written again.
             if leaf._version != version:
                 leaf.copy_(copy)
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Run compiled code eagerly: it shows none of its operations otherwise."""
-    # Nothing can be compiled before Dynamo is loaded, and importing it is slow.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

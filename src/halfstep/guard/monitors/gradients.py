@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep.finding import Finding
-from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, Trained, and_more, part_of, taking_turns
+from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, and_more, part_of, taking_turns
 
 # -- underflow --------------------------------------------------------------------------------------------------------
 # Whether a zero gradient underflowed or is truly zero (a dead unit, a word that is not in the batch) cannot be known
@@ -54,7 +54,7 @@ class Vanishing(Monitor):
             size = part_of(one.parameter.grad).abs()
             nonzero = sample.scalars.note(size.count_nonzero())
             # Gradients are already unscaled and clipped here, so the limit is multiplied in the same way.
-            low = sample.scalars.note((size < smallest * _multiplied_by(one)).count_nonzero())
+            low = sample.scalars.note((size < smallest * one.slot.multiplier).count_nonzero())
             self._noted.append(_Noted(one.name, size.numel(), nonzero, low))
 
     def read(self, sample: SampledStep, numbers: Sequence[float]) -> list[Finding]:
@@ -96,11 +96,6 @@ class Vanishing(Monitor):
                 "precision=bf16, which needs no loss scale; or a larger one: DynamicScale(init_scale=...)",
             )
         ]
-
-
-def _multiplied_by(one: Trained) -> float:
-    """Return the factor that was applied to backward's result: unscaling and clipping."""
-    return one.slot.multiplier
 
 
 # -- unused parameters ------------------------------------------------------------------------------------------------

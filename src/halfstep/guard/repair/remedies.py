@@ -71,13 +71,9 @@ class Remedies:
         The caller builds the Stepper with `precision`.
         """
         for path in self.islands:
-            island(model, path) if path else island(model)
+            _place_island(model, path)
         if self.eager:
             drop_compiled_calls(model)
-
-    def newest_on_probation(self) -> Remedy | None:
-        """Return the newest remedy that may be lifted, or None."""
-        return next((remedy for remedy in reversed(self.placed) if not remedy.for_good), None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the remedies as plain data."""
@@ -151,7 +147,7 @@ class RemedyApplier:
 
     def lift_newest(self) -> Remedy | None:
         """Lift the newest remedy on probation and return it; None if there is none."""
-        remedy = self.remedies.newest_on_probation()
+        remedy = next((remedy for remedy in reversed(self.remedies.placed) if not remedy.for_good), None)
         if remedy is None:
             return None
         self._lift(remedy)
@@ -167,7 +163,7 @@ class RemedyApplier:
         model = self._stepper.model
         for path in remedies.islands:
             if path not in islands(model):
-                self._place_island(path)
+                _place_island(model, path)
         self._compute_in(remedies.precision)
         if remedies.eager and self._recompile is None:
             self._recompile = drop_compiled_calls(model)
@@ -219,7 +215,7 @@ class RemedyApplier:
         """
         try:
             if remedy.kind == "island":
-                self._place_island(remedy.target)
+                _place_island(self._stepper.model, remedy.target)
             elif remedy.kind == "precision":
                 self._stepper.change_precision(remedy.target)
             else:
@@ -228,12 +224,9 @@ class RemedyApplier:
             return False
         return True
 
-    def _place_island(self, path: str) -> None:
-        model = self._stepper.model
-        if path:
-            island(model, path)
-        else:
-            island(model)
+
+def _place_island(model: nn.Module, path: str) -> None:
+    island(model, *filter(None, [path]))  # the empty path is the model itself
 
 
 def key_of(verdict: Verdict) -> str:

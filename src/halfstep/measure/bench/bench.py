@@ -11,7 +11,6 @@ from typing import Any
 
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse, reason_in
 from halfstep.files import read_json, write_json
-from halfstep.measure.bench import runs as case_runs
 from halfstep.measure.bench.comparison import (
     BenchMetric,
     BenchTimes,
@@ -25,7 +24,7 @@ from halfstep.measure.bench.comparison import (
     usual,
 )
 from halfstep.measure.bench.report import Bench
-from halfstep.measure.bench.runs import CaseCandidate, RecipeCandidate, RunTimeLimit, as_file, race_of
+from halfstep.measure.bench.runs import METRIC, CaseCandidate, RecipeCandidate, RunTimeLimit, as_file, race_of
 from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
@@ -274,7 +273,7 @@ def _of_case(
     found = {name: CaseCandidate(subject, StepSetting(name)) for name in changes}
     return compare(
         found,
-        metric=case_runs.METRIC,
+        metric=METRIC,
         memories={name: MemoryOf(candidate.subject, candidate.setting) for name, candidate in found.items()},
         race=partial(race_of, found),
         **common,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import statistics
@@ -13,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from halfstep.errors import WrongUse
-from halfstep.journal.jsonl import as_line
+from halfstep.journal.jsonl import in_strict_json
 from halfstep.measure.parity import Margin, ParityTest, half_a_point, margin_of, mean_interval, parity
 from halfstep.measure.timing import Speed, Verdict
 
@@ -42,9 +41,6 @@ class Config:
     """Samples of an update on one device; None for a case, whose batch is fixed."""
     settings: tuple[str, ...] = ()
     """Settings of the recipe that define this candidate."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"precision": self.precision, "batch": self.batch, "settings": list(self.settings)}
 
 
 @dataclass(frozen=True)
@@ -109,12 +105,6 @@ class Memory:
     def from_dict(cls, saved: Mapping[str, Any]) -> Memory:
         """Return the memory from its saved form."""
         return cls(saved["measured"], saved["parts"], saved["note"])
-
-
-def in_strict_json(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content as strict JSON can represent it."""
-    # The journal's own writer, so that both have the same words for NaN and infinity.
-    return dict(json.loads(as_line(content)))
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -378,13 +368,13 @@ class BenchRow:
         figures = ("metric", "samples_per_second", "seconds_per_epoch", "joules_per_epoch", "seconds")
         return {
             "name": self.name,
-            **self.config.as_dict(),
+            **asdict(self.config),
             "failed": self.failed,
             "seeds": [run.seed for run in self.runs],
             "finite": self.finite,
             **{name: asdict(found) if (found := getattr(self, name)) else None for name in figures},
             "gain": self.gain.as_dict() if self.gain else None,
-            "parity": in_strict_json(self.parity.as_dict()) if self.parity else None,
+            "parity": in_strict_json(asdict(self.parity)) if self.parity else None,
             "memory": self.memory.as_dict() if self.memory else None,
             "less_memory": self.less_memory,
             "peak_bytes": self.peak_bytes,

@@ -11,7 +11,8 @@ from typing import Any
 from halfstep.errors import FolderTaken, MissingExtra
 from halfstep.files import read_json, write_json, write_text
 from halfstep.journal import numbers
-from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, in_strict_json, margin_over
+from halfstep.journal.jsonl import in_strict_json
+from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, margin_over
 from halfstep.measure.conditions import busy, in_words
 from halfstep.measure.parity import Margin, ParityTest
 

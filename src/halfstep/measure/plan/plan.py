@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -187,7 +187,7 @@ class Plan:
 
     def _parity_of(self, cell: Cell) -> dict[str, Any] | None:
         found = self.parities.get(cell.setting)
-        return found.as_dict() if found else None
+        return asdict(found) if found else None
 
     def as_dict(self) -> dict[str, Any]:
         can = abilities(self.device)
@@ -200,7 +200,7 @@ class Plan:
             "choice": self.choice.as_dict(),
             "stay": self.stay,
             "reasons": self.reasons,
-            "parity": self.parity.as_dict(),
+            "parity": asdict(self.parity),
             "ladder": [cell.as_dict() | {"parity": self._parity_of(cell)} for cell in self.ladder],
             "runner_up": self.runner_up.as_dict() if self.runner_up else None,
             "why_not": self.why_not,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Literal
+from typing import Literal
 
 UPDATES, FEWEST = 20, 8
 """The number of updates after which losses are compared, and the smallest number for a verdict."""
@@ -72,9 +72,6 @@ class LossParity:
     """Relative spread of the strict fp32 runs; None without other runs."""
     runs: int = 0
     """Number of other fp32 runs."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def updates_for(seconds: float, opening: float, update: float) -> int:

@@ -75,11 +75,6 @@ def abilities(device: Device) -> dict[str, Ability]:
     return {name: ability(device, name) for name in SIMPLEST_FIRST}
 
 
-def baseline_of(now: StepSetting) -> StepSetting:
-    """Return strict fp32, eager and in the default layout, with the current batch."""
-    return StepSetting(BASELINE_PRECISION, batch=now.batch, microbatches=now.microbatches, recompute=now.recompute)
-
-
 def eager_settings(baseline: StepSetting, device: Device, has_images: bool) -> list[StepSetting]:
     """Return all settings but the baseline, most promising first: the likely winner is measured if time runs out."""
     native = [name for name, can in abilities(device).items() if can.native]
@@ -115,7 +110,7 @@ class Search:
     def __init__(self, facts: CaseFacts, device: Device, trials: SettingTrials) -> None:
         self.facts, self.device = facts, device
         self._trials = trials
-        self._trials.baseline = baseline_of(facts.now)
+        self._trials.baseline = replace(facts.now, precision=BASELINE_PRECISION, channels_last=False, compile=False)
         self.finalists: list[StepSetting] = []
         self._nudged: list[list[float]] = []
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import re
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from halfstep.measure.profile.facts import (
 )
 from halfstep.measure.timing import Stopwatch
 from halfstep.observe.flops import computed_in, flops
-from halfstep.observe.recorder import Operation, Recorder
+from halfstep.observe.recorder import Operation, Recorder, eagerly
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
 
@@ -76,8 +75,7 @@ def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 5)
     activities = [ProfilerActivity.CPU]
     if device.type != "cpu":
         activities.append(ProfilerActivity.XPU if device.type == "xpu" else ProfilerActivity.CUDA)
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with eager:
+    with eagerly():
         with profile(activities=activities, record_shapes=True) as recorded:
             for _ in range(steps):
                 with torch.profiler.record_function(_STEP):
@@ -230,8 +228,7 @@ def look(model: nn.Module, step: Callable[[], object]) -> StepLayers:
 
     layers: dict[str, Layer] = {}
     with ExitStack() as watching:
-        if "torch._dynamo" in sys.modules:
-            watching.enter_context(torch.compiler.set_stance("force_eager"))
+        watching.enter_context(eagerly())
         for name, module in model.named_modules():
             if channels(module):
                 handle = module.register_forward_hook(_noting(layers, name.replace("_orig_mod.", "")))
@@ -369,17 +366,13 @@ def measured(
         rounds.append(times)
         if len(rounds) >= _FEWEST and time.perf_counter() >= deadline:
             break
-    rounds = _least_disturbed(rounds)
+    # The fastest half by their total, so that the selection favors neither of the two.
+    rounds = sorted(rounds, key=lambda times: sum(times.values()))[: max(_FEWEST // 2, len(rounds) // 2)]
     low, high = clock.median_interval([times["now"] / times["padded"] for times in rounds])
     median = {name: statistics.median(times[name] for times in rounds) for name in timers}
     names = tuple(layer.name for layer in layers)
     kind = type(first.module).__name__
     return MisalignedLayer(names, _arrow(now), _arrow(then), share, median["now"], median["padded"], low, high, kind)
-
-
-def _least_disturbed(rounds: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the fastest half of the rounds by their total, so that the selection favors neither of the two."""
-    return sorted(rounds, key=lambda times: sum(times.values()))[: max(_FEWEST // 2, len(rounds) // 2)]
 
 
 def _shape(layer: Layer, module: nn.Module) -> tuple[int, ...]:

@@ -122,12 +122,8 @@ def _is_protected(node: Any, function: Any, given: set[Met]) -> bool:
     if under_autocast is None:
         return False
     if under_autocast:
-        return any(_is_of_torchs_decorators(code) for code in _codes(function.backward))
+        return any(code.co_filename == _TORCHS_DECORATORS for code in _codes(function.backward))
     return not any(is_narrow(one.dtype) for one in given)
-
-
-def _is_of_torchs_decorators(code: CodeType) -> bool:
-    return code.co_filename == _TORCHS_DECORATORS
 
 
 def _code(method: Any) -> CodeType | None:
