@@ -17,7 +17,7 @@ from halfstep.measure.memory.ledger import WORKING, Ledger
 from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, made_once, precisions
 from halfstep.measure.scale.counting import Counted, count
 from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, Layout, layouts, ranks_and_nodes
-from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total, utilization
+from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total
 from halfstep.measure.scale.upkeep import upkeep
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.precision.names import AUTO as OWN_PRECISION
@@ -192,7 +192,7 @@ def _written(
         "reason": reason(rows, taken, target, sharding),
         "layouts": rows,
         "links": links and {"inside": links.inside, "between": links.between, "flops": links.flops,
-                            "utilization": utilization(), "source": links.source},
+                            "utilization": links.utilization, "source": links.source},
         "notes": [*_notes(rows, links, target), *ledger.notes, MODELLED],
     }  # fmt: skip
 

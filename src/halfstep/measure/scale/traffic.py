@@ -40,6 +40,7 @@ class Links:
     between: float
     flops: float
     """A second: the peak times the assumed utilization."""
+    utilization: float
     source: str
 
     def seconds(self, traffic: Traffic) -> float:
@@ -55,14 +56,8 @@ def links_of(device: str) -> Links | None:
     for row in table["links"]:
         if device in row["devices"]:
             flops = row["tflops"] * 1e12 * table["utilization"]
-            return Links(row["inside"] * GB, row["between"] * GB, flops, row["source"])
+            return Links(row["inside"] * GB, row["between"] * GB, flops, table["utilization"], row["source"])
     return None
-
-
-def utilization() -> float:
-    """Return the share of the peak that a device is assumed to reach."""
-    text = resources.files(__package__).joinpath("links.json").read_text(encoding="utf-8")
-    return float(json.loads(text)["utilization"])
 
 
 def traffic_of(collective: Collective) -> Traffic:
