@@ -20,11 +20,13 @@ import pytest
 import torch
 
 from halfstep.precision.flags import read_flags
+from tests.support import curves
 from tests.support.quick import Quick, Stopwatch
 from tests.support.ranks import Ranks
 
 # Several workers with several threads each would fight over the cores.
 torch.set_num_threads(1)
+curves.leave_out()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,6 +70,13 @@ def nothing_leaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     before = settings()
     yield
     assert settings() == before
+
+
+@pytest.fixture
+def drawn_curves() -> Iterator[None]:
+    """For tests that look at a run's curves."""
+    with curves.drawn():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ def tell(journal: Journal, events: list[Event]) -> None:
         journal.emit(**{name: value for name, value in event.items() if name != "time"})
 
 
+@pytest.mark.usefixtures("drawn_curves")
 @pytest.mark.parametrize("kind", ["bf16", "nan"])
 def test_a_run_leaves_its_journal_its_log_and_its_curves(tmp_path: Path, kind: str) -> None:
     screen = io.StringIO()
@@ -84,6 +85,7 @@ class Drawings:
         self.now += self._seconds
 
 
+@pytest.mark.usefixtures("drawn_curves")
 @pytest.mark.parametrize(("seconds", "pause"), [(0.01, 10.0), (0.5, 50.0)])
 def test_drawing_is_seldom_and_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, pause: float

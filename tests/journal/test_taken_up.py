@@ -55,6 +55,7 @@ def test_the_journal_has_every_attempt_once_and_two_starts(tmp_path: Path, kille
     assert "checkpoint" not in {e.get("kind") for e in events}, "the journal was not cut back to before the save"
 
 
+@pytest.mark.usefixtures("drawn_curves")
 @pytest.mark.parametrize("kind", ["fp16", "nan"])
 def test_the_curves_are_those_of_a_run_without_a_break(tmp_path: Path, kind: str) -> None:
     whole = killed_and_taken_up(tmp_path, kind, 33)

@@ -23,12 +23,6 @@ COSINE = {"schedule.name": "cosine", "train.ema": 0.9, "model.batchnorm": True}
 PER_EPOCH = 4
 
 
-@pytest.fixture(autouse=True)
-def _without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take half a second of each run, and are drawn and looked at elsewhere."""
-    monkeypatch.setattr("halfstep.draw.curves.draw_curves", lambda *_: None)
-
-
 class StoppingLater(Tiny):
     """Is asked to stop in the middle of the first epoch of its extension, after an evaluation that is done again."""
 
