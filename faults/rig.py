@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -21,12 +20,10 @@ from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.journal.jsonl import JOURNAL, read_events, saved_events
 from tests.support.digest import digest_of
-from tests.support.preloaded import PRELOADED
+from tests.support.preloaded import server
 
 LONGEST = 60.0
 """Seconds after which a process has hung."""
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOADED)
 
 
 @contextmanager
@@ -40,7 +37,7 @@ def scratch() -> Iterator[Path]:
 def start(folder: Path, settings: Mapping[str, Any] | None = None, **more: Any) -> BaseProcess:
     """A run in a process of its own; see `child.run`."""
     more = {"mutant": mutants.current(), **more}
-    process = _context.Process(target=child.run, args=(str(folder), dict(settings or {})), kwargs=more)
+    process = server().Process(target=child.run, args=(str(folder), dict(settings or {})), kwargs=more)
     process.start()
     return process
 

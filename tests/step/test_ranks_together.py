@@ -277,9 +277,12 @@ def one_dies(rank: int) -> tuple[str, float]:
 def test_a_rank_that_dies_is_told_as_what_it_is() -> None:
     ranks = Ranks(2)
     try:
-        ((words, seconds),) = ranks.some(1, one_dies)
+        ranks.begin(one_dies)
+        alive, gone = ranks.outcomes()
     finally:
         ranks.stop()
+    assert gone.failure == "ended by SIGKILL"
+    words, seconds = alive.value
     assert words.startswith("False another rank is gone")
     assert seconds < 5
 

@@ -1,0 +1,18 @@
+"""What the server of forked processes loads before it forks: all that a run, a rank or a command would load itself."""
+
+from __future__ import annotations
+
+import gc
+
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+import faults.child
+import halfstep.cli.main
+
+LOADED = (torch, faults.child, halfstep.cli.main)
+
+# What is loaded stays: forks need not look through it, nor copy its pages to count references in them.
+gc.collect()
+gc.freeze()
