@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +20,8 @@ from halfstep.measure.memory.devices import device_named
 from halfstep.measure.memory.report import way_out, within_reach
 from halfstep.out_of_memory import as_error, is_out_of_memory
 from halfstep.train.give_up import smaller_microbatches
+from halfstep.train.loop import Loop
+from tests.support.commands import Command
 from tests.support.tiny_task import Tiny
 
 RECIPE = """
@@ -187,35 +188,34 @@ def test_the_line_to_type_has_what_fits(found: dict[str, int], said: str, sizes:
     assert "batch" not in "\n".join(_ledger(everything))
 
 
-LIMITED = """
-import resource
-import psutil
-from halfstep.train.loop import Loop
-steps = Loop.steps
-def limited(self):
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 200 * 2**20, before[1]))
-    try:
-        yield from steps(self)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-Loop.steps = limited
-from halfstep.cli.main import main
-main()
-"""
+def with_little_memory() -> None:
+    """Let the steps of a run have 200 MB."""
+    import resource
+
+    steps = Loop.steps
+
+    def limited(loop: Loop) -> Any:
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 200 * 2**20, before[1]))
+        try:
+            yield from steps(loop)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    Loop.steps = limited  # type: ignore[method-assign]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 @pytest.mark.slow
 def test_the_command_ends_with_the_ledger_and_the_line_to_type(tmp_path: Path) -> None:
     words = ["segmentation_tiny", "--fp32", "--size", "64", "--crop", "64", "--width", "32", "--samples", "120"]
-    command = [sys.executable, "-c", LIMITED, "train", *words, "--batch_size", "80", f"run.dir={tmp_path / 'run'}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
-    assert done.returncode == 81, done.stderr
-    assert "out of memory in a step with micro-batches of 80 samples in fp32" in done.stderr
-    assert "by the estimate, at its peak" in done.stderr
-    last = done.stderr.strip().splitlines()[-1].split()
+    more = ("--batch_size", "80", f"run.dir={tmp_path / 'run'}")
+    command = Command("train", *words, *more, environment={"COLUMNS": "80"}, before=with_little_memory)
+    code, _, err = command.ended()
+    assert code == 81, err
+    assert "out of memory in a step with micro-batches of 80 samples in fp32" in err
+    assert "by the estimate, at its peak" in err
+    last = err.strip().splitlines()[-1].split()
     assert last[:4] == ["do:", "halfstep", "train", "segmentation_tiny"]
     assert last[-3:] == ["train.batch_size=40", "train.microbatches=2", "--accept-recipe-change"]
     assert "--batch_size" not in last

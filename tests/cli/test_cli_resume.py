@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from halfstep.journal.jsonl import saved_events
+from tests.support.commands import Command
 
 TRAIN = [
-    *(sys.executable, "-m", "halfstep", "train", "segmentation_tiny", "--fp32", "train.epochs=3", "train.seed=3"),
+    *("train", "segmentation_tiny", "--fp32", "train.epochs=3", "train.seed=3"),
     *("data.samples=40", "checkpoint.every_steps=2", "run.pictures=0", "train.num_workers=2"),
 ]
 
 
-def started(folder: Path, *more: str) -> subprocess.Popen[str]:
-    command = [*TRAIN, f"run.dir={folder}", *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def started(folder: Path, *more: str) -> Command:
+    return Command(*TRAIN, f"run.dir={folder}", *more)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=100)
-    return process.returncode, said
+def ended(process: Command) -> tuple[int, str]:
+    code, out, err = process.ended()
+    return code, out + err
 
 
 def steps(folder: Path) -> list[tuple[int, float]]:
@@ -36,9 +32,9 @@ def steps(folder: Path) -> list[tuple[int, float]]:
     return [(event["attempt"], event["loss"]) for event in events if event["event"] == "step"]
 
 
-def until_step(folder: Path, number: int, process: subprocess.Popen[str]) -> None:
+def until_step(folder: Path, number: int, process: Command) -> None:
     for _ in range(5000):
-        if process.poll() is not None or len(steps(folder)) >= number:
+        if process.code is not None or len(steps(folder)) >= number:
             return
         time.sleep(0.02)
 
@@ -81,7 +77,7 @@ def test_a_command_that_is_stopped_goes_on_when_it_is_typed_again(tmp_path: Path
 def test_a_command_that_is_stopped_before_its_first_step_says_so(tmp_path: Path) -> None:
     process = started(tmp_path / "run")
     for _ in range(5000):
-        if (tmp_path / "run").exists() or process.poll() is not None:
+        if (tmp_path / "run").exists() or process.code is not None:
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)

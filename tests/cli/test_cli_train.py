@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,9 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
 from halfstep.journal.jsonl import read_events
+from tests.support import curves
+from tests.support.commands import typed
+from tests.support.ranks import Ranks
 
 SHORT = ["train.steps=3", "data.samples=24", "train.batch_size=4", "--fp32"]
 
@@ -29,7 +30,8 @@ def halfstep(*words: object) -> Result:
 @pytest.fixture(scope="module", params=["segmentation", "classification"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param) / "run"
-    done = halfstep("train", f"{request.param}_tiny", *SHORT, f"run.dir={folder}")
+    with curves.drawn():
+        done = halfstep("train", f"{request.param}_tiny", *SHORT, f"run.dir={folder}")
     assert done.exit_code == 0, done.output
     return request.param, folder
 
@@ -139,14 +141,18 @@ def test_json_is_the_only_thing_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_torchrun_ends_with_the_same_weights_on_both_ranks(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "halfstep"]
+    """In torchrun's environment; torchrun itself starts `halfstep train` in the guide of slots, with --full."""
     folder = tmp_path / "run"
     words = ["train", "segmentation_tiny", "--bf16", "train.steps=3", "--batch_size", "8", f"run.dir={folder}"]
-    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr
-    assert "8 × 2 devices = 16 a step" in done.stdout
-    assert "weights are bitwise equal on 2 processes" in done.stdout
-    assert done.stdout.count("Finished after") == 1
+    ranks = Ranks(2, backend=None)
+    try:
+        (code, out, err), (other_code, other_out, _) = ranks(typed, *words)
+    finally:
+        ranks.stop()
+    assert (code, other_code) == (0, 0), err
+    assert "8 × 2 devices = 16 a step" in out
+    assert "weights are bitwise equal on 2 processes" in out
+    assert out.count("Finished after") == 1
+    assert other_out == ""
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "run" / "last.safetensors").values())
