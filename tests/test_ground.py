@@ -60,6 +60,19 @@ def test_a_write_interrupted_half_way_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_two_processes_with_the_same_id_write_drafts_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in two containers that share a volume
+    path = tmp_path / "shared.json"
+    with files.replacing(path) as one, files.replacing(path) as other:
+        one.write_text("one")
+        other.write_text("other")
+        assert {files.draft_of(one.name), files.draft_of(other.name)} == {"shared.json"}
+    assert path.read_text() == "one"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["shared.json"]
+
+
 def test_content_that_is_not_json_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     files.write_json(path, "old")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from typing import Any
 
 LARGEST_JSON = 16 * 2**20
 """Bytes. No JSON file that halfstep writes comes near this size, so a larger one is not ours."""
+_DRAFT = re.compile(r"\.(?P<name>.+?)\.[0-9]+(\.[0-9a-f]{16})?")
+"""The name of a draft, with the name of the file that it was to replace; those of earlier versions have no token."""
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -34,9 +38,10 @@ def replacing(path: Path) -> Iterator[Path]:
     disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because os.replace is atomic only within one file system; with the process id, because several
-    # processes may write the same file.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    # In the same folder, because os.replace is atomic only within one file system; with a token, because several
+    # processes may write the same file, and in two containers with one volume both may be process 1. The process id is
+    # for a person who looks at a leftover.
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
     try:
         yield draft
         # Before the rename: a file system may otherwise store the new name ahead of the data, and a power cut then
@@ -47,6 +52,12 @@ def replacing(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
         raise
     flush(path.parent)
+
+
+def draft_of(name: str) -> str | None:
+    """Return the name of the file that a draft of this name was to replace; None where it is no draft's name."""
+    found = _DRAFT.fullmatch(name)
+    return found["name"] if found else None
 
 
 def flush(path: Path) -> None:
