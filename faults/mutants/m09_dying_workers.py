@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from halfstep.data.loader import Worker
+from halfstep.data.worker_processes import Worker
 
 WHAT = "the processes that read samples die of SIGTERM"
 ROWS = ("F33",)

@@ -8,6 +8,8 @@ HalfstepError
 ├── PrecisionNotObserved   a step that did not run in the requested format
 ├── RanksDisagree          ranks that have different gradients, or are at different steps
 ├── RankFailed             another rank failed, and the window was dropped on every rank
+├── WorkerLost             a data worker that was killed from outside
+├── NotRestarted           a restart that cannot help: the run ended for a reason that stays, or again and again
 ├── StateMismatch          a saved state that does not belong to this object
 │   └── OtherForm          a file that an earlier or a later version of halfstep wrote
 ├── NotExact               a resume that would not continue exactly as the run would have
@@ -36,6 +38,8 @@ from typing import Any
 
 USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
 """Exit codes of sysexits.h."""
+HUNG = 76
+"""A run in which nothing moved any more, or that lost a rank or a data worker: the same command resumes it."""
 INCOMPATIBLE = 79
 """A saved state that belongs to another model, recipe or data set; sysexits.h has no code for it."""
 GAVE_UP = 80
@@ -96,11 +100,21 @@ class RanksDisagree(HalfstepError, RuntimeError): ...
 class RankFailed(HalfstepError, RuntimeError):
     """Another rank failed, and the window was dropped on every rank; nothing on this rank has changed."""
 
-    exit_code = TRY_AGAIN
+    exit_code = HUNG
     rank: int | None = None
     """The rank that failed, if it is known."""
     usable: bool = True
     """Whether the process group can be used for another window."""
+
+
+class WorkerLost(HalfstepError, RuntimeError):
+    """A data worker that was killed from outside, as a system does that has no memory left."""
+
+    exit_code = HUNG
+
+
+class NotRestarted(HalfstepError, RuntimeError):
+    """A restart that cannot help: the run ended for a reason that stays, or again and again at the same place."""
 
 
 class StateMismatch(HalfstepError, ValueError):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import Order, Sample, Samples, ValSamples
+from halfstep.data.dataset import BadSample, Order, Sample, Samples, ValSamples
 from halfstep.data.loader import TrainLoader, ValLoader
-from halfstep.errors import BadData
+from halfstep.errors import WorkerLost
 
 HERE = torch.empty(0).device
 
@@ -41,10 +42,11 @@ def unchanged(sample: Sample) -> Sample:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_killed_worker_is_bad_data_with_a_way_out(how: int, training: bool) -> None:
-    with pytest.raises(BadData, match="process that reads samples was ended") as caught:
+def test_a_killed_worker_is_named_and_the_run_can_be_restarted(how: int, training: bool) -> None:
+    with pytest.raises(WorkerLost, match=r"was ended from outside.*pid\(s\) \d+") as caught:
         list(_read(how, training))
-    assert caught.value.do == "fewer train.num_workers, or smaller batches"
+    assert caught.value.exit_code == 76
+    assert "fewer train.num_workers" in caught.value.do
 
 
 def _read(how: int, training: bool) -> Any:
@@ -63,4 +65,79 @@ def test_another_error_of_a_worker_stays_what_it_is() -> None:
     loader = TrainLoader(samples, Order(8, 0), batch_size=8, collate=_refused, workers=1, device=HERE)
     with pytest.raises(RuntimeError, match="equal size") as caught:
         list(loader.windows(epoch=0))
-    assert not isinstance(caught.value, BadData)
+    assert not isinstance(caught.value, WorkerLost)
+
+
+class Sleeps:
+    """A source in which one sample never comes."""
+
+    def __init__(self, asleep: int) -> None:
+        self.asleep = asleep
+
+    def __len__(self) -> int:
+        return 16
+
+    def read(self, index: int) -> Sample:
+        if index == self.asleep:
+            time.sleep(1e6)
+        return {"x": torch.tensor([float(index)])}
+
+    def name(self, index: int) -> str:
+        return f"number {index}"
+
+
+class Unreadable(Sleeps):
+    def read(self, index: int) -> Sample:
+        if index == self.asleep:
+            raise BadSample(self.name(index), "not read within 1 s (data.timeout)")
+        return super().read(index)
+
+
+def _windows(source: Sleeps, **more: Any) -> list[Any]:
+    loader = TrainLoader(
+        Samples(source, unchanged, 0),
+        Order(16, 0),
+        batch_size=4,
+        collate=default_collate,
+        workers=2,
+        device=HERE,
+        **more,
+    )
+    found = [batch for window in loader.windows(epoch=0) for batch in window]
+    return [(batch.ids, batch.replaced, batch.tensors["x"].tolist()) for batch in found]
+
+
+def test_a_sample_that_never_comes_is_replaced_as_an_unreadable_one_is() -> None:
+    assert _windows(Sleeps(3), timeout=1.0) == _windows(Unreadable(3))
+
+
+def test_in_evaluation_it_is_left_out() -> None:
+    loader = ValLoader(
+        ValSamples(Sleeps(3), unchanged, 0),
+        batch_size=4,
+        collate=default_collate,
+        workers=1,
+        device=HERE,
+        timeout=1.0,
+    )
+    batches = list(loader)
+    assert sorted(number for batch in batches for number in batch.ids) == [n for n in range(16) if n != 3]
+    assert [(one.name, one.by) for batch in batches for one in batch.replaced] == [("number 3", -1)]
+
+
+class Asked(Exception):
+    pass
+
+
+def test_a_wait_for_a_sample_can_be_ended() -> None:
+    def asked() -> None:
+        raise Asked
+
+    loader = TrainLoader(
+        Samples(Sleeps(3), unchanged, 0), Order(16, 0), batch_size=16, collate=default_collate, workers=1, device=HERE
+    )
+    loader.while_waiting = asked
+    began = time.monotonic()
+    with pytest.raises(Asked):
+        next(loader.windows(epoch=0))
+    assert time.monotonic() - began < 30.0

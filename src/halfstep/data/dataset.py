@@ -348,13 +348,26 @@ def seed_generators(seed: int) -> None:
 class KeyedDataset(Dataset[ReadSample]):
     """A dataset of items by key; the generators are saved and restored once per batch."""
 
+    IDLE = -1
+    """The number that `begin` gets after the last sample of a batch."""
+
+    def __init__(self) -> None:
+        self.too_slow: dict[int, str] = {}
+        """Samples that a worker did not get done with, and the reason: they are as bad as unreadable ones."""
+        self.begin: Callable[[int], None] | None = None
+        """In a worker: called with the number of each sample before it is read."""
+
     def __getitem__(self, key: Key) -> ReadSample:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Key]) -> list[ReadSample]:
         """Return the items of a batch; DataLoader calls it once per batch."""
-        with generators_aside():
-            return [self._item(*key) for key in keys]
+        try:
+            with generators_aside():
+                return [self._item(*key) for key in keys]
+        finally:
+            if self.begin is not None:
+                self.begin(self.IDLE)
 
     def _item(self, epoch: int, number: int) -> ReadSample:
         raise NotImplementedError
@@ -364,6 +377,7 @@ class Samples(KeyedDataset):
     """Training samples: a bad one is replaced by another, chosen by (seed, epoch, number) alone."""
 
     def __init__(self, source: Source, transform: Transform, seed: int, quarantined: Iterable[int] = ()) -> None:
+        super().__init__()
         self.source, self.transform, self.seed = source, transform, seed
         self.quarantined = set(quarantined)
 
@@ -404,6 +418,7 @@ class ValSamples(KeyedDataset):
     """Validation samples: a bad one is left out and reported, since a replacement would count twice in the metrics."""
 
     def __init__(self, source: Source, transform: Transform, seed: int) -> None:
+        super().__init__()
         self.source, self.transform, self.seed = source, transform, seed
 
     def __len__(self) -> int:
@@ -420,5 +435,9 @@ class ValSamples(KeyedDataset):
 
 def prepared(samples: Samples | ValSamples, epoch: int, number: int) -> Sample:
     """Read and transform a sample; its randomness depends on (seed, epoch, number) only, not on the worker."""
+    if number in samples.too_slow:
+        raise BadSample(samples.source.name(number), samples.too_slow[number])
+    if samples.begin is not None:
+        samples.begin(number)
     seed_generators(derive(samples.seed, "augment", epoch, number))
     return samples.transform(samples.source.read(number))

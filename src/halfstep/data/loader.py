@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import functools
-import multiprocessing
-import multiprocessing.util
-import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import resource_tracker
-from multiprocessing.sharedctypes import RawValue
-from types import FrameType
 from typing import Any
 
 import torch
@@ -38,154 +26,8 @@ from halfstep.data.dataset import (
     seeded,
 )
 from halfstep.data.to_device import moved
-from halfstep.errors import BadData, HalfstepError
-
-# -- worker processes -------------------------------------------------------------------------------------------------
-# Manage the worker processes: how they start, what signals mean to them, how they end.
-
-
-PATIENCE = 1.0
-"""Seconds that workers have to finish a sample that is no longer needed."""
-END_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG, from linux/prctl.h."""
-ASKED_TO_END = (signal.SIGINT, signal.SIGTERM)
-
-
-class Worker:
-    """The initialization of a worker: the trainer decides what a signal means, and the worker never outlives it."""
-
-    def __init__(self) -> None:
-        self.trainer = os.getpid()
-        # Not an Event: its lock would deadlock where one signal handler interrupts another.
-        self.closing: Any = RawValue("b", 0)
-
-    def __call__(self, worker: int) -> None:
-        # Ctrl-C goes to the whole process group; the trainer alone handles it.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._pass_on)
-        # Python removes its handlers at exit: a SIGTERM would then kill the worker.
-        ignore = (signal.SIGTERM, signal.SIG_IGN)
-        multiprocessing.util.Finalize(None, signal.signal, ignore, exitpriority=100)
-        if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_TO_END)
-        _end_with_trainer()
-        if self._is_orphan():
-            os._exit(0)
-        # Several workers with a thread per core each would compete for the same cores.
-        torch.set_num_threads(1)
-
-    def close(self) -> bool:
-        """Mark the workers as closing, in the trainer; return False where that was done, or in a forked process."""
-        if self.closing.value or os.getpid() != self.trainer:
-            return False
-        self.closing.value = 1
-        return True
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on to the trainer: it is meant for the run, unless the trainer itself ends the worker."""
-        if self.closing.value or self._is_orphan():
-            os._exit(0)
-        try:
-            os.kill(self.trainer, number)
-        except ProcessLookupError:
-            os._exit(0)
-
-    def _is_orphan(self) -> bool:
-        # Not "the parent is 1": in a container, the trainer may be process 1.
-        return not _is_served() and os.getppid() != self.trainer
-
-
-class SentKeys:
-    """The keys on their way to the workers, counted, so that the last batch is recognized."""
-
-    def __init__(self, keys: Iterator[list[Key]]) -> None:
-        self._keys, self.count, self.ended = keys, 0, False
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for key in self._keys:
-            self.count += 1
-            yield key
-        self.ended = True
-
-
-def from_workers(loader: Any, given: SentKeys, worker: Worker) -> Iterator[Any]:
-    """Yield what the workers of a DataLoader read; they end with the iteration, however it ends."""
-    iterator: Any = None
-    back = 0
-    # A process that exits in the middle of an iteration terminates its workers by a signal that they would pass on.
-    atexit.register(worker.close)
-    try:
-        with _signals_wait():
-            iterator = iter(loader)
-        # Asked for one batch more, torch would end its workers before they know that they are closing.
-        while not (given.ended and back == given.count):
-            yield next(iterator)
-            back += 1
-    finally:
-        atexit.unregister(worker.close)
-        if iterator is not None and worker.close():
-            _end(iterator)
-
-
-def _end(iterator: Any) -> None:
-    """End the workers, also those in the middle of a long sample."""
-    # torch waits 5 s for each worker in turn before it terminates the first busy one. Terminating at once is wrong
-    # too: a worker that ends in the middle of a message would block torch's own shutdown forever.
-    hurry = threading.Timer(PATIENCE, _hurry, [iterator._workers])
-    hurry.start()
-    try:
-        with suppress(RuntimeError):  # a worker that dies now is no longer needed
-            iterator._shutdown_workers()
-    finally:
-        hurry.cancel()
-        hurry.join()
-    for process in iterator._workers:
-        if process.is_alive():  # stuck in native code, where no Python handler runs
-            process.kill()
-
-
-def _hurry(workers: list[Any]) -> None:
-    for process in workers:
-        process.terminate()
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Block signals until a process started inside has set its handlers."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    if multiprocessing.get_start_method() != "fork":
-        # Otherwise it starts with the first worker, and unblocks signals when it has.
-        resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_END)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_with_trainer() -> None:
-    """End the worker with a trainer that is killed, even while the worker is busy."""
-    if sys.platform == "linux" and not _is_served():
-        # PDEATHSIG refers to the parent thread: the one that iterates, which lives as long as it needs batches.
-        with suppress(OSError, AttributeError):  # no C library: torch polls for its parent every 5 s
-            ctypes.CDLL(None).prctl(END_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
-    else:
-        threading.Thread(target=_outlived, daemon=True).start()
-
-
-def _outlived() -> None:
-    trainer = multiprocessing.parent_process()
-    if trainer is not None:
-        trainer.join()
-        os._exit(0)
-
-
-def _is_served() -> bool:
-    """Return whether the parent is a fork server, which outlives the trainer."""
-    return multiprocessing.get_start_method(allow_none=True) == "forkserver"
-
+from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
+from halfstep.errors import BadData, HalfstepError, WorkerLost
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 
@@ -209,8 +51,11 @@ class TrainLoader:
         channels_last: bool = False,
         rank: int = 0,
         size: int = 1,
+        timeout: float = 0.0,
     ) -> None:
-        self.samples, self.order = samples, order
+        self.samples, self.order, self.timeout = samples, order, timeout
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called every second in which the workers have no batch; may raise."""
         self.share = RankShare(batch_size, microbatches, rank, size)
         self._collate, self.workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
@@ -224,14 +69,15 @@ class TrainLoader:
         """Yield the micro-batches of each step, from step `first` to the end of the epoch."""
         batches = self.share.batches(self.order.numbers(epoch), first)
         keys = ([(epoch, number) for number in batch] for batch in batches)
-        read = _read(self.samples, keys, self._collate, self.workers, self._to_device.pins)
+        reading = Reading(self.workers, self._to_device.pins, self.timeout, self.while_waiting)
+        read = _read(self.samples, keys, self._collate, reading)
         while window := list(islice(read, self.share.microbatches)):
             yield [self._to_device(batch) for batch in window]
 
     def read_batch(self) -> Batch:
         """Return the first batch, read in this process and left on the host."""
         keys = ([(0, number) for number in batch] for batch in self.share.batches(self.order.numbers(0)))
-        return next(iter(_read(self.samples, keys, self._collate, 0, pins=False)))
+        return next(iter(_read(self.samples, keys, self._collate, Reading())))
 
 
 class ValLoader:
@@ -248,8 +94,11 @@ class ValLoader:
         channels_last: bool = False,
         rank: int = 0,
         size: int = 1,
+        timeout: float = 0.0,
     ) -> None:
-        self.samples, self.share = samples, RankShare(batch_size, 1, rank, size)
+        self.samples, self.share, self.timeout = samples, RankShare(batch_size, 1, rank, size), timeout
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called every second in which the workers have no batch; may raise."""
         self._collate, self._workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
 
@@ -260,11 +109,12 @@ class ValLoader:
     def read(self, numbers: Sequence[int]) -> Batch:
         """Return these samples as one batch, read in this process, without the bad ones."""
         keys = iter([[(0, number) for number in numbers]])
-        return self._to_device(next(iter(_read(self.samples, keys, self._collate, 0, pins=False))))
+        return self._to_device(next(iter(_read(self.samples, keys, self._collate, Reading()))))
 
     def __iter__(self) -> Iterator[Batch]:
         keys = ([(0, number) for number in batch] for batch in self.share.once(len(self.samples)))
-        read = _read(self.samples, keys, self._collate, self._workers, self._to_device.pins)
+        reading = Reading(self._workers, self._to_device.pins, self.timeout, self.while_waiting)
+        read = _read(self.samples, keys, self._collate, reading)
         yield from map(self._to_device, _none_empty(read))
 
 
@@ -306,25 +156,64 @@ class ToDevice:
         return batch._replace(tensors={name: move(tensor) for name, tensor in batch.tensors.items()})
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How batches are read: by how many workers, and what happens while they are waited for."""
+
+    workers: int = 0
+    pins: bool = False
+    timeout: float = 0.0
+    """Seconds for a sample; 0 for no limit."""
+    while_waiting: Callable[[], None] = lambda: None
+
+
 def _read(
-    samples: Samples | ValSamples, keys: Iterator[list[Key]], collate_fn: SeededCollate, workers: int, pins: bool
+    samples: Samples | ValSamples, keys: Iterator[list[Key]], collate_fn: SeededCollate, how: Reading
 ) -> Iterator[Batch]:
-    """Yield the batches of these keys in order; raise a worker's error as if it had happened here."""
-    given, worker = SentKeys(keys), Worker() if workers else None
+    """Yield the batches of these keys in order; raise a worker's error as if it had happened here.
+
+    A sample that takes too long is from then on as bad as an unreadable one: its batch is read again without it, by new
+    workers.
+    """
+    given = SentKeys(keys)
+    while not given.are_back():
+        try:
+            for read in _by_workers(samples, given, collate_fn, how):
+                if isinstance(read, HalfstepError):
+                    raise read
+                yield read
+        except TooSlow as slow:
+            samples.too_slow[slow.number] = slow.reason
+            given = given.unread()
+
+
+def _by_workers(
+    samples: Samples | ValSamples, given: SentKeys, collate_fn: SeededCollate, how: Reading
+) -> Iterator[Read]:
+    worker = Worker(how.workers) if how.workers else None
     loader: Any = DataLoader(
         samples,
         batch_sampler=given,  # type: ignore[arg-type]
         collate_fn=collate_fn,
-        num_workers=workers,
-        pin_memory=pins,
+        num_workers=how.workers,
+        pin_memory=how.pins,
         worker_init_fn=worker,
+        timeout=POLL if worker else 0,
         # Without a generator, DataLoader draws its base seed from the training's generator.
         generator=torch.Generator(),
     )
-    for read in loader if worker is None else _while_workers_live(from_workers(loader, given, worker)):
-        if isinstance(read, HalfstepError):
-            raise read
-        yield read
+    if worker is None:
+        for read in loader:
+            given.came_back()
+            yield read
+        return
+    deadline = Deadline(worker.at, how.timeout)
+
+    def wait() -> None:
+        how.while_waiting()
+        deadline.look()
+
+    yield from _while_workers_live(from_workers(loader, given, worker, wait))
 
 
 def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
@@ -333,10 +222,10 @@ def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
-        raise BadData(
+        raise WorkerLost(
             f"a process that reads samples was ended from outside, as a system does that has no memory left: {error}",
             allowed="workers and batches that fit into the main memory",
-            do="fewer train.num_workers, or smaller batches",
+            do="start it again with the same command; where it happens again, with fewer train.num_workers",
         ) from error
 
 

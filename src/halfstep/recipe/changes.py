@@ -12,7 +12,10 @@ from halfstep.errors import FolderTaken, StateMismatch
 from halfstep.recipe.schema import Extension
 from halfstep.recipe.strict_yaml import flat
 
-SAFE = ("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples")
+SAFE = (
+    *("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers"),
+    *("data.bad_samples", "data.timeout", "world.timeout", "world.start_timeout"),
+)
 """The settings that change no bit of what is trained unless a step fails: keys, and sections with their dot."""
 PLACES = ("data.path", "data.masks", "data.val")
 """The settings for the location of the data; a change is harmless if the files are the same."""

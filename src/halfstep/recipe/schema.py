@@ -57,6 +57,8 @@ class DataOptions(Section):
 
     bad_samples: NonNegativeInt = 10
     """Unreadable samples that are replaced by others before the run ends with an error."""
+    timeout: NonNegativeFloat = 120.0
+    """Seconds that a worker may take for one sample, which then counts as unreadable; 0 sets no limit."""
 
 
 class LossOptions(Section):
@@ -199,6 +201,15 @@ class GuardOptions(Section):
     """A finite loss far above the usual: say so and learn it where it stays (warn), or refuse the update (refuse)."""
 
 
+class WorldOptions(Section):
+    """The ranks of a run, and how long they wait for each other."""
+
+    timeout: PositiveFloat = 300.0
+    """Seconds without any progress after which the run ends with exit code 76 and names the rank that is behind."""
+    start_timeout: PositiveFloat = 600.0
+    """The same for the first step, and for the first evaluation and save: torch compiles and allocates there."""
+
+
 class RunOptions(Section):
     """The settings of the run's folder, its log and its tracker."""
 
@@ -238,4 +249,5 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     evaluate: EvaluateOptions = EvaluateOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     guard: GuardOptions = GuardOptions()
+    world: WorldOptions = WorldOptions()
     run: RunOptions = RunOptions()
