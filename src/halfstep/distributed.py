@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -192,6 +193,36 @@ class RankGroup:
     def share(self, text: str) -> list[str]:
         """Return the texts of all ranks, in rank order."""
         return from_all(text, self._group)
+
+
+class Flag:
+    """A flag that any rank can raise and that all ranks see, without waiting for one another: it is kept in the store.
+
+    Every rank has to create its Flag at the same point of the program.
+    """
+
+    def __init__(self) -> None:
+        self._key = f"halfstep/flag/{next(_flags)}"
+        self._is_raised = False
+
+    def hoist(self) -> None:
+        """Raise the flag, for all ranks."""
+        if not self._is_raised and _together():
+            _store().set(self._key, "")
+        self._is_raised = True
+
+    def is_raised(self) -> bool:
+        """Return whether a rank has raised the flag; a question to the store takes about 0.1 ms."""
+        if not self._is_raised and _together():
+            self._is_raised = bool(_store().check([self._key]))
+        return self._is_raised
+
+
+_flags = itertools.count()
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _talks_on(group: Any = None) -> torch.device:

@@ -23,6 +23,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error) is RuntimeError and _ON_CORES in str(error)
 
 
+def tells_of_memory(words: str) -> bool:
+    """Return whether the error of another rank, in one line, means that its memory was exhausted."""
+    return "OutOfMemoryError: " in words or "MemoryError: " in words or _ON_CORES in words
+
+
 def as_error(error: BaseException, doing: str, do: str) -> OutOfMemory | None:
     """Return the OutOfMemory error to raise instead, or None if `error` is another failure.
 

@@ -1,15 +1,19 @@
-"""How a process ended, in a file that torchrun does not make a 1 of."""
+"""How a process runs and ended, in a file that torchrun does not make a 1 of; and what a restart makes of it."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from halfstep.errors import BadData, HalfstepError, Stopped, StorageFailed, Unsafe
-from halfstep.runs.fit import status_file, status_saved
+from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
+from halfstep.files import write_json
+from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_file, status_saved
+
+SAID = ("code", "reason", "restartable")
 
 
 def kept(folder: Path) -> dict[str, Any]:
@@ -17,52 +21,126 @@ def kept(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_process_that_came_to_its_end_says_so(tmp_path: Path) -> None:
-    with status_saved(tmp_path):
-        assert not list(tmp_path.iterdir()), "nothing is known before the end"
-    assert kept(tmp_path) == {"code": 0, "reason": "finished", "restartable": False}
+def said(folder: Path) -> tuple[Any, ...]:
+    return tuple(kept(folder).get(name) for name in SAID)
+
+
+def saved(folder: Path) -> Any:
+    return status_saved(RankStatus(folder, Launch("token", restarts=2)))
+
+
+def test_a_process_says_that_it_runs_and_that_it_came_to_its_end(tmp_path: Path) -> None:
+    with saved(tmp_path):
+        now = kept(tmp_path)
+        assert (now["state"], now["pid"], now["restarts"], now["world"]) == ("running", os.getpid(), 2, 1)
+        assert {"host", "since", "time", "step", "phase"} <= now.keys()
+        assert "code" not in now
+    assert kept(tmp_path)["state"] == "ended"
+    assert said(tmp_path) == (0, "finished", False)
 
 
 @pytest.mark.parametrize(
     ("error", "code", "restartable"),
     [
         (Stopped("stopped by SIGTERM at step 3", do="again"), 75, True),
+        (RankFailed("another rank is gone"), 76, True),
         (StorageFailed("no room"), 74, False),
         (BadData("no samples", allowed="some"), 65, False),
         (Unsafe("code"), 77, False),
         (KeyboardInterrupt(), 130, False),
         (SystemExit(3), 70, False),
+        (MemoryError("no room"), 81, False),
         (ZeroDivisionError("in a task\nand more"), 70, False),
     ],
 )
 def test_an_error_is_kept_in_its_first_line_and_goes_on(
     tmp_path: Path, error: BaseException, code: int, restartable: bool
 ) -> None:
-    with pytest.raises(type(error)) as caught, status_saved(tmp_path):
+    with pytest.raises(type(error)) as caught, saved(tmp_path):
         raise error
     assert caught.value is error
     told = error.given if isinstance(error, HalfstepError) else str(error).split("\n")[0] or type(error).__name__
-    assert kept(tmp_path) == {"code": code, "reason": told, "restartable": restartable}
+    assert said(tmp_path) == (code, told, restartable)
+    assert ("in test_an_error_is_kept" in kept(tmp_path).get("traceback", "")) == (code == 70)
 
 
-def test_the_last_launch_counts(tmp_path: Path) -> None:
-    with pytest.raises(Stopped), status_saved(tmp_path):
+def test_the_last_launch_counts_and_the_first_end_of_it(tmp_path: Path) -> None:
+    with pytest.raises(Stopped), saved(tmp_path):
         raise Stopped("stopped")
-    with status_saved(tmp_path):
-        pass
-    assert kept(tmp_path)["code"] == 0
+    status = RankStatus(tmp_path, Launch("other"))
+    with status_saved(status):
+        status.ended(76, "hung")
+    assert said(tmp_path) == (76, "hung", True)
     assert [path.name for path in tmp_path.iterdir()] == ["status.rank-00000.json"]
 
 
 def test_a_file_that_cannot_be_written_hides_no_error(tmp_path: Path) -> None:
     (tmp_path / status_file(0)).mkdir()
-    with pytest.raises(StorageFailed, match="no room"), status_saved(tmp_path):
+    with pytest.raises(StorageFailed, match="no room"), saved(tmp_path):
         raise StorageFailed("no room")
-    with status_saved(tmp_path):
+    with saved(tmp_path):
         pass
 
 
 def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
-    with pytest.raises(BadData), status_saved(tmp_path / "gone"):
+    with pytest.raises(BadData), saved(tmp_path / "gone"):
         raise BadData("never began")
     assert not (tmp_path / "gone").exists()
+
+
+# -- restarts -------------------------------------------------------------------------------------------------------
+
+
+def leave(folder: Path, rank: int = 0, **status: Any) -> None:
+    write_json(folder / status_file(rank), {"launch": "last", "checkpoint": 4, "fruitless": 0, **status})
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({}, 0),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2),
+        ({"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}, 1),
+        ({"SLURM_RESTART_COUNT": "none"}, 0),
+    ],
+)
+def test_a_restart_is_known_by_its_launcher(environment: dict[str, str], count: int) -> None:
+    assert restart_count(environment) == count
+
+
+@pytest.mark.parametrize("code", [64, 65, 77, 78, 79, 80])
+def test_a_restart_after_an_ending_that_stays_ends_in_the_same_way(tmp_path: Path, code: int) -> None:
+    leave(tmp_path, code=76, reason="rank 1 failed", state="ended")
+    leave(tmp_path, 1, code=code, reason="no samples", state="ended")
+    leave(tmp_path, 2, code=65, reason="of an earlier launch", launch="before")
+    with pytest.raises(NotRestarted, match="rank 1: no samples") as caught:
+        begin(tmp_path, newest=9, restarts=1)
+    assert caught.value.exit_code == code
+    assert begin(tmp_path, newest=9, restarts=0).fruitless == 0, "the user's own command"
+
+
+@pytest.mark.parametrize(("code", "ends"), [(70, 70), (76, 76), (81, 81), (None, 70)])
+def test_three_restarts_without_a_newer_checkpoint_are_enough(tmp_path: Path, code: int | None, ends: int) -> None:
+    launch = begin(tmp_path, newest=4, restarts=0)
+    for restart in (1, 2, 3):
+        leave(tmp_path, launch=launch.token, fruitless=launch.fruitless, code=code, reason="again")
+        launch = begin(tmp_path, newest=4, restarts=restart)
+        assert launch.fruitless == restart
+    leave(tmp_path, launch=launch.token, fruitless=launch.fruitless, code=code, reason="again")
+    with pytest.raises(NotRestarted, match="3 restarts in a row") as caught:
+        begin(tmp_path, newest=4, restarts=4)
+    assert (caught.value.exit_code, kept(tmp_path)["restartable"]) == (ends, False)
+    assert begin(tmp_path, newest=4, restarts=0).fruitless == 0
+
+
+def test_a_newer_checkpoint_or_a_stop_that_was_asked_for_is_no_crash(tmp_path: Path) -> None:
+    leave(tmp_path, fruitless=3, code=76, reason="hung")
+    assert begin(tmp_path, newest=5, restarts=4).fruitless == 0
+    leave(tmp_path, fruitless=3, code=75, reason="stopped by SIGTERM")
+    assert begin(tmp_path, newest=4, restarts=4).fruitless == 3
+
+
+@pytest.mark.parametrize("content", ["[]", '{"launch": 3}', '{"launch": "a", "code": [65], "fruitless": "x"}', "no"])
+def test_a_status_that_another_program_wrote_stops_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / status_file(0)).write_text(content)
+    assert begin(tmp_path, newest=0, restarts=1).fruitless <= 1

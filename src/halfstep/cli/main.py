@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from halfstep.errors import INTERRUPTED
+from halfstep.errors import INTERRUPTED, SOFTWARE
 from halfstep.host_memory import nothing_collected
 from halfstep.status_line import clear, show, tell
 
@@ -33,6 +34,10 @@ def main() -> None:
     except KeyboardInterrupt:
         _say_stopped()
         raise SystemExit(INTERRUPTED) from None
+    except Exception:
+        # A bug, or an error in a task: Python would exit with 1, which says nothing.
+        traceback.print_exc()
+        raise SystemExit(SOFTWARE) from None
     finally:
         clear()
 

@@ -112,6 +112,7 @@ def _show(resolved: Resolved, now: Now) -> None:
 def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -> Run:
     with nothing_collected():
         from halfstep.runs.fit import launch
+        from halfstep.train.watchdog import end_hung
 
     # A signal that came while torch was loading.
     stopping.leave_unbegun()
@@ -119,7 +120,7 @@ def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -
         # glibc returns large blocks to the system, and the next step would fault every page in again; must precede the
         # first large allocation.
         keep_freed_memory()
-    return launch(resolved, command=_command(), **options)
+    return launch(resolved, command=_command(), on_hang=end_hung, **options)
 
 
 def _has_accelerator() -> bool:

@@ -7,14 +7,14 @@ import copy
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from halfstep import distributed
-from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.errors import INTERRUPTED, SOFTWARE, TRY_AGAIN, HalfstepError
-from halfstep.files import write_json
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.errors import HalfstepError, in_one_line
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
@@ -23,51 +23,17 @@ from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched
+from halfstep.step.ranks import connection_broke, rank_failed
 from halfstep.terminal import progress, screen
+from halfstep.train.checkpointing import check_writing
 from halfstep.train.process_group import rng_preserved, together
 from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
 from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, open_run, unfinish
 from halfstep.train.signals import Stopping
+from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_saved
 from halfstep.train.task import Task, no_progress
-
-# -- status -----------------------------------------------------------------------------------------------------------
-# Save the exit status of each rank to a file: torchrun turns every exit code into 1.
-
-
-RESTARTABLE = (TRY_AGAIN,)
-"""Exit codes after which the same command resumes the run."""
-
-
-def status_file(rank: int) -> str:
-    """Return the name of a rank's status file."""
-    return f"status.rank-{rank:05d}.json"
-
-
-@contextmanager
-def status_saved(folder: Path) -> Iterator[None]:
-    """Save the exit code and the reason of this rank when the block ends."""
-    code, reason = 0, "finished"
-    try:
-        yield
-    except BaseException as error:
-        code, reason = _code(error), str(error).split("\n")[0] or type(error).__name__
-        raise
-    finally:
-        # A full disk must not mask the original error; without the folder there is no place to write.
-        with contextlib.suppress(OSError):
-            if folder.is_dir():
-                content = {"code": code, "reason": reason, "restartable": code in RESTARTABLE}
-                write_json(folder / status_file(distributed.rank()), content)
-
-
-def _code(error: BaseException) -> int:
-    if isinstance(error, HalfstepError):
-        return error.exit_code
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else SOFTWARE
-
-
-# -- fit --------------------------------------------------------------------------------------------------------------
+from halfstep.train.watchdog import OnHang, Watchdog, end_hung, set_group_timeout
 
 
 def fit(
@@ -105,20 +71,36 @@ def launch(
     notes: Sequence[str] = (),
     accepted: Collection[str] = (),
     now: Now = unwatched,
+    on_hang: OnHang | None = None,
 ) -> Run:
-    """Train a complete recipe on every rank that torchrun started, or resume an earlier launch.
+    """Train a complete recipe on every rank that torchrun or srun started, or resume an earlier launch.
 
-    `now` receives what is being done until the run emits its own events.
+    `now` receives what is being done until the run emits its own events. `on_hang` ends a process in which nothing
+    moves any more; without it there is a warning, unless the process is one of several ranks that this call joined.
     """
     with nothing_collected():
         # Imports create many objects that stay; the garbage collector would scan them again and again.
         kind = task_class(resolved.recipe.task) if task is None else _class(task)
     # The order matters: `_opened` is collective and needs the process group, and signals must be caught around both.
-    with Stopping() as stopping, together(), rng_preserved(), _opened(resolved, new, accepted) as opened:
+    options = resolved.recipe.world
+    with (
+        Stopping() as stopping,
+        _lost_ranks_named(),
+        together(options.start_timeout) as joined,
+        rng_preserved(),
+        _opened(resolved, new, accepted) as opened,
+    ):
         # Rank 0 decides the recipe: the folder it numbered is part of it.
         recipe = kind.schema.model_validate(opened["recipe"])
         folder, journal = Path(recipe.run.dir), Journal()
-        with status_saved(folder), contextlib.closing(journal):
+        status = RankStatus(folder, Launch(**opened["launch"]))
+        watchdog = Watchdog(
+            status,
+            options,
+            on_hang=end_hung if joined else on_hang,
+            on_limit=set_group_timeout if joined else lambda limit: None,
+        )
+        with status_saved(status), watchdog, contextlib.closing(journal):
             with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None
@@ -133,10 +115,13 @@ def launch(
                         remedies=found.remedies_for(recipe) if found else None,
                         stopping=stopping,
                         on_progress=on_progress,
+                        beat=watchdog.beat,
                     )
                 now("")
+                watchdog.beat("restoring", 0)
                 unfinished, finished = opened["state"] == UNFINISHED, opened["result"]
                 resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
+                check_writing(folder, loop.live)
                 journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
             if distributed.rank() == 0:  # only after the checkpoint was found to fit
                 unfinish(folder)
@@ -150,6 +135,18 @@ def launch(
 
 
 @contextmanager
+def _lost_ranks_named() -> Iterator[None]:
+    """Raise RankFailed for a connection to another rank that breaks inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, HalfstepError) or not connection_broke(error):
+            raise
+        given = f"another rank is gone, or does not answer: {in_one_line(error)}"
+        raise rank_failed(given, None, usable=False) from error
+
+
+@contextmanager
 def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterator[dict[str, Any]]:
     """Open and lock the run's folder on rank 0 for all ranks."""
     held: list[FolderLock] = []
@@ -157,8 +154,11 @@ def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterato
     def open_it() -> dict[str, Any]:
         opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted)
         held.append(opened.lock)
+        newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
+        launched = begin(opened.path, newest, restart_count())
         # Sent to the other ranks as plain data.
-        return {"recipe": opened.recipe.model_dump(mode="json"), "state": opened.state, "result": opened.result}
+        plain = {"recipe": opened.recipe.model_dump(mode="json"), "launch": asdict(launched)}
+        return {**plain, "state": opened.state, "result": opened.result}
 
     try:
         yield distributed.rank_zero_or_raise(open_it)

@@ -209,7 +209,7 @@ class Ranks:
 def connection_broke(error: BaseException) -> bool:
     """Return whether torch raised this error because another rank went away."""
     # gloo raises a plain RuntimeError, which only its message tells from others.
-    network = isinstance(error, (dist.DistNetworkError, dist.DistBackendError))
+    network = isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError))
     return network or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import errno
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
+from halfstep import distributed
 from halfstep.checkpoint.commit import NotCommitted, Ruined, Saver, SaveResult, set_aside_since
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
-from halfstep.errors import HalfstepError, Stopped, StorageFailed
+from halfstep.errors import FolderTaken, HalfstepError, Stopped, StorageFailed
+from halfstep.files import write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.train.environment import environment
@@ -15,6 +22,81 @@ from halfstep.train.state import RunObjects, State
 
 MOST_FAILURES = 3
 """Consecutive saves that may fail before the run ends: after that, too much work is at risk."""
+
+
+# -- write test -------------------------------------------------------------------------------------------------------
+# Find out before the first step, on every rank, whether a checkpoint can be written at all.
+
+
+PROBE = "write-test"
+SEEN = 10.0
+"""Seconds until a file of one rank must be seen by the others: a network file system shows it late."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_writing(folder: Path, live: RunObjects) -> None:
+    """Write a file on every rank, and compare the free space with a checkpoint; every rank calls it.
+
+    Raises FolderTaken where a rank cannot write to the folder, or has another one under its name, and StorageFailed
+    where there is no room; on all ranks, with the number of the rank.
+    """
+    token: str = distributed.rank_zero_or_raise(lambda: secrets.token_hex(8))
+    mark = folder / f".{PROBE}.{token}"
+    needed = checkpoint_size(live) * distributed.size()
+    try:
+        distributed.rank_zero_or_raise(lambda: _explained(folder, lambda: write_text(mark, token)))
+        distributed.fail_together(lambda: _explained(folder, lambda: _probe(folder, mark, needed)))
+    finally:
+        if distributed.rank() == 0:
+            mark.unlink(missing_ok=True)
+
+
+def checkpoint_size(live: RunObjects) -> int:
+    """Return about how many bytes one rank writes for a checkpoint."""
+    snapshot = State.of(live).snapshot(live.progress.attempts, {})
+    # Optimizers have no state before the first step: two numbers for each weight, as those of the Adam family.
+    coming = 2 * sum(p.nbytes for p in live.parts.model.parameters() if p.requires_grad)
+    now = sum(tensor.nbytes for tensor in snapshot.tensors.values())
+    return now if live.progress.attempts else now + coming
+
+
+def _probe(folder: Path, mark: Path, needed: int) -> None:
+    until = time.monotonic() + SEEN
+    while not mark.exists():
+        if time.monotonic() > until:
+            raise FolderTaken(
+                f"{folder} is another folder here than on rank 0: a file of that rank is not in it",
+                allowed="one folder that all ranks share",
+                do="mount it on every machine, or give run.dir=FOLDER, one that they share",
+            )
+        time.sleep(0.05)
+    own = folder / f".{PROBE}.{mark.suffix[1:]}.{distributed.rank()}"
+    try:
+        write_text(own, PROBE)
+    finally:
+        own.unlink(missing_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StorageFailed(
+            f"{free:,} bytes are free for {folder}, and a checkpoint takes about {needed:,}",
+            allowed="room for a checkpoint more than are kept",
+            do="make room, or give run.dir=FOLDER on another disk",
+        )
+
+
+def _explained(folder: Path, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except OSError as error:
+        kind = StorageFailed if error.errno in _FULL else FolderTaken
+        raise kind(
+            f"{folder} cannot be written to: {error.strerror or error}",
+            allowed="a folder that every rank can write to, on a disk with room",
+            do="make room, or give run.dir=FOLDER, another one",
+        ) from error
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def diverged(given: str) -> HalfstepError:

@@ -133,6 +133,10 @@ SoFar = Callable[[], dict[str, float]]
 """Returns the loss and metrics so far, on this rank; the call synchronizes with the device."""
 
 
+class StopEvaluation(Exception):
+    """An evaluation that was stopped on all ranks, since `stop` was true on one of them."""
+
+
 def evaluate(
     task: Task,
     model: nn.Module,
@@ -144,11 +148,13 @@ def evaluate(
     left_out: Callable[[Sequence[Replaced]], None] = lambda samples: None,
     begun: Callable[[SoFar], None] = lambda so_far: None,
     on_outputs: OnOutputs | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Return the loss and the task's metrics over all batches and all ranks.
+    """Return the loss and the task's metrics over all batches and all ranks; raise StopEvaluation after `stop`.
 
-    `left_out` gets the unreadable samples of each batch. `begun` gets a function that reads the numbers so far.
-    `on_outputs` gets what the metrics get, batch by batch.
+    `stop` is asked after every batch; where it is true on one rank, all of them end here. `left_out` gets the
+    unreadable samples of each batch. `begun` gets a function that reads the numbers so far. `on_outputs` gets what the
+    metrics get, batch by batch.
     """
     metrics = task.metrics().to(device)
     sums: list[Tensor] = []
@@ -157,7 +163,7 @@ def evaluate(
     # An iterable without a length is shown without a total.
     of = len(batches) if isinstance(batches, Sized) else 0
     # The caller's mode is restored, since a model may be evaluated outside of training.
-    training = model.training
+    training, stopped = model.training, False
     model.eval()
     try:
         with precision.inference(device):
@@ -166,10 +172,16 @@ def evaluate(
                 sums.append(_summed(task.loss(model, batch.tensors, listeners), len(batch.ids)))
                 left_out(batch.replaced)
                 progress(done, of)
+                if stopped := stop():
+                    break
     finally:
         model.train(training)
-    # Only the loss is summed here: metrics sum over the ranks in their own compute().
-    return _mean(distributed.agree(_total(sums)), metrics)
+    # Only the loss is summed here: metrics sum over the ranks in their own compute(). A rank that stopped takes part:
+    # the others may be here already.
+    *total, stops = distributed.agree(torch.cat([_total(sums), torch.tensor([float(stopped)])])).tolist()
+    if stops:
+        raise StopEvaluation
+    return _mean(torch.tensor(total, dtype=torch.float64), metrics)
 
 
 def _mean(total: Tensor, metrics: Metrics) -> dict[str, float]:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep import distributed
-from halfstep.errors import Diverged, HalfstepError, OutOfMemory
+from halfstep.errors import Diverged, HalfstepError, OutOfMemory, RankFailed, reason_in
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.repair.advice import LOWER_LR
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
-from halfstep.out_of_memory import as_error, is_out_of_memory
+from halfstep.out_of_memory import as_error, is_out_of_memory, tells_of_memory
 from halfstep.recipe.sources import read_recipe
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.guarding import in_the_data
@@ -131,18 +131,26 @@ BATCH, MICROBATCHES, RECOMPUTE = "train.batch_size", "train.microbatches", "trai
 
 
 def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
-    """Return the error to raise instead of an out-of-memory error; None for any other error."""
-    if not is_out_of_memory(error):
+    """Return the error to raise instead of an out-of-memory error, here or on another rank; None for any other."""
+    elsewhere = isinstance(error, RankFailed) and tells_of_memory(error.given)
+    if not is_out_of_memory(error) and not elsewhere:
         return None
     train, precision = loop.recipe.train, loop.parts.choice.precision.name
     what = "evaluating" if loop.is_evaluating else "in a step with"
     line = functools.partial(command_line, loop.outputs.folder, command, permission=ACCEPT)
     do = line(_smaller(loop))
-    failed = as_error(error, f"{what} micro-batches of {train.batch_size} samples in {precision}", do)
+    doing = f"{what} micro-batches of {train.batch_size} samples in {precision}"
+    if distributed.size() > 1 and not elsewhere:
+        doing = f"on rank {distributed.rank()} {doing}"
+    failed = _of_another_rank(error, do) if elsewhere else as_error(error, doing, do)
     if failed is not None:
         failed.command, failed.precision = line, precision
         failed.batch, failed.microbatches = 0 if loop.is_evaluating else train.batch_size, train.microbatches
     return failed
+
+
+def _of_another_rank(error: Exception, do: str) -> OutOfMemory:
+    return OutOfMemory(f"out of memory: {reason_in(error)}", allowed="work that fits into the memory", do=do)
 
 
 def smaller_microbatches(batch: int, microbatches: int, at_most: int) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +16,10 @@ from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe
+from halfstep.train.signals import at_once
 from halfstep.train.task import Split, Task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,10 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
 
     Raises BadData for an empty split, and RanksDisagree where ranks see different data.
     """
-    source = _filled(task, "train")
+    # An index of many shards takes minutes: a stop need not wait for it, and stops the other ranks too.
+    source = distributed.fail_together(lambda: _at_once(lambda: _filled(task, "train")))
     # Before anything is divided: a rank with other samples would leave the others waiting.
-    _same_everywhere(source, _filled(task, "val"))
+    _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
     train, reason = _train_loader(source, task, recipe, device, workers)
     val = make_val_loader(task, recipe, device, train.workers)
     data_fingerprint = _fingerprint(source, val.samples.source)
@@ -69,6 +74,7 @@ def _train_loader(
         channels_last=train.channels_last,
         rank=distributed.rank(),
         size=distributed.size(),
+        timeout=recipe.data.timeout,
     )
     return loader, reason
 
@@ -85,7 +91,13 @@ def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers
         channels_last=train.channels_last,
         rank=distributed.rank(),
         size=distributed.size(),
+        timeout=recipe.data.timeout,
     )
+
+
+def _at_once(work: Callable[[], T]) -> T:
+    with at_once():
+        return work()
 
 
 def _filled(task: Task, split: Split) -> Source:
@@ -111,7 +123,7 @@ def _same_everywhere(*sources: Source) -> None:
 
 def _fingerprint(*sources: Source) -> dict[str, Any]:
     """Return the fingerprint, read by rank 0 for all: the ranks divide the same samples."""
-    found: dict[str, Any] = distributed.rank_zero_or_raise(lambda: fingerprint(*sources).as_dict())
+    found: dict[str, Any] = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
     return found
 
 
@@ -136,5 +148,5 @@ def _workers(
         size = recipe.train.batch_size
         return choose_workers(samples, order, collate, size, cores=cores_each(), computes_on_cores=here)
 
-    number, reason = distributed.rank_zero_or_raise(measure)
+    number, reason = distributed.rank_zero_or_raise(lambda: _at_once(measure))
     return number, f"num_workers {number}: {reason}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from halfstep.step.window import Window
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.environment import AutoChoices
 from halfstep.train.epoch_metrics import EpochMetrics, Progress
-from halfstep.train.evaluation import Choosing, SoFar, evaluate
+from halfstep.train.evaluation import Choosing, SoFar, StopEvaluation, evaluate
 from halfstep.train.guarding import Guarding
 from halfstep.train.outputs import RunOutputs, ema_weights
 from halfstep.train.setup import AnyRecipe, Parts
@@ -32,6 +33,7 @@ from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVE
 from halfstep.train.state import RunObjects, State
 from halfstep.train.task import Task
 from halfstep.train.throughput import ENOUGH, Length, Throughput, TimeLeft, too_long
+from halfstep.train.watchdog import Beat, no_beat
 
 # -- bad samples ------------------------------------------------------------------------------------------------------
 # Share replaced and suspect samples between the ranks, so that each is recorded once.
@@ -97,6 +99,7 @@ class Loop:
         saver: Saver,
         guarding: Guarding,
         stopping: Stopping,
+        beat: Beat = no_beat,
     ) -> None:
         self.task, self.recipe, self.parts = task, recipe, parts
         self.train, self.val = train, val
@@ -118,7 +121,7 @@ class Loop:
         )
         self.progress, self.epoch_metrics = self.live.progress, self.live.epoch_metrics
         self.checkpoints = Checkpoints(self.live, saver, journal)
-        self.guarding, self.stopping = guarding, stopping
+        self.guarding, self.stopping, self._beat = guarding, stopping, beat
         # After a rollback, checkpoints of the abandoned steps must not be resumed from.
         guarding.rolled_back = self.checkpoints.set_aside
         self.planned = planned_steps(recipe, train.steps_per_epoch)
@@ -126,12 +129,17 @@ class Loop:
         # Evaluation batches have the size of a micro-batch: this is their number in steps.
         evaluation = len(val) / recipe.train.microbatches
         self.time_left = TimeLeft(Length(self.planned, self.epochs, recipe.evaluate.every_epochs, evaluation))
-        self._measured = functools.partial(_loss, task, self.epoch_metrics.metrics)
+        # No method of the loop: the Stepper includes the modules that a loss function holds.
+        self._measured = functools.partial(_loss, task, beat, self.progress, self.epoch_metrics.metrics)
         # Replays of a failed step must not update the metrics.
-        self._plain = functools.partial(_loss, task, None)
+        self._plain = functools.partial(_loss, task, beat, self.progress, None)
         # A skipped step must not count in the training metrics, so the Stepper rolls them back with the rest.
         parts.stepper.include(self.epoch_metrics.counts)
         self._observed, self._evaluated, self._is_fresh = self.stepper.observed, 0.0, True
+        self._stop, self._looked = distributed.Flag(), 0.0
+        # With several ranks the others wait in a collective: they all stop when the sample is read, or given up.
+        train.while_waiting = self._stop_if_alone
+        val.while_waiting = self._stop_evaluation_if_alone
         self._so_far: SoFar = dict
         self.is_evaluating = False
 
@@ -150,6 +158,11 @@ class Loop:
         while (self.progress.step_in_epoch or self._left(self.progress.epoch)) and not self._enough():
             yield from self._epoch()
         self.stopping.will_stop(SAVED)
+        self.beat("saving")
+
+    def beat(self, phase: str) -> None:
+        """Report to the watchdog that the run goes on, with this phase of the present step."""
+        self._beat(phase, self.progress.attempts)
 
     def _left(self, epochs: int) -> bool:
         """Return whether steps are left after so many epochs; the length of an epoch may have changed on the way."""
@@ -207,6 +220,7 @@ class Loop:
         self.throughput.read()
         if self.progress.attempts >= self.planned:
             return
+        self.beat("reading")
         self._tell_stage(f"reading the first {self.train.share.window} samples")
         for window in self.throughput.waiting(self.train.windows(self.progress.epoch, self.progress.step_in_epoch)):
             self._stop_if_alone()  # a stop during reading or evaluation need not wait for a step
@@ -215,6 +229,7 @@ class Loop:
             report = self._step(self.progress.epoch + 1, window)
             self._after_step()
             yield report
+            self.beat("reading")
             if self.progress.attempts >= self.planned:
                 return
 
@@ -232,6 +247,7 @@ class Loop:
         ended = self.progress.step_in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
             # Replaced samples count toward the budget in the checkpoint, so all ranks need the same set first.
+            self.beat("saving")
             self.sample_reports.exchange()
             self.checkpoints.save_unless(self.guarding.alarmed)
         self.checkpoints.record_finished()
@@ -242,8 +258,13 @@ class Loop:
         """Stop where there is no other rank to agree with."""
         self._stop_if_asked(int(self.stopping.asked is not None) if distributed.size() == 1 else 0)
 
+    def _stop_evaluation_if_alone(self) -> None:
+        if self.stopping.asked is not None and distributed.size() == 1:
+            raise StopEvaluation
+
     def _stop_if_asked(self, hands: int) -> None:
         if hands:
+            self.beat("saving")
             self.sample_reports.exchange()
             self.checkpoints.stop(self.stopping.asked or "another process", self.planned, self.guarding.alarmed)
 
@@ -336,9 +357,10 @@ class Loop:
         averaged = ema.state_dict()["buffers"].values() if ema is not None else ()
         distributed.take_from_rank_zero([*self.model.buffers(), *averaged])
         self.stopping.will_stop(AFTER_BATCH)
+        self.beat("evaluating")
         self.is_evaluating = True
         choosing = Choosing(self.task)
-        with ema_weights(ema):
+        with ema_weights(ema), self._stopped_with_others():
             found = evaluate(
                 self.task,
                 self.model,
@@ -349,9 +371,11 @@ class Loop:
                 left_out=self.sample_reports.add,
                 begun=self._begin_evaluating,
                 on_outputs=choosing.on_outputs if self.outputs.draws and choosing.judges else None,
+                stop=self._is_asked_to_stop,
             )
             self.sample_reports.exchange()
             self.stopping.will_stop(AFTER_PICTURES)
+            self.beat("drawing")
             self.outputs.pictures(
                 self.task,
                 self.model,
@@ -366,14 +390,31 @@ class Loop:
         self.live.last_evaluation.update(found)
         return found
 
+    @contextmanager
+    def _stopped_with_others(self) -> Iterator[None]:
+        """End the run where the evaluation inside was stopped; the checkpoint of this epoch was taken before it."""
+        try:
+            yield
+        except StopEvaluation:
+            self.checkpoints.stopped(self.stopping.asked or "another process", self.planned)
+
+    def _is_asked_to_stop(self) -> bool:
+        """Return whether this rank was asked to stop, or another one was; that one is looked for twice a second."""
+        if self.stopping.asked is not None:
+            self._stop.hoist()
+            return True
+        now = time.perf_counter()
+        if now - self._looked < 0.5:
+            return False
+        self._looked = now
+        return self._stop.is_raised()
+
     def _begin_evaluating(self, so_far: SoFar) -> None:
         self._so_far = so_far
 
     def _tell_evaluating(self, epoch: int, done: int, of: int) -> None:
-        """Emit progress a few times a second; for display, not for the record. A stop needs no save here."""
-        # The checkpoint of this epoch was taken before the evaluation.
-        if self.stopping.asked is not None and distributed.size() == 1:
-            self.checkpoints.stopped(self.stopping.asked, self.planned)
+        """Emit progress a few times a second; for display, not for the record."""
+        self.beat("evaluating")
         now = time.perf_counter()
         # Each event reads the metrics, which waits for the device: four times a second is cheap.
         if now - self._evaluated > 0.25:
@@ -427,5 +468,6 @@ def planned_steps(recipe: AnyRecipe, per_epoch: int) -> int:
     return recipe.train.steps or (recipe.train.epochs or 1) * per_epoch
 
 
-def _loss(task: Task, metrics: Any, model: nn.Module, batch: Sample) -> Any:
+def _loss(task: Task, beat: Beat, progress: Progress, metrics: Any, model: nn.Module, batch: Sample) -> Any:
+    beat("computing", progress.attempts)
     return task.loss(model, batch, metrics)

@@ -3,32 +3,109 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from halfstep.data.dataset import generators_aside
+from halfstep.errors import WrongUse
 from halfstep.precision.hardware import describe
 from halfstep.train.machine import AUTO
 
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""The variable with which torchrun gives every attempt a store of its own."""
+PORTS = range(10_000, 30_000)
+"""Ports for ranks under srun: below those that Linux gives to outgoing connections, from 32768 on."""
+
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Join the ranks that torchrun started, where it did, and leave the group at the end."""
+def together(start_timeout: float) -> Iterator[bool]:
+    """Join the ranks that torchrun or srun started, and leave the group at the end; yield whether there are any.
+
+    A collective fails after `start_timeout` seconds, until the timeout is set anew. Raises WrongUse for a launch whose
+    restarts would hang.
+    """
+    os.environ.update(slurm_ranks(os.environ))
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     # A caller that has its own process group keeps it.
     if not launched or dist.is_initialized():
-        yield
+        yield False
         return
     # Collectives run on the current device of each rank, so it is set first.
     _take_own_device()
-    dist.init_process_group(backends())
+    timeout = timedelta(seconds=start_timeout)
+    prefix = store_prefix(os.environ)
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    mine = dist.distributed_c10d.PrefixStore(prefix, store)
+    dist.init_process_group(backends(), store=mine, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield
+        yield True
     finally:
         dist.destroy_process_group()
+
+
+def store_prefix(environment: Mapping[str, str]) -> str:
+    """Return the prefix of this attempt's keys in the store; raise WrongUse where a restart would read stale keys.
+
+    torchrun's store outlives an attempt, and torch 2.13 does not separate attempts: gloo then connects to the addresses
+    of dead ranks, and waits forever. On one node the restart count is the same for all ranks and separates them. On
+    several nodes it is not: an agent counts only the restarts that it took part in.
+    """
+    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if environment.get("GROUP_WORLD_SIZE", "1") == "1":
+        return f"attempt-{count}"
+    restarts = int(count) > 0 or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        raise WrongUse(
+            "torchrun with restarts on several nodes, and one store for all attempts: a restarted run would wait for "
+            "the ranks of the attempt before",
+            allowed="a store for each attempt, or --max-restarts 0",
+            do=f"export {SHARED_STORE}=1 on every node, and start torchrun with --rdzv-backend c10d",
+        )
+    # Without a shared store rank 0 opens a new one for every attempt; with no restarts there is one attempt.
+    return "attempt"
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------------
+# Ranks that srun starts directly, without torchrun: one task a rank.
+
+
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+_FIRST_HOST = re.compile(r"(?P<name>[^\[,]+)(\[(?P<number>\d+)[^\]]*\](?P<rest>[^\[,]*))?")
+
+
+def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's variables for a rank that srun started; none where torchrun did, or for a single task."""
+    # A batch script has these variables too, and is no rank: only srun sets the step.
+    if any(name in environment for name in _SLURM) or "SLURM_STEP_ID" not in environment:
+        return {}
+    if int(environment.get("SLURM_NTASKS", "1")) < 2 or any(name not in environment for name in _SLURM.values()):
+        return {}
+    place = {"MASTER_ADDR": _first_host(environment), "MASTER_PORT": str(_port(environment))}
+    ranks = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
+    return {**ranks, **{name: environment.get(name, value) for name, value in place.items()}}
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    """Return the host of task 0: the first of the step, as in `node[03-07,12],other`."""
+    listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    found = _FIRST_HOST.match(listed)
+    return "".join(part or "" for part in found.group("name", "number", "rest")) if found else "localhost"
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Return a port that all tasks compute alike, and that other jobs and steps on the same host rarely share."""
+    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return PORTS[(31 * job + step) % len(PORTS)]
+
+
+# -- device -----------------------------------------------------------------------------------------------------------
 
 
 def rng_preserved() -> AbstractContextManager[None]:

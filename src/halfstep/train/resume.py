@@ -14,10 +14,12 @@ from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, swe
 from halfstep.checkpoint.reading import newest_intact, none_intact, read_state
 from halfstep.checkpoint.sealed import read_manifest
 from halfstep.errors import StateMismatch, WrongUse
+from halfstep.files import draft_of
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, cut_back, last_time, refuse_other_form, saved_events, sizes
 from halfstep.recipe.changes import EXTEND
+from halfstep.train.checkpointing import PROBE
 from halfstep.train.environment import AutoChoices, differences, environment
 from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
@@ -26,11 +28,12 @@ from halfstep.train.setup import AnyRecipe
 from halfstep.train.state import State, lengthened, restore
 
 T = TypeVar("T")
-_DRAFT = re.compile(
-    r"\.(best\.safetensors|last\.safetensors|last-ema\.safetensors|recipe\.yaml|result\.json|task\.json"
-    r"|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png)\.[0-9]+"
+_REPLACED = re.compile(
+    r"best\.safetensors|last\.safetensors|last-ema\.safetensors|recipe\.yaml|result\.json|task\.json"
+    r"|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png"
 )
-"""Temporary files of a run that was killed while writing; see `files.replacing`."""
+"""Files of a run that are written as a draft first: a run that is killed while it writes leaves the draft."""
+_PROBE = re.compile(rf"\.{PROBE}\.[0-9a-f]{{16}}(\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -140,10 +143,14 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
     for place in (folder, folder / "pictures"):
         drafts: list[Path] = []
         with contextlib.suppress(OSError):
-            drafts += [path for path in place.iterdir() if _DRAFT.fullmatch(path.name)]
+            drafts += [path for path in place.iterdir() if _is_left_behind(path.name)]
         for path in drafts:
             with contextlib.suppress(OSError):
                 disk.remove(path)
+
+
+def _is_left_behind(name: str) -> bool:
+    return _PROBE.fullmatch(name) is not None or _REPLACED.fullmatch(draft_of(name) or "") is not None
 
 
 def _was_saved(folder: Path) -> bool:

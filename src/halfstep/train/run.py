@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from halfstep import distributed
 from halfstep._version import __version__
 from halfstep.checkpoint.commit import Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.errors import BadRecipe, Diverged, RanksDisagree, Stopped
+from halfstep.errors import BadRecipe, Diverged, HalfstepError, RanksDisagree, Stopped
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.events import Journal
@@ -32,8 +33,9 @@ from halfstep.train.outputs import RunOutputs
 from halfstep.train.process_group import device_of
 from halfstep.train.resume import Resumed
 from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
-from halfstep.train.signals import Stopping
+from halfstep.train.signals import Stopping, not_begun
 from halfstep.train.task import Task, no_progress
+from halfstep.train.watchdog import Beat, no_beat
 from halfstep.train.weights import digest, infinite_buffers
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
@@ -102,6 +104,7 @@ def train(
         raise ending.error from error
     except Exception as error:
         if (failed := out_of_memory_error(loop, error, command)) is None:
+            more = _bug(error)
             raise
         reason, more = OUT_OF_MEMORY, {"error": failed.given}
         raise failed from None
@@ -109,11 +112,20 @@ def train(
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close()
         run = _ended(loop, folder, reason, time.perf_counter() - began)
-        summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
-        remedies = loop.guarding.remedies
-        journal.emit(events.END, reason=reason, remedies=[str(cure) for cure in remedies.placed], **summary, **more)
-    loop.outputs.result({**_result(run, loop.parts), "cures": remedies.as_dict()})
+        _record_end(loop, run, reason, more)
+    loop.outputs.result({**_result(run, loop.parts), "cures": loop.guarding.remedies.as_dict()})
     return run
+
+
+def _record_end(loop: Loop, run: Run, reason: str, more: dict[str, Any]) -> None:
+    summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
+    remedies = [str(cure) for cure in loop.guarding.remedies.placed]
+    loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
+
+
+def _bug(error: Exception) -> dict[str, str]:
+    """Return the traceback, for the log, of an error that does not explain itself, such as one of a task's own code."""
+    return {} if isinstance(error, HalfstepError) else {"error": "".join(traceback.format_exception(error))}
 
 
 def make_loop(
@@ -126,11 +138,12 @@ def make_loop(
     remedies: Remedies | None = None,
     stopping: Stopping | None = None,
     on_progress: OnProgress = no_progress,
+    beat: Beat = no_beat,
 ) -> Loop:
     """Build everything for a run without taking a step.
 
     `auto_choices` is what an earlier launch of this run measured, and `remedies` what its guard had placed. With
-    `auto_choices`, the weights come from a checkpoint.
+    `auto_choices`, the weights come from a checkpoint. `beat` is called with everything that the loop does.
     """
     stopping = stopping or Stopping()
     starting = recipe
@@ -138,6 +151,7 @@ def make_loop(
         # The checkpoint has the weights: nothing is downloaded or read for the initial ones.
         starting = task.recipe = without_weights(recipe)
     device = device_of(recipe.train.device)
+    beat("reading the data", 0)
     loaders = make_loaders(task, recipe, device, auto_choices.num_workers if auto_choices else None)
     _leave_if_asked(stopping)
     per_epoch = loaders.train.steps_per_epoch
@@ -145,6 +159,12 @@ def make_loop(
     # A resumed run may have its warm-up behind it.
     if auto_choices is None:
         _ends_its_warmup(recipe, total)
+    beat("building the model", 0)
+
+    def told(done: int, of: int) -> None:
+        beat("preparing the data", done)
+        on_progress(done, of)
+
     parts = prepare(
         task,
         starting,
@@ -153,7 +173,7 @@ def make_loop(
         per_epoch=per_epoch,
         precision=auto_choices.precision if auto_choices else None,
         remedies=remedies,
-        on_progress=on_progress,
+        on_progress=told,
     )
     _leave_if_asked(stopping)
     parts.notes += loaders.notes
@@ -174,6 +194,7 @@ def make_loop(
         ),
         guarding=Guarding(parts.stepper, recipe.guard, journal, folder, remedies),
         stopping=stopping,
+        beat=beat,
     )
 
 
@@ -188,9 +209,10 @@ def _ends_its_warmup(recipe: AnyRecipe, total: int) -> None:
 
 
 def _leave_if_asked(stopping: Stopping) -> None:
-    """Stop between two stages of setup; several ranks stop together, at the first step."""
-    if distributed.size() == 1:
-        stopping.leave_unbegun()
+    """Stop between two stages of setup, where one of the ranks was asked to."""
+    asked = [name for name in distributed.from_all(stopping.asked or "") if name]
+    if asked:
+        raise not_begun(stopping.asked or asked[0])
 
 
 def _facts(loop: Loop) -> dict[str, Any]:

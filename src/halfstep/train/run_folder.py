@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import stat
 import threading
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.errors import BadData, FolderTaken, HalfstepError, Unsafe, WrongUse
-from halfstep.files import read_json, write_text
+from halfstep.files import draft_of, read_json, write_text
 from halfstep.recipe.changes import (
     EXTEND,
     EXTENSIONS,
@@ -213,9 +214,10 @@ RECIPE = "recipe.yaml"
 RESULT = "result.json"
 """The file that a finished run writes last."""
 FILES = (RECIPE, "journal.jsonl", "train.log")
-FOLDERS = (CHECKPOINTS, "pictures", "tensorboard", "failed_steps", "wandb")
+FOLDERS = (CHECKPOINTS, "pictures", "tensorboard", "failed_steps", "stacks", "wandb")
 """Folders that a run adds to; other files are replaced."""
 MOST_RUNS = 10_000
+_STATUS = re.compile(r"status\.rank-[0-9]{5}\.json")
 ANOTHER = "add --new for a folder of its own"
 
 State = Literal["new", "unfinished"]
@@ -372,7 +374,7 @@ def _first_free(path: Path) -> Path:
 
 def _refuse_foreign(path: Path) -> None:
     """Raise FolderTaken for a folder with foreign files; not even a lock is created in it."""
-    if _written(path) is None and any(entry.name != LOCK and not _is_draft(entry) for entry in path.iterdir()):
+    if _written(path) is None and not all(_is_leftover(entry) for entry in path.iterdir()):
         raise FolderTaken(
             f"{path} holds files, and no {RECIPE} that can be read", allowed="an absent or empty folder", do=ANOTHER
         )
@@ -394,10 +396,14 @@ def _refuse_links(path: Path) -> None:
             )
 
 
+def _is_leftover(entry: Path) -> bool:
+    """Return whether `entry` is a file of a run that failed to start: another rank may write while rank 0 clears up."""
+    return entry.name == LOCK or _is_draft(entry) or _STATUS.fullmatch(entry.name) is not None
+
+
 def _is_draft(entry: Path) -> bool:
     """Return whether `entry` is left from writing a recipe; see `files.replacing`."""
-    name, _, number = entry.name.rpartition(".")
-    return name == f".{RECIPE}" and number.isdigit() and entry.is_file() and not entry.is_symlink()
+    return draft_of(entry.name) == RECIPE and entry.is_file() and not entry.is_symlink()
 
 
 def _with(recipe: Any, key: str, value: Any) -> Any:

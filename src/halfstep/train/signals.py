@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -126,6 +126,8 @@ class _Received:
     """The time of the last KeyboardInterrupt."""
     when: str = BEFORE_STEPS
     """When a run that gets a signal now will stop."""
+    at_once: bool = False
+    """Whether a signal raises NotBegun where it arrives."""
 
 
 _active: _Received | None = None
@@ -161,10 +163,7 @@ class Stopping:
     def leave_unbegun(self) -> None:
         """Raise NotBegun where a stop was requested before the first step: there is nothing to save."""
         if self.asked is not None:
-            raise NotBegun(
-                f"stopped by {self.asked} before the first step, so that nothing was saved",
-                do="start it again with the same command",
-            )
+            raise not_begun(self.asked)
 
     def __enter__(self) -> Stopping:
         global _active
@@ -200,6 +199,9 @@ class Stopping:
             if received.interrupts > 1 and not _is_leaving(received) and not _is_at_the_door(frame):
                 received.raised = time.monotonic()
                 raise KeyboardInterrupt
+        if received.at_once and not _is_at_the_door(frame):
+            received.at_once = False
+            raise not_begun(received.first)
 
     # -- in the thread that acknowledges ------------------------------------------------------------------------
 
@@ -238,6 +240,33 @@ def end_process() -> None:
 def asked_to_stop() -> str | None:
     """Return the name of the signal that requested a stop; for long work without a Stopping of its own."""
     return None if _active is None else _active.first
+
+
+def not_begun(signal: str) -> NotBegun:
+    """Return the error of a run that was asked to stop before its first step."""
+    return NotBegun(
+        f"stopped by {signal} before the first step, so that nothing was saved",
+        do="start it again with the same command",
+    )
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Let a signal raise NotBegun inside, wherever it arrives; for long reading before the first step.
+
+    Nothing inside may wait for another rank: only this one gets the signal.
+    """
+    if _active is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = _active
+    received.at_once = True
+    try:
+        if received.first is not None:
+            raise not_begun(received.first)
+        yield
+    finally:
+        received.at_once = False
 
 
 def _is_leaving(received: _Received) -> bool:

@@ -1,0 +1,201 @@
+"""Keep the status of each rank in the run's folder: where it is while it runs, and how it ended.
+
+torchrun turns every exit code into 1, and a rank that is killed says nothing: the files tell a person, a supervisor and
+the next attempt what happened. A restarted run decides from them whether a restart can help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from halfstep import distributed
+from halfstep.errors import (
+    CONFIGURATION,
+    DATA,
+    GAVE_UP,
+    HUNG,
+    INCOMPATIBLE,
+    INTERRUPTED,
+    OUT_OF_MEMORY,
+    REFUSED,
+    SOFTWARE,
+    TRY_AGAIN,
+    USAGE,
+    HalfstepError,
+    NotRestarted,
+)
+from halfstep.files import read_json, write_json
+from halfstep.out_of_memory import is_out_of_memory
+
+RESTARTABLE = (TRY_AGAIN, HUNG)
+"""Exit codes after which the same command resumes the run."""
+INCURABLE = (USAGE, DATA, REFUSED, CONFIGURATION, INCOMPATIBLE, GAVE_UP)
+"""Exit codes after which a restart ends in the same way."""
+MOST_FRUITLESS = 3
+"""Restarts in a row without a newer checkpoint after which the next one gives up."""
+LONGEST_TRACEBACK, LONGEST_REASON = 16_384, 1_000
+RUNNING, ENDED = "running", "ended"
+_FILE = re.compile(r"status\.rank-[0-9]{5}\.json")
+
+
+def status_file(rank: int) -> str:
+    """Return the name of a rank's status file."""
+    return f"status.rank-{rank:05d}.json"
+
+
+# -- launch -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One attempt of a run on all ranks."""
+
+    token: str
+    """Tells the files of this attempt from those of others."""
+    restarts: int = 0
+    """How often torchrun or Slurm restarted the run."""
+    fruitless: int = 0
+    """Restarts in a row that found no newer checkpoint than the attempt before."""
+    checkpoint: int = -1
+    """The step of the newest checkpoint at the beginning; -1 for none."""
+
+
+def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how often torchrun or Slurm restarted this run; 0 for a command that a person typed."""
+    counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return max(int(count) if count.isdecimal() else 0 for count in counts)
+
+
+def begin(folder: Path, newest: int, restarts: int) -> Launch:
+    """Return this attempt; raise NotRestarted, with the code of the last ending, where a restart cannot help.
+
+    `newest` is the step of the newest checkpoint, -1 for none. Only rank 0 calls it, before any rank has written.
+    """
+    last = last_statuses(folder) if restarts else {}
+    if not last:
+        return Launch(secrets.token_hex(8), restarts, 0, newest)
+    for rank, status in last.items():
+        if status.get("code") in INCURABLE:
+            raise _not_restarted(_reason(rank, last), status["code"], "mend this, and start it again")
+    before, fruitless = last[0].get("checkpoint"), last[0].get("fruitless")
+    fruitless = fruitless if type(fruitless) is int else 0
+    was_stopped = all(status.get("code") == TRY_AGAIN for status in last.values())
+    if newest > (before if type(before) is int else -1):
+        fruitless = 0
+    elif not was_stopped:  # a run that was asked to stop did not fail
+        fruitless += 1
+    if fruitless > MOST_FRUITLESS:
+        raise _gave_up(folder, last)
+    return Launch(secrets.token_hex(8), restarts, fruitless, newest)
+
+
+def last_statuses(folder: Path, token: str | None = None) -> dict[int, dict[str, Any]]:
+    """Return the statuses of one attempt by rank: of `token`, or of the last one that rank 0 took part in."""
+    first = read_json(folder / status_file(0))
+    if token is None and isinstance(first, dict):
+        token = first.get("launch")
+    found: dict[int, dict[str, Any]] = {}
+    with contextlib.suppress(OSError):
+        for entry in sorted(folder.iterdir()):
+            status = read_json(entry) if _FILE.fullmatch(entry.name) else None
+            if isinstance(status, dict) and token is not None and status.get("launch") == token:
+                found[int(entry.name[12:17])] = status
+    return found if 0 in found else {}
+
+
+def _gave_up(folder: Path, last: dict[int, dict[str, Any]]) -> NotRestarted:
+    """Return the error after too many restarts, and tell a supervisor that the run is not restartable."""
+    ended = {rank: one for rank, one in last.items() if type(one.get("code")) is int and one["code"]}
+    # The rank that failed by itself, not those that lost it.
+    rank = min(ended, key=lambda rank: (ended[rank]["code"] in RESTARTABLE, rank), default=None)
+    reason = "it was killed" if rank is None else _reason(rank, last)
+    code = SOFTWARE if rank is None else ended[rank]["code"]
+    given = f"{MOST_FRUITLESS} restarts in a row brought no newer checkpoint; the last attempt ended: {reason}"
+    end = {"state": ENDED, "code": code, "reason": given, "restartable": False}
+    with contextlib.suppress(OSError):
+        write_json(folder / status_file(0), {**last[0], **end})
+    return _not_restarted(given, code, "look at the first of these endings; the same command goes on when it is mended")
+
+
+def _not_restarted(given: str, code: int, do: str) -> NotRestarted:
+    error = NotRestarted(given, allowed="a restart that can end otherwise than the attempt before", do=do)
+    error.exit_code = code
+    return error
+
+
+def _reason(rank: int, statuses: Mapping[int, Mapping[str, Any]]) -> str:
+    who = f"rank {rank}: " if len(statuses) > 1 else ""
+    return f"{who}{str(statuses[rank].get('reason'))[:LONGEST_REASON]}"
+
+
+# -- status -----------------------------------------------------------------------------------------------------------
+
+
+class RankStatus:
+    """The status file of this rank. Written whole each time, from any thread; nothing is written after its end."""
+
+    def __init__(self, folder: Path, launch: Launch) -> None:
+        self.folder, self.launch, self.rank = folder, launch, distributed.rank()
+        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now(), "world": distributed.size()}
+        self._changing, self._is_over = threading.Lock(), False
+        self._last: dict[str, Any] = {}
+
+    def running(self, **position: Any) -> None:
+        """Write where this rank is: its step, its phase, and more."""
+        self._write({"state": RUNNING, **position})
+
+    def ended(self, code: int, reason: str, trace: str | None = None) -> None:
+        """Write the exit code, the reason and the traceback of this rank's end; only the first end counts."""
+        end = {"state": ENDED, "code": code, "reason": reason, "restartable": code in RESTARTABLE}
+        self._write({**self._last, **end, **({"traceback": trace} if trace else {})})
+
+    def _write(self, content: dict[str, Any]) -> None:
+        launch = asdict(self.launch)
+        facts = {**self._who, "launch": launch.pop("token"), **launch, "time": _now()}
+        with self._changing:
+            # A full disk must not mask the original error; without the folder there is no place to write.
+            if not self._is_over and self.folder.is_dir():
+                self._is_over, self._last = content["state"] == ENDED, content
+                with contextlib.suppress(OSError):
+                    write_json(self.folder / status_file(self.rank), {**content, **facts})
+
+
+@contextmanager
+def status_saved(status: RankStatus) -> Iterator[None]:
+    """Write that this rank runs, and the exit code and the reason when the block ends."""
+    status.running(step=0, phase="starting")
+    code, reason, trace = 0, "finished", None
+    try:
+        yield
+    except BaseException as error:
+        code, reason = exit_code_of(error), str(error).split("\n")[0] or type(error).__name__
+        if code == SOFTWARE:
+            trace = traceback.format_exc()[-LONGEST_TRACEBACK:]
+        raise
+    finally:
+        status.ended(code, reason, trace=trace)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a run that this error ends."""
+    if isinstance(error, HalfstepError):
+        return error.exit_code
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else SOFTWARE
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

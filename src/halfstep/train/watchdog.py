@@ -1,0 +1,212 @@
+"""End a run in which nothing moves any more, with the stacks of every rank and the name of the one that is behind.
+
+Every rank has a thread that watches its own main thread. A rank that is stopped, or whose main thread holds the
+interpreter, cannot notice that itself: the others, which wait for it, do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from halfstep import distributed
+from halfstep.errors import HUNG
+from halfstep.recipe.schema import WorldOptions
+from halfstep.train.status import RankStatus, last_statuses
+
+STACKS = "stacks"
+"""The folder of the stacks, one file a rank."""
+TICK = 1.0
+HEARTBEAT = 5.0
+"""Seconds between two writes of a rank's position; more with many ranks, see `_heartbeat`."""
+WRITES = 50.0
+"""Positions a second that all ranks together may write: a shared file system has other work."""
+SLOWER = 2.0
+"""A phase may take this many times as long as it took at its longest, whatever the timeout."""
+MARGIN = 30.0
+"""Seconds by which the process group's own timeout is longer: the watchdog names the rank, a backend only aborts."""
+ANSWER = 4.0
+"""Ticks that the other ranks have to write their stacks."""
+MOST_NAMED = 8
+
+Beat = Callable[[str, int], None]
+"""Reports progress: the phase that begins, and the step."""
+OnHang = Callable[[str], None]
+
+
+def no_beat(phase: str, step: int) -> None:
+    """Report nothing; for loops that nobody watches."""
+
+
+class Watchdog:
+    """A context in which `beat` has to be called again and again; where it is not, `on_hang` is called with the reason.
+
+    The first time of each phase may take `start_timeout`, since torch compiles and allocates there; later ones
+    `timeout`, or twice the longest so far, whichever is more: a step on a CPU may take minutes. Time in which this
+    process itself was stopped does not count: a scheduler may suspend a job as a whole. Without `on_hang` there is only
+    a warning: the process is the caller's own, such as a notebook's.
+    """
+
+    def __init__(
+        self,
+        status: RankStatus,
+        options: WorldOptions,
+        *,
+        on_hang: OnHang | None = None,
+        on_limit: Callable[[float], None] = lambda limit: None,
+    ) -> None:
+        self._status, self._options, self._on_hang, self._on_limit = status, options, on_hang, on_limit
+        self._beats, self._phase, self._step = 0, "starting", 0
+        self._passed: set[str] = set()
+        self._longest: dict[str, float] = {}
+        self._limit = options.start_timeout
+        self._tick = min(TICK, options.timeout / 10, options.start_timeout / 10)
+        self._over = threading.Event()
+        self._marker = status.folder / STACKS / f"hung-{status.launch.token}"
+        self._thread = threading.Thread(target=self._watch, name="halfstep watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._status.rank == 0:
+            for old in self._marker.parent.glob("hung-*"):  # of earlier launches
+                old.unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def beat(self, phase: str, step: int) -> None:
+        """Report that `phase` of `step` begins, or goes on; called by the main thread, a few times a step."""
+        if phase != self._phase or step != self._step:
+            self._passed.add(self._phase)
+            self._phase, self._step = phase, step
+            limit = self._limit_of(phase)
+            if limit != self._limit:
+                self._limit = limit
+                self._on_limit(limit)
+        self._beats += 1
+
+    def _limit_of(self, phase: str) -> float:
+        given = self._options.timeout if phase in self._passed else self._options.start_timeout
+        return max(given, SLOWER * self._longest.get(phase, 0.0))
+
+    # -- in the thread that watches -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        beats, idle, written, now = -1, 0.0, -1.0, time.monotonic()
+        while not self._over.wait(self._tick):
+            before, now = now, time.monotonic()
+            if beats != self._beats:
+                beats, phase, idle = self._beats, self._phase, 0.0
+            else:
+                # Not the clock: after SIGSTOP and SIGCONT it has moved, and nobody had a chance to.
+                idle += min(now - before, 2 * self._tick)
+                self._longest[phase] = max(idle, self._longest.get(phase, 0.0))
+            if idle >= self._limit or (distributed.size() > 1 and self._marker.exists()):
+                self._report(idle)
+                return
+            if now - written >= self._heartbeat:
+                written = now
+                self._status.running(**self._position())
+
+    @property
+    def _heartbeat(self) -> float:
+        return max(min(HEARTBEAT, 5 * self._tick), distributed.size() / WRITES)
+
+    def _position(self) -> dict[str, Any]:
+        return {"step": self._step, "phase": self._phase, "collectives": _collectives()}
+
+    def _report(self, idle: float) -> None:
+        """Write the stacks, give the other ranks time to write theirs, and end."""
+        write_stacks(self._status.folder / STACKS / f"rank-{self._status.rank:05d}.txt", self._position())
+        self._status.running(**self._position(), answered=True)
+        with suppress(OSError):  # a full disk: the others notice by themselves
+            self._marker.touch()
+        if distributed.size() > 1:
+            self._over.wait(ANSWER * self._tick)
+        reason = self._reason(idle)
+        if self._on_hang is None:
+            print(f"warning: {reason}", file=sys.stderr, flush=True)
+            return
+        self._status.ended(HUNG, reason)
+        self._on_hang(reason)
+
+    def _reason(self, idle: float) -> str:
+        where = f"in step {self._step} ({self._phase}); the stacks are in {self._status.folder / STACKS}"
+        if distributed.size() == 1:
+            return f"nothing has moved for {idle:.0f} s {where}"
+        statuses = last_statuses(self._status.folder, self._status.launch.token)
+        return f"{behind(statuses, distributed.size())}: nothing has moved for {max(idle, self._limit):.0f} s {where}"
+
+
+def behind(statuses: Mapping[int, Mapping[str, Any]], size: int) -> str:
+    """Return the ranks that the others wait for: those that do not answer, else those at the earliest place."""
+    silent = [rank for rank in range(size) if not statuses.get(rank, {}).get("answered")]
+    if silent:
+        return f"{_named(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may be stopped"
+    places = {rank: (_int(one.get("step")), _int(one.get("collectives"))) for rank, one in statuses.items()}
+    earliest = min(places.values())
+    late = [rank for rank, place in sorted(places.items()) if place == earliest]
+    if len(late) == len(places):
+        return "all ranks are at the same place"
+    return f"{_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
+
+
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
+
+
+def _int(value: object) -> int:
+    return value if type(value) is int else 0
+
+
+def _collectives() -> int:
+    """Return how many collectives this rank has begun: of ranks at one step, the one with fewer is behind."""
+    try:
+        group: Any = dist.group.WORLD
+        return int(group._get_sequence_number_for_group()) if distributed.size() > 1 else 0
+    except RuntimeError:  # no sequence numbers in this backend
+        return 0
+
+
+def write_stacks(path: Path, position: Mapping[str, Any]) -> None:
+    """Write the Python stacks of all threads of this process."""
+    with suppress(OSError):  # a full disk: the run ends all the same
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"process {os.getpid()}, {', '.join(f'{name} {value}' for name, value in position.items())}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+def set_group_timeout(limit: float) -> None:
+    """Give the process group a timeout that is longer than the watchdog's `limit`."""
+    # torch has no public function for a group that exists; without one, only its error message is worse.
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if set_timeout is not None:
+        set_timeout(timedelta(seconds=limit + MARGIN))
+
+
+def end_hung(reason: str) -> None:
+    """End this process, from the thread that watches it."""
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    try:
+        print(f"{who}{reason}\n  do: start it again with the same command to go on", file=sys.__stderr__, flush=True)
+    finally:
+        # Not sys.exit: the main thread does not come back to handle it.
+        os._exit(HUNG)
