@@ -36,6 +36,20 @@ def test_help_lists_the_folder_in_its_groups() -> None:
     assert "Trouble" in shown
 
 
+def test_an_error_that_nobody_expected_ends_with_70_and_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(names: Any) -> Any:
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(main, "build", broken)
+    monkeypatch.setattr(sys, "argv", ["halfstep", "recipes"])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 70
+    assert "ZeroDivisionError: of a test" in capsys.readouterr().err
+
+
 def test_every_command_has_a_known_group_and_a_docstring_of_one_line() -> None:
     for name in command_names():
         module = __import__(f"halfstep.cli.{name}", fromlist=["run"])

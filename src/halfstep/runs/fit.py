@@ -100,7 +100,8 @@ def launch(
             on_hang=end_hung if joined else on_hang,
             on_limit=set_group_timeout if joined else lambda limit: None,
         )
-        with status_saved(status), watchdog, contextlib.closing(journal):
+        # Once more inside: the status has the code of what is raised there.
+        with status_saved(status), watchdog, contextlib.closing(journal), _lost_ranks_named():
             with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None

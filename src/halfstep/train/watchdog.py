@@ -88,6 +88,7 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join()
+        self._status.running(**self._position())
 
     def beat(self, phase: str, step: int) -> None:
         """Report that `phase` of `step` begins, or goes on; called by the main thread, a few times a step."""
