@@ -33,7 +33,7 @@ from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, 
 from halfstep.train.signals import Stopping
 from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_saved
 from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import OnHang, Watchdog, end_hung, set_group_timeout
+from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, set_group_timeout
 
 
 def fit(
@@ -86,7 +86,7 @@ def launch(
     with (
         Stopping() as stopping,
         _lost_ranks_named(),
-        together(options.start_timeout) as joined,
+        together(options.start_timeout + MARGIN) as joined,
         rng_preserved(),
         _opened(resolved, new, accepted) as opened,
     ):

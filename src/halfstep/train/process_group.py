@@ -24,10 +24,10 @@ PORTS = range(10_000, 30_000)
 
 
 @contextmanager
-def together(start_timeout: float) -> Iterator[bool]:
+def together(timeout: float) -> Iterator[bool]:
     """Join the ranks that torchrun or srun started, and leave the group at the end; yield whether there are any.
 
-    A collective fails after `start_timeout` seconds, until the timeout is set anew. Raises WrongUse for a launch whose
+    A collective fails after `timeout` seconds, until another timeout is set. Raises WrongUse for a launch whose
     restarts would hang.
     """
     os.environ.update(slurm_ranks(os.environ))
@@ -38,12 +38,12 @@ def together(start_timeout: float) -> Iterator[bool]:
         return
     # Collectives run on the current device of each rank, so it is set first.
     _take_own_device()
-    timeout = timedelta(seconds=start_timeout)
+    longest = timedelta(seconds=timeout)
     prefix = store_prefix(os.environ)
-    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-    store.set_timeout(timeout)
+    store, rank, size = next(iter(rendezvous("env://", timeout=longest)))
+    store.set_timeout(longest)
     mine = dist.distributed_c10d.PrefixStore(prefix, store)
-    dist.init_process_group(backends(), store=mine, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backends(), store=mine, rank=rank, world_size=size, timeout=longest)
     try:
         yield True
     finally:
