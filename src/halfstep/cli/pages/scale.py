@@ -28,7 +28,8 @@ def show(report: dict[str, Any]) -> None:
     heading(console, "Memory of a rank", f"{size_in_words(report['device']['usable'])} for tensors")
     console.print(_memory(rows, console))
     taken = next((row for row in rows if row["name"] == report["take"]), rows[-1])
-    heading(console, f"A step of {taken['name']}", f"in {taken['units']} units; bytes that a rank receives")
+    parts = f"{taken['units']} {'buckets' if taken['sharding'] == 'ddp' else 'units'}"
+    heading(console, f"A step of {taken['name']}", f"in {parts}; bytes that a rank receives")
     console.print(_collectives(taken, console))
     heading(console, "Links", "by bandwidth alone: a model" if report["links"] else "")
     console.print(_seconds(rows, console))

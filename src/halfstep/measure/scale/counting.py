@@ -142,8 +142,8 @@ class _Sent(TorchDispatchMode):
         self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            kind = _SENT[func.overloadpacket.__name__]
+        kind = _SENT.get(func.overloadpacket.__name__) if func.namespace == "c10d" else None
+        if kind is not None:
             # An all-reduce goes over the replicas of a shard; there is none under plain FSDP.
             group = self.layout.copies if kind == REDUCE else self.layout.shards
             size = max(t.nbytes for t in pytree.tree_leaves(args[:2]) if isinstance(t, Tensor))
