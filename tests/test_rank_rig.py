@@ -209,6 +209,7 @@ def sharded_step(rank: int) -> dict[str, float]:
     return {"apart": apart, "loss": total.item() / dist.get_world_size()}
 
 
+@pytest.mark.full
 def test_many_ranks_meet_and_train_one_model_in_shards(capsys: pytest.CaptureFixture[str]) -> None:
     ranks = Ranks(MANY, deadline=120.0)
     try:

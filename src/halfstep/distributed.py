@@ -75,6 +75,25 @@ def is_shard(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any of these tensors, such as the parameters of a model, is sharded."""
+    return any(map(is_shard, tensors))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all values of a tensor; those of a DTensor are gathered, and every rank of its mesh must call this."""
+    sharded: Any = tensor
+    gathered: Tensor = sharded.full_tensor() if is_shard(tensor) else tensor
+    return gathered
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor that are on this rank."""
+    sharded: Any = tensor
+    own: Tensor = sharded.to_local() if is_shard(tensor) else tensor
+    return own
+
+
 def holders(tensor: Tensor) -> float:
     """Return how many ranks hold each element of a tensor, over its own mesh and any outer replication."""
     return size() / math.prod(pieces(tensor))

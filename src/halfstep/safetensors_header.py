@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.errors import WrongUse
 
-_NAMES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -27,6 +27,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The names of dtypes in safetensors files."""
 _ALIGNED = 8
 
 
@@ -50,10 +51,10 @@ def content(tensor: Tensor) -> memoryview:
 
 
 def _name_of(tensor: Tensor, name: str) -> str:
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in DTYPES:
         raise WrongUse(
             f"{name} is of type {tensor.dtype}, which files of tensors do not know",
-            allowed=", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES),
+            allowed=", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES),
             do="keep it as another type",
         )
-    return _NAMES[tensor.dtype]
+    return DTYPES[tensor.dtype]

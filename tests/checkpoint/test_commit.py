@@ -18,8 +18,8 @@ from torch import Tensor
 from faults.crash_story import commit_together
 from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain
 from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers, sweep
-from halfstep.checkpoint.reading import MOST_TENSORS, newest_intact, read_state, verified
-from halfstep.checkpoint.sealed import FORMAT, MANIFEST, read_manifest, state_of, tensors_of, with_seal
+from halfstep.checkpoint.reading import newest_intact, read_state, verified
+from halfstep.checkpoint.sealed import FORMAT, MANIFEST, MOST_TENSORS, read_manifest, state_of, tensors_of, with_seal
 from halfstep.files import LARGEST_JSON
 
 

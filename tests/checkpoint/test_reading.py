@@ -16,8 +16,8 @@ import torch
 
 from halfstep.checkpoint.commit import RankSnapshot, commit
 from halfstep.checkpoint.paths import Disk, generations
-from halfstep.checkpoint.reading import MOST_TENSORS, newest_intact, read_state, verified
-from halfstep.checkpoint.sealed import MANIFEST, with_seal
+from halfstep.checkpoint.reading import newest_intact, read_state, verified
+from halfstep.checkpoint.sealed import MANIFEST, MOST_TENSORS, with_seal
 from halfstep.errors import BadData, NoCheckpoint, OtherForm, Unsafe
 
 TENSORS, STATE = "rank-00000.safetensors", "rank-00000.json"

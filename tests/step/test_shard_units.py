@@ -52,7 +52,7 @@ def images() -> nn.Sequential:
 
 
 def named(model: nn.Module) -> dict[str, str]:
-    return {unit.name: unit.kind for unit in shard_units(model)}
+    return {unit.name: unit.kind for unit in shard_units(model) if unit.kind != "norms"}
 
 
 def test_repeated_blocks_are_units_and_the_rest_is_the_model() -> None:
@@ -64,7 +64,7 @@ def test_every_parameter_has_one_unit() -> None:
     model = nn.ModuleDict({"a": Transformer(tied=True), "b": images(), "c": nn.ModuleList([Stage(2), Stage(9)])})
     held: dict[int, str] = {}
     for unit in shard_units(model):
-        for parameter in unit.module.parameters():
+        for parameter in unit.parameters():
             held.setdefault(id(parameter), unit.name)
     assert set(held) == {id(parameter) for parameter in model.parameters()}
 
@@ -85,29 +85,31 @@ def test_a_stage_is_divided_into_its_blocks_and_a_block_is_not() -> None:
 def test_fp32_modules_are_units_gathered_as_they_are_stored() -> None:
     model = Transformer()
     island(model, "blocks.1.norm", "head")
-    units = {unit.name: unit for unit in shard_units(model)}
+    units = {unit.name: unit for unit in shard_units(model) if unit.kind != "norms"}
     assert {name for name, unit in units.items() if unit.kind == "island"} == {"blocks.1.norm", "head"}
     assert list(units).index("blocks.1.norm") < list(units).index("blocks.1")
     assert {name for name, unit in units.items() if unit.wide} == {"blocks.1.norm", "head"}
     assert units["head"].policy(torch.bfloat16).param_dtype is None
-    assert units["head"].policy(torch.bfloat16).output_dtype is None
     assert units["blocks.1"].policy(torch.bfloat16).param_dtype is torch.bfloat16
     assert all(unit.policy(torch.float16).reduce_dtype is torch.float32 for unit in units.values())
 
 
-def test_batch_statistics_are_units_whose_output_is_narrow() -> None:
-    norms = [unit for unit in shard_units(images()) if unit.kind == "batch statistics"]
-    assert [unit.name for unit in norms] == [f"{n}.1" for n in range(9, 0, -1)]
-    policy = norms[0].policy(torch.bfloat16)
-    assert policy.param_dtype is None
-    assert policy.output_dtype is torch.bfloat16
-    assert not any(unit.kind == "batch statistics" for unit in shard_units(nn.BatchNorm1d(4, affine=False)))
+def test_the_norms_of_a_block_are_one_unit_that_stays_in_fp32() -> None:
+    model = images()
+    norms = [unit for unit in shard_units(model) if unit.kind == "norms"]
+    assert [unit.name for unit in norms] == [str(n) for n in range(9, 0, -1)]
+    assert [unit.modules for unit in norms] == [(model[n][1],) for n in range(9, 0, -1)]
+    assert norms[0].policy(torch.bfloat16).param_dtype is None
+    assert not any(unit.kind == "norms" for unit in shard_units(nn.BatchNorm1d(4, affine=False)))
+    several = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8))
+    together = [unit for unit in shard_units(several) if unit.kind == "norms"]
+    assert [unit.modules for unit in together] == [(several[1], several[2], several[3])]
 
 
 def test_a_tied_island_makes_the_unit_round_both_wide() -> None:
     model = Transformer(tied=True)
     island(model, "head")
-    assert {unit.name for unit in shard_units(model) if unit.wide} == {""}
+    assert {unit.name for unit in shard_units(model) if unit.wide and unit.kind != "norms"} == {""}
 
 
 def test_a_model_that_is_an_island_has_wide_units_only() -> None:
@@ -133,7 +135,7 @@ def sharded_run(rank: int) -> tuple[float, float]:
     island(model, "11")
     mesh = init_device_mesh("cpu", (2,))
     for unit in shard_units(model):
-        fully_shard(unit.module, mesh=mesh, mp_policy=unit.policy(torch.bfloat16))
+        fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(torch.bfloat16))
     stepper = Stepper(model, torch.optim.AdamW(model.parameters()), precision="bf16", observe=False)
     batch = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
     reports = [stepper.step(lambda net, x: net(x).float().square().mean(), batch) for _ in range(3)]

@@ -51,7 +51,6 @@ class Ranks:
         self._processes, self._backend, self._deadline = processes, backend, deadline
         self._started: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        self._calls = 0
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
         """Return what `function(rank, *arguments)` returned on each rank; raise AssertionError with every traceback."""
@@ -65,7 +64,6 @@ class Ranks:
         """Start a function on each rank, in the folder and the environment that this process has now."""
         if not self._started:
             self._start()
-        self._calls += 1
         call = pickle.dumps((function, arguments, named))
         for rank, connection in enumerate(self._connections):
             connection.send((os.getcwd(), {**os.environ, **self._environment(rank)}, call))
@@ -125,7 +123,7 @@ class Ranks:
             self._connections.append(ours)
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """As torchrun sets it. The store is the agent's; the count keeps the keys of one call from those of others."""
+        """As torchrun sets it; the store is the agent's."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -136,7 +134,7 @@ class Ranks:
             "MASTER_PORT": str(self._port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "tests",
-            "TORCHELASTIC_RESTART_COUNT": str(self._calls),
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
 
     def _stack(self, rank: int) -> Path:

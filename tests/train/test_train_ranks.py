@@ -145,12 +145,12 @@ def test_a_run_that_one_process_stopped_goes_on_on_both_with_the_same_bits(on_ra
 SETTINGS = {"train.batch_size": 8, "train.ema": 0.9, "model.batchnorm": True, "checkpoint.every_steps": 3}
 
 
-def test_what_two_processes_saved_is_not_for_one(on_ranks: Ranks, tmp_path: Path) -> None:
+def test_what_two_processes_saved_is_for_one_with_the_same_samples_a_step(on_ranks: Ranks, tmp_path: Path) -> None:
     found = on_ranks(stopped_on, str(tmp_path), SETTINGS)
     assert [one["code"] for one in found] == [75, 75]
     alone = run_on(0, str(tmp_path), SETTINGS)
     assert alone["code"] == 79
-    assert "--nproc-per-node 2" in alone["error"]
+    assert "add train.microbatches=2" in alone["error"]
     again = on_ranks(run_on, str(tmp_path), SETTINGS)
     assert again[0] == again[1]
     assert again[0]["steps"] == 16
@@ -170,7 +170,7 @@ def test_a_part_that_one_process_lacks_is_missing_for_both(on_ranks: Ranks, tmp_
     refit(tmp_path / "run", lambda state: state.pop("rng"), rank=1)
     found = on_ranks(run_on, str(tmp_path), SETTINGS)
     assert [one["code"] for one in found] == [79, 79]
-    assert all("lacks random" in one["error"] for one in found)
+    assert all("lacks rng" in one["error"] for one in found)
     assert "rank 1: " in found[0]["error"]
 
 

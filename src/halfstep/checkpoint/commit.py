@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from halfstep import distributed
+from halfstep.checkpoint.chunks import ChunkedTensor
 from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk, following, generations, named, remove, sweep_aside
-from halfstep.checkpoint.reading import MOST_TENSORS
 from halfstep.checkpoint.sealed import (
     MANIFEST,
+    MOST_TENSORS,
     Manifest,
     Sealed,
     read_manifest,
@@ -78,6 +79,8 @@ class RankSnapshot:
     not_nan: Collection[str] = ()
     """The names of tensors that must contain no NaN; they may contain infinities, as an attention mask does."""
     environment: Mapping[str, Any] = field(default_factory=dict)
+    chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+    """How the sharded tensors of all ranks are cut; `tensors` has the chunks that this rank writes."""
     failure: str = ""
     """Why this rank has nothing to save, or empty. It is shared with the other ranks, so that they do not wait."""
 
@@ -100,7 +103,7 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
         sealed = all_ranks_or_raise(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
         # Every file is on the disk now, on every rank: only then may a manifest with their digests exist.
         files = tuple(Sealed(*entry) for own in sealed for entry in own)
-        manifest = Manifest(snapshot.attempt, party.size, files, snapshot.environment)
+        manifest = Manifest(snapshot.attempt, party.size, files, snapshot.environment, snapshot.chunks)
         all_ranks_or_raise(party, lambda: _finish(generation, manifest, disk) if first else None)
     except NotCommitted:
         if first:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep import distributed
 from halfstep.errors import BadData, WrongUse
 
 Plain: TypeAlias = Any
@@ -143,7 +144,8 @@ def _marked(mark: str, plain: dict[str, Any], tensors: Mapping[str, Tensor], dep
 def _laid_out(tensor: Tensor, strides: list[int] | None) -> Tensor:
     """Return a copy of a tensor, with the strides it was saved with."""
     # Always a copy: a loaded tensor may be memory-mapped from a checkpoint file that retention later removes.
-    if strides is None:
+    # A shard is laid out as its parameter, not as the whole tensor was.
+    if strides is None or distributed.is_shard(tensor):
         return tensor.clone()
     # Strides come from a file: overlapping ones, or ones with gaps, could claim any amount of memory.
     if not _dense(tensor.shape, strides):

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from halfstep.checkpoint.chunks import BY_NAME, ChunkedTensor
 from halfstep.checkpoint.paths import CheckpointDir, generations
 from halfstep.checkpoint.sealed import (
     LOOKED_AT,
     Manifest,
+    check_header,
     is_passing,
     problem_with,
     read_bounded,
@@ -29,8 +33,6 @@ from halfstep.checkpoint.sealed import (
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, OtherForm, StorageFailed
 from halfstep.files import LARGEST_JSON, strict_json
 
-MOST_TENSORS, MOST_SIDES = 100_000, 64
-"""The maximum number of tensors in one file, and of dimensions of one tensor; 64 is torch's own limit."""
 MOST_STRANGERS = 1000
 """The number of files in a checkpoint's folder that are inspected, whether they belong there or not."""
 Progress = Callable[[int], None]
@@ -129,14 +131,73 @@ def _not_now(path: Path, problem: str) -> StorageFailed:
     )
 
 
-def read_state(generation: CheckpointDir, rank: int) -> tuple[Any, dict[str, Tensor]]:
-    """Return what a rank saved: its JSON, and its tensors merged over rank 0's, which include the shared ones.
+Like = Callable[[str, Sequence[int], torch.dtype], Tensor | None]
+"""Returns the tensor to read a saved one into, by its name, shape and dtype; None to read it whole, on the host."""
 
-    Raises BadData if a file cannot be parsed, and StorageFailed if it cannot be read at present.
+
+def read_state(generation: CheckpointDir, rank: int) -> tuple[Any, dict[str, Tensor]]:
+    """Return what a rank saved: its JSON, and its tensors, whole; raise as `read_plain` and `read_tensors` do."""
+    return read_plain(generation, rank), read_tensors(generation, rank)
+
+
+def read_plain(generation: CheckpointDir, rank: int) -> Any:
+    """Return the JSON that a rank saved.
+
+    Raises BadData if the file cannot be parsed, and StorageFailed if it cannot be read at present.
     """
-    plain = _json(generation.path / state_of(rank))
-    tensors = _tensors(generation.path / tensors_of(0))
-    return plain, tensors if rank == 0 else {**tensors, **_tensors(generation.path / tensors_of(rank))}
+    return _json(generation.path / state_of(rank))
+
+
+def read_tensors(generation: CheckpointDir, rank: int, like: Like = lambda *_: None) -> dict[str, Tensor]:
+    """Return a rank's own tensors merged over rank 0's, which include the shared ones; chunks are joined.
+
+    Only the parts that the tensors of `like` need are read. Raises BadData and StorageFailed as `read_plain` does.
+    """
+    path = generation.path
+    try:
+        table = dict(read_manifest(generation).chunks)
+        found: dict[str, Tensor] = {}
+        targets = {name: _target(like, name, cut) for name, cut in table.items()}
+        for one in dict.fromkeys((0, rank)):
+            whole, elsewhere = _read_whole(path / tensors_of(one), table, like)
+            found |= whole
+            targets |= elsewhere
+            table |= {name: _in_one(tensor, one) for name, tensor in elsewhere.items()}
+        if targets:
+            from halfstep.checkpoint.resharding import read_into  # takes most of a second, and only shards need it
+
+            read_into(path, {name: table[name] for name in targets}, targets)
+        return found | targets
+    except Exception as error:
+        # A made-up file can cause any exception in the reader: TypeError, OverflowError, RuntimeError and others.
+        raise _damaged(path / tensors_of(rank), error) from error
+
+
+def _read_whole(path: Path, chunks: Mapping[str, Any], like: Like) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of a file that are no chunks: those read, and those to be read into a tensor of `like`."""
+    check_header(path)
+    whole: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            if name in chunks:
+                continue
+            part = file.get_slice(name)
+            target = like(name, part.get_shape(), BY_NAME[part.get_dtype()])
+            if target is None:
+                whole[name] = file.get_tensor(name)
+            else:
+                targets[name] = target
+    return whole, targets
+
+
+def _target(like: Like, name: str, cut: ChunkedTensor) -> Tensor:
+    found = like(name, cut.shape, cut.dtype)
+    return torch.empty(cut.shape, dtype=cut.dtype) if found is None else found
+
+
+def _in_one(tensor: Tensor, rank: int) -> ChunkedTensor:
+    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, 0, max(1, tensor.shape[0]), (rank,))
 
 
 def _json(path: Path) -> Any:
@@ -146,34 +207,10 @@ def _json(path: Path) -> Any:
         raise _damaged(path, error) from error
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_tensors(path)
-    except Exception as error:
-        # A made-up file can cause any exception in the reader: TypeError, OverflowError, RuntimeError and others.
-        raise _damaged(path, error) from error
-
-
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file; any exception may be raised for a made-up file."""
-    _check_header(path)
+    check_header(path)
     return load_file(path)
-
-
-def _check_header(path: Path) -> None:
-    """Raise ValueError for a header that safetensors accepts but no writer produces."""
-    # safetensors allows a header of 100 MB and any number of tensors: these limits bound time and memory.
-    with regular(path) as file:
-        length = int.from_bytes(os.pread(file, 8, 0), "little")
-        if length > LARGEST_JSON:
-            raise ValueError(f"a header of {length:,} bytes")
-        table = strict_json(os.pread(file, length, 8))
-    if not isinstance(table, dict) or len(table) > MOST_TENSORS:
-        raise ValueError("no table of tensors, or one of too many")
-    for name, entry in table.items():
-        shape = [] if name == "__metadata__" else entry["shape"]
-        if len(shape) > MOST_SIDES or any(not 0 <= side < 2**53 for side in shape):
-            raise ValueError(f"a tensor with the shape {str(shape)[:80]}")
 
 
 def _damaged(path: Path, error: Exception) -> HalfstepError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from halfstep.checkpoint.chunks import ChunkedTensor, as_json, from_json
 from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.errors import Unsafe, same_form
 from halfstep.files import LARGEST_JSON, strict_json
@@ -82,6 +83,8 @@ def _instructions(start: bytes) -> Iterator[tuple[str, object]]:
 # -- sealed files -----------------------------------------------------------------------------------------------------
 
 
+MOST_TENSORS, MOST_SIDES = 100_000, 64
+"""The maximum number of tensors in one file, and of dimensions of one tensor; 64 is torch's own limit."""
 BLOCK = 2**22
 """The number of bytes that are hashed and written at a time."""
 # Errors that are not the file's: too many open files, no memory, a network disk that is away, permissions. A checkpoint
@@ -192,6 +195,22 @@ def regular(path: Path) -> Iterator[int]:
         os.close(file)
 
 
+def check_header(path: Path) -> None:
+    """Raise ValueError for a header that safetensors accepts but no writer produces."""
+    # safetensors allows a header of 100 MB and any number of tensors: these limits bound time and memory.
+    with regular(path) as file:
+        length = int.from_bytes(os.pread(file, 8, 0), "little")
+        if length > LARGEST_JSON:
+            raise ValueError(f"a header of {length:,} bytes")
+        table = strict_json(os.pread(file, length, 8))
+    if not isinstance(table, dict) or len(table) > MOST_TENSORS:
+        raise ValueError("no table of tensors, or one of too many")
+    for name, entry in table.items():
+        shape = [] if name == "__metadata__" else entry["shape"]
+        if len(shape) > MOST_SIDES or any(not 0 <= side < 2**53 for side in shape):
+            raise ValueError(f"a tensor with the shape {str(shape)[:80]}")
+
+
 def _measured(file: int, path: Path, expected: int) -> tuple[int, str]:
     """Return the size and the SHA-256 of a file.
 
@@ -234,7 +253,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OPEN = "0" * 64
 """The placeholder of the seal while the seal is computed."""
 _FOR_EARLIER = "use the version that wrote it, or add --new to begin again in a folder of its own"
-_KEYS = {"attempt", "environment", "files", "format", "seal", "world_size"}
+_KEYS = {"attempt", "chunks", "environment", "files", "format", "seal", "world_size"}
 
 
 def tensors_of(rank: int) -> str:
@@ -258,11 +277,14 @@ class Manifest:
     files: tuple[Sealed, ...]
     environment: Mapping[str, Any] = field(default_factory=dict)
     """The machine and the versions it was written with; on another machine a resume is reported as approximate."""
+    chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+    """The tensors that are cut over several files, by name."""
 
     def text(self) -> bytes:
         """Return the content of MANIFEST.json, with its seal."""
         content = {
             "attempt": self.attempt,
+            "chunks": as_json(self.chunks),
             "environment": dict(self.environment),
             "files": {sealed.name: [sealed.size, sealed.sha256] for sealed in self.files},
             "format": FORMAT,
@@ -317,9 +339,10 @@ def _checked(content: dict[str, Any]) -> Manifest:
     try:
         files = tuple(_sealed(name, *entry) for name, entry in content["files"].items())
         attempt, world_size = _count(content["attempt"], 0), _count(content["world_size"], 1)
+        chunks = from_json(content["chunks"], world_size)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"no manifest of a checkpoint: {error}") from None
-    manifest = Manifest(attempt, world_size, files, content["environment"])
+    manifest = Manifest(attempt, world_size, files, content["environment"], chunks)
     # Compare the counts first: `world_size` comes from a file and may be huge; the set below has two names per rank.
     complete = len(files) == 2 * world_size and {sealed.name for sealed in files} == {
         name for rank in range(world_size) for name in (tensors_of(rank), state_of(rank))

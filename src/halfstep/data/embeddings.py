@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.reading import MOST_TENSORS, load_tensors
+from halfstep.checkpoint.reading import load_tensors
+from halfstep.checkpoint.sealed import MOST_TENSORS
 from halfstep.data.dataset import BadSample, Files, Sample, Source, WrappedSource, without_image
 from halfstep.data.folders import first_of
 from halfstep.errors import BadData, in_one_line

@@ -13,12 +13,14 @@ from halfstep.recipe.schema import Extension
 from halfstep.recipe.strict_yaml import flat
 
 SAFE = (
-    *("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers"),
-    *("data.bad_samples", "data.timeout", "world.timeout", "world.start_timeout"),
+    *("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples", "data.timeout"),
+    *("world.mode", "world.shard_size", "world.timeout", "world.start_timeout"),
 )
 """The settings that change no bit of what is trained unless a step fails: keys, and sections with their dot."""
 PLACES = ("data.path", "data.masks", "data.val")
 """The settings for the location of the data; a change is harmless if the files are the same."""
+BATCH = ("train.batch_size", "train.microbatches")
+"""The settings for the samples of a step; with another number of ranks, their product may stay the same."""
 EXTENSIONS = "schedule.extensions"
 LENGTH = ("train.epochs", "train.steps", EXTENSIONS, "evaluate.patience", "evaluate.min_delta")
 """The settings for the length of a run and for early stopping, which an extension changes."""
@@ -60,6 +62,11 @@ def _shown(value: Any) -> str:
 def but_for_places(lines: list[str]) -> list[str]:
     """Return the lines of `changes` that are not about the location of the data."""
     return [line for line in lines if not _is_of(PLACES, line)]
+
+
+def but_for_batch(lines: list[str]) -> list[str]:
+    """Return the lines of `changes` that are not about how the samples of a step are divided."""
+    return [line for line in lines if not _is_of(BATCH, line)]
 
 
 def only_places(lines: list[str]) -> list[str]:

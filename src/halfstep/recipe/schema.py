@@ -162,6 +162,23 @@ class TrainOptions(Section):
     """A device as torch names it; `auto` is the best one present."""
 
 
+class WorldOptions(Section):
+    """The ranks that train together. `world: fsdp` is short for `world: {mode: fsdp}`."""
+
+    mode: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """What each rank holds: all weights (ddp), a shard of them (fsdp), or a shard within each group (hsdp)."""
+    shard_size: Annotated[int, Field(ge=2)] | None = None
+    """hsdp: ranks in a group that shares one copy of the weights; the ranks of a node if it is left out."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """fsdp and hsdp: the format in which gradients are summed over the ranks; bf16 halves the bytes."""
+    sync_batchnorm: bool = False
+    """Compute batch statistics over all ranks (torch's SyncBatchNorm). GPUs only."""
+    timeout: PositiveFloat = 300.0
+    """Seconds without any progress after which the run ends with exit code 76 and names the rank that is behind."""
+    start_timeout: PositiveFloat = 600.0
+    """The same for the first step, and for the first evaluation and save: torch compiles and allocates there."""
+
+
 class EvaluateOptions(Section):
     """The settings of evaluation and early stopping."""
 
@@ -201,15 +218,6 @@ class GuardOptions(Section):
     """A finite loss far above the usual: say so and learn it where it stays (warn), or refuse the update (refuse)."""
 
 
-class WorldOptions(Section):
-    """The ranks of a run, and how long they wait for each other."""
-
-    timeout: PositiveFloat = 300.0
-    """Seconds without any progress after which the run ends with exit code 76 and names the rank that is behind."""
-    start_timeout: PositiveFloat = 600.0
-    """The same for the first step, and for the first evaluation and save: torch compiles and allocates there."""
-
-
 class RunOptions(Section):
     """The settings of the run's folder, its log and its tracker."""
 
@@ -246,8 +254,8 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     schedule: ScheduleOptions = ScheduleOptions()
     loss_scale: LossScaleOptions = LossScaleOptions()
     train: TrainOptions = TrainOptions()
+    world: WorldOptions = WorldOptions()
     evaluate: EvaluateOptions = EvaluateOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     guard: GuardOptions = GuardOptions()
-    world: WorldOptions = WorldOptions()
     run: RunOptions = RunOptions()

@@ -33,7 +33,6 @@ from halfstep.files import replacing
 from halfstep.journal.events import EPOCH, SAVED, STEP
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.runs.finished import model_with, task_of
-from halfstep.safetensors_header import content, header
 from halfstep.status_line import OnProgress
 from halfstep.train.outputs import BEST, LAST, LAST_AVERAGE
 from halfstep.train.run_folder import is_finished
@@ -41,7 +40,7 @@ from halfstep.train.setup import without_weights
 from halfstep.train.signature import Signature
 from halfstep.train.state import State
 from halfstep.train.task import LeftOut, Task, no_progress
-from halfstep.train.weights import as_saved, finite
+from halfstep.train.weights import as_saved, finite, write_tensors
 
 CHECKPOINT = "checkpoint"
 SOURCES = ("best", "last", CHECKPOINT)
@@ -354,7 +353,7 @@ def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str,
         )
     tensors = as_saved(found.model)
     with replacing(file) as draft:
-        _write_tensors(tensors, notes, draft)
+        write_tensors(tensors, notes, draft)
         again = load_file(draft)
         if again.keys() != tensors.keys() or not all(torch.equal(again[name], tensors[name]) for name in tensors):
             raise OSError(errno.EIO, "what was read back is not what was written")
@@ -362,20 +361,10 @@ def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str,
 
 def write_safetensors(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
     """Write the weights and return the model loaded from them."""
-    _write_tensors(as_saved(found.model), notes, file)
+    write_tensors(as_saved(found.model), notes, file)
     again = found.task.model()
     again.load_state_dict(load_file(file))
     return Written(again.eval())
-
-
-def _write_tensors(tensors: Mapping[str, Tensor], notes: Mapping[str, str], file: Path) -> None:
-    """Write a safetensors file deterministically: the safetensors package writes metadata in random order."""
-    # Wider dtypes first: readers require each tensor to be aligned to its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    with file.open("wb") as written:
-        written.write(header(ordered, dict(sorted({"format": "pt", **notes}.items()))))
-        for tensor in ordered.values():
-            written.write(content(tensor))
 
 
 def write_program(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:

@@ -17,12 +17,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.errors import WrongUse
+from halfstep.formats import BF16, FP32
 from halfstep.precision.island import islands
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-BLOCK, ISLAND, STATISTICS, ROOT = "block", "island", "batch statistics", "root"
+BLOCK, ISLAND, NORMS, ROOT = "block", "island", "norms", "root"
+NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Layers that autocast leaves in fp32, or whose kernels refuse 16-bit weights beside fp32 inputs, as on a CPU."""
 _ENOUGH, _MANY = 1 / 256, 1 << 20
 """A block is a unit with this share of the model's parameters, or with this many: Llama 3 405B has 126 blocks."""
 _LARGE = 1 / 8
@@ -33,34 +36,41 @@ _CHAINS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class ShardUnit:
-    """A module to which `fully_shard` is applied by itself."""
+    """Modules to which `fully_shard` is applied together: one module, or the normalization layers of one."""
 
     name: str
-    """Its path in the model; empty for the model."""
-    module: nn.Module
+    """The path of the module in the model, or of the module that the layers are in; empty for the model."""
+    modules: tuple[nn.Module, ...]
     kind: str
-    """`block`, `island`, `batch statistics` or `root`."""
+    """`block`, `island`, `norms` or `root`."""
     wide: bool
     """Whether its parameters are gathered as they are stored, in fp32, in every precision."""
 
-    def policy(self, narrow: torch.dtype | None) -> MixedPrecisionPolicy:
-        """Return the unit's policy for parameters gathered in `narrow`, None for fp32; gradients reduce in fp32."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters in its modules, those of inner units too."""
+        return (parameter for module in self.modules for parameter in module.parameters())
+
+    def policy(self, narrow: torch.dtype | None, reduce: str = FP32.name) -> MixedPrecisionPolicy:
+        """Return the unit's policy for parameters gathered in `narrow`, None for fp32, under autocast to it.
+
+        Weights that autocast would cast are gathered as they would be cast, so that a forward pass has the bits that
+        it has on one rank, with half the bytes on the wire. Gradients are summed in `reduce`, fp32 or bf16.
+        """
         from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to load
 
-        # Batch normalization in 16 bits fails beside its fp32 statistics, and the layer after it expects 16 bits. An
-        # island casts its own output back, and must not where it is a loss.
         return MixedPrecisionPolicy(
             param_dtype=None if self.wide else narrow,
-            reduce_dtype=torch.float32,
-            output_dtype=narrow if self.kind == STATISTICS else None,
+            reduce_dtype={FP32.name: FP32, BF16.name: BF16}[reduce].dtype,
+            # Inputs are autocast's matter: rounding the timesteps of a denoiser to 16 bits would move them.
+            cast_forward_inputs=False,
         )
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
     """Return the units of a model in the order in which to shard them: inner ones first, the model itself last.
 
-    Units are islands, normalization layers with batch statistics, and the repeated blocks of ModuleLists and
-    Sequentials that are large enough. The rest belongs to the model. Every rank has to run every unit in every step: a
+    Units are islands, the repeated blocks of ModuleLists and Sequentials that are large enough, and the normalization
+    layers of each block together. The rest belongs to the model. Every rank has to run every unit in every step: a
     list of experts that is not inside such a block must not be sharded by this plan. Raises `WrongUse` for a parameter
     without a dimension, which FSDP2 cannot divide.
     """
@@ -69,11 +79,11 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
     whole = sum(parameter.numel() for parameter in model.parameters())
     wanted = {**dict.fromkeys(_blocks("", model, special, whole * _LARGE), BLOCK), **special}
     wanted.pop("", None)
-    units = [*_taken(model, wanted, min(whole * _ENOUGH, _MANY)), ShardUnit("", model, ROOT, wide=False)]
+    units = [*_taken(model, wanted, min(whole * _ENOUGH, _MANY)), ShardUnit("", (model,), ROOT, wide=False)]
     if "" in special:
-        return [replace(unit, wide=True) for unit in units]
+        return [replace(unit, wide=True) for unit in units if unit.kind != NORMS]
     taken = {unit.name for unit in units}
-    return _widened(units, [name for name in special if name not in taken])
+    return list(_grouped(_widened(units, [name for name in special if name not in taken])))
 
 
 def _refuse_scalars(model: nn.Module) -> None:
@@ -87,12 +97,11 @@ def _refuse_scalars(model: nn.Module) -> None:
 
 
 def _special(model: nn.Module) -> dict[str, str]:
-    """Return the kinds of the modules that stay in fp32, by path: islands, and batch statistics outside of them."""
+    """Return the kinds of the modules that stay in fp32, by path: islands, and normalization outside of them."""
     found = dict.fromkeys(islands(model), ISLAND)
     for name, module in model.named_modules():
-        norm = isinstance(module, _NormBase) and module.track_running_stats
-        if norm and not any(_is_inside(name, island) for island in found):
-            found.setdefault(name, STATISTICS)
+        if isinstance(module, NORM_LAYERS) and not any(_is_inside(name, island) for island in found):
+            found.setdefault(name, NORMS)
     return {name: kind for name, kind in found.items() if any(True for _ in model.get_submodule(name).parameters())}
 
 
@@ -138,7 +147,7 @@ def _taken(model: nn.Module, wanted: Mapping[str, str], enough: float) -> list[S
         if any(here[key] < places[key] for key in own) or (kind == BLOCK and sum(own.values()) < enough):
             continue
         held |= own.keys()
-        units.append(ShardUnit(name, module, kind, wide=kind != BLOCK))
+        units.append(ShardUnit(name, (module,), kind, wide=kind != BLOCK))
     return units
 
 
@@ -151,6 +160,23 @@ def _widened(units: list[ShardUnit], left: list[str]) -> list[ShardUnit]:
     """Widen the units that hold fp32 modules which could not be units: a unit has one policy."""
     holders = {max((u.name for u in units if _is_inside(name, u.name)), key=len) for name in left}
     return [replace(unit, wide=True) if unit.name in holders else unit for unit in units]
+
+
+def _grouped(units: list[ShardUnit]) -> Iterator[ShardUnit]:
+    """Yield the units, with the normalization layers of each block as one: every unit costs collectives."""
+    norms: dict[str, list[nn.Module]] = {}
+    for unit in units:
+        if unit.kind == NORMS:
+            around = [one for one in units if one.kind != NORMS and _is_inside(unit.name, one.name)]
+            holder = max(around, key=lambda one: len(one.name))
+            # Where the block is gathered in fp32 anyway, they belong to it.
+            if not holder.wide:
+                norms.setdefault(holder.name, []).extend(unit.modules)
+    for unit in units:
+        if unit.name in norms and unit.kind != NORMS:
+            yield ShardUnit(unit.name, tuple(reversed(norms[unit.name])), NORMS, wide=True)
+        if unit.kind != NORMS:
+            yield unit
 
 
 def _is_inside(name: str, outer: str) -> bool:

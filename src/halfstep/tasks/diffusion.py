@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -102,6 +102,7 @@ class Diffusion(Task):
     metric: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
     resolution: ClassVar[str] = "data.size"
+    forward_methods: ClassVar[Sequence[str]] = ("moments", "pixels", "denoise")
     tiny: ClassVar[Mapping[str, Any]] = {
         "model": {
             "stage": "both",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -16,6 +16,7 @@ from halfstep import distributed
 from halfstep.data.dataset import Batch, Replaced
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted
+from halfstep.step.sharded import reshard
 from halfstep.train.metrics import Metrics
 from halfstep.train.task import Judged, Shown, Task
 
@@ -167,7 +168,7 @@ def evaluate(
     model.eval()
     try:
         with precision.inference(device):
-            for done, batch in enumerate(batches, 1):
+            for done, batch in enumerate(_in_step(task, model, batches), 1):
                 listeners: Any = metrics if on_outputs is None else _Both(metrics, functools.partial(on_outputs, batch))
                 sums.append(_summed(task.loss(model, batch.tensors, listeners), len(batch.ids)))
                 left_out(batch.replaced)
@@ -175,6 +176,7 @@ def evaluate(
                 if stopped := stop():
                     break
     finally:
+        reshard(model)
         model.train(training)
     # Only the loss is summed here: metrics sum over the ranks in their own compute(). A rank that stopped takes part:
     # the others may be here already.
@@ -182,6 +184,27 @@ def evaluate(
     if stops:
         raise StopEvaluation
     return _mean(torch.tensor(total, dtype=torch.float64), metrics)
+
+
+def _in_step(task: Task, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the batches of this rank; for a sharded model, repeat one uncounted while other ranks have more.
+
+    The weights are gathered in every forward pass, so all ranks must run the same number of them.
+    """
+    if not distributed.is_sharded(model.parameters()):
+        yield from batches
+        return
+    iterator, last = iter(batches), None
+    while True:
+        batch = next(iterator, None)
+        if not distributed.summed(torch.tensor([batch is not None], dtype=torch.int64)).item():
+            return
+        if batch is not None:
+            yield batch
+            last = batch
+        else:
+            last = last or batches.read([0])  # type: ignore[attr-defined]  # fewer samples than ranks
+            task.loss(model, last.tensors)
 
 
 def _mean(total: Tensor, metrics: Metrics) -> dict[str, float]:

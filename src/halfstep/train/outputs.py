@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -22,11 +23,12 @@ from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import as_line
 from halfstep.precision.precision import Precision
 from halfstep.step.ema import Ema
+from halfstep.step.sharded import reshard
 from halfstep.train.checkpointing import diverged
 from halfstep.train.evaluation import Choosing, ChosenSample, beginning, caption, described_choice
 from halfstep.train.run_folder import RESULT
 from halfstep.train.task import Task
-from halfstep.train.weights import finite, save_weights
+from halfstep.train.weights import finite, gather_weights, save_weights
 
 BEST, LAST, LAST_AVERAGE = "best.safetensors", "last.safetensors", "last-ema.safetensors"
 NOT_WRITTEN = (OSError, SafetensorError)
@@ -42,7 +44,6 @@ class RunOutputs:
         """`infinite` are the buffers that held infinities when the model was built; None where that is not known."""
         self.folder, self._journal, self._pictures, self._infinite = folder, journal, pictures, infinite
         self._first = distributed.rank() == 0
-        self._shown: Sample | None = None
         self._unwritten: dict[str, HalfstepError] = {}
         """Files that are missing or outdated, and why."""
 
@@ -64,10 +65,16 @@ class RunOutputs:
                 self._save(model, LAST_AVERAGE, "last", {})
 
     def _save(self, model: nn.Module, name: str, what: str, metadata: dict[str, str]) -> None:
-        if not self._first:
+        sharded = distributed.is_sharded(model.parameters())
+        if not self._first and not sharded:
             return
         # An older file with finite weights is worth more than a new one without.
-        if not finite(model, self._infinite):
+        is_finite = finite(model, self._infinite)
+        if not self._first:
+            if is_finite:
+                gather_weights(model)
+            return
+        if not is_finite:
             text = f"{name} is kept as it was: the weights now hold numbers that are not finite"
             if not (self.folder / name).exists():
                 text = f"{name} is not written: the weights hold numbers that are not finite"
@@ -98,18 +105,22 @@ class RunOutputs:
         choosing: Choosing | None = None,
         heading: str = "",
     ) -> None:
-        """Draw outputs for validation samples: the worst and typical ones, or the first where none is judged."""
-        if not self.draws:
+        """Draw outputs for validation samples: the worst and typical ones, or the first where none is judged.
+
+        A sharded model computes them on every rank, and rank 0 draws.
+        """
+        if not self.draws and not distributed.is_sharded(model.parameters()):
             return
         chosen = choosing.chosen(self._pictures) if choosing is not None else []
-        batch, captions, note = self._looked_at(val, chosen, choosing)
+        batch, captions, note = self._looked_at(model, val, chosen, choosing)
         if not batch:  # the samples became unreadable since the evaluation
             return
         model.eval()
         with precision.inference(next(model.parameters()).device):
             drawn = task.shown(model, batch)
+        reshard(model)
         model.train()
-        if drawn:
+        if drawn and self._first:
             name = f"pictures/epoch-{epoch:04d}.png"
             entries = [
                 PicturedSample(one.panels, caption(words, one), one.frame)
@@ -119,15 +130,17 @@ class RunOutputs:
             self._write(name, "picture", lambda path: write_png(path, image))
 
     def _looked_at(
-        self, val: ValLoader, chosen: list[ChosenSample], choosing: Choosing | None
+        self, model: nn.Module, val: ValLoader, chosen: list[ChosenSample], choosing: Choosing | None
     ) -> tuple[Sample, list[str], str]:
         """Return the batch, the start of each caption, and a note on all of them."""
+        # Without a choice the same samples after every epoch, so that pictures can be compared.
+        numbers = [one.number for one in chosen] or next(val.share.once(len(val.samples)), [])[: self._pictures]
+        if distributed.is_sharded(model.parameters()):
+            # The same samples on every rank: a task may call the model once for each, and all ranks gather in a call.
+            numbers = json.loads(distributed.from_rank_zero(json.dumps(numbers)))
+        batch = val.read(numbers)
         if not chosen or choosing is None:
-            if self._shown is None:
-                # The same samples after every epoch, so that pictures can be compared.
-                self._shown = {name: tensor[: self._pictures] for name, tensor in next(iter(val)).tensors.items()}
-            return self._shown, [""] * self._pictures, ""
-        batch = val.read([one.number for one in chosen])
+            return batch.tensors, [""] * len(numbers), ""
         why = {one.number: one.why for one in chosen}
         source = val.samples.source
         captions = [beginning(why[number], source.name(number)) for number in batch.ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,10 @@ PORTS = range(10_000, 30_000)
 """Ports for ranks under srun: below those that Linux gives to outgoing connections, from 32768 on."""
 
 
+_groups = itertools.count()
+"""Numbers the process groups of this process; all ranks make as many."""
+
+
 @contextmanager
 def together(timeout: float) -> Iterator[bool]:
     """Join the ranks that torchrun or srun started, and leave the group at the end; yield whether there are any.
@@ -39,7 +44,8 @@ def together(timeout: float) -> Iterator[bool]:
     # Collectives run on the current device of each rank, so it is set first.
     _take_own_device()
     longest = timedelta(seconds=timeout)
-    prefix = store_prefix(os.environ)
+    # Counted: a process that trains twice would meet the keys of its first group, as a restarted one would.
+    prefix = f"{store_prefix(os.environ)}/{next(_groups)}"
     store, rank, size = next(iter(rendezvous("env://", timeout=longest)))
     store.set_timeout(longest)
     mine = dist.distributed_c10d.PrefixStore(prefix, store)

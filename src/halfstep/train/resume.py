@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep import distributed
+from halfstep.checkpoint.packing import unpack
 from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, sweep, sweep_aside
-from halfstep.checkpoint.reading import newest_intact, none_intact, read_state
-from halfstep.checkpoint.sealed import read_manifest
-from halfstep.errors import StateMismatch, WrongUse
+from halfstep.checkpoint.reading import Like, newest_intact, none_intact, read_plain, read_tensors
+from halfstep.checkpoint.sealed import Manifest, read_manifest
+from halfstep.errors import WrongUse
 from halfstep.files import draft_of
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
@@ -24,8 +26,9 @@ from halfstep.train.environment import AutoChoices, differences, environment
 from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST
+from halfstep.train.restore import lengthened, restore
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.state import State, lengthened, restore
+from halfstep.train.state import RunObjects, State, checked_components, for_these_ranks, like_parameters
 
 T = TypeVar("T")
 _REPLACED = re.compile(
@@ -41,23 +44,49 @@ class FoundCheckpoint:
     """A checkpoint to resume from, read and verified; nothing was changed yet."""
 
     generation: CheckpointDir
-    state: State
-    environment: dict[str, Any]
+    manifest: Manifest
+    rank: int
+    """The rank whose own state this one takes: its own, or 0 where another number of ranks saved it."""
+    plain: Mapping[str, Any]
+    """The state without its tensors."""
     passed_over: list[str]
     """Newer checkpoints that are damaged, and why."""
+
+    @functools.cached_property
+    def state(self) -> State:
+        """The state, with whole tensors on the host."""
+        return self.state_like(lambda *_: None)
+
+    def state_like(self, like: Like) -> State:
+        """Return the state, with the tensors that `like` provides filled in place of whole ones."""
+        tensors = read_tensors(self.generation, self.rank, like)
+        return State.from_parts(self.plain, tensors, where=str(self.generation.path))
+
+    def without_tensors(self, name: str) -> dict[str, Any]:
+        """Return a component that has no tensors, such as the recipe."""
+        found: dict[str, Any] = unpack(self.plain[name], {}, f"{self.generation.path}, {name}")
+        return found
 
     @property
     def auto_choices(self) -> AutoChoices:
         """What was chosen automatically when the run began."""
-        return AutoChoices.from_dict(self.state.auto_choices)
+        return AutoChoices.from_dict(self.without_tensors("auto_choices"))
+
+    @property
+    def remedies(self) -> Remedies | None:
+        """The remedies of the run's guard."""
+        return remedies_in(self.without_tensors("guards"))
 
     def auto_choices_for(self, recipe: AnyRecipe) -> AutoChoices | None:
         """Return the automatic choices, unless the requested precision has changed: then they are made again."""
-        return self.auto_choices if self.state.recipe.get("precision") == recipe.precision else None
+        return self.auto_choices if self._has_precision_of(recipe) else None
 
     def remedies_for(self, recipe: AnyRecipe) -> Remedies | None:
         """Return the remedies of the run's guard; None for another precision, which they were not made for."""
-        return remedies_in(self.state.guards) if self.state.recipe.get("precision") == recipe.precision else None
+        return self.remedies if self._has_precision_of(recipe) else None
+
+    def _has_precision_of(self, recipe: AnyRecipe) -> bool:
+        return bool(self.without_tensors("recipe").get("precision") == recipe.precision)
 
 
 @dataclass(frozen=True)
@@ -91,7 +120,7 @@ class Resumed:
 def find(folder: Path) -> FoundCheckpoint | None:
     """Return the newest whole checkpoint of a run; None where it was never saved. Every rank calls it.
 
-    Raises StateMismatch for another number of ranks, and NoCheckpoint where checkpoints existed and none is whole.
+    Raises NoCheckpoint where checkpoints existed and none is whole, and StateMismatch for other components of a run.
     """
     decided = distributed.rank_zero_or_raise(lambda: _chosen(folder))
     if decided["newest"] is None:
@@ -100,15 +129,9 @@ def find(folder: Path) -> FoundCheckpoint | None:
     generation = CheckpointDir(folder / CHECKPOINTS / name, attempt, number)
     manifest = read_manifest(generation)
     # Each rank has files of its own, with its own buffers and random state.
-    if manifest.world_size != distributed.size():
-        raise StateMismatch(
-            f"{generation.name} was saved by {manifest.world_size} processes",
-            allowed=f"as many as there are now: {distributed.size()}",
-            do=f"torchrun --nproc-per-node {manifest.world_size} ..., or add --new for a folder of its own",
-        )
-    rank, where = distributed.rank(), str(generation.path)
-    state = distributed.fail_together(lambda: State.from_parts(*read_state(generation, rank), where=where))
-    return FoundCheckpoint(generation, state, dict(manifest.environment), decided["passed_over"])
+    rank = distributed.rank() if manifest.world_size == distributed.size() else 0
+    plain = distributed.fail_together(lambda: checked_components(read_plain(generation, rank), str(generation.path)))
+    return FoundCheckpoint(generation, manifest, rank, plain, decided["passed_over"])
 
 
 def _chosen(folder: Path) -> dict[str, Any]:
@@ -178,13 +201,14 @@ def resume_from(
     if found is None:
         _cut(folder, {})
         return Resumed()
-    changed = distributed.fail_together(lambda: restore(loop.live, found.state, accepted))
+    state = distributed.fail_together(lambda: _state_for(loop.live, found))
+    changed = distributed.fail_together(lambda: restore(loop.live, state, accepted))
     extended = _extended(loop, found, before) if EXTEND in accepted else None
     # Read before the journal is cut, which drops these steps.
     repeated = (
         max(0, _last_attempt(folder, _size_at(found)) - found.generation.attempt) if distributed.rank() == 0 else 0
     )
-    _cut(folder, found.state.position["journal_sizes"])
+    _cut(folder, found.without_tensors("position")["journal_sizes"])
     loop.checkpoints.resumed(found.generation)
     loop.guarding.taken_up(found.generation.attempt, found.generation.name)
     return Resumed(
@@ -192,12 +216,29 @@ def resume_from(
         epoch=loop.progress.epoch,
         checkpoint=found.generation.name,
         repeated_steps=repeated,
-        reasons=differences(found.environment, environment(loop.stepper.device)),
+        reasons=_reasons(loop, found.manifest),
         changed=changed,
         rejected_checkpoints=found.passed_over,
         seconds=last_time(folder / JOURNAL),
         extended=extended,
     )
+
+
+def _state_for(live: RunObjects, found: FoundCheckpoint) -> State:
+    """Return the saved state, with shards where this run has shards."""
+    if not found.manifest.chunks and not distributed.is_sharded(live.parts.model.parameters()):
+        state = found.state
+    else:
+        state = found.state_like(like_parameters(live, found.plain, found.manifest.chunks))
+    return for_these_ranks(live, state, found.manifest)
+
+
+def _reasons(loop: Loop, manifest: Manifest) -> list[str]:
+    """Return why the bits may differ from those without the interruption."""
+    found = differences(dict(manifest.environment), environment(loop.stepper.device))
+    if manifest.world_size != distributed.size():
+        found.append(f"it was saved by {manifest.world_size} ranks, and goes on with {distributed.size()}")
+    return found
 
 
 def _extended(loop: Loop, found: FoundCheckpoint, before: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -239,7 +280,7 @@ def _cut(folder: Path, sizes: dict[str, int]) -> None:
 
 def _size_at(found: FoundCheckpoint) -> int:
     """Return the size of the journal at the checkpoint; an invalid one is refused where the journal is cut."""
-    size = found.state.position["journal_sizes"].get(JOURNAL)
+    size = found.without_tensors("position")["journal_sizes"].get(JOURNAL)
     return size if type(size) is int and size >= 0 else 0
 
 

@@ -22,8 +22,9 @@ from halfstep.train.environment import AutoChoices
 from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
 from halfstep.train.process_group import rng_preserved
+from halfstep.train.restore import restore
 from halfstep.train.resume import find, resume_from
-from halfstep.train.state import COMPONENTS, State, restore
+from halfstep.train.state import COMPONENTS, State
 
 Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
 """Builds a loop in a folder, with what was chosen automatically when the run began and the remedies of its guard."""
@@ -127,7 +128,7 @@ def _in_two_parts(
     # Through the disk, with a new build: nothing of the first half may survive in memory.
     found = find(folder)
     assert found is not None
-    second = build(folder, found.auto_choices, remedies_in(found.state.guards))
+    second = build(folder, found.auto_choices, found.remedies)
     resume_from(second, found, folder, ())
     with _Going(second, counted) as going:
         return _Part(losses + going.on(steps), State.of(second.live))

@@ -25,6 +25,7 @@ from halfstep.recipe.changes import (
     EXTENSIONS,
     REWARM,
     SavedRun,
+    but_for_batch,
     but_for_length,
     but_for_places,
     changes,
@@ -310,7 +311,8 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
     lines = changes(written, recipe, ignore={"run.dir", *own, *drawn})
     if before.result is not None and EXTEND not in accepted:
         raise _finished(path, lines, recipe, before)
-    lines = but_for_places(lines)  # the data itself is compared when it is read
+    # The data itself is compared when it is read, and the samples of a step with those of the checkpoint's ranks.
+    lines = but_for_batch(but_for_places(lines))
     unexplained = but_for_length(lines) if EXTEND in accepted else lines
     if unexplained and RECIPE_CHANGE not in accepted:
         raise recipe_changed(f"the {'unfinished ' if before.result is None else ''}run in {path}", unexplained)

@@ -21,6 +21,7 @@ from halfstep.data.dataset import derive
 from halfstep.data.to_device import placed
 from halfstep.errors import BadRecipe, UnknownName
 from halfstep.guard.repair.remedies import Remedies
+from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.schema import (
     NO_FILE,
@@ -39,6 +40,7 @@ from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
 from halfstep.train.guarding import reapply_remedies
+from halfstep.train.sharding import choose_layout, device_memory, ranks_a_node, shard
 from halfstep.train.task import Task, no_progress
 from halfstep.train.weights import load_weights
 
@@ -377,6 +379,7 @@ def prepare(
         precision = remedies.precision or precision
     choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
     notes += task.ready(model, choice.precision, on_progress)
+    notes += _shared_out(task, recipe, model, choice.precision, device)
     optimizer = make_optimizer(recipe.optimizer, model)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
     stepper = Stepper(
@@ -390,6 +393,22 @@ def prepare(
         loss_scale=DynamicScale(**recipe.loss_scale.model_dump()) if choice.precision.scaled else None,
     )
     return Parts(model, optimizer, schedule, shape, stepper, notes)
+
+
+def _shared_out(
+    task: Task, recipe: AnyRecipe, model: nn.Module, precision: Precision, device: torch.device
+) -> list[str]:
+    """Shard the model over the ranks where the recipe asks for it, or where it does not fit otherwise."""
+    layout = choose_layout(
+        recipe.world,
+        parameters=sum(p.numel() for p in model.parameters()),
+        memory=device_memory(device),
+        ranks=distributed.size(),
+        ranks_a_node=ranks_a_node(),
+    )
+    if not layout.is_sharded:
+        return []
+    return [shard(model, layout, recipe.world, precision, device, task.forward_methods)]
 
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:

@@ -84,6 +84,8 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = True
     resolution: ClassVar[str] = ""
     """The setting that the time of a step grows with the square of, such as `data.size`; empty where there is none."""
+    forward_methods: ClassVar[Sequence[str]] = ()
+    """Methods of the model that `loss` or `pictures` call, besides `forward`: FSDP2 gathers its weights for them."""
     tiny: ClassVar[Mapping[str, Any]] = {}
     """Sections of a recipe for a small model on synthetic data, used by the contract tests."""
 

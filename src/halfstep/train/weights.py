@@ -10,7 +10,7 @@ import hashlib
 import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep import distributed
 from halfstep.checkpoint.sealed import LOOKED_AT, runs_code
 from halfstep.errors import BadData, MissingExtra, StateMismatch, Unsafe
 from halfstep.files import replacing
 from halfstep.recipe.schema import WEIGHTS
+from halfstep.safetensors_header import content, header
 from halfstep.step.buffers import put_buffer
 
 MOST_LINES = 20
@@ -69,19 +71,33 @@ class LoadReport:
 def save_weights(
     model: nn.Module | Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Replace `path` by the parameters and buffers of `model`, atomically; raise MissingExtra without safetensors."""
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise MissingExtra(
-            "saving weights without the package safetensors", allowed="safetensors", do="pip install halfstep[train]"
-        ) from error
+    """Replace `path` by the parameters and buffers of `model`, atomically, one whole tensor in memory at a time.
+
+    For a sharded model the other ranks call `gather_weights` meanwhile.
+    """
     with replacing(path) as draft:
-        draft.touch()
-        # The mode of a new file under the user's umask.
-        readers = draft.stat().st_mode
-        save_file(as_saved(model), draft, metadata={"format": "pt", **(metadata or {})})
-        draft.chmod(readers)  # safetensors makes its files readable by the owner only
+        write_tensors(_saved(model), metadata or {}, draft)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> None:
+    """Write a safetensors file, always the same bytes for the same tensors; shards are gathered one by one."""
+    # The safetensors package writes metadata in random order, and has all tensors in memory.
+    pieces = _one_by_one(tensors)
+    try:
+        with file.open("wb") as written:
+            written.write(header(_ordered(tensors), dict(sorted({"format": "pt", **metadata}.items()))))
+            for _, tensor in pieces:
+                written.write(content(tensor))
+    finally:
+        # Where writing failed, the other ranks still wait for this one in the remaining gathers.
+        for _ in pieces:
+            pass
+
+
+def gather_weights(model: nn.Module) -> None:
+    """Take part in the gathers of `save_weights` on a rank that does not write; nothing is kept."""
+    for _ in _one_by_one(_saved(model)):
+        pass
 
 
 def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadReport:
@@ -108,11 +124,20 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
 
 
 def finite(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
-    """Return whether `load_weights` would accept the weights of `model`; `infinite` as when the model was built."""
-    return all(
-        _sound(tensor, isinstance(tensor, nn.Parameter) or (infinite is not None and name not in infinite))
+    """Return whether `load_weights` would accept the weights of `model`; `infinite` as when the model was built.
+
+    Every rank calls it for a sharded model, and all get the same answer.
+    """
+    sound = all(
+        _sound(
+            distributed.local(tensor),
+            isinstance(tensor, nn.Parameter) or (infinite is not None and name not in infinite),
+        )
         for name, tensor in _tensors(model).items()
     )
+    if not distributed.is_sharded(model.parameters()):
+        return sound
+    return not distributed.summed(torch.tensor([not sound], dtype=torch.int64)).item()
 
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
@@ -121,23 +146,39 @@ def infinite_buffers(model: nn.Module) -> frozenset[str]:
 
 
 def digest(model: nn.Module) -> str:
-    """Return a SHA-256 of names, dtypes, shapes and values: equal for bitwise equal models."""
+    """Return a SHA-256 of names, dtypes, shapes and values: equal for bitwise equal models.
+
+    Every rank calls it for a sharded model.
+    """
     total = hashlib.sha256()
+    saved = _saved(model)
     # Sorted: the order of registration is not part of the weights.
-    for name, tensor in sorted(as_saved(model).items()):
+    for name in sorted(saved):
+        tensor = distributed.whole(saved[name].detach()).cpu().contiguous()
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # NumPy has no bfloat16: bytes work for every dtype.
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
-def as_saved(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous copies on the host, one for each name: files know neither shared storage nor memory formats."""
-    copies = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in _tensors(model).items()
-    }
-    return _without_prefixes(copies, {})
+def as_saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers as a file has them: whole, contiguous, on the host."""
+    return dict(_one_by_one(_saved(model)))
+
+
+def _saved(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return _without_prefixes(_tensors(model), {})
+
+
+def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return wider dtypes first: readers require each tensor to be aligned to its element size."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+
+
+def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor whole, on the host, contiguous: files know neither shards nor memory formats."""
+    for name, tensor in _ordered(tensors).items():
+        yield name, distributed.whole(tensor.detach()).cpu().contiguous()
 
 
 def _tensors(model: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:

@@ -82,7 +82,8 @@ def really(rank: int, replicas: int, shard: int) -> dict[str, Any]:
     made = case()
     model: Any = made.model
     for unit in shard_units(model):
-        fully_shard(unit.module, mesh=mesh if replicas > 1 else mesh["shard"], mp_policy=unit.policy(torch.bfloat16))
+        over = mesh if replicas > 1 else mesh["shard"]
+        fully_shard(list(unit.modules), mesh=over, mp_policy=unit.policy(torch.bfloat16))
     optimizer = made.optimizer(model)
     with CommDebugMode() as calls:
         with torch.autocast("cpu", torch.bfloat16):

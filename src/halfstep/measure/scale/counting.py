@@ -193,7 +193,7 @@ def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: Lay
     narrow = precision.computes.dtype if precision.casts else None
     with _one_chunk_at_a_time():
         for unit in units:
-            fully_shard(unit.module, mesh=mesh, mp_policy=unit.policy(narrow))
+            fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(narrow))
     done = _update(case, setting, precision, layout)
     flying = _in_flight(units, narrow, layout.shard)
     holding = sum(1 for _, own in _own(units) if own)
@@ -204,7 +204,7 @@ def _own(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parame
     """Yield each unit with its own parameters: those that no unit inside of it holds."""
     held: set[int] = set()
     for unit in units:
-        own = [p for p in unit.module.parameters() if id(p) not in held]
+        own = [p for p in unit.parameters() if id(p) not in held]
         held |= {id(p) for p in own}
         yield unit, own
 

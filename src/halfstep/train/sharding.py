@@ -1,0 +1,127 @@
+"""Decide what each rank holds of the model, and shard it with FSDP2 where a rank holds only a part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from halfstep import distributed
+from halfstep.errors import BadRecipe
+from halfstep.precision.precision import Precision
+from halfstep.recipe.schema import WorldOptions
+from halfstep.step.shard_units import shard_units
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Mode = Literal["ddp", "fsdp", "hsdp"]
+STATE_SHARE = 0.6
+"""The share of a device's memory that weights, gradients and optimizer state may take; the rest is for activations."""
+BYTES_A_PARAMETER = 16
+"""fp32 weight and gradient, and the two moments of Adam."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each rank holds: all of the model (`ddp`), or one of `shard_size` parts of it."""
+
+    mode: Mode
+    shard_size: int
+    reason: str
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether a rank holds only a part of the model."""
+        return self.mode != "ddp"
+
+
+def choose_layout(
+    options: WorldOptions, *, parameters: int, memory: int | None, ranks: int, ranks_a_node: int
+) -> Layout:
+    """Return what each rank holds; `auto` is the least sharding whose state fits into `memory` bytes of a device.
+
+    `memory` is None where it is not known or shared, as on a CPU. Raises BadRecipe for groups that do not divide the
+    ranks.
+    """
+    group = options.shard_size or ranks_a_node
+    if options.mode == "hsdp" and (ranks % group or group >= ranks):
+        raise BadRecipe(
+            f"world=hsdp in groups of {group}, on {ranks} ranks",
+            allowed="two groups or more, of the same size",
+            do="write world.shard_size=N, a divisor of the ranks, or world=fsdp",
+        )
+    if options.mode != "auto":
+        size = {"ddp": 1, "fsdp": ranks, "hsdp": group}[options.mode]
+        return Layout(options.mode if ranks > 1 else "ddp", size if ranks > 1 else 1, "as the recipe asks")
+    return _least(parameters * BYTES_A_PARAMETER, memory, ranks, group)
+
+
+def _least(state: int, memory: int | None, ranks: int, group: int) -> Layout:
+    if ranks == 1:
+        return Layout("ddp", 1, "one rank")
+    if memory is None:
+        return Layout("ddp", 1, "the ranks share the memory of the host")
+    room = memory * STATE_SHARE
+    said = f"weights, gradients and optimizer state take {state / 2**30:.1f} GB of {memory / 2**30:.0f} GB"
+    if state <= room:
+        return Layout("ddp", 1, said)
+    # Shards inside a node are gathered over its own links, which are several times faster than the network.
+    if group < ranks and ranks % group == 0 and state / group <= room:
+        return Layout("hsdp", group, f"{said}; a shard in each of {group} ranks fits")
+    return Layout("fsdp", ranks, f"{said}; a shard in each of {ranks} ranks is the smallest")
+
+
+def ranks_a_node() -> int:
+    """Return how many ranks the launcher started on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or distributed.size()
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes of an accelerator's memory; None on a CPU, whose memory all ranks share."""
+    if torch.empty(0, device=device).is_cpu:
+        return None
+    return torch.accelerator.get_memory_info(device)[1]
+
+
+def shard(
+    model: nn.Module,
+    layout: Layout,
+    options: WorldOptions,
+    precision: Precision,
+    device: torch.device,
+    forward_methods: Sequence[str] = (),
+) -> str:
+    """Shard `model` in place with FSDP2 over the ranks of `layout`, and return a line about it.
+
+    `forward_methods` are the methods besides `forward` that the task calls on the model: FSDP2 gathers for them too.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = _mesh(layout, device)
+    for parameter in model.parameters():
+        # FSDP2 cuts contiguous tensors only. Activations keep channels_last, which comes with the images.
+        parameter.data = parameter.data.contiguous()
+    narrow = precision.computes.dtype if precision.casts else None
+    units = shard_units(model)
+    for unit in units:
+        fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(narrow, options.reduce))
+    for name in forward_methods:
+        register_fsdp_forward_method(model, name)
+    return (
+        f"{layout.mode}: every rank holds 1/{layout.shard_size} of the weights, in {len(units)} units; {layout.reason}"
+    )
+
+
+def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks = distributed.size()
+    if layout.mode == "fsdp":
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    shape = (ranks // layout.shard_size, layout.shard_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

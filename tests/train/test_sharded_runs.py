@@ -1,0 +1,169 @@
+"""Runs under FSDP2 and HSDP: what DDP trains, saved in chunks, and resumed on other ranks to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep
+from halfstep import distributed
+from halfstep.checkpoint.paths import generations
+from halfstep.checkpoint.reading import read_state
+from halfstep.checkpoint.sealed import read_manifest
+from halfstep.errors import HalfstepError
+from halfstep.journal.events import Journal
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.resolve import resolved_recipe
+from halfstep.train.resume import find, resume_from
+from halfstep.train.run import make_loop
+from halfstep.train.state import State
+from tests.support.ranks import Ranks
+from tests.support.tiny_task import Tiny
+from tests.train.test_loop import RECIPE, events
+
+pytestmark = pytest.mark.ranks
+GLOBAL_BATCH = 24
+ADAM = {"optimizer.name": "adamw", "optimizer.lr": 0.01, "train.ema": 0.9, "checkpoint.keep": 10, "train.epochs": 2}
+"""Moments, an average and a schedule; a parameter of one row, which most ranks hold nothing of."""
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    """Return a function that runs another one on any number of ranks; those of each number are started once."""
+    started: dict[int, Ranks] = {}
+
+    def on(size: int, function: Any, *arguments: Any) -> list[Any]:
+        return started.setdefault(size, Ranks(size))(function, *arguments)
+
+    yield on
+    for ranks in started.values():
+        ranks.stop()
+
+
+def settings(folder: str, mode: str, **more: Any) -> dict[str, Any]:
+    sized = {"train.batch_size": GLOBAL_BATCH // distributed.size(), "world.mode": mode, "run.dir": f"{folder}/run"}
+    if mode == "hsdp":
+        sized["world.shard_size"] = 2
+    return {**ADAM, **sized, **more}
+
+
+def fit(rank: int, folder: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
+    recipe = Path(folder) / f"tiny-{rank}.yaml"
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(RECIPE)
+    try:
+        run = halfstep.fit(recipe, task=Tiny, settings=settings(folder, mode, **more), quiet=True)
+    except HalfstepError as error:
+        return {"error": str(error), "code": error.exit_code}
+    return {"steps": run.steps, "loss": run.metrics["loss"]}
+
+
+def weights(folder: Path) -> str:
+    return str(json.loads((folder / "run" / "result.json").read_text())["weights"])
+
+
+def interrupted(folder: Path, at: int) -> None:
+    """Leave a finished run as a kill after its checkpoint of step `at` would have."""
+    (folder / "run" / "result.json").unlink()
+    for one in generations(folder / "run" / "checkpoints"):
+        if one.attempt > at:
+            shutil.rmtree(one.path)
+
+
+def restored(rank: int, folder: str, mode: str) -> list[str]:
+    """Return the tensors of the checkpoint that a run built on these ranks does not hold to the bit."""
+    recipe = Path(folder) / f"again-{rank}.yaml"
+    recipe.write_text(RECIPE)
+    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, mode), schema=Tiny.schema).recipe
+    run = Path(folder) / "run"
+    found = find(run)
+    assert found is not None
+    loop = make_loop(Tiny(asked), asked, run, Journal(), auto_choices=found.auto_choices)
+    resume_from(loop, found, Path(folder) / "elsewhere", ())
+    state = State.of(loop.live)
+    plain, saved = read_state(found.generation, 0)
+    then = State.from_parts(plain, saved, "the checkpoint")
+    pairs = {
+        "parameters": (state.weights["parameters"], then.weights["parameters"]),
+        "averages": ((state.ema or {})["averages"], (then.ema or {})["averages"]),
+        "moments": (_moments(state), _moments(then)),
+    }
+    return [
+        f"{what} {name}"
+        for what, (now, before) in pairs.items()
+        for name in before
+        if not torch.equal(distributed.whole(now[name]), before[name])
+    ]
+
+
+def _moments(state: State) -> dict[str, torch.Tensor]:
+    found = state.optimizers["loss"]["state"]
+    return {f"{number} {key}": value for number, kept in found.items() for key, value in kept.items()}
+
+
+def test_every_mode_trains_what_one_process_trains(world: Any, tmp_path: Path) -> None:
+    alone = fit(0, str(tmp_path / "alone"), "auto", {})
+    ran = {
+        mode: world(size, fit, str(tmp_path / mode), mode, {}) for size, mode in ((2, "ddp"), (2, "fsdp"), (4, "hsdp"))
+    }
+    for mode, found in ran.items():
+        assert all(one == found[0] for one in found), (mode, found)
+        assert found[0]["steps"] == alone["steps"] == 6
+        assert found[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    # Every sum over two ranks has the same two terms, so that not even its order differs.
+    assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
+    notes = events(tmp_path / "fsdp" / "run", "start")[0]["notes"]
+    assert any("every rank holds 1/2 of the weights" in note for note in notes), notes
+
+
+@pytest.mark.parametrize(("size", "mode"), [(4, "fsdp"), (4, "hsdp"), (2, "ddp")])
+def test_a_checkpoint_is_restored_to_the_bit_on_other_ranks(world: Any, tmp_path: Path, size: int, mode: str) -> None:
+    world(size, fit, str(tmp_path), mode, {})
+    interrupted(tmp_path, at=3)
+    assert bool(read_manifest(generations(tmp_path / "run" / "checkpoints")[0]).chunks) == (mode != "ddp")
+    for now, then in ((2, "fsdp"), (1, "auto"), (3, "fsdp"), (4, "hsdp"), (2, "ddp"), (4, "fsdp")):
+        differ = restored(0, str(tmp_path), then) if now == 1 else world(now, restored, str(tmp_path), then)[0]
+        assert differ == [], (now, then)
+
+
+def test_a_run_goes_on_with_fewer_ranks_and_the_same_samples(world: Any, tmp_path: Path) -> None:
+    whole = world(4, fit, str(tmp_path / "whole"), "fsdp", {})
+    world(4, fit, str(tmp_path / "cut"), "fsdp", {})
+    interrupted(tmp_path / "cut", at=3)
+    went_on = world(2, fit, str(tmp_path / "cut"), "ddp", {})
+    assert went_on[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-5)
+    began = events(tmp_path / "cut" / "run", "start")[-1]
+    assert began["resumed"]["attempt"] == 3
+    assert any("saved by 4 ranks, and goes on with 2" in reason for reason in began["resumed"]["reasons"])
+    assert began["resumed"]["exact"] is False
+
+
+def test_the_same_ranks_go_on_to_the_same_bits(world: Any, tmp_path: Path) -> None:
+    whole = world(2, fit, str(tmp_path / "whole"), "fsdp", {})
+    world(2, fit, str(tmp_path / "cut"), "fsdp", {})
+    interrupted(tmp_path / "cut", at=3)
+    assert world(2, fit, str(tmp_path / "cut"), "fsdp", {}) == whole
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    assert events(tmp_path / "cut" / "run", "start")[-1]["resumed"]["exact"] is True
+
+
+def test_another_global_batch_is_refused_with_the_setting_that_keeps_it(world: Any, tmp_path: Path) -> None:
+    world(4, fit, str(tmp_path), "fsdp", {})
+    interrupted(tmp_path, at=3)
+    found = world(2, fit, str(tmp_path), "fsdp", {"train.batch_size": GLOBAL_BATCH // 4})
+    assert [one["code"] for one in found] == [79, 79]
+    assert "add train.microbatches=2" in found[0]["error"]
+
+
+def test_samples_that_do_not_divide_are_each_evaluated_once(world: Any, tmp_path: Path) -> None:
+    """Sixteen validation samples on three ranks in batches of one: the ranks run out at different batches."""
+    uneven = {"train.batch_size": 1, "train.steps": 2, "train.epochs": None}
+    three = world(3, fit, str(tmp_path / "three"), "fsdp", uneven)
+    plain = world(3, fit, str(tmp_path / "plain"), "ddp", uneven)
+    assert three[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
