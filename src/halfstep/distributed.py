@@ -68,6 +68,31 @@ def summed(numbers: Tensor) -> Tensor:
     return total
 
 
+def equal_on_all(numbers: Tensor, group: Any = None) -> Tensor:
+    """Return, for each of these integers, whether all ranks of a group have the same."""
+    # The complement of the largest complement is the smallest: one collective finds both ends.
+    ends = torch.stack([numbers, ~numbers]).to(_talks_on(group))
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    return ends[0] == ~ends[1]
+
+
+def gathered(numbers: Tensor, group: Any = None) -> tuple[list[int], list[list[Any]]]:
+    """Return the ranks of a group, and the numbers of each; every rank of the group has as many."""
+    own = numbers.to(_talks_on(group))
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    whole = dist.group.WORLD if group is None else group
+    return dist.get_process_group_ranks(whole), [one.tolist() for one in found]
+
+
+def replicas_of(tensor: Tensor) -> Any | None:
+    """Return the group of the ranks that hold copies of this rank's shard, as in HSDP; None where there are none."""
+    sharded: Any = tensor
+    mesh = sharded.device_mesh
+    copied = [place for place, placement in enumerate(sharded.placements) if placement.is_replicate()]
+    return mesh.get_group(copied[0]) if copied and mesh.shape[copied[0]] > 1 else None
+
+
 def is_shard(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, which holds only a part of its values on this rank."""
     # Not imported here: that takes most of a second, and without the import no DTensor can exist.

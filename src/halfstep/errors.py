@@ -7,6 +7,7 @@ HalfstepError
 ├── PrecisionRefused       a precision that the device does not support, where a substitute was not allowed
 ├── PrecisionNotObserved   a step that did not run in the requested format
 ├── RanksDisagree          ranks that have different gradients, or are at different steps
+├── ReplicasDiffer         copies of weights or optimizer state that are not the same on all ranks
 ├── RankFailed             another rank failed, and the window was dropped on every rank
 ├── WorkerLost             a data worker that was killed from outside
 ├── NotRestarted           a restart that cannot help: the run ended for a reason that stays, or again and again
@@ -95,6 +96,12 @@ class PrecisionNotObserved(HalfstepError, RuntimeError): ...
 
 
 class RanksDisagree(HalfstepError, RuntimeError): ...
+
+
+class ReplicasDiffer(HalfstepError, RuntimeError):
+    """Copies of weights or optimizer state that are not the same on all ranks; nothing of this was saved."""
+
+    exit_code = GAVE_UP
 
 
 class RankFailed(HalfstepError, RuntimeError):

@@ -18,6 +18,7 @@ from halfstep.files import write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.train.environment import environment
+from halfstep.train.replicas import Replicas
 from halfstep.train.state import RunObjects, State
 
 MOST_FAILURES = 3
@@ -113,6 +114,7 @@ class Checkpoints:
 
     def __init__(self, live: RunObjects, saver: Saver, journal: Journal) -> None:
         self._live, self._saver, self._journal = live, saver, journal
+        self.replicas = Replicas(live)
         self._environment = environment(live.parts.stepper.device)
         # Below every attempt: nothing was requested yet, also not at attempt 0.
         self._asked_for = -1
@@ -125,7 +127,9 @@ class Checkpoints:
         """For a run that was stopped while steps failed: what was saved or not saved, and why."""
 
     def save(self) -> None:
-        """Save the state of the run between two steps."""
+        """Save the state of the run between two steps; raise ReplicasDiffer where the ranks do not hold the same."""
+        # First: a checkpoint of a state that is wrong on one rank would be resumed from.
+        self.replicas.check()
         self._asked_for = self._live.progress.attempts
         self._saver.save(State.of(self._live).snapshot(self._asked_for, self._environment))
 

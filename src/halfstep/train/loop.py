@@ -250,6 +250,7 @@ class Loop:
             self.beat("saving")
             self.sample_reports.exchange()
             self.checkpoints.save_unless(self.guarding.alarmed)
+        self.checkpoints.replicas.check_if_due(self.time_left.per_step)
         self.checkpoints.record_finished()
         # All ranks agree on `hands` within the step's own collective, so they stop after the same step.
         self._stop_if_asked(self.stepper.stop_votes)

@@ -1,0 +1,131 @@
+"""Compare what several ranks hold copies of, so that a flipped bit on one of them ends the run and is not saved.
+
+Ranks average gradients, never weights: a weight that differs on one rank stays different, and every rank trains on with
+its own. Gradient norms do not show it, and rank 0 saves its copy for all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import distributed
+from halfstep.errors import ReplicasDiffer
+from halfstep.train.state import RunObjects, State
+
+FIRST, LEAST = 10, 50
+"""Steps of a launch before the first comparison, and the fewest between two."""
+MOST_SHARE = 0.005
+"""The share of the training time that comparing may take."""
+MOST_NAMED = 3
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Replicas:
+    """The copies of a run's weights, averages and optimizer state on several ranks. Every rank calls each method."""
+
+    def __init__(self, live: RunObjects) -> None:
+        self._live = live
+        self._next = live.progress.attempts + FIRST
+        # A buffer that no step writes, such as a mask, is a copy too; others, as batch statistics, differ by design.
+        self._versions = {name: buffer._version for name, buffer in live.parts.model.named_buffers()}
+
+    def check_if_due(self, per_step: float) -> None:
+        """Compare after as many steps as keep the cost below half a percent of the training."""
+        attempt = self._live.progress.attempts
+        if distributed.size() == 1 or attempt < self._next:
+            return
+        took = self.check()
+        every = max(LEAST, math.ceil(took / max(MOST_SHARE * per_step, 1e-9)))
+        # Clocks differ between the ranks, and all must compare at the same step.
+        self._next = attempt + int(distributed.from_rank_zero(str(every)))
+
+    def check(self) -> float:
+        """Raise ReplicasDiffer on every rank where the copies differ on any; return the seconds that it took."""
+        if distributed.size() == 1:
+            return 0.0
+        began = time.perf_counter()
+        differing = [one for group, tensors in self._groups() for one in _differing(group, tensors)]
+        if distributed.summed(torch.tensor([len(differing)])).item():
+            raise self._error(differing)
+        return time.perf_counter() - began
+
+    def _groups(self) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """Yield the tensors that are copies of one another on the ranks of a process group, with the group."""
+        everywhere: dict[str, Tensor] = {}
+        shards: dict[str, Tensor] = {}
+        group = None
+        for name, tensor in self._copies():
+            if not distributed.is_shard(tensor):
+                everywhere[name] = tensor
+            elif (found := distributed.replicas_of(tensor)) is not None:
+                shards[name], group = distributed.local(tensor), found
+        yield None, everywhere
+        if shards:
+            yield group, shards
+
+    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+        state, model = State.of(self._live), self._live.parts.model
+        yield from ((f"the weight {name}", tensor) for name, tensor in state.weights["parameters"].items())
+        averages = state.ema["averages"] if state.ema is not None else {}
+        yield from ((f"the average of {name}", tensor) for name, tensor in averages.items())
+        for optimizer in state.optimizers.values():
+            names = [name for group in optimizer["param_names"] for name in group]
+            for number, kept in optimizer["state"].items():
+                tensors = ((key, value) for key, value in kept.items() if isinstance(value, Tensor))
+                yield from ((f"{key} of {names[number]}", tensor) for key, tensor in tensors)
+        for name, buffer in model.named_buffers():
+            if self._versions.get(name) == buffer._version:
+                yield f"the buffer {name}", buffer
+
+    def _error(self, differing: list[str]) -> ReplicasDiffer:
+        found = [json.loads(text) for text in distributed.from_all(json.dumps(differing[:MOST_NAMED]))]
+        lines = list(dict.fromkeys(line for lines in found for line in lines))
+        more = "; ..." if len(lines) > MOST_NAMED else ""
+        return ReplicasDiffer(
+            f"after step {self._live.progress.attempts:,} the ranks do not hold the same: "
+            f"{'; '.join(lines[:MOST_NAMED])}{more}",
+            allowed="bitwise equal weights and optimizer state on every rank that has a copy",
+            do="check that machine, and start the same command: it goes on from a checkpoint that was the same on all",
+        )
+
+
+def _differing(group: Any, tensors: dict[str, Tensor]) -> list[str]:
+    """Return a line for each tensor that is not the same on all ranks of a group."""
+    if not tensors:
+        return []
+    here = next(iter(tensors.values())).device
+    # An optimizer may count its steps on the host beside weights on a device.
+    sums = torch.stack([_checksum(tensor).to(here, non_blocking=True) for tensor in tensors.values()])
+    same = distributed.equal_on_all(sums, group)
+    # The one read of the device where all is well.
+    if bool(same.all()):
+        return []
+    ranks, by_rank = distributed.gathered(sums, group)
+    places = (~same).nonzero().flatten().tolist()
+    names = list(tensors)
+    return [f"{names[place]} {_whose(ranks, [one[place] for one in by_rank])}" for place in places]
+
+
+def _whose(ranks: list[int], sums: list[int]) -> str:
+    """Return which ranks differ from most of them; two ranks cannot tell which of them is wrong."""
+    (usual, many), *_ = Counter(sums).most_common(1)
+    if many * 2 <= len(sums):
+        return f"differs between ranks {', '.join(map(str, ranks))}"
+    other = [rank for rank, value in zip(ranks, sums, strict=True) if value != usual]
+    return f"is another one on rank {', '.join(map(str, other))}"
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits as integers, modulo 2**64: a single flipped bit always changes it."""
+    flat = tensor.detach().contiguous().flatten()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
