@@ -69,7 +69,7 @@ class TrainLoader:
         """Yield the micro-batches of each step, from step `first` to the end of the epoch."""
         batches = self.share.batches(self.order.numbers(epoch), first)
         keys = ([(epoch, number) for number in batch] for batch in batches)
-        reading = Reading(self.workers, self._to_device.pins, self.timeout, self.while_waiting)
+        reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting)
         read = _read(self.samples, keys, self._collate, reading)
         while window := list(islice(read, self.share.microbatches)):
             yield [self._to_device(batch) for batch in window]
@@ -77,7 +77,7 @@ class TrainLoader:
     def read_batch(self) -> Batch:
         """Return the first batch, read in this process and left on the host."""
         keys = ([(0, number) for number in batch] for batch in self.share.batches(self.order.numbers(0)))
-        return next(iter(_read(self.samples, keys, self._collate, Reading())))
+        return next(iter(_read(self.samples, keys, self._collate, LoaderOptions())))
 
 
 class ValLoader:
@@ -109,11 +109,11 @@ class ValLoader:
     def read(self, numbers: Sequence[int]) -> Batch:
         """Return these samples as one batch, read in this process, without the bad ones."""
         keys = iter([[(0, number) for number in numbers]])
-        return self._to_device(next(iter(_read(self.samples, keys, self._collate, Reading()))))
+        return self._to_device(next(iter(_read(self.samples, keys, self._collate, LoaderOptions()))))
 
     def __iter__(self) -> Iterator[Batch]:
         keys = ([(0, number) for number in batch] for batch in self.share.once(len(self.samples)))
-        reading = Reading(self._workers, self._to_device.pins, self.timeout, self.while_waiting)
+        reading = LoaderOptions(self._workers, self._to_device.pins, self.timeout, self.while_waiting)
         read = _read(self.samples, keys, self._collate, reading)
         yield from map(self._to_device, _none_empty(read))
 
@@ -157,7 +157,7 @@ class ToDevice:
 
 
 @dataclass(frozen=True)
-class Reading:
+class LoaderOptions:
     """How batches are read: by how many workers, and what happens while they are waited for."""
 
     workers: int = 0
@@ -168,7 +168,7 @@ class Reading:
 
 
 def _read(
-    samples: Samples | ValSamples, keys: Iterator[list[Key]], collate_fn: SeededCollate, how: Reading
+    samples: Samples | ValSamples, keys: Iterator[list[Key]], collate_fn: SeededCollate, how: LoaderOptions
 ) -> Iterator[Batch]:
     """Yield the batches of these keys in order; raise a worker's error as if it had happened here.
 
@@ -188,7 +188,7 @@ def _read(
 
 
 def _by_workers(
-    samples: Samples | ValSamples, given: SentKeys, collate_fn: SeededCollate, how: Reading
+    samples: Samples | ValSamples, given: SentKeys, collate_fn: SeededCollate, how: LoaderOptions
 ) -> Iterator[Read]:
     worker = Worker(how.workers) if how.workers else None
     loader: Any = DataLoader(

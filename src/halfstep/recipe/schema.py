@@ -166,7 +166,7 @@ class WorldOptions(Section):
     """The ranks that train together. `world: fsdp` is short for `world: {mode: fsdp}`."""
 
     mode: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
-    """What each rank holds: all weights (ddp), a shard of them (fsdp), or a shard within each group (hsdp)."""
+    """Each rank holds all weights (ddp), a shard of them (fsdp), or a shard within each group (hsdp)."""
     shard_size: Annotated[int, Field(ge=2)] | None = None
     """hsdp: ranks in a group that shares one copy of the weights; the ranks of a node if it is left out."""
     reduce: Literal["fp32", "bf16"] = "fp32"

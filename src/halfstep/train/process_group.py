@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from halfstep.data.dataset import generators_aside
 from halfstep.errors import WrongUse
 from halfstep.precision.hardware import describe
-from halfstep.train.machine import AUTO
+from halfstep.recipe.schema import AUTO
 
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """The variable with which torchrun gives every attempt a store of its own."""

@@ -69,7 +69,7 @@ class FoundCheckpoint:
 
     @property
     def auto_choices(self) -> AutoChoices:
-        """What was chosen automatically when the run began."""
+        """The automatic choices of when the run began."""
         return AutoChoices.from_dict(self.without_tensors("auto_choices"))
 
     @property

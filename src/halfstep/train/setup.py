@@ -40,7 +40,7 @@ from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
 from halfstep.train.guarding import reapply_remedies
-from halfstep.train.sharding import choose_layout, device_memory, ranks_a_node, shard
+from halfstep.train.sharding import choose_sharding, device_memory, ranks_a_node, shard
 from halfstep.train.task import Task, no_progress
 from halfstep.train.weights import load_weights
 
@@ -399,16 +399,16 @@ def _shared_out(
     task: Task, recipe: AnyRecipe, model: nn.Module, precision: Precision, device: torch.device
 ) -> list[str]:
     """Shard the model over the ranks where the recipe asks for it, or where it does not fit otherwise."""
-    layout = choose_layout(
+    sharding = choose_sharding(
         recipe.world,
         parameters=sum(p.numel() for p in model.parameters()),
         memory=device_memory(device),
         ranks=distributed.size(),
         ranks_a_node=ranks_a_node(),
     )
-    if not layout.is_sharded:
+    if not sharding.is_sharded:
         return []
-    return [shard(model, layout, recipe.world, precision, device, task.forward_methods)]
+    return [shard(model, sharding, recipe.world, precision, device, task.forward_methods)]
 
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:

@@ -27,8 +27,8 @@ BYTES_A_PARAMETER = 16
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What each rank holds: all of the model (`ddp`), or one of `shard_size` parts of it."""
+class Sharding:
+    """The part of the model that each rank holds: all of it (`ddp`), or one of `shard_size` parts."""
 
     mode: Mode
     shard_size: int
@@ -40,9 +40,9 @@ class Layout:
         return self.mode != "ddp"
 
 
-def choose_layout(
+def choose_sharding(
     options: WorldOptions, *, parameters: int, memory: int | None, ranks: int, ranks_a_node: int
-) -> Layout:
+) -> Sharding:
     """Return what each rank holds; `auto` is the least sharding whose state fits into `memory` bytes of a device.
 
     `memory` is None where it is not known or shared, as on a CPU. Raises BadRecipe for groups that do not divide the
@@ -57,23 +57,23 @@ def choose_layout(
         )
     if options.mode != "auto":
         size = {"ddp": 1, "fsdp": ranks, "hsdp": group}[options.mode]
-        return Layout(options.mode if ranks > 1 else "ddp", size if ranks > 1 else 1, "as the recipe asks")
+        return Sharding(options.mode if ranks > 1 else "ddp", size if ranks > 1 else 1, "as the recipe asks")
     return _least(parameters * BYTES_A_PARAMETER, memory, ranks, group)
 
 
-def _least(state: int, memory: int | None, ranks: int, group: int) -> Layout:
+def _least(state: int, memory: int | None, ranks: int, group: int) -> Sharding:
     if ranks == 1:
-        return Layout("ddp", 1, "one rank")
+        return Sharding("ddp", 1, "one rank")
     if memory is None:
-        return Layout("ddp", 1, "the ranks share the memory of the host")
+        return Sharding("ddp", 1, "the ranks share the memory of the host")
     room = memory * STATE_SHARE
     said = f"weights, gradients and optimizer state take {state / 2**30:.1f} GB of {memory / 2**30:.0f} GB"
     if state <= room:
-        return Layout("ddp", 1, said)
+        return Sharding("ddp", 1, said)
     # Shards inside a node are gathered over its own links, which are several times faster than the network.
     if group < ranks and ranks % group == 0 and state / group <= room:
-        return Layout("hsdp", group, f"{said}; a shard in each of {group} ranks fits")
-    return Layout("fsdp", ranks, f"{said}; a shard in each of {ranks} ranks is the smallest")
+        return Sharding("hsdp", group, f"{said}; a shard in each of {group} ranks fits")
+    return Sharding("fsdp", ranks, f"{said}; a shard in each of {ranks} ranks is the smallest")
 
 
 def ranks_a_node() -> int:
@@ -90,19 +90,19 @@ def device_memory(device: torch.device) -> int | None:
 
 def shard(
     model: nn.Module,
-    layout: Layout,
+    sharding: Sharding,
     options: WorldOptions,
     precision: Precision,
     device: torch.device,
     forward_methods: Sequence[str] = (),
 ) -> str:
-    """Shard `model` in place with FSDP2 over the ranks of `layout`, and return a line about it.
+    """Shard `model` in place with FSDP2 over the ranks of `sharding`, and return a line about it.
 
     `forward_methods` are the methods besides `forward` that the task calls on the model: FSDP2 gathers for them too.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    mesh = _mesh(layout, device)
+    mesh = _mesh(sharding, device)
     for parameter in model.parameters():
         # FSDP2 cuts contiguous tensors only. Activations keep channels_last, which comes with the images.
         parameter.data = parameter.data.contiguous()
@@ -112,16 +112,15 @@ def shard(
         fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(narrow, options.reduce))
     for name in forward_methods:
         register_fsdp_forward_method(model, name)
-    return (
-        f"{layout.mode}: every rank holds 1/{layout.shard_size} of the weights, in {len(units)} units; {layout.reason}"
-    )
+    holds = f"every rank holds 1/{sharding.shard_size} of the weights, in {len(units)} units"
+    return f"{sharding.mode}: {holds}; {sharding.reason}"
 
 
-def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+def _mesh(sharding: Sharding, device: torch.device) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     ranks = distributed.size()
-    if layout.mode == "fsdp":
+    if sharding.mode == "fsdp":
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    shape = (ranks // layout.shard_size, layout.shard_size)
+    shape = (ranks // sharding.shard_size, sharding.shard_size)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -13,9 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep import Stepper, island
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.case import Case, case_of
-from halfstep.measure.scale.counting import AGREEMENT, GATHER, REDUCE, SCATTER, Chunks, Collective, Counted, count
-from halfstep.measure.scale.layout import Group, Layout, layouts, ranks_and_nodes
-from halfstep.measure.scale.traffic import Traffic, links_of, times, traffic_of
+from halfstep.measure.scale.counting import (
+    AGREEMENT,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    Collective,
+    LazyChunks,
+    RankCounts,
+    count,
+)
+from halfstep.measure.scale.layout import Group, RankLayout, layouts, ranks_and_nodes
+from halfstep.measure.scale.traffic import LinkTraffic, links_of, times, traffic_of
 from halfstep.measure.scale.upkeep import PUBLISHED, goodput
 from halfstep.measure.setting import StepSetting
 from halfstep.step.shard_units import shard_units
@@ -107,7 +116,7 @@ def held_against_real_ranks(ranks: int, replicas: int, shard: int) -> None:
         found = started(really, replicas, shard)
     finally:
         started.stop()
-    counted = count(case, StepSetting("bf16"), Layout(ranks, 1, shard))
+    counted = count(case, StepSetting("bf16"), RankLayout(ranks, 1, shard))
     assert counted.state == pytest.approx(max(real["state"] for real in found), rel=WITHIN)
     assert found[0]["calls"] == len(counted.collectives) - 1  # the agreement is the Stepper's
     names = {"_allgather_base_": (GATHER,), "_reduce_scatter_base_": (SCATTER,), "allreduce_": (REDUCE, AGREEMENT)}
@@ -131,13 +140,13 @@ def test_counts_are_those_of_64_real_ranks() -> None:
     held_against_real_ranks(64, 4, 16)
 
 
-def of_kind(counted: Counted, kind: str) -> list[Collective]:
+def of_kind(counted: RankCounts, kind: str) -> list[Collective]:
     return [one for one in counted.collectives if one.kind == kind]
 
 
 def test_the_agreement_of_the_stepper_is_one_small_all_reduce() -> None:
     for shard in (1, 2):
-        (agreement,) = of_kind(count(case, StepSetting("bf16"), Layout(8, 1, shard)), AGREEMENT)
+        (agreement,) = of_kind(count(case, StepSetting("bf16"), RankLayout(8, 1, shard)), AGREEMENT)
         assert agreement.bytes == 16 * 8
         assert agreement.group == Group(8, 8)
 
@@ -147,14 +156,14 @@ def test_in_flight_is_two_units_gathered_and_one_being_reduced() -> None:
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
         return case_of(model, lambda net, x: net(x).float().sum(), torch.randn(2, 64))
 
-    counted = count(two_layers, StepSetting("bf16"), Layout(8, 1, 8))
+    counted = count(two_layers, StepSetting("bf16"), RankLayout(8, 1, 8))
     elements = 64 * 64
     assert counted.in_flight == 2 * elements * 2 + elements * 2 + elements * 4
 
 
 def test_rows_fewer_than_ranks_are_padded_and_hsdp_avoids_it() -> None:
-    many = count(case, StepSetting("bf16"), Layout(1024, 128, 1024))
-    few = count(case, StepSetting("bf16"), Layout(1024, 128, 8))
+    many = count(case, StepSetting("bf16"), RankLayout(1024, 128, 1024))
+    few = count(case, StepSetting("bf16"), RankLayout(1024, 128, 8))
     assert many.padded > 10
     assert few.padded < 1.1
     # One row of the widest parameters is the least that a rank can hold of them.
@@ -163,19 +172,19 @@ def test_rows_fewer_than_ranks_are_padded_and_hsdp_avoids_it() -> None:
 
 
 def test_gathers_repeat_with_micro_batches_and_reductions_do_not() -> None:
-    one, four = (count(case, StepSetting("bf16", microbatches=n), Layout(8, 1, 8)) for n in (1, 4))
+    one, four = (count(case, StepSetting("bf16", microbatches=n), RankLayout(8, 1, 8)) for n in (1, 4))
     assert len(of_kind(four, GATHER)) == 4 * len(of_kind(one, GATHER))
     assert len(of_kind(four, SCATTER)) == len(of_kind(one, SCATTER))
 
 
 def test_fp32_gathers_twice_the_bytes_of_bf16() -> None:
-    wide, narrow = (count(case, StepSetting(name), Layout(8, 1, 8)) for name in ("fp32", "bf16"))
+    wide, narrow = (count(case, StepSetting(name), RankLayout(8, 1, 8)) for name in ("fp32", "bf16"))
     assert sum(c.bytes for c in of_kind(wide, GATHER)) > 1.9 * sum(c.bytes for c in of_kind(narrow, GATHER))
     assert wide.state == narrow.state
 
 
 def test_ddp_reduces_every_gradient_once_and_sends_buffers() -> None:
-    counted = count(case, StepSetting("bf16"), Layout(8, 1, 1))
+    counted = count(case, StepSetting("bf16"), RankLayout(8, 1, 1))
     size = sum(p.nbytes for p in Net().parameters())
     assert sum(c.bytes for c in of_kind(counted, REDUCE)) == size == counted.gradients == counted.weights
     assert sum(c.bytes for c in of_kind(counted, "broadcast")) == sum(b.nbytes for b in Net().buffers())
@@ -186,23 +195,23 @@ def test_chunks_are_those_of_torch(rows: int, chunks: int) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
     tensor = torch.arange(rows * 2).view(rows, 2)
-    ours, theirs = Chunks(tensor, chunks, dim=0), _chunk_with_empty(tensor, chunks, dim=0)
+    ours, theirs = LazyChunks(tensor, chunks, dim=0), _chunk_with_empty(tensor, chunks, dim=0)
     assert len(ours) == len(theirs)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if b.numel() or a.numel())
 
 
 def test_links_carry_what_a_node_lacks_once() -> None:
     gather = Collective(GATHER, 1600, Group(16, 8), "forward")
-    assert traffic_of(gather) == Traffic(1500 - 100, 100)
-    assert traffic_of(gather._replace(kind=REDUCE)) == Traffic(2 * 1400, 200)
-    assert traffic_of(Collective(GATHER, 800, Group(8, 8), "forward")) == Traffic(700, 0)
-    assert traffic_of(Collective(REDUCE, 400, Group(4, 1), "backward")) == Traffic(0, 600)
+    assert traffic_of(gather) == LinkTraffic(1500 - 100, 100)
+    assert traffic_of(gather._replace(kind=REDUCE)) == LinkTraffic(2 * 1400, 200)
+    assert traffic_of(Collective(GATHER, 800, Group(8, 8), "forward")) == LinkTraffic(700, 0)
+    assert traffic_of(Collective(REDUCE, 400, Group(4, 1), "backward")) == LinkTraffic(0, 600)
 
 
 def test_seconds_are_bytes_over_bandwidth_and_computing_hides_them() -> None:
     links = links_of("h100-80gb")
     assert links is not None
-    counted = count(case, StepSetting("bf16"), Layout(1024, 128, 1024))
+    counted = count(case, StepSetting("bf16"), RankLayout(1024, 128, 1024))
     found = times(counted, links, 1)
     assert found is not None
     assert 0 < found["exposed"] <= found["communication"]
@@ -253,6 +262,6 @@ def test_an_unknown_sharding_is_named() -> None:
 
 
 def test_a_world_of_one_needs_nothing() -> None:
-    counted = count(case, StepSetting("fp32"), Layout(1, 1, 1))
+    counted = count(case, StepSetting("fp32"), RankLayout(1, 1, 1))
     assert counted.collectives == ()
     assert counted.in_flight == 0

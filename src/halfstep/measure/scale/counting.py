@@ -25,7 +25,7 @@ from halfstep.errors import WrongUse
 from halfstep.measure.batches import bytes_of, placed, resized, size_of, tensors
 from halfstep.measure.case import Case, resolve_precision
 from halfstep.measure.memory.fake_tensors import AnyNumber, built, fake_mode, numbers_refused, ready
-from halfstep.measure.scale.layout import Group, Layout
+from halfstep.measure.scale.layout import Group, RankLayout
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.island import settle
 from halfstep.precision.precision import Precision
@@ -54,10 +54,10 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What one rank holds and sends in a layout, in bytes."""
+class RankCounts:
+    """The bytes that one rank holds and sends in a layout."""
 
-    layout: Layout
+    layout: RankLayout
     parameters: int
     """Numbers in the model, not bytes."""
     weights: int
@@ -78,7 +78,7 @@ class Counted:
         return self.weights + self.gradients + self.optimizer
 
 
-def count(make_case: Callable[[], Case], setting: StepSetting, layout: Layout) -> Counted:
+def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayout) -> RankCounts:
     """Return the counts of one update in this layout.
 
     Raises `WrongUse` inside of a process group, for a parameter that FSDP2 cannot divide, and for code that needs the
@@ -115,7 +115,7 @@ class _Update:
     gradients: int
 
 
-def _update(case: Case, setting: StepSetting, precision: Precision, layout: Layout) -> _Update:
+def _update(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> _Update:
     optimizer = case.optimizer(case.model)
     batch = placed(case.batch, _HOST, setting.channels_last)
     batch = resized(batch, setting.batch or size_of(batch))
@@ -136,7 +136,7 @@ def _update(case: Case, setting: StepSetting, precision: Precision, layout: Layo
 class _Sent(TorchDispatchMode):
     """A mode that records FSDP2's collectives."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RankLayout) -> None:
         super().__init__()
         self.layout, self.phase = layout, FORWARD
         self.collectives: list[Collective] = []
@@ -152,8 +152,8 @@ class _Sent(TorchDispatchMode):
 
 
 def _counted(
-    done: _Update, layout: Layout, collectives: Sequence[Collective], microbatches: int, **more: Any
-) -> Counted:
+    done: _Update, layout: RankLayout, collectives: Sequence[Collective], microbatches: int, **more: Any
+) -> RankCounts:
     agreement = Collective(AGREEMENT, AGREEMENT_BYTES, layout.everyone, BACKWARD)
     # Every micro-batch gathers; gradients are reduced in the last one.
     gathers = [c for c in collectives if c.kind == GATHER]
@@ -162,7 +162,7 @@ def _counted(
     weights = bytes_of(_local(p) for p in done.model.parameters())
     numbers = sum(p.numel() for p in done.model.parameters())
     local = sum(_local(p).numel() for p in done.model.parameters())
-    return Counted(
+    return RankCounts(
         layout=layout,
         parameters=numbers,
         weights=weights,
@@ -184,7 +184,7 @@ def _local(tensor: Tensor) -> Tensor:
 # -- FSDP and HSDP ----------------------------------------------------------------------------------------------------
 
 
-def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: Layout, mesh: Any) -> Counted:
+def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
     from torch.distributed.fsdp import fully_shard
 
     units = shard_units(case.model)
@@ -225,7 +225,7 @@ def _in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: in
 
 
 @contextmanager
-def _without_peers(layout: Layout) -> Iterator[Any]:
+def _without_peers(layout: RankLayout) -> Iterator[Any]:
     """Yield the mesh of a process group of which only this rank exists."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -248,14 +248,14 @@ def _one_chunk_at_a_time() -> Iterator[None]:
 
     name = "_chunk_with_empty"
     before = getattr(_fsdp_param, name)
-    setattr(_fsdp_param, name, Chunks)
+    setattr(_fsdp_param, name, LazyChunks)
     try:
         yield
     finally:
         setattr(_fsdp_param, name, before)
 
 
-class Chunks(Sequence[Tensor]):
+class LazyChunks(Sequence[Tensor]):
     """The chunks of `torch.chunk`, made when they are read, and as many as were asked for: the last may be empty."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
@@ -274,7 +274,7 @@ class Chunks(Sequence[Tensor]):
 # -- DDP --------------------------------------------------------------------------------------------------------------
 
 
-def _replicated(case: Case, setting: StepSetting, precision: Precision, layout: Layout) -> Counted:
+def _replicated(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> RankCounts:
     if setting.recompute:
         checkpoint_activations(case.model)
     done = _update(case, setting, precision, layout)

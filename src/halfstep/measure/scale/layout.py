@@ -27,7 +27,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Ranks in the order of their nodes; `shard` neighbouring ones hold the model together, in `world / shard` copies.
 
     `shard` is 1 under DDP, the world under FSDP, and between them under HSDP.
@@ -83,7 +83,7 @@ def ranks_and_nodes(world: int, nodes: int | None) -> tuple[int, int]:
     return world, nodes
 
 
-def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[Layout]:
+def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[RankLayout]:
     """Return the layouts that were asked for, the least sharded first; for `auto` all of them.
 
     Those are DDP, HSDP within a node, HSDP over 2, 4, 8, ... nodes, and FSDP. Raises `UnknownName` for a sharding that
@@ -93,7 +93,7 @@ def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[La
         raise UnknownName(f"sharding {sharding!r}", allowed=", ".join(SHARDINGS), do="--sharding auto, or leave it out")
     if shard is not None:
         return [_with_size(world, nodes, sharding, shard)]
-    found = [Layout(world, nodes, size) for size in (1, *_groups(world, nodes), world)]
+    found = [RankLayout(world, nodes, size) for size in (1, *_groups(world, nodes), world)]
     found = list(dict.fromkeys(found))
     if sharding == AUTO:
         return found
@@ -117,7 +117,7 @@ def _groups(world: int, nodes: int) -> list[int]:
     return found
 
 
-def _with_size(world: int, nodes: int, sharding: str, shard: int) -> Layout:
+def _with_size(world: int, nodes: int, sharding: str, shard: int) -> RankLayout:
     per_node = world // nodes
     whole = shard >= 1 and world % shard == 0 and (per_node % shard == 0 or shard % per_node == 0)
     if not whole:
@@ -126,7 +126,7 @@ def _with_size(world: int, nodes: int, sharding: str, shard: int) -> Layout:
             allowed="a size that divides the world, and a node or whole nodes",
             do=f"--shard-size {per_node}",
         )
-    layout = Layout(world, nodes, shard)
+    layout = RankLayout(world, nodes, shard)
     if sharding not in (AUTO, layout.kind):
         raise WrongUse(
             f"--sharding {sharding} with --shard-size {shard} of {world} ranks, which is {layout.kind}",

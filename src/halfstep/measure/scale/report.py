@@ -15,8 +15,8 @@ from halfstep.measure.memory.estimate import ledger_on
 from halfstep.measure.memory.fake_tensors import as_wrong_use
 from halfstep.measure.memory.ledger import WORKING, Ledger
 from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, made_once, precisions
-from halfstep.measure.scale.counting import Counted, count
-from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, Layout, layouts, ranks_and_nodes
+from halfstep.measure.scale.counting import RankCounts, count
+from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, RankLayout, layouts, ranks_and_nodes
 from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total
 from halfstep.measure.scale.upkeep import upkeep
 from halfstep.measure.setting import StepSetting, size_in_words
@@ -110,7 +110,7 @@ def _fill(
     make_case: Callable[[], Case],
     setting: StepSetting,
     ledger: Ledger,
-    wanted: Sequence[Layout],
+    wanted: Sequence[RankLayout],
     on_progress: OnProgress,
     target: Target,
 ) -> None:
@@ -123,7 +123,7 @@ def _fill(
         on_progress(number, len(wanted))
 
 
-def _row(counted: Counted, ledger: Ledger, target: Target, links: Links | None) -> dict[str, Any]:
+def _row(counted: RankCounts, ledger: Ledger, target: Target, links: Links | None) -> dict[str, Any]:
     layout = counted.layout
     average = ledger.at_peak["average"] if layout.shard == 1 else counted.weights * bool(ledger.at_peak["average"])
     memory = _replicated(counted, ledger) if layout.shard == 1 else _sharded(counted, ledger, average)
@@ -148,14 +148,14 @@ def _row(counted: Counted, ledger: Ledger, target: Target, links: Links | None) 
     }
 
 
-def _replicated(counted: Counted, ledger: Ledger) -> dict[str, int]:
+def _replicated(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
     """Return the memory of one device, and DDP's buckets beside it."""
     parts = {part: size for part, size in ledger.at_peak.items() if part not in WORKING}
     working = sum(ledger.at_peak[part] for part in WORKING)
     return {**parts, "activations": working, "in flight": counted.in_flight}
 
 
-def _sharded(counted: Counted, ledger: Ledger, average: int) -> dict[str, int]:
+def _sharded(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int]:
     """Return the memory of a rank at its peak: in backward, or in the update, where only shards are left."""
     backward, update = ledger.working + counted.in_flight, ledger.updating // counted.layout.shard
     late = update > backward

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from halfstep.measure.scale.counting import AGREEMENT, BACKWARD, FORWARD, KINDS, REDUCE, Collective, Counted
+from halfstep.measure.scale.counting import AGREEMENT, BACKWARD, FORWARD, KINDS, REDUCE, Collective, RankCounts
 
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """Bytes that one rank receives."""
 
     inside: float
@@ -28,8 +28,8 @@ class Traffic:
     between: float
     """From other nodes."""
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.inside + other.inside, self.between + other.between)
+    def __add__(self, other: LinkTraffic) -> LinkTraffic:
+        return LinkTraffic(self.inside + other.inside, self.between + other.between)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Links:
     utilization: float
     source: str
 
-    def seconds(self, traffic: Traffic) -> float:
+    def seconds(self, traffic: LinkTraffic) -> float:
         """Return the time of the slower link; both work at once."""
         return max(traffic.inside / self.inside, traffic.between / self.between)
 
@@ -60,18 +60,18 @@ def links_of(device: str) -> Links | None:
     return None
 
 
-def traffic_of(collective: Collective) -> Traffic:
+def traffic_of(collective: Collective) -> LinkTraffic:
     """Return what a rank receives in one collective; an all-reduce is a reduce-scatter and an all-gather."""
     group = collective.group
     times = 2 if collective.kind in (REDUCE, AGREEMENT) else 1
     whole = collective.bytes * (group.ranks - 1) / group.ranks
     between = collective.bytes * (group.nodes - 1) / group.nodes / group.in_node
-    return Traffic(times * (whole - between), times * between)
+    return LinkTraffic(times * (whole - between), times * between)
 
 
-def total(collectives: Iterable[Collective]) -> Traffic:
+def total(collectives: Iterable[Collective]) -> LinkTraffic:
     """Return the sum over collectives."""
-    return sum((traffic_of(one) for one in collectives), Traffic(0, 0))
+    return sum((traffic_of(one) for one in collectives), LinkTraffic(0, 0))
 
 
 def by_kind(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def by_kind(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     return rows
 
 
-def times(counted: Counted, links: Links | None, microbatches: int) -> dict[str, float] | None:
+def times(counted: RankCounts, links: Links | None, microbatches: int) -> dict[str, float] | None:
     """Return the modelled seconds of a step: its computing, its communication, and the part that nothing hides.
 
     FSDP2 and DDP communicate while they compute: the forward hides what comes in forward, and the backward, taken as

@@ -1,4 +1,4 @@
-"""What a run costs beside its steps: agreement, digests, saves, restarts, and the time that failures leave.
+"""Compute what a run costs beside its steps: agreement, digests, saves, restarts, and the time that failures leave.
 
 Counts follow from how halfstep does these things; each formula stands beside its figure in the report. Rates of
 failure are published ones, taken as proportional to the number of GPUs. The assumptions are one table, in the report.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from halfstep.measure.scale.counting import Counted
-from halfstep.measure.scale.layout import Layout
+from halfstep.measure.scale.counting import RankCounts
+from halfstep.measure.scale.layout import RankLayout
 from halfstep.step.objective import AGREEMENT_BYTES
 
 ASSUMED = {
@@ -41,7 +41,7 @@ _DESCRIPTORS, _A_PEER = 19, 3.2
 """File descriptors of a rank, and for each peer with two gloo groups: measured on forked ranks, 4 to 256 of them."""
 
 
-def upkeep(counted: Counted, average: int) -> dict[str, Any]:
+def upkeep(counted: RankCounts, average: int) -> dict[str, Any]:
     """Return all of it; `average` is the bytes of averaged weights on this rank."""
     layout = counted.layout
     saved = counted.weights + counted.optimizer + average + counted.buffers
@@ -59,7 +59,7 @@ def upkeep(counted: Counted, average: int) -> dict[str, Any]:
     }
 
 
-def _digest(counted: Counted) -> dict[str, Any]:
+def _digest(counted: RankCounts) -> dict[str, Any]:
     """Return the comparison of replicas at the end of a run: all hash their weights and share 64 letters."""
     world = counted.layout.world
     return {
@@ -70,7 +70,7 @@ def _digest(counted: Counted) -> dict[str, Any]:
     }
 
 
-def _save(layout: Layout, saved: int, stall: float) -> dict[str, Any]:
+def _save(layout: RankLayout, saved: int, stall: float) -> dict[str, Any]:
     return {
         "bytes": saved,
         "writers": layout.shard,
@@ -83,7 +83,7 @@ def _save(layout: Layout, saved: int, stall: float) -> dict[str, Any]:
     }
 
 
-def _descriptors(layout: Layout) -> dict[str, Any]:
+def _descriptors(layout: RankLayout) -> dict[str, Any]:
     each = round(_DESCRIPTORS + _A_PEER * (layout.world - 1))
     return {
         "a_rank": each,
