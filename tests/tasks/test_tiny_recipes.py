@@ -68,12 +68,12 @@ dist.destroy_process_group()
 """What torchrun starts: loading torch twice for each recipe would take most of the time."""
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def on_two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The folder with a run of every tiny recipe, each trained by the same two processes."""
     root = tmp_path_factory.mktemp("on_two")
     (root / "every.py").write_text(SCRIPT)
-    runs = {name: [*smaller(name), "--bf16", f"run.dir={root / name}"] for name in TINY}
+    runs = {name: [*smaller(name), "--bf16", f"world={request.param}", f"run.dir={root / name}"] for name in TINY}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(root / "every.py")]
     done = subprocess.run([*launch, json.dumps(runs)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
