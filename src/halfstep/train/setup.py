@@ -40,7 +40,7 @@ from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
 from halfstep.train.guarding import reapply_remedies
-from halfstep.train.sharding import choose_sharding, device_memory, ranks_a_node, shard
+from halfstep.train.sharding import choose_sharding, device_memory, ranks_a_node, shard, synchronize_batchnorm
 from halfstep.train.task import Task, no_progress
 from halfstep.train.weights import load_weights
 
@@ -398,7 +398,12 @@ def prepare(
 def _shared_out(
     task: Task, recipe: AnyRecipe, model: nn.Module, precision: Precision, device: torch.device
 ) -> list[str]:
-    """Shard the model over the ranks where the recipe asks for it, or where it does not fit otherwise."""
+    """Shard the model over the ranks where the recipe asks for it, or where it does not fit otherwise; return notes.
+
+    Raises BadRecipe for settings that do not go with it.
+    """
+    if recipe.world.sync_batchnorm:
+        synchronize_batchnorm(model, device)
     sharding = choose_sharding(
         recipe.world,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -408,6 +413,12 @@ def _shared_out(
     )
     if not sharding.is_sharded:
         return []
+    if recipe.train.compile:
+        raise BadRecipe(
+            f"train.compile together with world={sharding.mode}",
+            allowed="one of them",
+            do="write train.compile=false, or world=ddp where the model fits",
+        )
     return [shard(model, sharding, recipe.world, precision, device, task.forward_methods)]
 
 

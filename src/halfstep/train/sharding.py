@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep import distributed
 from halfstep.errors import BadRecipe
@@ -86,6 +87,24 @@ def device_memory(device: torch.device) -> int | None:
     if torch.empty(0, device=device).is_cpu:
         return None
     return torch.accelerator.get_memory_info(device)[1]
+
+
+def synchronize_batchnorm(model: nn.Module, device: torch.device) -> None:
+    """Make all batch normalization compute its statistics over all ranks; raise BadRecipe on a CPU."""
+    if torch.empty(0, device=device).is_cpu:
+        raise BadRecipe(
+            "world.sync_batchnorm on a CPU",
+            allowed="GPUs: torch's SyncBatchNorm has no other kernel",
+            do="write world.sync_batchnorm=false, or use a norm without batch statistics",
+        )
+    norms = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
+    ]
+    for parent, name, norm in norms:
+        setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(norm))
 
 
 def shard(

@@ -1,0 +1,59 @@
+"""What each rank holds: as the recipe asks, or the least sharding that fits the memory of a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from halfstep.errors import BadRecipe
+from halfstep.recipe.schema import WorldOptions
+from halfstep.train.sharding import choose_sharding, synchronize_batchnorm
+
+GB = 2**30
+
+
+def chosen(mode: str = "auto", *, parameters: int, ranks: int = 64, node: int = 8, memory: int | None = 80 * GB) -> str:
+    options = WorldOptions.model_validate({"mode": mode})
+    found = choose_sharding(options, parameters=parameters, memory=memory, ranks=ranks, ranks_a_node=node)
+    return f"{found.mode} {found.shard_size}"
+
+
+def test_the_least_sharding_that_fits_is_taken() -> None:
+    assert chosen(parameters=10**9) == "ddp 1"
+    assert chosen(parameters=8 * 10**9) == "hsdp 8"
+    assert chosen(parameters=70 * 10**9) == "fsdp 64"
+    assert chosen(parameters=8 * 10**9, ranks=8) == "fsdp 8"
+    assert chosen(parameters=70 * 10**9, ranks=1) == "ddp 1"
+
+
+def test_ranks_on_a_host_share_its_memory() -> None:
+    assert chosen(parameters=70 * 10**9, memory=None) == "ddp 1"
+
+
+@pytest.mark.parametrize(("mode", "holds"), [("ddp", "ddp 1"), ("fsdp", "fsdp 64"), ("hsdp", "hsdp 8")])
+def test_what_is_asked_for_is_taken(mode: str, holds: str) -> None:
+    assert chosen(mode, parameters=10) == holds
+    if mode != "hsdp":
+        assert chosen(mode, parameters=10, ranks=1) == "ddp 1"
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(8, 8), (12, 8), (1, 1)])
+def test_groups_that_do_not_divide_the_ranks_are_refused(ranks: int, node: int) -> None:
+    with pytest.raises(BadRecipe, match=r"world\.shard_size"):
+        chosen("hsdp", parameters=10, ranks=ranks, node=node)
+
+
+def test_batch_statistics_over_all_ranks_need_a_gpu() -> None:
+    with pytest.raises(BadRecipe, match="SyncBatchNorm"):
+        synchronize_batchnorm(nn.BatchNorm1d(4), torch.empty(0).device)
+
+
+def test_every_batch_normalization_is_synchronized_with_its_statistics() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), nn.LayerNorm(4))
+    model[1][0].running_mean.fill_(3.0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        synchronize_batchnorm(model, torch.device("cuda"))
+    assert [type(module).__name__ for module in model.modules()].count("SyncBatchNorm") == 1
+    assert model[1][0].running_mean.tolist() == [3.0] * 4
