@@ -34,8 +34,6 @@ class Replicas:
     def __init__(self, live: RunObjects) -> None:
         self._live = live
         self._next = live.progress.attempts + FIRST
-        # A buffer that no step writes, such as a mask, is a copy too; others, as batch statistics, differ by design.
-        self._versions = {name: buffer._version for name, buffer in live.parts.model.named_buffers()}
 
     def check_if_due(self, per_step: float) -> None:
         """Compare after as many steps as keep the cost below half a percent of the training."""
@@ -72,7 +70,8 @@ class Replicas:
             yield group, shards
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
-        state, model = State.of(self._live), self._live.parts.model
+        # Buffers are left out: batch statistics differ by design, and under DDP rank 0 sends all of them at every step.
+        state = State.of(self._live)
         yield from ((f"the weight {name}", tensor) for name, tensor in state.weights["parameters"].items())
         averages = state.ema["averages"] if state.ema is not None else {}
         yield from ((f"the average of {name}", tensor) for name, tensor in averages.items())
@@ -81,9 +80,6 @@ class Replicas:
             for number, kept in optimizer["state"].items():
                 tensors = ((key, value) for key, value in kept.items() if isinstance(value, Tensor))
                 yield from ((f"{key} of {names[number]}", tensor) for key, tensor in tensors)
-        for name, buffer in model.named_buffers():
-            if self._versions.get(name) == buffer._version:
-                yield f"the buffer {name}", buffer
 
     def _error(self, differing: list[str]) -> ReplicasDiffer:
         found = [json.loads(text) for text in distributed.from_all(json.dumps(differing[:MOST_NAMED]))]
