@@ -122,6 +122,15 @@ def test_every_mode_trains_what_one_process_trains(world: Any, tmp_path: Path) -
     assert any("every rank holds 1/2 of the weights" in note for note in notes), notes
 
 
+def test_weights_are_gathered_as_autocast_would_cast_them(world: Any, tmp_path: Path) -> None:
+    """In bf16, with a norm that stays in fp32: the same bits as under DDP."""
+    more = {"precision": "bf16", "model.batchnorm": True}
+    for mode in ("ddp", "fsdp"):
+        found = world(2, fit, str(tmp_path / mode), mode, more)
+        assert found[0]["steps"] == 6, found
+    assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
+
+
 @pytest.mark.parametrize(("size", "mode"), [(4, "fsdp"), (4, "hsdp"), (2, "ddp")])
 def test_a_checkpoint_is_restored_to_the_bit_on_other_ranks(world: Any, tmp_path: Path, size: int, mode: str) -> None:
     world(size, fit, str(tmp_path), mode, {})
