@@ -66,4 +66,4 @@ def test_a_case_from_a_lightning_module() -> None:
 def test_both_blocks_were_found_and_each_command_has_its_link() -> None:
     assert set(BLOCKS) == {"my_case", "my_lightning_case"}
     links = set(re.findall(r"\]\((\w+\.md)\)", PAGE))
-    assert links == {"estimate.md", "survival.md", "plan.md", "bench.md", "audit.md", "profile.md"}
+    assert links == {"estimate.md", "survival.md", "plan.md", "bench.md", "audit.md", "profile.md", "scale.md"}

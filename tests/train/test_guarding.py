@@ -45,7 +45,7 @@ def ended(folder: Path) -> tuple[list[Any], str]:
     """Every loss, and every tensor of the last checkpoint."""
     state = state_of(folder)
     steps = [(e["attempt"], e["loss"], e["loss_scale"], e["applied"]) for e in events(folder / "run", "step")]
-    return steps, digest_of(state.weights, state.optimizers, state.loss_scales, state.guards, state.random)
+    return steps, digest_of(state.weights, state.optimizers, state.loss_scales, state.guards, state.rng)
 
 
 # -- healthy runs -----------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_healthy_run_has_the_same_bits_with_and_without_a_guard(tmp_path: Path
         fit(tmp_path / mode, precision=precision, guard__mode=mode)
         state = state_of(tmp_path / mode)
         found.append(
-            digest_of(state.weights, state.optimizers, state.random, [e["loss"] for e in _steps(tmp_path / mode)])
+            digest_of(state.weights, state.optimizers, state.rng, [e["loss"] for e in _steps(tmp_path / mode)])
         )
         assert sorted(state.guards) == ([] if mode == "off" else ["guardian", "spike"])
     assert len(set(found)) == 1

@@ -224,7 +224,7 @@ def state(**components: Any) -> State:
     ],
 )
 def test_the_first_difference_is_named(one: dict[str, Any], two: dict[str, Any], said: str | None) -> None:
-    found = first_difference(state(random=one), state(random=two))
+    found = first_difference(state(rng=one), state(rng=two))
     assert (found and f"{found.what} {found.in_one_go} {found.resumed}") == (said and f"rng/{said}")
 
 

@@ -91,13 +91,14 @@ def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
     other = resolved(seed=1, batch_size=2, compile=True)
     before = (path / RECIPE).read_bytes()
     said = refusal(other, StateMismatch)
-    assert "train.batch_size: 16 -> 2" in said
+    # Whether a step still has as many samples depends on the ranks that saved it: the checkpoint decides.
+    assert "train.batch_size" not in said
     assert "train.compile: false -> true" in said
     assert "run.dir" not in said
     assert "--accept-recipe-change" in said
     assert (path / RECIPE).read_bytes() == before
     taken = opened(other, accepted=("recipe",))
-    assert taken.changed == ["train.batch_size: 16 -> 2", "train.compile: false -> true"]
+    assert taken.changed == ["train.compile: false -> true"]
     assert (path / RECIPE).read_bytes() == before, "it is the run's recipe only when it is found to fit"
     keep_recipe(path, taken.recipe)
     assert opened(other).changed == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from halfstep import distributed
 from halfstep.errors import HUNG
+from halfstep.printable import printable
 from halfstep.recipe.schema import WorldOptions
 from halfstep.train.status import RankStatus, last_statuses
 
@@ -39,6 +39,7 @@ MARGIN = 30.0
 ANSWER = 4.0
 """Ticks that the other ranks have to write their stacks."""
 MOST_NAMED = 8
+STDERR = 2
 
 Beat = Callable[[str, int], None]
 """Reports progress: the phase that begins, and the step."""
@@ -141,7 +142,7 @@ class Watchdog:
             self._over.wait(ANSWER * self._tick)
         reason = self._reason(idle)
         if self._on_hang is None:
-            print(f"warning: {reason}", file=sys.stderr, flush=True)
+            _tell(f"warning: {reason}")
             return
         self._status.ended(HUNG, reason)
         self._on_hang(reason)
@@ -203,11 +204,18 @@ def set_group_timeout(limit: float) -> None:
         set_timeout(timedelta(seconds=limit + MARGIN))
 
 
+def _tell(text: str) -> None:
+    """Write to stderr from any thread."""
+    # Not through Python's own buffer, which the thread that hangs may have locked.
+    with suppress(OSError):
+        os.write(STDERR, f"{printable(text)}\n".encode())
+
+
 def end_hung(reason: str) -> None:
     """End this process, from the thread that watches it."""
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
-        print(f"{who}{reason}\n  do: start it again with the same command to go on", file=sys.__stderr__, flush=True)
+        _tell(f"{who}{reason}\n  do: start it again with the same command to go on")
     finally:
         # Not sys.exit: the main thread does not come back to handle it.
         os._exit(HUNG)
