@@ -22,9 +22,9 @@ from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.errors import HalfstepError
 from halfstep.journal.events import Journal
 from halfstep.train.loop import Loop
-from halfstep.train.restore import restore
 from halfstep.train.resume import find
 from halfstep.train.run import make_loop
+from halfstep.train.state import restore
 from tests.support.tiny_task import Tiny
 
 ID = "F40"

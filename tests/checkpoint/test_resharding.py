@@ -45,7 +45,7 @@ def placed(ranks: list[int] | list[list[int]]) -> dict[str, Any]:
 def saved(rank: int, folder: str, ranks: Any) -> str:
     tensors = placed(ranks)
     table = {name: chunked(name, tensor) for name, tensor in tensors.items()}
-    mine = {name for name, one in table.items() if any(chunk.rank == rank for chunk in one.chunks())}
+    mine = {name for name, one in table.items() if one.is_held_by(rank)}
     save_file({name: tensors[name].to_local().contiguous() for name in mine}, Path(folder) / tensors_of(rank))
     return json.dumps(as_json(table))
 

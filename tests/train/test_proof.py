@@ -129,7 +129,7 @@ def test_what_never_repeats_is_found_before_the_resume(tmp_path: Path) -> None:
 
 
 def _forgets_random(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("halfstep.train.restore.set_generators", lambda *_: None)
+    patch.setattr("halfstep.train.state.set_generators", lambda *_: None)
 
 
 def _forgets_the_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def _forgets_the_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_the_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("halfstep.train.restore._put_weights", lambda *_: None)
+    patch.setattr("halfstep.train.state._put_weights", lambda *_: None)
 
 
 @pytest.mark.parametrize(

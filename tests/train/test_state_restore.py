@@ -18,9 +18,8 @@ from halfstep.errors import BadData, StateMismatch
 from halfstep.recipe.changes import DATA
 from halfstep.train.loop import Loop
 from halfstep.train.process_group import rng_preserved
-from halfstep.train.restore import FORM, restore
 from halfstep.train.resume import FoundCheckpoint, find, resume_from
-from halfstep.train.state import State
+from halfstep.train.state import FORM, State, restore
 from tests.support.digest import digest_of
 
 

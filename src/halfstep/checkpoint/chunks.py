@@ -48,6 +48,10 @@ class ChunkedTensor:
                 return
             yield Chunk(rank, self._along(begin, 0), self._along(length, None))
 
+    def is_held_by(self, rank: int) -> bool:
+        """Return whether the file of a rank holds a chunk."""
+        return any(chunk.rank == rank for chunk in self.chunks())
+
     def _along(self, here: int, elsewhere: int | None) -> tuple[int, ...]:
         sides = self.shape if elsewhere is None else (elsewhere,) * len(self.shape)
         return (*sides[: self.dim], here, *sides[self.dim + 1 :])

@@ -5,30 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from halfstep import distributed
 from halfstep.checkpoint.packing import unpack
 from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, sweep, sweep_aside
 from halfstep.checkpoint.reading import Like, newest_intact, none_intact, read_plain, read_tensors
 from halfstep.checkpoint.sealed import Manifest, read_manifest
-from halfstep.errors import WrongUse
+from halfstep.data.dataset import derive
+from halfstep.errors import StateMismatch, WrongUse
 from halfstep.files import draft_of
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, cut_back, last_time, refuse_other_form, saved_events, sizes
 from halfstep.recipe.changes import EXTEND
 from halfstep.train.checkpointing import PROBE
-from halfstep.train.environment import AutoChoices, differences, environment
+from halfstep.train.environment import AutoChoices, differences, environment, read_generators, seed_all
 from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST
-from halfstep.train.restore import lengthened, restore
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.state import RunObjects, State, checked_components, for_these_ranks, like_parameters
+from halfstep.train.state import RunObjects, State, checked_components, lengthened, restore
 
 T = TypeVar("T")
 _REPLACED = re.compile(
@@ -293,3 +296,75 @@ def _last_attempt(folder: Path, after: int = 0) -> int:
     written = saved_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
     steps = [event.get("attempt") for event in written if event["event"] == events.STEP]
     return max((attempt for attempt in steps if type(attempt) is int), default=0)
+
+
+# -- other ranks ------------------------------------------------------------------------------------------------------
+# Restore what another number of ranks saved, or what was sharded in another way.
+
+
+_HOST = torch.empty(0).device
+
+
+def like_parameters(live: RunObjects, plain: Mapping[str, Any], chunks: Collection[str]) -> Like:
+    """Return a function that gives a new tensor like its parameter for weights, averages and optimizer state.
+
+    Where neither the parameter nor the saved tensor is in shards, it gives None.
+    """
+    parameters = dict(live.parts.model.named_parameters())
+
+    def like(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        parameter = parameters.get(_parameter_of(name, plain))
+        # Some optimizers keep one number, or one row, for a parameter; these are whole on every rank.
+        if parameter is None or tuple(shape) != tuple(parameter.shape):
+            return None
+        if distributed.is_shard(parameter):
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        # In the parameter's strides, which a fused optimizer expects of its state.
+        return torch.empty_like(parameter.detach(), dtype=dtype, device=_HOST) if name in chunks else None
+
+    return like
+
+
+def _parameter_of(name: str, plain: Mapping[str, Any]) -> str:
+    """Return the parameter that a tensor of a checkpoint belongs to; empty where there is none."""
+    match name.split("/"):
+        case ["weights", "parameters", parameter] | ["ema", "averages", parameter]:
+            return parameter
+        case ["optimizers", optimizer, "state", number, _] if number.isdigit():
+            names = [one for group in plain["optimizers"][optimizer]["param_names"] for one in group]
+            return names[int(number)] if int(number) < len(names) else ""
+    return ""
+
+
+def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State:
+    """Return the saved state for the ranks and micro-batches that there are now; samples and their order stay.
+
+    With another number of ranks, random generators are seeded anew, since each rank had its own, and the training
+    metrics of the epoch begin anew. Raises StateMismatch where these ranks would take other samples in a step.
+    """
+    train, ranks = live.recipe.train, distributed.size()
+    before = saved.recipe["train"]["batch_size"] * saved.recipe["train"]["microbatches"] * manifest.world_size
+    if train.batch_size * train.microbatches * ranks == before:
+        divided = {"batch_size": train.batch_size, "microbatches": train.microbatches}
+        saved = replace(saved, recipe={**saved.recipe, "train": {**saved.recipe["train"], **divided}})
+    elif manifest.world_size != ranks:
+        raise _other_global_batch(live, before, manifest.world_size)
+    if manifest.world_size == ranks:
+        return saved
+    seed_all(derive(train.seed or 0, "ranks", ranks, manifest.attempt, distributed.rank()))
+    rng = read_generators(live.parts.stepper.device)
+    return replace(saved, rng=rng, counts={**saved.counts, "epoch": State.of(live).counts["epoch"]})
+
+
+def _other_global_batch(live: RunObjects, before: int, ranks_before: int) -> StateMismatch:
+    train, ranks = live.recipe.train, distributed.size()
+    each = train.batch_size * ranks
+    keeps = f"train.batch_size={before // ranks} train.microbatches=1" if before % ranks == 0 else ""
+    if before % each == 0:
+        keeps = f"train.microbatches={before // each}"
+    return StateMismatch(
+        f"{ranks_before} ranks saved the run with {before} samples a step; {ranks} ranks would take "
+        f"{each * train.microbatches}",
+        allowed="the same number of samples a step, so that the order of the samples goes on",
+        do=f"add {keeps}" if keeps else f"use a number of ranks that divides {before}, or add --new",
+    )

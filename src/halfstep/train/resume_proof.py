@@ -22,9 +22,8 @@ from halfstep.train.environment import AutoChoices
 from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
 from halfstep.train.process_group import rng_preserved
-from halfstep.train.restore import restore
 from halfstep.train.resume import find, resume_from
-from halfstep.train.state import COMPONENTS, State
+from halfstep.train.state import COMPONENTS, State, restore
 
 Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
 """Builds a loop in a folder, with what was chosen automatically when the run began and the remedies of its guard."""

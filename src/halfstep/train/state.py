@@ -1,38 +1,48 @@
-"""Define everything that the next step of a run depends on: the fields of `State` are the checkpoint."""
+"""Define everything that the next step of a run depends on, and restore it: the fields of `State` are the checkpoint.
+
+A saved state is compared with the run first, all of it; nothing changes where it differs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep import distributed
 from halfstep.checkpoint.chunks import ChunkedTensor, chunked
 from halfstep.checkpoint.commit import RankSnapshot
 from halfstep.checkpoint.packing import pack, unpack
-from halfstep.checkpoint.reading import Like
-from halfstep.checkpoint.sealed import Manifest
-from halfstep.data.dataset import BadSampleBudget, Samples, derive
-from halfstep.errors import BadData, StateMismatch
+from halfstep.data.dataset import BadSampleBudget, Samples
+from halfstep.data.fingerprint import Fingerprint, different
+from halfstep.errors import BadData, HalfstepError, StateMismatch, same_keys
 from halfstep.precision.island import islands
-from halfstep.train.environment import AutoChoices, read_generators, seed_all
+from halfstep.recipe.changes import (
+    DATA,
+    EXTEND,
+    RECIPE,
+    but_for_length,
+    but_for_places,
+    changes,
+    listed,
+    only_places,
+    recipe_changed,
+)
+from halfstep.train.environment import AutoChoices, check_generators, read_generators, set_generators
 from halfstep.train.epoch_metrics import EpochMetrics, Progress
-from halfstep.train.guarding import stateful
+from halfstep.train.guarding import check_guards, put_guards, stateful, with_counts_reset, without_remedies
 from halfstep.train.setup import AnyRecipe, Parts
-from halfstep.train.weights import non_persistent_buffers
+from halfstep.train.weights import assignable_buffers, empty_buffers, extra_state, non_persistent_buffers, put_buffers
 
 OWN = ("weights/buffers/", "weights/extra_state/", "ema/buffers/", "rng/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""
 FINITE, NOT_NAN = ("weights/parameters/", "ema/averages/"), ("weights/buffers/", "ema/buffers/")
 """Tensors that must be finite in a checkpoint, and those in which an infinity may be intended."""
-
-_HOST = torch.empty(0).device
-EXTRA = "_extra_state"
-"""torch's key for the result of a module's `get_extra_state()`."""
 
 
 @dataclass
@@ -108,14 +118,15 @@ class State:
 
     def snapshot(self, attempt: int, environment: Mapping[str, Any]) -> RankSnapshot:
         """Return what this rank has to write: its own tensors, its chunks of sharded ones, and on rank 0 the rest."""
-        plain: dict[str, Any] = {}
+        plain, rank = {}, distributed.rank()
         tensors: dict[str, Tensor] = {}
         chunks: dict[str, ChunkedTensor] = {}
         for name in COMPONENTS:
             plain[name], found = pack(getattr(self, name), name)
             chunks |= {key: chunked(key, tensor) for key, tensor in found.items() if distributed.is_shard(tensor)}
-            tensors |= {key: tensor for key, tensor in found.items() if _writes(key, chunks.get(key))}
-        tensors = {key: distributed.local(tensor) for key, tensor in tensors.items()}
+            for key, tensor in found.items():
+                if chunks[key].is_held_by(rank) if key in chunks else rank == 0 or key.startswith(OWN):
+                    tensors[key] = distributed.local(tensor)
         return RankSnapshot(
             attempt,
             plain,
@@ -161,14 +172,6 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
     return checked
 
 
-def _writes(name: str, cut: ChunkedTensor | None) -> bool:
-    """Return whether this rank writes a tensor, or a chunk of it."""
-    rank = distributed.rank()
-    if cut is not None:
-        return any(chunk.rank == rank for chunk in cut.chunks())
-    return rank == 0 or name.startswith(OWN)
-
-
 def _optimizer_facts(live: RunObjects, name: str) -> dict[str, Any]:
     """Return what an optimizer's state lacks: its kind, and the names of the parameters that it refers to by number."""
     optimizer = live.parts.stepper.optimizers[name]
@@ -177,87 +180,317 @@ def _optimizer_facts(live: RunObjects, name: str) -> dict[str, Any]:
     return {"kind": type(optimizer).__name__, "param_names": groups}
 
 
-def _extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return what a model saves besides parameters and buffers."""
-    saved = model.state_dict()
-    own = {name for name in saved if name.rpartition(".")[2] == EXTRA}
-    return {name: value for name, value in saved.items() if name in own or not isinstance(value, Tensor)}
-
-
 def _weights(live: RunObjects) -> dict[str, Any]:
     model = live.parts.model
     return {
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
         "non_persistent_buffers": non_persistent_buffers(model),
-        "extra_state": _extra_state(model),
+        "extra_state": extra_state(model),
     }
 
 
-# -- other ranks ------------------------------------------------------------------------------------------------------
-# Restore what another number of ranks saved, or what was sharded in another way.
+# -- restore ----------------------------------------------------------------------------------------------------------
 
 
-def like_parameters(live: RunObjects, plain: Mapping[str, Any], chunks: Collection[str]) -> Like:
-    """Return a function that gives a new tensor like its parameter for weights, averages and optimizer state.
+FORM = dict.fromkeys(COMPONENTS, 1) | {"optimizers": 2, "lr_schedulers": 2, "loss_scales": 2}
+FORM |= {"recipe": 0, "guards": 0}
+"""How many levels of each component have the same keys in every checkpoint of a run."""
 
-    Where neither the parameter nor the saved tensor is in shards, it gives None.
+
+@contextmanager
+def _refusing_invalid() -> Iterator[None]:
+    """Raise BadData for any error that an invalid state causes."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        if isinstance(error, HalfstepError):
+            raise
+        raise BadData(
+            f"the checkpoint holds what is no state of this run: {type(error).__name__} {str(error)[:200]}",
+            allowed="what halfstep wrote",
+            do="use another checkpoint, or add --new to begin again in a folder of its own",
+        ) from error
+
+
+@_refusing_invalid()
+def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> list[str]:
+    """Restore `saved` into the run; return a line for each accepted difference. An extension alone is none.
+
+    Raises StateMismatch where something differs that was not accepted, and BadData for an invalid state.
     """
-    parameters = dict(live.parts.model.named_parameters())
-
-    def like(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        parameter = parameters.get(_parameter_of(name, plain))
-        # Some optimizers keep one number, or one row, for a parameter; these are whole on every rank.
-        if parameter is None or tuple(shape) != tuple(parameter.shape):
-            return None
-        if distributed.is_shard(parameter):
-            return torch.empty_like(parameter.detach(), dtype=dtype)
-        # In the parameter's strides, which a fused optimizer expects of its state.
-        return torch.empty_like(parameter.detach(), dtype=dtype, device=_HOST) if name in chunks else None
-
-    return like
-
-
-def _parameter_of(name: str, plain: Mapping[str, Any]) -> str:
-    """Return the parameter that a tensor of a checkpoint belongs to; empty where there is none."""
-    match name.split("/"):
-        case ["weights", "parameters", parameter] | ["ema", "averages", parameter]:
-            return parameter
-        case ["optimizers", optimizer, "state", number, _] if number.isdigit():
-            names = [one for group in plain["optimizers"][optimizer]["param_names"] for one in group]
-            return names[int(number)] if int(number) < len(names) else ""
-    return ""
-
-
-def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State:
-    """Return the saved state for the ranks and micro-batches that there are now; samples and their order stay.
-
-    With another number of ranks, random generators are seeded anew, since each rank had its own, and the training
-    metrics of the epoch begin anew. Raises StateMismatch where these ranks would take other samples in a step.
-    """
-    train, ranks = live.recipe.train, distributed.size()
-    before = saved.recipe["train"]["batch_size"] * saved.recipe["train"]["microbatches"] * manifest.world_size
-    if train.batch_size * train.microbatches * ranks == before:
-        divided = {"batch_size": train.batch_size, "microbatches": train.microbatches}
-        saved = replace(saved, recipe={**saved.recipe, "train": {**saved.recipe["train"], **divided}})
-    elif manifest.world_size != ranks:
-        raise _other_global_batch(live, before, manifest.world_size)
-    if manifest.world_size == ranks:
-        return saved
-    seed_all(derive(train.seed or 0, "ranks", ranks, manifest.attempt, distributed.rank()))
-    rng = read_generators(live.parts.stepper.device)
-    return replace(saved, rng=rng, counts={**saved.counts, "epoch": State.of(live).counts["epoch"]})
+    now = State.of(live)
+    data = _data_changes(live, saved, accepted)
+    recipe = _recipe_changes(live, saved, accepted)
+    longer = EXTEND in accepted and lengthened(live, saved)
+    # `auto` may resolve to another precision on another device, with the same recipe.
+    if RECIPE in accepted and saved.precision != now.precision:
+        recipe.append(f"trained in {_in_words(saved.precision)} -> {_in_words(now.precision)}")
+    if recipe:
+        saved = _adapted(live, now, saved)
+    elif longer:
+        saved = replace(saved, lr_schedulers=_moved_lr_schedulers(live, now, saved))
+    if data:
+        saved = _with_other_data(saved)
+    _check_precision(now, saved)
+    _check_weights(live, now, saved)
+    _check_form(now, saved)
+    _check_rest(live, now, saved)
+    live.parts.stepper.load_state_dict(_of_stepper(live, saved))  # raises before it changes anything
+    _put(live, saved)
+    if recipe or longer:
+        # The optimizers' saved groups hold the lr of the old schedule.
+        _set_lr(live)
+    return [*recipe, *data]
 
 
-def _other_global_batch(live: RunObjects, before: int, ranks_before: int) -> StateMismatch:
-    train, ranks = live.recipe.train, distributed.size()
-    each = train.batch_size * ranks
-    keeps = f"train.batch_size={before // ranks} train.microbatches=1" if before % ranks == 0 else ""
-    if before % each == 0:
-        keeps = f"train.microbatches={before // each}"
+def lengthened(live: RunObjects, saved: State) -> bool:
+    """Return whether the run is longer than when it was saved, ends later, or is warmed up again."""
+    lines = changes(saved.recipe, live.recipe)
+    return len(but_for_length(lines)) < len(lines)
+
+
+# -- what may be accepted ---------------------------------------------------------------------------------------------
+
+
+def _recipe_changes(live: RunObjects, saved: State, accepted: Collection[str]) -> list[str]:
+    lines = changes(saved.recipe, live.recipe)
+    # Contents were compared, so another path to the same files is no difference.
+    if _are_files(saved.position["data_fingerprint"]) and _are_files(live.data_fingerprint):
+        lines = but_for_places(lines)
+    if EXTEND in accepted:
+        lines = but_for_length(lines)
+    if lines and RECIPE not in accepted:
+        raise recipe_changed("the checkpoint", lines)
+    return lines
+
+
+def _are_files(data: Mapping[str, Any]) -> bool:
+    """Return whether file contents were compared; sources without files are compared by sample names only."""
+    return all(part.of == "file" for part in Fingerprint.from_dict(data).parts)
+
+
+def _data_changes(live: RunObjects, saved: State, accepted: Collection[str]) -> list[str]:
+    same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
+    then, now = saved.position["data_fingerprint"], live.data_fingerprint
+    lines = different(Fingerprint.from_dict(then), Fingerprint.from_dict(now))
+    if lines and DATA not in accepted:
+        raise _other_data(lines, only_places(changes(saved.recipe, live.recipe)))
+    return lines
+
+
+def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
+    """Return the error for changed data. A mistyped folder is more likely than changed files."""
+    title, back = "the data is not what it was when the run began:", "bring the data back"
+    if moved:
+        title = "\n    ".join(["the run was begun on another data folder:", *moved, "and what is there differs:"])
+        back = "give the folder that the run was begun with"
     return StateMismatch(
-        f"{ranks_before} ranks saved the run with {before} samples a step; {ranks} ranks would take "
-        f"{each * train.microbatches}",
-        allowed="the same number of samples a step, so that the order of the samples goes on",
-        do=f"add {keeps}" if keeps else f"use a number of ranks that divides {before}, or add --new",
+        listed(title, lines),
+        allowed="the same samples: position and order in them are part of the run",
+        do=f"{back}, add --accept-data-change to go on with this data, or --new to begin again",
     )
+
+
+def _with_other_data(saved: State) -> State:
+    """Return the state without quarantined samples: their numbers belong to other samples now."""
+    progress = {**saved.position["progress"], "quarantined": [], "suspected": []}
+    return replace(saved, position={**saved.position, "progress": progress})
+
+
+def _adapted(live: RunObjects, now: State, saved: State) -> State:
+    """Return the saved state under new settings: learned values stay, settings are the new ones."""
+    same = saved.precision == now.precision
+    return replace(
+        saved,
+        optimizers={
+            name: {**state, "param_groups": now.optimizers.get(name, state)["param_groups"]}
+            for name, state in saved.optimizers.items()
+        },
+        lr_schedulers=_moved_lr_schedulers(live, now, saved),
+        ema=saved.ema and {**saved.ema, "decay": (now.ema or saved.ema)["decay"]},
+        loss_scales={name: _scaled_on(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
+        if same
+        else now.loss_scales,
+        guards=with_counts_reset(now.guards, saved.guards if same else without_remedies(saved.guards)),
+        precision=now.precision,
+    )
+
+
+def _scaled_on(own: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a loss scale with its new settings at the old one's value."""
+    if saved is None or own["scale"].keys() != saved["scale"].keys():
+        return own
+    learned = {key: saved["scale"][key] for key in ("scale", "_growth_tracker") if key in own["scale"]}
+    return {"scale": {**own["scale"], **learned}, "base_count": saved["base_count"]}
+
+
+def _moved_lr_schedulers(live: RunObjects, now: State, saved: State) -> dict[str, Any]:
+    """Return new schedules at the old positions, with the reductions that a plateau has made since its last warm-up."""
+    extensions, before = live.recipe.schedule.extensions, saved.recipe["schedule"].get("extensions") or ()
+    rewarmed = any(one.rewarm for one in extensions[len(before) :])
+    return {name: _moved_on(own, saved.lr_schedulers.get(name), rewarmed) for name, own in now.lr_schedulers.items()}
+
+
+def _moved_on(own: dict[str, Any], saved: dict[str, Any] | None, rewarmed: bool) -> dict[str, Any]:
+    if saved is None:
+        return own
+    # The evaluation at the old end is repeated, and must not cause a reduction after a new warm-up: hence -1.
+    fresh = {"num_reductions": 0, "num_bad_evaluations": -1}
+    shapes = [
+        {**mine, **{key: fresh[key] if rewarmed else theirs[key] for key in fresh if key in mine and key in theirs}}
+        for mine, theirs in zip(own["lr_lambdas"], saved["lr_lambdas"], strict=False)
+    ]
+    return {**own, "lr_lambdas": shapes, "last_epoch": saved["last_epoch"], "_step_count": saved["_step_count"]}
+
+
+# -- what must fit ----------------------------------------------------------------------------------------------------
+
+
+def _check_precision(now: State, saved: State) -> None:
+    if saved.precision != now.precision:
+        raise StateMismatch(
+            f"the run was trained in {_in_words(saved.precision)}",
+            allowed=f"{_in_words(now.precision)}, as it would be now",
+            do="run it on the device it was begun on, add --accept-recipe-change, or --new for a folder of its own",
+        )
+
+
+def _in_words(precision: Mapping[str, Any]) -> str:
+    in_fp32 = ", ".join(precision.get("islands", ()))
+    return f"{precision.get('name')}{f' with {in_fp32} in fp32' if in_fp32 else ''}"
+
+
+def _check_weights(live: RunObjects, now: State, saved: State) -> None:
+    same_keys("the model", now.weights, saved.weights)
+    lines = list(_unfitting(now.weights["parameters"], saved.weights["parameters"], set()))
+    # Non-persistent buffers may grow with the longest batch: their shapes are not compared.
+    free = assignable_buffers(live.parts.model, saved.weights["non_persistent_buffers"])
+    then = {name: buffer for name, buffer in saved.weights["buffers"].items() if name not in free}
+    own = {name: buffer for name, buffer in now.weights["buffers"].items() if name not in free}
+    lines += _unfitting(own, then, empty_buffers(live.parts.model))
+    extra, then_extra = now.weights["extra_state"], saved.weights["extra_state"]
+    lines += [f"not in the model: {name}" for name in then_extra if name not in extra]
+    lines += [f"not in the checkpoint: {name}" for name in extra if name not in then_extra]
+    if (now.ema is None) != (saved.ema is None):
+        lines.append("an average of the weights was kept, and is not" if saved.ema else "no average was kept")
+    lines += [f"optimizer {line}" for name in now.optimizers for line in _other_optimizer(now, saved, name)]
+    if lines:
+        raise StateMismatch(
+            listed("the checkpoint does not fit the model:", lines),
+            allowed=f"the model as it was; this one has {len(now.weights['parameters'])} parameters",
+            do="bring the model back, or add --new for a run of its own (model.weights=FILE takes weights that fit)",
+        )
+
+
+def _unfitting(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], free: Collection[str]) -> Iterator[str]:
+    """Yield a line for each difference; names in `free` are buffers that exist but hold no tensor yet."""
+    yield from (f"not in the checkpoint: {name}" for name in own if name not in saved)
+    yield from (f"not in the model: {name}" for name in saved if name not in own and name not in free)
+    for name, tensor in own.items():
+        if name in saved and (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype):
+            yield f"{name} was {_facts(saved[name])}, and is {_facts(tensor)}"
+
+
+def _facts(tensor: Tensor) -> str:
+    return f"{'×'.join(map(str, tensor.shape)) or 'one number'} in {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:
+    own, then = now.optimizers[optimizer], saved.optimizers.get(optimizer, {})
+    if own["kind"] != then.get("kind"):
+        yield f"was {then.get('kind')}, and is {own['kind']}"
+    before, after = ([name for group in one.get("param_names", []) for name in group] for one in (then, own))
+    yield from (f"trained {name}, and does not" for name in before if name not in after)
+    yield from (f"did not train {name}, and does" for name in after if name not in before)
+    # torch matches optimizer state by position: another order would mix up the moments silently.
+    if sorted(before) == sorted(after) and own["param_names"] != then.get("param_names"):
+        yield "has its parameters in other groups, or in another order"
+
+
+def _check_form(now: State, saved: State) -> None:
+    for name, levels in FORM.items():
+        _same_form(f"{name} of the run", getattr(now, name), getattr(saved, name), levels)
+
+
+def _same_form(what: str, own: Any, saved: Any, levels: int) -> None:
+    if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
+        same_keys(what, [type(own).__name__], [type(saved).__name__])
+    elif levels > 0:
+        same_keys(what, own, saved)
+        for key in own:
+            if levels > 1:
+                _same_form(f"{what}, {key}", own[key], saved[key], levels - 1)
+
+
+def _check_rest(live: RunObjects, now: State, saved: State) -> None:
+    live.epoch_metrics.check_state(saved.counts["epoch"])
+    check_generators(saved.rng, live.parts.stepper.device)
+    same_keys("the progress", vars(live.progress), saved.position["progress"])
+    _check_lr_schedulers(now, saved)
+    check_guards(live.parts.stepper, saved.guards)
+
+
+def _check_lr_schedulers(now: State, saved: State) -> None:
+    """Raise StateMismatch for a schedule of another kind: it would accept the state and follow its own curve."""
+    for name, own in now.lr_schedulers.items():
+        shapes, then = (own or {}).get("lr_lambdas", ()), saved.lr_schedulers[name]["lr_lambdas"]
+        for mine, theirs in zip(shapes, then, strict=False):
+            _same_form(f"the schedule of {name}", mine, theirs, 1)
+
+
+# -- putting it back --------------------------------------------------------------------------------------------------
+
+
+def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
+    now = live.parts.stepper.state_dict()["optimizers"]
+    optimizers = {
+        name: {
+            "kind": optimizer["kind"],
+            "optimizer": {key: value for key, value in optimizer.items() if key != "kind"},
+            # The trainer always uses the same kind of schedule; its shape was compared above.
+            "schedule_kind": now[name]["schedule_kind"],
+            "schedule": saved.lr_schedulers.get(name),
+        }
+        for name, optimizer in saved.optimizers.items()
+    }
+    losses = {
+        name: {"loss_scale": loss["scale"], "base_count": loss["base_count"]}
+        for name, loss in saved.loss_scales.items()
+    }
+    rest = {"precision": saved.precision["name"], "counts": saved.counts["steps"], "ema": saved.ema}
+    return {**rest, "optimizers": optimizers, "losses": losses}
+
+
+def _put(live: RunObjects, saved: State) -> None:
+    _put_weights(live, saved)
+    live.epoch_metrics.load_state_dict(saved.counts["epoch"])
+    live.last_evaluation.update(saved.counts["last_evaluation"])
+    vars(live.progress).update(saved.position["progress"])
+    live.samples.quarantined = set(live.progress.quarantined)
+    live.budget.bad = set(saved.position["bad_samples"])
+    put_guards(live.parts.stepper, saved.guards)
+    # Last: nothing after this may draw random numbers.
+    set_generators(saved.rng, live.parts.stepper.device)
+
+
+@torch.no_grad()
+def _put_weights(live: RunObjects, saved: State) -> None:
+    model = live.parts.model
+    for name, parameter in model.named_parameters():
+        # In place: the optimizer holds references to these parameters.
+        parameter.copy_(saved.weights["parameters"][name])
+    buffers = {name: value.to(live.parts.stepper.device) for name, value in saved.weights["buffers"].items()}
+    put_buffers(model, buffers, saved.weights["non_persistent_buffers"])
+    if saved.weights["extra_state"]:
+        # Parameters and buffers are missing from it on purpose.
+        model.load_state_dict(saved.weights["extra_state"], strict=False)
+
+
+def _set_lr(live: RunObjects) -> None:
+    """Set the learning rate to the schedule's present value; it differs where the schedule was changed."""
+    schedule: Any = live.parts.schedule
+    for group, shape, base in zip(
+        live.parts.optimizer.param_groups, schedule.lr_lambdas, schedule.base_lrs, strict=True
+    ):
+        group["lr"] = base * shape(schedule.last_epoch)

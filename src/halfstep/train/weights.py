@@ -34,6 +34,8 @@ LARGEST = 64 * 2**30
 """Bytes; larger weights do not fit one process."""
 NESTED = ("state_dict", "model_state_dict", "model", "module", "ema")
 """Keys under which other trainers' checkpoints hold the weights."""
+EXTRA = "_extra_state"
+"""torch's key for the result of a module's `get_extra_state()`."""
 INSIDE = ("", "encoder.", "encoder.model.")
 """Prefixes of a submodel whose own file has no prefix."""
 
@@ -353,6 +355,19 @@ def non_persistent_buffers(model: nn.Module) -> list[str]:
         for name in module._non_persistent_buffers_set
         if module._buffers.get(name) is not None
     )
+
+
+def empty_buffers(model: nn.Module) -> set[str]:
+    """Return the buffers that get their tensors with the first batch."""
+    slots = ((f"{path}." if path else "", module._buffers) for path, module in model.named_modules())
+    return {path + name for path, buffers in slots for name, buffer in buffers.items() if buffer is None}
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """Return what a model saves besides parameters and buffers."""
+    saved = model.state_dict()
+    own = {name for name in saved if name.rpartition(".")[2] == EXTRA}
+    return {name: value for name, value in saved.items() if name in own or not isinstance(value, Tensor)}
 
 
 def assignable_buffers(model: nn.Module, names: Collection[str]) -> set[str]:
