@@ -18,8 +18,11 @@ from halfstep.checkpoint.reading import read_state
 from halfstep.checkpoint.sealed import read_manifest
 from halfstep.errors import HalfstepError
 from halfstep.journal.events import Journal
+from halfstep.precision.precision import PRECISIONS
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolved_recipe
+from halfstep.train.evaluation import StopEvaluation, evaluate
+from halfstep.train.loaders import make_val_loader
 from halfstep.train.resume import find, resume_from
 from halfstep.train.run import make_loop
 from halfstep.train.state import State
@@ -176,3 +179,24 @@ def test_samples_that_do_not_divide_are_each_evaluated_once(world: Any, tmp_path
     three = world(3, fit, str(tmp_path / "three"), "fsdp", uneven)
     plain = world(3, fit, str(tmp_path / "plain"), "ddp", uneven)
     assert three[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
+
+
+def stopped_evaluation(rank: int) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    # Eight samples a rank, in batches of two.
+    sections: dict[str, Any] = {"model": {}, "data": {}, "loss": {}, "train": {"batch_size": 2}}
+    recipe = Tiny.schema.model_validate({"task": "tiny", **sections})
+    task = Tiny(recipe)
+    model, here = fully_shard(task.model()), torch.empty(0).device
+    batches = make_val_loader(task, recipe, here)
+    asked = iter([False, False, rank == 1])
+    try:
+        evaluate(task, model, batches, precision=PRECISIONS["fp32"], device=here, stop=lambda: next(asked, True))
+    except StopEvaluation:
+        return f"stopped, {sum(1 for _ in asked)} left"
+    return "evaluated"
+
+
+def test_an_evaluation_in_shards_stops_on_all_ranks_at_the_same_batch(world: Any) -> None:
+    assert world(2, stopped_evaluation) == ["stopped, 0 left"] * 2

@@ -138,6 +138,10 @@ class StopEvaluation(Exception):
     """An evaluation that was stopped on all ranks, since `stop` was true on one of them."""
 
 
+def _never() -> bool:
+    return False
+
+
 def evaluate(
     task: Task,
     model: nn.Module,
@@ -149,7 +153,7 @@ def evaluate(
     left_out: Callable[[Sequence[Replaced]], None] = lambda samples: None,
     begun: Callable[[SoFar], None] = lambda so_far: None,
     on_outputs: OnOutputs | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = _never,
 ) -> dict[str, float]:
     """Return the loss and the task's metrics over all batches and all ranks; raise StopEvaluation after `stop`.
 
@@ -165,10 +169,12 @@ def evaluate(
     of = len(batches) if isinstance(batches, Sized) else 0
     # The caller's mode is restored, since a model may be evaluated outside of training.
     training, stopped = model.training, False
+    if distributed.is_sharded(model.parameters()):
+        batches, stop = _in_step(task, model, batches, stop), _never
     model.eval()
     try:
         with precision.inference(device):
-            for done, batch in enumerate(_in_step(task, model, batches), 1):
+            for done, batch in enumerate(batches, 1):
                 listeners: Any = metrics if on_outputs is None else _Both(metrics, functools.partial(on_outputs, batch))
                 sums.append(_summed(task.loss(model, batch.tensors, listeners), len(batch.ids)))
                 left_out(batch.replaced)
@@ -186,18 +192,19 @@ def evaluate(
     return _mean(torch.tensor(total, dtype=torch.float64), metrics)
 
 
-def _in_step(task: Task, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches of this rank; for a sharded model, repeat one uncounted while other ranks have more.
+def _in_step(task: Task, model: nn.Module, batches: Iterable[Batch], stop: Callable[[], bool]) -> Iterator[Batch]:
+    """Yield the batches of this rank, in step with the other ranks; raise StopEvaluation where `stop` is true on one.
 
-    The weights are gathered in every forward pass, so all ranks must run the same number of them.
+    A sharded model gathers its weights in every forward pass, so all ranks must run the same number of them: a rank
+    that has no batch left repeats one, uncounted, while others have more.
     """
-    if not distributed.is_sharded(model.parameters()):
-        yield from batches
-        return
     iterator, last = iter(batches), None
     while True:
         batch = next(iterator, None)
-        if not distributed.summed(torch.tensor([batch is not None], dtype=torch.int64)).item():
+        more, stops = distributed.summed(torch.tensor([batch is not None, stop()], dtype=torch.int64)).tolist()
+        if stops:
+            raise StopEvaluation
+        if not more:
             return
         if batch is not None:
             yield batch
