@@ -115,6 +115,8 @@ def trainer(memory: Memory, folder: Path) -> Callable[[], object]:
     recipe = resolve(raw, InMemory.schema, (), "overhead").recipe
     console = Console(file=io.StringIO())
     loop = make_loop(InMemory(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=console)))
+    if (took := loop.parts.choice.precision.name) != "bf16":
+        raise SystemExit(f"this machine would train in {took}, and the bare loop in bf16: that compares two precisions")
     loop.model.train()
     return steps(loop).__next__
 
