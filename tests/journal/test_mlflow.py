@@ -188,10 +188,11 @@ def test_telling_never_waits_for_the_server(tmp_path: Path, server: Store, monke
     for number in range(1, 300):
         listener.on_event(step(number))
         listener.on_event(speed())
-    assert time.monotonic() - began < 1.0
+    # Below one wait of five seconds, on a machine that others use too.
+    assert time.monotonic() - began < 3.5
     with pytest.raises(RuntimeError, match="not taken within"):
         listener.close()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 4.5
 
 
 def test_messages_that_wait_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
