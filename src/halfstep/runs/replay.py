@@ -25,6 +25,7 @@ from halfstep.journal.text import GAVE_UP
 from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import Choice, choose_precision
+from halfstep.recipe.schema import AUTO
 from halfstep.runs.finished import task_of
 from halfstep.status_line import OnProgress
 from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, refused_by
@@ -32,7 +33,6 @@ from halfstep.step.step_inputs import StepInputs
 from halfstep.train.environment import differences, environment
 from halfstep.train.failed_steps.reading import Record, load_attempt, load_model, recipe_digest, run_of
 from halfstep.train.give_up import launcher, lower_lr, recipe_lr
-from halfstep.train.machine import AUTO
 from halfstep.train.process_group import device_of
 from halfstep.train.run_folder import RECIPE, is_finished
 from halfstep.train.setup import make_model, without_weights

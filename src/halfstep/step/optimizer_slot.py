@@ -80,7 +80,7 @@ class Gradients:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.trainable = [p for p in self.parameters if p.requires_grad]
-        self.sharded = any(map(distributed.is_shard, self.parameters))
+        self.sharded = distributed.is_sharded(self.parameters)
         # get_total_norm groups by device and dtype first; with one of each that only costs time.
         self._norm: Callable[[list[Tensor]], Tensor] = _norm if _same_kind(self.parameters) else get_total_norm
         self.local: list[Tensor] = []

@@ -8,7 +8,7 @@ no process group, so that a run and a count of its collectives on absent ranks f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from halfstep.formats import BF16, FP32
 from halfstep.precision.island import islands
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 BLOCK, ISLAND, NORMS, ROOT = "block", "island", "norms", "root"
@@ -84,6 +85,25 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
         return [replace(unit, wide=True) for unit in units if unit.kind != NORMS]
     taken = {unit.name for unit in units}
     return list(_grouped(_widened(units, [name for name in special if name not in taken])))
+
+
+def apply_fully_shard(
+    units: Sequence[ShardUnit], mesh: DeviceMesh, narrow: torch.dtype | None, reduce: str = FP32.name
+) -> None:
+    """Shard the units in place over a mesh, with the policies of `ShardUnit.policy`."""
+    from torch.distributed.fsdp import fully_shard  # slow to load
+
+    for unit in units:
+        fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(narrow, reduce))
+
+
+def shard_mesh(device: torch.device, ranks: int, shard_size: int) -> DeviceMesh:
+    """Return the mesh for shards over groups of `shard_size` ranks: of one dimension if there is one group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if shard_size == ranks:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def _refuse_scalars(model: nn.Module) -> None:

@@ -378,7 +378,7 @@ def synchroniser(model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], r
     """Return the synchroniser that fits this model and these ranks; raise WrongUse if only parts are sharded."""
     if ranks.size == 1:
         return Alone(model)
-    if any(map(distributed.is_shard, model.parameters())):
+    if distributed.is_sharded(model.parameters()):
         _check_sharding(model)
         return Sharded(model, ranks)
     if isinstance(model, DistributedDataParallel):

@@ -128,10 +128,11 @@ class Checkpoints:
 
     def save(self) -> None:
         """Save the state of the run between two steps; raise ReplicasDiffer where the ranks do not hold the same."""
+        state = State.of(self._live)
         # First: a checkpoint of a state that is wrong on one rank would be resumed from.
-        self.replicas.check()
+        self.replicas.check(state)
         self._asked_for = self._live.progress.attempts
-        self._saver.save(State.of(self._live).snapshot(self._asked_for, self._environment))
+        self._saver.save(state.snapshot(self._asked_for, self._environment))
 
     def save_unless(self, alarmed: bool) -> None:
         """Save, unless `alarmed`: then the weights may be corrupt, and the previous checkpoint stays the newest."""

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-AUTO = "auto"
-"""The device of a recipe that leaves the choice to the machine."""
+from halfstep.recipe.schema import AUTO
+
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12
 """Floating-point operations per second in training: a laptop core and a small GPU reach them, and most exceed them."""

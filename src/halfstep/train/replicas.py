@@ -40,46 +40,20 @@ class Replicas:
         attempt = self._live.progress.attempts
         if distributed.size() == 1 or attempt < self._next:
             return
-        took = self.check()
+        began = time.perf_counter()
+        self.check(State.of(self._live))
+        took = time.perf_counter() - began
         every = max(LEAST, math.ceil(took / max(MOST_SHARE * per_step, 1e-9)))
         # Clocks differ between the ranks, and all must compare at the same step.
         self._next = attempt + int(distributed.from_rank_zero(str(every)))
 
-    def check(self) -> float:
-        """Raise ReplicasDiffer on every rank where the copies differ on any; return the seconds that it took."""
+    def check(self, state: State) -> None:
+        """Raise ReplicasDiffer on every rank where the copies in `state` differ on any."""
         if distributed.size() == 1:
-            return 0.0
-        began = time.perf_counter()
-        differing = [one for group, tensors in self._groups() for one in _differing(group, tensors)]
+            return
+        differing = [one for group, tensors in _groups(state) for one in _differing(group, tensors)]
         if distributed.summed(torch.tensor([len(differing)])).item():
             raise self._error(differing)
-        return time.perf_counter() - began
-
-    def _groups(self) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-        """Yield the tensors that are copies of one another on the ranks of a process group, with the group."""
-        everywhere: dict[str, Tensor] = {}
-        shards: dict[str, Tensor] = {}
-        group = None
-        for name, tensor in self._copies():
-            if not distributed.is_shard(tensor):
-                everywhere[name] = tensor
-            elif (found := distributed.replicas_of(tensor)) is not None:
-                shards[name], group = distributed.local(tensor), found
-        yield None, everywhere
-        if shards:
-            yield group, shards
-
-    def _copies(self) -> Iterator[tuple[str, Tensor]]:
-        # Buffers are left out: batch statistics differ by design, and under DDP rank 0 sends all of them at every step.
-        state = State.of(self._live)
-        yield from ((f"the weight {name}", tensor) for name, tensor in state.weights["parameters"].items())
-        averages = state.ema["averages"] if state.ema is not None else {}
-        yield from ((f"the average of {name}", tensor) for name, tensor in averages.items())
-        for optimizer in state.optimizers.values():
-            names = [name for group in optimizer["param_names"] for name in group]
-            for number, kept in optimizer["state"].items():
-                tensors = ((key, value) for key, value in kept.items() if isinstance(value, Tensor))
-                yield from ((f"{key} of {names[number]}", tensor) for key, tensor in tensors)
 
     def _error(self, differing: list[str]) -> ReplicasDiffer:
         found = [json.loads(text) for text in distributed.from_all(json.dumps(differing[:MOST_NAMED]))]
@@ -91,6 +65,33 @@ class Replicas:
             allowed="bitwise equal weights and optimizer state on every rank that has a copy",
             do="check that machine, and start the same command: it goes on from a checkpoint that was the same on all",
         )
+
+
+def _groups(state: State) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+    """Yield the tensors that are copies of one another on the ranks of a process group, with the group."""
+    everywhere: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
+    group = None
+    for name, tensor in _copies(state):
+        if not distributed.is_shard(tensor):
+            everywhere[name] = tensor
+        elif (found := distributed.replicas_of(tensor)) is not None:
+            shards[name], group = distributed.local(tensor), found
+    yield None, everywhere
+    if shards:
+        yield group, shards
+
+
+def _copies(state: State) -> Iterator[tuple[str, Tensor]]:
+    # Buffers are left out: batch statistics differ by design, and under DDP rank 0 sends all of them at every step.
+    yield from ((f"the weight {name}", tensor) for name, tensor in state.weights["parameters"].items())
+    averages = state.ema["averages"] if state.ema is not None else {}
+    yield from ((f"the average of {name}", tensor) for name, tensor in averages.items())
+    for optimizer in state.optimizers.values():
+        names = [name for group in optimizer["param_names"] for name in group]
+        for number, kept in optimizer["state"].items():
+            tensors = ((key, value) for key, value in kept.items() if isinstance(value, Tensor))
+            yield from ((f"{key} of {names[number]}", tensor) for key, tensor in tensors)
 
 
 def _differing(group: Any, tensors: dict[str, Tensor]) -> list[str]:

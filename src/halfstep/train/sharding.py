@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,10 +15,7 @@ from halfstep import distributed
 from halfstep.errors import BadRecipe
 from halfstep.precision.precision import Precision
 from halfstep.recipe.schema import WorldOptions
-from halfstep.step.shard_units import shard_units
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from halfstep.step.shard_units import apply_fully_shard, shard_mesh, shard_units
 
 Mode = Literal["ddp", "fsdp", "hsdp"]
 STATE_SHARE = 0.6
@@ -119,27 +116,16 @@ def shard(
 
     `forward_methods` are the methods besides `forward` that the task calls on the model: FSDP2 gathers for them too.
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import register_fsdp_forward_method
 
-    mesh = _mesh(sharding, device)
     for parameter in model.parameters():
         # FSDP2 cuts contiguous tensors only. Activations keep channels_last, which comes with the images.
         parameter.data = parameter.data.contiguous()
     narrow = precision.computes.dtype if precision.casts else None
     units = shard_units(model)
-    for unit in units:
-        fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(narrow, options.reduce))
+    mesh = shard_mesh(device, distributed.size(), sharding.shard_size)
+    apply_fully_shard(units, mesh, narrow, options.reduce)
     for name in forward_methods:
         register_fsdp_forward_method(model, name)
     holds = f"every rank holds 1/{sharding.shard_size} of the weights, in {len(units)} units"
     return f"{sharding.mode}: {holds}; {sharding.reason}"
-
-
-def _mesh(sharding: Sharding, device: torch.device) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    ranks = distributed.size()
-    if sharding.mode == "fsdp":
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    shape = (ranks // sharding.shard_size, sharding.shard_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -156,7 +156,7 @@ def digest(model: nn.Module) -> str:
     saved = _saved(model)
     # Sorted: the order of registration is not part of the weights.
     for name in sorted(saved):
-        tensor = distributed.whole(saved[name].detach()).cpu().contiguous()
+        tensor = _on_host(saved[name])
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # NumPy has no bfloat16: bytes work for every dtype.
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -180,7 +180,11 @@ def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor whole, on the host, contiguous: files know neither shards nor memory formats."""
     for name, tensor in _ordered(tensors).items():
-        yield name, distributed.whole(tensor.detach()).cpu().contiguous()
+        yield name, _on_host(tensor)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return distributed.whole(tensor.detach()).cpu().contiguous()
 
 
 def _tensors(model: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
+from halfstep.cli.pages.layout import heading, indented, number_table, pairs, ruled_table
 from halfstep.measure.memory.report import place_in_words
 from halfstep.measure.setting import size_in_words
 from halfstep.measure.survival_report import THE_MODEL_ITSELF
@@ -57,7 +57,7 @@ def _moments(columns: Sequence[Column]) -> str:
 
 
 def _parts(columns: Sequence[Column], console: Console) -> Padding:
-    table = _table(console, "", [column["setting"]["precision"] for column in columns])
+    table = number_table(console, "", [column["setting"]["precision"] for column in columns])
     for part in columns[0]["at_peak"]:
         if any(column["at_peak"][part] for column in columns):
             table.add_row(part, *(size_in_words(column["at_peak"][part]) for column in columns))
@@ -71,7 +71,7 @@ def _parts(columns: Sequence[Column], console: Console) -> Padding:
 
 
 def _activations(columns: Sequence[Column], console: Console) -> Padding:
-    table = _table(console, "", [column["setting"]["precision"] for column in columns])
+    table = number_table(console, "", [column["setting"]["precision"] for column in columns])
     for key, most in (("by_format", None), ("by_module", _MODULES)):
         table.add_section()
         for name in _largest(columns, key)[:most]:
@@ -105,7 +105,7 @@ def _print_device(console: Console, page: Mapping[str, Any]) -> None:
     device = page["device"]
     usable = f"{size_in_words(device['usable'])} of {size_in_words(device['memory'])} for tensors"
     heading(console, f"How far on {place_in_words(device)}", usable)
-    table = _table(console, "precision", ["activations", "peak", "largest batch", "multiple of 8"])
+    table = number_table(console, "precision", ["activations", "peak", "largest batch", "multiple of 8"])
     for row in page["largest"]:
         words = "recomputed" if row["recompute"] else "kept"
         table.add_row(row["precision"], words, _peak(page, row), _reach(row), str(row["preferred"] or "-"))
@@ -157,14 +157,6 @@ def _print_notes(console: Console, report: Mapping[str, Any]) -> None:
         heading(console, "Notes")
     for note in (*notes, *assumed):
         console.print(indented(Text(printable(note), style="dim")))
-
-
-def _table(console: Console, first: str, titles: Sequence[str]) -> Table:
-    table = ruled_table(console)
-    table.add_column(first, overflow="fold")
-    for title in titles:
-        table.add_column(title, justify="right")
-    return table
 
 
 # -- survival page ----------------------------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
+from halfstep.cli.pages.layout import heading, indented, number_table, pairs
 from halfstep.measure.setting import size_in_words
 from halfstep.printable import printable
 from halfstep.terminal import screen
@@ -52,7 +51,7 @@ def _about(report: Row) -> str:
 
 
 def _memory(rows: Sequence[Row], console: Console) -> Any:
-    table = _table(console, "", [row["name"] for row in rows])
+    table = number_table(console, "", [row["name"] for row in rows])
     parts = dict.fromkeys(part for row in rows for part in row["memory"])
     for part in parts:
         if any(row["memory"].get(part, 0) for row in rows):
@@ -64,7 +63,7 @@ def _memory(rows: Sequence[Row], console: Console) -> Any:
 
 
 def _collectives(row: Row, console: Console) -> Any:
-    table = _table(console, "", ["calls", "bytes", "inside the node", "between nodes"])
+    table = number_table(console, "", ["calls", "bytes", "inside the node", "between nodes"])
     for one in row["collectives"]:
         sizes = (_size(one[key]) for key in ("bytes", "inside", "between"))
         table.add_row(one["collective"], f"{one['calls']}", *sizes)
@@ -75,7 +74,7 @@ def _collectives(row: Row, console: Console) -> Any:
 
 def _seconds(rows: Sequence[Row], console: Console) -> Any:
     titles = ["inside", "between", "computing", "sending", "exposed"]
-    table = _table(console, "", titles)
+    table = number_table(console, "", titles)
     for row in rows:
         seconds = row["seconds"] or {}
         table.add_row(
@@ -102,7 +101,7 @@ def _upkeep(found: Row) -> dict[str, str]:
 
 
 def _goodput(found: Row, console: Console) -> Any:
-    table = _table(console, "rate of", ["a failure every", "save every", "goodput"])
+    table = number_table(console, "rate of", ["a failure every", "save every", "goodput"])
     for row in found["goodput"]:
         between, every = row["mean_time_between_failures"], row["save_every"]
         table.add_row(row["rate"], _time(between), _time(every), f"{row['goodput']:.2%}")
@@ -139,11 +138,3 @@ def _time(seconds: float | None) -> str:
 
 def _size(size: float) -> str:
     return size_in_words(size) if size else "-"
-
-
-def _table(console: Console, first: str, titles: Sequence[str]) -> Table:
-    table = ruled_table(console)
-    table.add_column(first, overflow="fold")
-    for title in titles:
-        table.add_column(title, justify="right")
-    return table

@@ -95,7 +95,7 @@ class Weights:
         registered = [parameter for _, names in slots for parameter in names.values() if parameter is not None]
         self.parameters = list({id(parameter): parameter for parameter in (*registered, *others)}.values())
         # A sharded wrapper exchanges its parameters itself during forward; its slots must not be touched.
-        self._sharded = any(map(distributed.is_shard, self.parameters))
+        self._sharded = distributed.is_sharded(self.parameters)
         self._slots = [] if self._sharded else slots
         self._data = [] if self._sharded else [(parameter, parameter.data) for parameter in self.parameters]
         # By storage, not by identity: an operation may write to a weight through a view.
@@ -399,7 +399,7 @@ def _gradients(model: nn.Module, attempt: StepInputs) -> dict[str, tuple[str, Te
 
 def _of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: NonfiniteOrigins) -> Made | None:
     found = origins.reaching(gradients.values())
-    if found is None or not any(map(distributed.is_shard, model.parameters())):
+    if found is None or not distributed.is_sharded(model.parameters()):
         return found
     # A sharded gradient is reduced over all ranks, so no chain of local operations leads to it: any bad operation of
     # backward counts.

@@ -195,8 +195,7 @@ class SampledStep:
 
 def part_of(tensor: Tensor) -> Tensor:
     """Return a view of this rank's part of a tensor, cut to the first rows if it is large."""
-    whole: Any = tensor.detach()
-    local: Tensor = whole.to_local() if distributed.is_shard(whole) else whole
+    local = distributed.local(tensor.detach())
     if local.numel() <= ELEMENTS:
         return local
     return local[: max(1, ELEMENTS // (local.numel() // len(local)))]

@@ -185,8 +185,7 @@ def _floats(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, dict):
         yield from _floats(list(output.values()))
     elif isinstance(output, Tensor):
-        whole: Any = output.detach()
-        local: Tensor = whole.to_local() if distributed.is_shard(whole) else whole
+        local = distributed.local(output.detach())
         plain = type(local) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(local)
         if plain and local.is_floating_point() and local.layout is torch.strided and local.numel():
             yield local

@@ -325,15 +325,16 @@ def gpu_pretended() -> Iterator[None]:
     """Make torch behave as with a GPU: autocast stays enabled, and attention uses its fused kernel."""
     with (
         # torch.autocast turns itself off if the first is true, and rejects bf16 if the second is false.
-        _replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        _replaced(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-        _replaced(functional, "scaled_dot_product_attention", _attention),
+        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        replaced(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        replaced(functional, "scaled_dot_product_attention", _attention),
     ):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Put `value` in the place of an attribute inside the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

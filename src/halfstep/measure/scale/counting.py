@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +24,14 @@ from halfstep import distributed
 from halfstep.errors import WrongUse
 from halfstep.measure.batches import bytes_of, placed, resized, size_of, tensors
 from halfstep.measure.case import Case, resolve_precision
+from halfstep.measure.memory.estimate import replaced
 from halfstep.measure.memory.fake_tensors import AnyNumber, built, fake_mode, numbers_refused, ready
 from halfstep.measure.scale.layout import Group, RankLayout
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.island import settle
 from halfstep.precision.precision import Precision
 from halfstep.step.objective import AGREEMENT_BYTES
-from halfstep.step.shard_units import ShardUnit, shard_units
+from halfstep.step.shard_units import ShardUnit, apply_fully_shard, shard_mesh, shard_units
 from halfstep.train.activation_checkpointing import checkpoint_activations
 
 GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT = "all-gather", "reduce-scatter", "all-reduce", "broadcast", "agreement"
@@ -127,7 +128,7 @@ def _update(case: Case, setting: StepSetting, precision: Precision, layout: Rank
             sent.phase = BACKWARD
             ready(loss).backward()  # type: ignore[no-untyped-call]
         torch.clear_autocast_cache()
-    gradients = bytes_of(_local(p.grad) for p in case.model.parameters() if p.grad is not None)
+    gradients = bytes_of(distributed.local(p.grad) for p in case.model.parameters() if p.grad is not None)
     with AnyNumber():
         optimizer.step()
     return _Update(case.model, optimizer, sent.collectives, int(flops.get_total_flops()), gradients)
@@ -159,15 +160,15 @@ def _counted(
     gathers = [c for c in collectives if c.kind == GATHER]
     repeated = [*collectives, *gathers * (microbatches - 1)]
     state = tensors([list(some.values()) for some in done.optimizer.state.values()])
-    weights = bytes_of(_local(p) for p in done.model.parameters())
+    weights = bytes_of(distributed.local(p) for p in done.model.parameters())
     numbers = sum(p.numel() for p in done.model.parameters())
-    local = sum(_local(p).numel() for p in done.model.parameters())
+    local = sum(distributed.local(p).numel() for p in done.model.parameters())
     return RankCounts(
         layout=layout,
         parameters=numbers,
         weights=weights,
         gradients=done.gradients,
-        optimizer=bytes_of(_local(tensor) for tensor in state),
+        optimizer=bytes_of(distributed.local(tensor) for tensor in state),
         buffers=bytes_of(done.model.buffers()),
         padded=local * layout.shard / numbers,
         collectives=(*repeated, *([agreement] if layout.world > 1 else [])),
@@ -176,24 +177,16 @@ def _counted(
     )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a shard, and other tensors as they are."""
-    return tensor.to_local() if distributed.is_shard(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
-
-
 # -- FSDP and HSDP ----------------------------------------------------------------------------------------------------
 
 
 def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
-    from torch.distributed.fsdp import fully_shard
-
     units = shard_units(case.model)
     if setting.recompute:
         checkpoint_activations(case.model)
     narrow = precision.computes.dtype if precision.casts else None
     with _one_chunk_at_a_time():
-        for unit in units:
-            fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(narrow))
+        apply_fully_shard(units, mesh, narrow)
     done = _update(case, setting, precision, layout)
     flying = _in_flight(units, narrow, layout.shard)
     holding = sum(1 for _, own in _own(units) if own)
@@ -216,7 +209,7 @@ def _in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: in
     """
     sizes = []
     for unit, own in _own(units):
-        elements = sum(_local(p).numel() for p in own) * shard
+        elements = sum(distributed.local(p).numel() for p in own) * shard
         gathered = elements * (narrow.itemsize if narrow is not None and not unit.wide else 4)
         sizes.append((gathered, elements * 4))
     *blocks, (root, root_reduced) = sizes
@@ -227,32 +220,20 @@ def _in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: in
 @contextmanager
 def _without_peers(layout: RankLayout) -> Iterator[Any]:
     """Yield the mesh of a process group of which only this rank exists."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=layout.world, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
-        if layout.replicas == 1:
-            yield init_device_mesh(_HOST.type, (layout.world,))
-        else:
-            sizes = (layout.replicas, layout.shard)
-            yield init_device_mesh(_HOST.type, sizes, mesh_dim_names=("replicate", "shard"))
+        yield shard_mesh(_HOST, layout.world, layout.shard)
     finally:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _one_chunk_at_a_time() -> Iterator[None]:
+def _one_chunk_at_a_time() -> AbstractContextManager[None]:
     """Give FSDP2 only the chunks that it reads: 1,024 of each parameter as tensors take minutes for 8 B parameters."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    name = "_chunk_with_empty"
-    before = getattr(_fsdp_param, name)
-    setattr(_fsdp_param, name, LazyChunks)
-    try:
-        yield
-    finally:
-        setattr(_fsdp_param, name, before)
+    return replaced(_fsdp_param, "_chunk_with_empty", LazyChunks)
 
 
 class LazyChunks(Sequence[Tensor]):

@@ -111,7 +111,7 @@ def write(
 
 def _inputs_of(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
     """Return references; nothing is copied until all ranks agree to write."""
-    if any(map(distributed.is_shard, model.parameters())):
+    if distributed.is_sharded(model.parameters()):
         return RankInputs(without="the weights are in pieces on several processes")
     inputs = {
         "microbatches": list(attempt.microbatches),
