@@ -21,6 +21,7 @@ from halfstep.journal.events import Journal
 from halfstep.precision.precision import PRECISIONS
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolved_recipe
+from halfstep.train.checkpointing import checkpoint_size
 from halfstep.train.evaluation import StopEvaluation, evaluate
 from halfstep.train.loaders import make_val_loader
 from halfstep.train.resume import find, resume_from
@@ -34,6 +35,9 @@ pytestmark = pytest.mark.ranks
 GLOBAL_BATCH = 24
 ADAM = {"optimizer.name": "adamw", "optimizer.lr": 0.01, "train.ema": 0.9, "checkpoint.keep": 10, "train.epochs": 2}
 """Moments, an average and a schedule; a parameter of one row, which most ranks hold nothing of."""
+
+WIDE = {"model.width": 50_000}
+"""So many weights that they make up the checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,14 @@ def restored(rank: int, folder: str, mode: str) -> list[str]:
     ]
 
 
+def expected_size(rank: int, folder: str, mode: str) -> int:
+    """Return the bytes that this rank expects to write for a checkpoint of a run that has not begun."""
+    recipe = Path(folder) / f"sized-{rank}.yaml"
+    recipe.write_text(RECIPE)
+    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, mode, **WIDE), schema=Tiny.schema).recipe
+    return checkpoint_size(make_loop(Tiny(asked), asked, Path(folder) / "run", Journal()).live)
+
+
 def _moments(state: State) -> dict[str, torch.Tensor]:
     found = state.optimizers["loss"]["state"]
     return {f"{number} {key}": value for number, kept in found.items() for key, value in kept.items()}
@@ -132,6 +144,16 @@ def test_weights_are_gathered_as_autocast_would_cast_them(world: Any, tmp_path: 
         found = world(2, fit, str(tmp_path / mode), mode, more)
         assert found[0]["steps"] == 6, found
     assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_room_for_a_checkpoint_is_asked_for_once_and_not_for_every_rank(
+    world: Any, tmp_path: Path, mode: str
+) -> None:
+    world(2, fit, str(tmp_path), mode, {"train.epochs": 1, **WIDE})
+    newest = generations(tmp_path / "run" / "checkpoints")[0]
+    written = sum(sealed.size for sealed in read_manifest(newest).files if sealed.name.endswith(".safetensors"))
+    assert sum(world(2, expected_size, str(tmp_path), mode)) == pytest.approx(written, rel=0.05)
 
 
 @pytest.mark.parametrize(("size", "mode"), [(4, "fsdp"), (4, "hsdp"), (2, "ddp")])

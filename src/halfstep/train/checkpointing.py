@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
+
 from halfstep import distributed
 from halfstep.checkpoint.commit import NotCommitted, Ruined, Saver, SaveResult, set_aside_since
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
@@ -19,7 +21,7 @@ from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.train.environment import environment
 from halfstep.train.replicas import Replicas
-from halfstep.train.state import RunObjects, State
+from halfstep.train.state import PARAMETERS, RunObjects, State
 
 MOST_FAILURES = 3
 """Consecutive saves that may fail before the run ends: after that, too much work is at risk."""
@@ -43,7 +45,7 @@ def check_writing(folder: Path, live: RunObjects) -> None:
     """
     token: str = distributed.rank_zero_or_raise(lambda: secrets.token_hex(8))
     mark = folder / f".{PROBE}.{token}"
-    needed = checkpoint_size(live) * distributed.size()
+    needed = int(distributed.summed(torch.tensor([checkpoint_size(live)])).item())
     try:
         distributed.rank_zero_or_raise(lambda: _explained(folder, lambda: write_text(mark, token)))
         distributed.fail_together(lambda: _explained(folder, lambda: _probe(folder, mark, needed)))
@@ -53,12 +55,14 @@ def check_writing(folder: Path, live: RunObjects) -> None:
 
 
 def checkpoint_size(live: RunObjects) -> int:
-    """Return about how many bytes one rank writes for a checkpoint."""
-    snapshot = State.of(live).snapshot(live.progress.attempts, {})
+    """Return about how many bytes this rank writes for a checkpoint; those that other ranks write are not counted."""
+    tensors = State.of(live).snapshot(live.progress.attempts, {}).tensors
+    now = sum(tensor.nbytes for tensor in tensors.values())
+    if live.progress.attempts:
+        return now
     # Optimizers have no state before the first step: two numbers for each weight, as those of the Adam family.
-    coming = 2 * sum(p.nbytes for p in live.parts.model.parameters() if p.requires_grad)
-    now = sum(tensor.nbytes for tensor in snapshot.tensors.values())
-    return now if live.progress.attempts else now + coming
+    trained = {name for name, parameter in live.parts.model.named_parameters() if parameter.requires_grad}
+    return now + 2 * sum(tensors[key].nbytes for name in trained if (key := f"{PARAMETERS}{name}") in tensors)
 
 
 def _probe(folder: Path, mark: Path, needed: int) -> None:

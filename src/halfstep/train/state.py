@@ -41,7 +41,8 @@ from halfstep.train.weights import assignable_buffers, empty_buffers, extra_stat
 
 OWN = ("weights/buffers/", "weights/extra_state/", "ema/buffers/", "rng/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""
-FINITE, NOT_NAN = ("weights/parameters/", "ema/averages/"), ("weights/buffers/", "ema/buffers/")
+PARAMETERS = "weights/parameters/"
+FINITE, NOT_NAN = (PARAMETERS, "ema/averages/"), ("weights/buffers/", "ema/buffers/")
 """Tensors that must be finite in a checkpoint, and those in which an infinity may be intended."""
 
 
