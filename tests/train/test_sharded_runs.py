@@ -21,6 +21,7 @@ from halfstep.journal.events import Journal
 from halfstep.precision.precision import PRECISIONS
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolved_recipe
+from halfstep.step import reduction_error
 from halfstep.train.checkpointing import checkpoint_size
 from halfstep.train.evaluation import StopEvaluation, evaluate
 from halfstep.train.loaders import make_val_loader
@@ -144,6 +145,33 @@ def test_weights_are_gathered_as_autocast_would_cast_them(world: Any, tmp_path: 
         found = world(2, fit, str(tmp_path / mode), mode, more)
         assert found[0]["steps"] == 6, found
     assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
+
+
+def test_a_sum_in_bf16_is_measured_and_noted(world: Any, tmp_path: Path) -> None:
+    ran = {every: world(2, fit_measured, str(tmp_path / str(every)), every) for every in (1, 2**40)}
+    assert ran[1] == ran[2**40] == [ran[1][0]] * 2
+    # Measuring changes nothing of the run.
+    assert weights(tmp_path / "1") == weights(tmp_path / str(2**40))
+    said = [one["text"] for one in events(tmp_path / "1" / "run", "note") if "summed in bf16" in one["text"]]
+    [size] = [float(text.split("bf16 are ")[1].split("%")[0]) for text in said]
+    assert 0.0 < size < 1.0, said
+
+
+def fit_measured(rank: int, folder: str, every: int) -> dict[str, Any]:
+    usual, reduction_error.EVERY = reduction_error.EVERY, every
+    try:
+        return fit(rank, folder, "fsdp", {"world.reduce": "bf16"})
+    finally:
+        reduction_error.EVERY = usual
+
+
+def test_a_sum_in_bf16_is_for_shards(world: Any, tmp_path: Path) -> None:
+    refused = world(2, fit, str(tmp_path / "ddp"), "ddp", {"world.reduce": "bf16"})
+    assert [one["code"] for one in refused] == [78, 78], refused
+    assert "which sums gradients in fp32" in refused[0]["error"]
+    world(2, fit, str(tmp_path / "auto"), "auto", {"world.reduce": "bf16", "train.epochs": 1})
+    notes = events(tmp_path / "auto" / "run", "start")[0]["notes"]
+    assert any("gradients are summed in fp32" in note for note in notes), notes
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -29,6 +29,7 @@ from halfstep.train.evaluation import Choosing, SoFar, StopEvaluation, evaluate
 from halfstep.train.guarding import Guarding
 from halfstep.train.outputs import RunOutputs, ema_weights
 from halfstep.train.setup import AnyRecipe, Parts
+from halfstep.train.sharding import ReductionNotes
 from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, Stopping
 from halfstep.train.state import RunObjects, State
 from halfstep.train.task import Task
@@ -122,6 +123,7 @@ class Loop:
         self.progress, self.epoch_metrics = self.live.progress, self.live.epoch_metrics
         self.checkpoints = Checkpoints(self.live, saver, journal)
         self.guarding, self.stopping, self._beat = guarding, stopping, beat
+        self._reduction = ReductionNotes(recipe.world, parts.stepper, journal)
         # After a rollback, checkpoints of the abandoned steps must not be resumed from.
         guarding.rolled_back = self.checkpoints.set_aside
         self.planned = planned_steps(recipe, train.steps_per_epoch)
@@ -297,6 +299,7 @@ class Loop:
         )
         self.guarding.handle_events(report, more.get("quarantined", ()))
         self._tell_observed()
+        self._reduction.after_step(report.attempt)
         self.time_left.stepped()
         if self.time_left.steps_timed == ENOUGH:
             self._tell_if_too_long()

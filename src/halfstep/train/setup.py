@@ -40,7 +40,14 @@ from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
 from halfstep.train.guarding import reapply_remedies
-from halfstep.train.sharding import choose_sharding, device_memory, ranks_a_node, shard, synchronize_batchnorm
+from halfstep.train.sharding import (
+    choose_sharding,
+    device_memory,
+    ranks_a_node,
+    reduced_in_fp32,
+    shard,
+    synchronize_batchnorm,
+)
 from halfstep.train.task import Task, no_progress
 from halfstep.train.weights import load_weights
 
@@ -412,7 +419,7 @@ def _shared_out(
         ranks_a_node=ranks_a_node(),
     )
     if not sharding.is_sharded:
-        return []
+        return reduced_in_fp32(recipe.world)
     if recipe.train.compile:
         raise BadRecipe(
             f"train.compile together with world={sharding.mode}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -13,15 +13,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep import distributed
 from halfstep.errors import BadRecipe
+from halfstep.formats import BF16
+from halfstep.journal.events import Journal
 from halfstep.precision.precision import Precision
 from halfstep.recipe.schema import WorldOptions
 from halfstep.step.shard_units import apply_fully_shard, shard_mesh, shard_units
+from halfstep.step.stepper import Stepper
+
+if TYPE_CHECKING:
+    from halfstep.step.reduction_error import ReductionError
 
 Mode = Literal["ddp", "fsdp", "hsdp"]
 STATE_SHARE = 0.6
 """The share of a device's memory that weights, gradients and optimizer state may take; the rest is for activations."""
 BYTES_A_PARAMETER = 16
 """fp32 weight and gradient, and the two moments of Adam."""
+LARGE_REDUCTION_ERROR = 0.03
+"""The relative error of summed gradients that is worth a warning; one rounding to bf16 makes about 0.0015."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,19 @@ def _least(state: int, memory: int | None, ranks: int, group: int) -> Sharding:
     if group < ranks and ranks % group == 0 and state / group <= room:
         return Sharding("hsdp", group, f"{said}; a shard in each of {group} ranks fits")
     return Sharding("fsdp", ranks, f"{said}; a shard in each of {ranks} ranks is the smallest")
+
+
+def reduced_in_fp32(options: WorldOptions) -> list[str]:
+    """Return a note where `world.reduce` has no effect on ranks that hold all weights; raise BadRecipe for ddp."""
+    if options.reduce != BF16.name or distributed.size() == 1:
+        return []
+    if options.mode == "ddp":
+        raise BadRecipe(
+            f"world.reduce={options.reduce} together with world=ddp, which sums gradients in fp32",
+            allowed="world.reduce=fp32; bf16 with shards",
+            do="write world=fsdp or world=hsdp, or leave world.reduce out",
+        )
+    return [f"world.reduce={options.reduce} is for shards: each rank holds all weights, gradients are summed in fp32"]
 
 
 def ranks_a_node() -> int:
@@ -129,3 +150,31 @@ def shard(
         register_fsdp_forward_method(model, name)
     holds = f"every rank holds 1/{sharding.shard_size} of the weights, in {len(units)} units"
     return f"{sharding.mode}: {holds}; {sharding.reason}"
+
+
+# -- bf16 reduction ---------------------------------------------------------------------------------------------------
+
+
+class ReductionNotes:
+    """Measure the error of gradients that are summed in bf16, and write it to the journal; else do nothing."""
+
+    def __init__(self, options: WorldOptions, stepper: Stepper, journal: Journal) -> None:
+        self._journal, self._was_large = journal, False
+        self._error: ReductionError | None = None
+        if options.reduce == BF16.name and distributed.is_sharded(stepper.model.parameters()):
+            from halfstep.step.reduction_error import ReductionError  # loads FSDP2, which takes a second
+
+            self._error = ReductionError(stepper.model, lambda: stepper.counts.attempted)
+
+    def after_step(self, attempt: int) -> None:
+        """Write a note about the step if it was measured: the first one, and those that cross the limit."""
+        error = None if self._error is None else self._error.read()
+        if error is None:
+            return
+        is_large = not error <= LARGE_REDUCTION_ERROR  # NaN too
+        said = f"step {attempt}: gradients summed in bf16 are {error:.2%} of their norm away from the sum in fp32"
+        if is_large and not self._was_large:
+            self._journal.note(f"{said}; write world.reduce=fp32 if the loss suffers", "warning")
+        elif attempt == 1:
+            self._journal.note(said, "info")
+        self._was_large = is_large
