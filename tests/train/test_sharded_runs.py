@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import halfstep
 from halfstep import distributed
@@ -47,7 +48,7 @@ def world() -> Iterator[Any]:
     started: dict[int, Ranks] = {}
 
     def on(size: int, function: Any, *arguments: Any) -> list[Any]:
-        return started.setdefault(size, Ranks(size))(function, *arguments)
+        return started.setdefault(size, Ranks(size, deadline=400.0))(function, *arguments)
 
     yield on
     for ranks in started.values():
@@ -61,12 +62,12 @@ def settings(folder: str, mode: str, **more: Any) -> dict[str, Any]:
     return {**ADAM, **sized, **more}
 
 
-def fit(rank: int, folder: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
+def fit(rank: int, folder: str, mode: str, more: dict[str, Any], task: type[Tiny] = Tiny) -> dict[str, Any]:
     recipe = Path(folder) / f"tiny-{rank}.yaml"
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(RECIPE)
     try:
-        run = halfstep.fit(recipe, task=Tiny, settings=settings(folder, mode, **more), quiet=True)
+        run = halfstep.fit(recipe, task=task, settings=settings(folder, mode, **more), quiet=True)
     except HalfstepError as error:
         return {"error": str(error), "code": error.exit_code}
     return {"steps": run.steps, "loss": run.metrics["loss"]}
@@ -172,6 +173,41 @@ def test_a_sum_in_bf16_is_for_shards(world: Any, tmp_path: Path) -> None:
     world(2, fit, str(tmp_path / "auto"), "auto", {"world.reduce": "bf16", "train.epochs": 1})
     notes = events(tmp_path / "auto" / "run", "start")[0]["notes"]
     assert any("gradients are summed in fp32" in note for note in notes), notes
+
+
+class Block(nn.Module):
+    """A layer that is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.inner(self.norm(x)).tanh()
+        return out
+
+
+class Blocks(Tiny):
+    """The tiny task with a model of two blocks."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 16), Block(), Block(), nn.Linear(16, 1))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_blocks_are_compiled_and_learn_the_same(world: Any, tmp_path: Path) -> None:
+    plain, compiled = (world(2, fit_blocks, str(tmp_path / str(one)), one) for one in (False, True))
+    assert [one["graphs"] > 0 for one in (*plain, *compiled)] == [False, False, True, True]
+    assert compiled[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-4)
+
+
+def fit_blocks(rank: int, folder: str, compiled: bool) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    found = fit(rank, folder, "fsdp", {"train.compile": compiled}, task=Blocks)
+    return {**found, "graphs": counters["stats"]["unique_graphs"]}
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.errors import BadRecipe
 from halfstep.recipe.schema import WorldOptions
-from halfstep.train.sharding import choose_sharding, synchronize_batchnorm
+from halfstep.step.shard_units import shard_units
+from halfstep.train.sharding import choose_sharding, compile_blocks, synchronize_batchnorm
 
 GB = 2**30
 
@@ -57,3 +58,20 @@ def test_every_batch_normalization_is_synchronized_with_its_statistics() -> None
         synchronize_batchnorm(model, torch.device("cuda"))
     assert [type(module).__name__ for module in model.modules()].count("SyncBatchNorm") == 1
     assert model[1][0].running_mean.tolist() == [3.0] * 4
+
+
+class Block(nn.Sequential):
+    """A layer in a class that is not torch's."""
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
+def test_a_model_without_blocks_of_its_own_is_not_compiled_in_shards(model: nn.Module) -> None:
+    with pytest.raises(BadRecipe, match="without repeated blocks"):
+        compile_blocks(shard_units(model))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_only_blocks_are_compiled() -> None:
+    model = nn.Sequential(Block(nn.Linear(4, 4)), Block(nn.Linear(4, 4)), nn.LayerNorm(4))
+    compile_blocks(shard_units(model))
+    assert [module._compiled_call_impl is not None for module in (model, *model)] == [False, True, True, False]

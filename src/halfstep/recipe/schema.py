@@ -151,7 +151,7 @@ class TrainOptions(Section):
     channels_last: bool = True
     """Lay images out with channels last, as fast convolutions in 16 bits want them."""
     compile: Annotated[bool, Also("compile_model", "use_optimizations")] = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile; one in shards block by block."""
     checkpoint_activations: bool = False
     """Compute activations again in backward instead of keeping them: less memory, more time. Not with compile."""
     num_workers: NonNegativeInt | Literal["auto"] = "auto"

@@ -35,7 +35,7 @@ from halfstep.train.failed_steps.reading import Record, load_attempt, load_model
 from halfstep.train.give_up import launcher, lower_lr, recipe_lr
 from halfstep.train.process_group import device_of
 from halfstep.train.run_folder import RECIPE, is_finished
-from halfstep.train.setup import make_model, without_weights
+from halfstep.train.setup import compile_in_place, make_model, without_weights
 from halfstep.train.task import Task
 
 # -- replayed ---------------------------------------------------------------------------------------------------------
@@ -75,6 +75,7 @@ def open_recorded(record: Record, *, precision: str | None, own: type[Task] | No
     task.recipe = without_weights(recipe)
     # The record holds the weights of the failed step; pretrained ones are not fetched for it.
     model, _ = make_model(task, task.recipe, device)
+    compile_in_place(model, task.recipe)
     load_model(record, model)
     choice = choose_precision(precision or step.precision, device=device)
     choice.precision.prepare(model.train(), device)

@@ -36,12 +36,14 @@ from halfstep.recipe.schema import (
 from halfstep.status_line import OnProgress
 from halfstep.step.ema import Ema
 from halfstep.step.loss import DynamicScale
+from halfstep.step.shard_units import shard_units
 from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
 from halfstep.train.guarding import reapply_remedies
 from halfstep.train.sharding import (
     choose_sharding,
+    compile_blocks,
     device_memory,
     ranks_a_node,
     reduced_in_fp32,
@@ -405,7 +407,7 @@ def prepare(
 def _shared_out(
     task: Task, recipe: AnyRecipe, model: nn.Module, precision: Precision, device: torch.device
 ) -> list[str]:
-    """Shard the model over the ranks where the recipe asks for it, or where it does not fit otherwise; return notes.
+    """Shard the model where the recipe asks for it or it does not fit otherwise, and compile it; return notes.
 
     Raises BadRecipe for settings that do not go with it.
     """
@@ -419,14 +421,12 @@ def _shared_out(
         ranks_a_node=ranks_a_node(),
     )
     if not sharding.is_sharded:
+        compile_in_place(model, recipe)
         return reduced_in_fp32(recipe.world)
+    units = shard_units(model)
     if recipe.train.compile:
-        raise BadRecipe(
-            f"train.compile together with world={sharding.mode}",
-            allowed="one of them",
-            do="write train.compile=false, or world=ddp where the model fits",
-        )
-    return [shard(model, sharding, recipe.world, precision, device, task.forward_methods)]
+        compile_blocks(units)
+    return [shard(model, units, sharding, recipe.world, precision, device, task.forward_methods)]
 
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:
@@ -452,7 +452,11 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
         )
     if recipe.train.checkpoint_activations:
         notes.append(f"activations of {checkpoint_activations(model)} blocks are computed again in backward")
-    if recipe.train.compile:
-        # In place, unlike torch.compile(model): the names in the state dict stay the same.
-        model.compile()
     return model, notes
+
+
+def compile_in_place(model: nn.Module, recipe: AnyRecipe) -> None:
+    """Compile the model where the recipe asks for it."""
+    if recipe.train.compile:
+        # Unlike torch.compile(model), this keeps the names in the state dict.
+        model.compile()

@@ -17,7 +17,7 @@ from halfstep.formats import BF16
 from halfstep.journal.events import Journal
 from halfstep.precision.precision import Precision
 from halfstep.recipe.schema import WorldOptions
-from halfstep.step.shard_units import apply_fully_shard, shard_mesh, shard_units
+from halfstep.step.shard_units import BLOCK, ShardUnit, apply_fully_shard, shard_mesh
 from halfstep.step.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -125,15 +125,39 @@ def synchronize_batchnorm(model: nn.Module, device: torch.device) -> None:
         setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(norm))
 
 
+def compile_blocks(units: Sequence[ShardUnit]) -> None:
+    """Compile each block of a model that will be sharded; raise BadRecipe for a model without blocks of its own.
+
+    Not the whole model: a graph through it would be broken by the gathers of every unit, and by those of the norms in
+    a block only a few times. Blocks of the same kind share the code of the first.
+    """
+    # torch.compile passes over torch's own layers in silence where they are called directly.
+    blocks = [
+        module
+        for unit in units
+        for module in unit.modules
+        if unit.kind == BLOCK and not type(module).__module__.startswith("torch.nn")
+    ]
+    if not blocks:
+        raise BadRecipe(
+            "train.compile and shards of a model without repeated blocks of its own",
+            allowed="one of them; a sharded model is compiled block by block",
+            do="write train.compile=false, or world=ddp where the model fits",
+        )
+    for block in blocks:
+        block.compile()
+
+
 def shard(
     model: nn.Module,
+    units: Sequence[ShardUnit],
     sharding: Sharding,
     options: WorldOptions,
     precision: Precision,
     device: torch.device,
     forward_methods: Sequence[str] = (),
 ) -> str:
-    """Shard `model` in place with FSDP2 over the ranks of `sharding`, and return a line about it.
+    """Shard `model` in place, in `units`, with FSDP2 over the ranks of `sharding`, and return a line about it.
 
     `forward_methods` are the methods besides `forward` that the task calls on the model: FSDP2 gathers for them too.
     """
@@ -143,7 +167,6 @@ def shard(
         # FSDP2 cuts contiguous tensors only. Activations keep channels_last, which comes with the images.
         parameter.data = parameter.data.contiguous()
     narrow = precision.computes.dtype if precision.casts else None
-    units = shard_units(model)
     mesh = shard_mesh(device, distributed.size(), sharding.shard_size)
     apply_fully_shard(units, mesh, narrow, options.reduce)
     for name in forward_methods:
