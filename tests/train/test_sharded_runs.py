@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import halfstep
@@ -125,18 +126,28 @@ def _moments(state: State) -> dict[str, torch.Tensor]:
 
 
 def test_every_mode_trains_what_one_process_trains(world: Any, tmp_path: Path) -> None:
-    alone = fit(0, str(tmp_path / "alone"), "auto", {})
+    more = {"train.epochs": 7}
+    alone = fit(0, str(tmp_path / "alone"), "auto", more)
     ran = {
-        mode: world(size, fit, str(tmp_path / mode), mode, {}) for size, mode in ((2, "ddp"), (2, "fsdp"), (4, "hsdp"))
+        mode: world(size, fit, str(tmp_path / mode), mode, more)
+        for size, mode in ((2, "ddp"), (2, "fsdp"), (4, "hsdp"))
     }
     for mode, found in ran.items():
         assert all(one == found[0] for one in found), (mode, found)
-        assert found[0]["steps"] == alone["steps"] == 6
+        assert found[0]["steps"] == alone["steps"] == 21
         assert found[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert away(tmp_path / mode, tmp_path / "alone") < 1e-5
     # Every sum over two ranks has the same two terms, so that not even its order differs.
     assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
     notes = events(tmp_path / "fsdp" / "run", "start")[0]["notes"]
     assert any("every rank holds 1/2 of the weights" in note for note in notes), notes
+
+
+def away(run: Path, other: Path) -> float:
+    """Return the norm of the difference between the last weights of two runs, relative to the weights."""
+    one, two = (load_file(folder / "run" / "last.safetensors") for folder in (run, other))
+    differences = torch.cat([(one[name] - two[name]).flatten() for name in two])
+    return float(differences.norm() / torch.cat([tensor.flatten() for tensor in two.values()]).norm())
 
 
 def test_weights_are_gathered_as_autocast_would_cast_them(world: Any, tmp_path: Path) -> None:
@@ -146,6 +157,39 @@ def test_weights_are_gathered_as_autocast_would_cast_them(world: Any, tmp_path: 
         found = world(2, fit, str(tmp_path / mode), mode, more)
         assert found[0]["steps"] == 6, found
     assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
+
+
+def test_four_ranks_hold_a_quarter_each(world: Any, tmp_path: Path) -> None:
+    held = world(4, held_after_training, str(tmp_path))
+    parameters, moments = zip(*held, strict=True)
+    whole = 4 * sum(parameter.numel() for parameter in Square(None).model().parameters())  # type: ignore[arg-type]
+    assert all(one == pytest.approx(whole / 4, rel=0.05) for one in parameters), held
+    assert all(one == pytest.approx(2 * whole / 4, rel=0.05) for one in moments), held
+
+
+class Square(Tiny):
+    """The tiny task with a model whose weights are almost all in one matrix."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 500), nn.Tanh(), nn.Linear(500, 500), nn.Linear(500, 1))
+
+
+def held_after_training(rank: int, folder: str) -> tuple[int, int]:
+    """Return the bytes of the storages of this rank's parameters and moments: what is there, not what it shows."""
+    held = [0, 0]
+    recipe = Path(folder) / f"held-{rank}.yaml"
+    recipe.write_text(RECIPE)
+    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, "fsdp"), schema=Tiny.schema).recipe
+    loop = make_loop(Square(asked), asked, Path(folder) / "run", Journal())
+    for _ in loop.attempts():
+        held = [_held(loop.model.parameters()), _held(_moments(State.of(loop.live)).values())]
+    return held[0], held[1]
+
+
+def _held(tensors: Iterable[torch.Tensor]) -> int:
+    found = [distributed.local(tensor.detach()) for tensor in tensors]
+    # Views of one storage are counted once.
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
 
 
 def test_a_sum_in_bf16_is_measured_and_noted(world: Any, tmp_path: Path) -> None:
