@@ -41,7 +41,7 @@ def measured(rank: int, shard_size: int, inputs: list[list[float]], steps: int) 
     x = torch.tensor(inputs[rank])
     model = Slope(len(x))
     mesh = shard_mesh(torch.device("cpu"), dist.get_world_size(), shard_size)
-    apply_fully_shard(shard_units(model), mesh, None, reduce="bf16")
+    apply_fully_shard(shard_units(model, None), mesh, None, reduce="bf16")
     stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
     error = ReductionError(model, lambda: stepper.counts.attempted)
     found = []

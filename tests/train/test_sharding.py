@@ -67,11 +67,11 @@ class Block(nn.Sequential):
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
 def test_a_model_without_blocks_of_its_own_is_not_compiled_in_shards(model: nn.Module) -> None:
     with pytest.raises(BadRecipe, match="without repeated blocks"):
-        compile_blocks(shard_units(model))
+        compile_blocks(shard_units(model, torch.bfloat16))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_blocks_are_compiled() -> None:
     model = nn.Sequential(Block(nn.Linear(4, 4)), Block(nn.Linear(4, 4)), nn.LayerNorm(4))
-    compile_blocks(shard_units(model))
+    compile_blocks(shard_units(model, torch.bfloat16))
     assert [module._compiled_call_impl is not None for module in (model, *model)] == [False, True, True, False]

@@ -67,16 +67,16 @@ class ShardUnit:
         )
 
 
-def shard_units(model: nn.Module) -> list[ShardUnit]:
+def shard_units(model: nn.Module, narrow: torch.dtype | None) -> list[ShardUnit]:
     """Return the units of a model in the order in which to shard them: inner ones first, the model itself last.
 
-    Units are islands, the repeated blocks of ModuleLists and Sequentials that are large enough, and the normalization
-    layers of each block together. The rest belongs to the model. Every rank has to run every unit in every step: a
-    list of experts that is not inside such a block must not be sharded by this plan. Raises `WrongUse` for a parameter
-    without a dimension, which FSDP2 cannot divide.
+    Units are the repeated blocks of ModuleLists and Sequentials that are large enough and, where weights are gathered
+    in `narrow` instead of fp32, islands and the normalization layers of each block together. The rest belongs to the
+    model. Every rank has to run every unit in every step: a list of experts that is not inside such a block must not be
+    sharded by this plan. Raises `WrongUse` for a parameter without a dimension, which FSDP2 cannot divide.
     """
     _refuse_scalars(model)
-    special = _special(model)
+    special = {} if narrow is None else _special(model)
     whole = sum(parameter.numel() for parameter in model.parameters())
     wanted = {**dict.fromkeys(_blocks("", model, special, whole * _LARGE), BLOCK), **special}
     wanted.pop("", None)

@@ -423,10 +423,11 @@ def _shared_out(
     if not sharding.is_sharded:
         compile_in_place(model, recipe)
         return reduced_in_fp32(recipe.world)
-    units = shard_units(model)
+    narrow = precision.computes.dtype if precision.casts else None
+    units = shard_units(model, narrow)
     if recipe.train.compile:
         compile_blocks(units)
-    return [shard(model, units, sharding, recipe.world, precision, device, task.forward_methods)]
+    return [shard(model, units, narrow, sharding, recipe.world, device, task.forward_methods)]
 
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:

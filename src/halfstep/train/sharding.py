@@ -15,7 +15,6 @@ from halfstep import distributed
 from halfstep.errors import BadRecipe
 from halfstep.formats import BF16
 from halfstep.journal.events import Journal
-from halfstep.precision.precision import Precision
 from halfstep.recipe.schema import WorldOptions
 from halfstep.step.shard_units import BLOCK, ShardUnit, apply_fully_shard, shard_mesh
 from halfstep.step.stepper import Stepper
@@ -151,13 +150,15 @@ def compile_blocks(units: Sequence[ShardUnit]) -> None:
 def shard(
     model: nn.Module,
     units: Sequence[ShardUnit],
+    narrow: torch.dtype | None,
     sharding: Sharding,
     options: WorldOptions,
-    precision: Precision,
     device: torch.device,
     forward_methods: Sequence[str] = (),
 ) -> str:
     """Shard `model` in place, in `units`, with FSDP2 over the ranks of `sharding`, and return a line about it.
+
+    Weights are gathered in `narrow`, None for fp32.
 
     `forward_methods` are the methods besides `forward` that the task calls on the model: FSDP2 gathers for them too.
     """
@@ -166,7 +167,6 @@ def shard(
     for parameter in model.parameters():
         # FSDP2 cuts contiguous tensors only. Activations keep channels_last, which comes with the images.
         parameter.data = parameter.data.contiguous()
-    narrow = precision.computes.dtype if precision.casts else None
     mesh = shard_mesh(device, distributed.size(), sharding.shard_size)
     apply_fully_shard(units, mesh, narrow, options.reduce)
     for name in forward_methods:

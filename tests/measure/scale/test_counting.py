@@ -90,7 +90,7 @@ def really(rank: int, replicas: int, shard: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (replicas, shard), mesh_dim_names=names)
     made = case()
     model: Any = made.model
-    for unit in shard_units(model):
+    for unit in shard_units(model, torch.bfloat16):
         over = mesh if replicas > 1 else mesh["shard"]
         fully_shard(list(unit.modules), mesh=over, mp_policy=unit.policy(torch.bfloat16))
     optimizer = made.optimizer(model)

@@ -181,10 +181,10 @@ def _counted(
 
 
 def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
-    units = shard_units(case.model)
+    narrow = precision.computes.dtype if precision.casts else None
+    units = shard_units(case.model, narrow)
     if setting.recompute:
         checkpoint_activations(case.model)
-    narrow = precision.computes.dtype if precision.casts else None
     with _one_chunk_at_a_time():
         apply_fully_shard(units, mesh, narrow)
     done = _update(case, setting, precision, layout)
