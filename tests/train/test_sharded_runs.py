@@ -86,11 +86,11 @@ def interrupted(folder: Path, at: int) -> None:
             shutil.rmtree(one.path)
 
 
-def restored(rank: int, folder: str, mode: str) -> list[str]:
+def restored(rank: int, folder: str, mode: str, more: dict[str, Any] | None = None) -> list[str]:
     """Return the tensors of the checkpoint that a run built on these ranks does not hold to the bit."""
     recipe = Path(folder) / f"again-{rank}.yaml"
     recipe.write_text(RECIPE)
-    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, mode), schema=Tiny.schema).recipe
+    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, mode, **(more or {})), schema=Tiny.schema).recipe
     run = Path(folder) / "run"
     found = find(run)
     assert found is not None
@@ -330,3 +330,22 @@ def stopped_evaluation(rank: int) -> str:
 
 def test_an_evaluation_in_shards_stops_on_all_ranks_at_the_same_batch(world: Any) -> None:
     assert world(2, stopped_evaluation) == ["stopped, 0 left"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_64_ranks_in_groups_of_8_are_restored_to_the_bit_on_others(world: Any, tmp_path: Path) -> None:
+    """Saved by HSDP 8 x 8; restored on fewer ranks, on one, and on 64 in each mode."""
+
+    def sized(size: int, mode: str) -> dict[str, Any]:
+        grouped = {"world.shard_size": 8} if mode == "hsdp" else {}
+        return {"data.samples": 256, "train.batch_size": 128 // size, **grouped}
+
+    found = world(64, fit, str(tmp_path), "hsdp", sized(64, "hsdp"))
+    assert all(one == found[0] for one in found), found[0]
+    interrupted(tmp_path, at=2)
+    [newest, *_] = generations(tmp_path / "run" / "checkpoints")
+    table = read_manifest(newest).chunks
+    assert {rank for one in table.values() for rank in one.ranks} > set(range(8)), "replicas share the writing"
+    for size, mode in ((32, "hsdp"), (16, "fsdp"), (1, "ddp"), (64, "ddp"), (64, "fsdp"), (64, "hsdp")):
+        assert not any(world(size, restored, str(tmp_path), mode, sized(size, mode))), (size, mode)
