@@ -164,7 +164,9 @@ def behind(statuses: Mapping[int, Mapping[str, Any]], size: int) -> str:
     earliest = min(places.values())
     late = [rank for rank, place in sorted(places.items()) if place == earliest]
     if len(late) == len(places):
-        return "all ranks are at the same place"
+        hosts = sorted({str(one.get("host")) for one in statuses.values()})
+        between = f"between {', '.join(hosts[:MOST_NAMED])}" if len(hosts) > 1 else "between them"
+        return f"all ranks answer, and each waits for another: the network {between} may be cut, or their calls differ"
     return f"{_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
 
 
