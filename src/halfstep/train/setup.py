@@ -42,6 +42,7 @@ from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
 from halfstep.train.guarding import reapply_remedies
 from halfstep.train.sharding import (
+    StateSize,
     choose_sharding,
     compile_blocks,
     device_memory,
@@ -165,6 +166,17 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
         except RuntimeError:  # raised by torch where the device has no fused kernel
             pass
     return _KINDS[options.name](_groups(model), **arguments)
+
+
+def moments_of(options: OptimizerOptions) -> int:
+    """Return how many numbers the optimizer keeps for each element of a weight, from a step with a tiny one."""
+    tiny = nn.Linear(3, 5, bias=False)
+    tiny.weight.grad = torch.zeros_like(tiny.weight)
+    optimizer = make_optimizer(options, tiny)
+    optimizer.step()
+    return sum(
+        value.shape == tiny.weight.shape for value in optimizer.state[tiny.weight].values() if torch.is_tensor(value)
+    )
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -415,7 +427,7 @@ def _shared_out(
         synchronize_batchnorm(model, device)
     sharding = choose_sharding(
         recipe.world,
-        parameters=sum(p.numel() for p in model.parameters()),
+        state=StateSize.of(model, moments_of(recipe.optimizer), recipe.train.ema is not None),
         memory=device_memory(device),
         ranks=distributed.size(),
         ranks_a_node=ranks_a_node(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 Mode = Literal["ddp", "fsdp", "hsdp"]
 STATE_SHARE = 0.6
 """The share of a device's memory that weights, gradients and optimizer state may take; the rest is for activations."""
-BYTES_A_PARAMETER = 16
-"""fp32 weight and gradient, and the two moments of Adam."""
+_BYTES = 4
+"""Weights are kept in fp32, and so is everything that is of their shape."""
 LARGE_REDUCTION_ERROR = 0.03
 """The relative error of summed gradients that is worth a warning; one rounding to bf16 makes about 0.0015."""
 
@@ -45,8 +46,30 @@ class Sharding:
         return self.mode != "ddp"
 
 
+@dataclass(frozen=True)
+class StateSize:
+    """The bytes of a run's weights, gradients, averages and optimizer state, whole or as one of several shards."""
+
+    shapes: Sequence[tuple[Sequence[int], int]]
+    """The shape of each parameter, and how many fp32 numbers there are for each of its elements."""
+
+    @classmethod
+    def of(cls, model: nn.Module, moments: int, ema: bool) -> StateSize:
+        """Return it for a model, with so many optimizer numbers for each element that is trained."""
+        trained = 2 + moments + ema
+        return cls([(p.shape, trained if p.requires_grad else 1 + ema) for p in model.parameters()])
+
+    def a_rank(self, shard_size: int) -> int:
+        """Return the bytes on each rank; FSDP2 pads the rows of a parameter to a multiple of the ranks."""
+        return sum(
+            _BYTES * numbers * math.ceil(shape[0] / shard_size) * math.prod(shape[1:])
+            for shape, numbers in self.shapes
+            if len(shape)
+        )
+
+
 def choose_sharding(
-    options: WorldOptions, *, parameters: int, memory: int | None, ranks: int, ranks_a_node: int
+    options: WorldOptions, *, state: StateSize, memory: int | None, ranks: int, ranks_a_node: int
 ) -> Sharding:
     """Return what each rank holds; `auto` is the least sharding whose state fits into `memory` bytes of a device.
 
@@ -63,22 +86,34 @@ def choose_sharding(
     if options.mode != "auto":
         size = {"ddp": 1, "fsdp": ranks, "hsdp": group}[options.mode]
         return Sharding(options.mode if ranks > 1 else "ddp", size if ranks > 1 else 1, "as the recipe asks")
-    return _least(parameters * BYTES_A_PARAMETER, memory, ranks, group)
-
-
-def _least(state: int, memory: int | None, ranks: int, group: int) -> Sharding:
     if ranks == 1:
         return Sharding("ddp", 1, "one rank")
     if memory is None:
         return Sharding("ddp", 1, "the ranks share the memory of the host")
-    room = memory * STATE_SHARE
-    said = f"weights, gradients and optimizer state take {state / 2**30:.1f} GB of {memory / 2**30:.0f} GB"
-    if state <= room:
-        return Sharding("ddp", 1, said)
-    # Shards inside a node are gathered over its own links, which are several times faster than the network.
-    if group < ranks and ranks % group == 0 and state / group <= room:
-        return Sharding("hsdp", group, f"{said}; a shard in each of {group} ranks fits")
-    return Sharding("fsdp", ranks, f"{said}; a shard in each of {ranks} ranks is the smallest")
+    return _least(state, memory, ranks, group)
+
+
+def _least(state: StateSize, memory: int, ranks: int, group: int) -> Sharding:
+    """Return the least sharding that fits; where none does, the one that takes the least."""
+    # Groups grow from a node, whose own links are several times faster than the network.
+    sizes = [1, *_doubled(group, ranks), ranks]
+    fitting = (size for size in sizes if state.a_rank(size) <= memory * STATE_SHARE)
+    # Not always all ranks: a parameter with fewer rows than ranks is padded.
+    size = next(fitting, None) or min(sizes, key=state.a_rank)
+    mode: Mode = "ddp" if size == 1 else "fsdp" if size == ranks else "hsdp"
+    said = f"weights, gradients and optimizer state take {_gigabytes(state.a_rank(1))} of {_gigabytes(memory)}"
+    return Sharding(mode, size, said if size == 1 else f"{said}, and {_gigabytes(state.a_rank(size))} in shards")
+
+
+def _doubled(size: int, below: int) -> Iterator[int]:
+    while 1 < size < below:
+        if below % size == 0:
+            yield size
+        size *= 2
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GB"
 
 
 def reduced_in_fp32(options: WorldOptions) -> list[str]:
