@@ -159,6 +159,22 @@ def test_weights_are_gathered_as_autocast_would_cast_them(world: Any, tmp_path: 
     assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
 
 
+def fit_otherwise(rank: int, folder: str, key: str) -> dict[str, Any]:
+    return fit(rank, folder, "ddp", {"train.epochs": 1, key: rank + 1})
+
+
+def test_a_rank_that_was_given_other_settings_is_named(world: Any, tmp_path: Path) -> None:
+    found = world(2, fit_otherwise, str(tmp_path), "run.log_every")
+    assert [one["code"] for one in found] == [78, 78], found
+    assert found[0]["error"].startswith("rank 1: started otherwise than rank 0:\n    run.log_every: 1 -> 2")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_seed_that_each_rank_draws_is_no_other_setting(world: Any, tmp_path: Path) -> None:
+    found = world(2, fit, str(tmp_path), "ddp", {"train.epochs": 1, "train.seed": None})
+    assert found[0]["steps"] == 3, found
+
+
 def test_four_ranks_hold_a_quarter_each(world: Any, tmp_path: Path) -> None:
     held = world(4, held_after_training, str(tmp_path))
     parameters, moments = zip(*held, strict=True)

@@ -12,12 +12,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import HalfstepError, in_one_line
+from halfstep.errors import BadRecipe, HalfstepError, in_one_line
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
+from halfstep.recipe.changes import different, listed
 from halfstep.recipe.resolve import Resolved
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
@@ -88,6 +91,7 @@ def launch(
         _lost_ranks_named(),
         together(options.start_timeout + MARGIN) as joined,
         rng_preserved(),
+        _given_alike(resolved),
         _opened(resolved, new, accepted) as opened,
     ):
         # Rank 0 decides the recipe: the folder it numbered is part of it.
@@ -145,6 +149,28 @@ def _lost_ranks_named() -> Iterator[None]:
             raise
         given = f"another rank is gone, or does not answer: {in_one_line(error)}"
         raise rank_failed(given, None, usable=False) from error
+
+
+@contextmanager
+def _given_alike(resolved: Resolved) -> Iterator[None]:
+    """Raise BadRecipe on all ranks where one was started with other settings, or another torch, than rank 0.
+
+    Rank 0's recipe is used on all ranks: a setting that another rank was given would lose without a word.
+    """
+    mine = {"torch": str(torch.__version__), **resolved.recipe.model_dump(mode="json")}
+    theirs = distributed.rank_zero_or_raise(lambda: {"given": mine, "drawn": sorted(resolved.drawn)})
+
+    def compare() -> None:
+        lines = different(theirs["given"], mine, ignore={*theirs["drawn"], *resolved.drawn})
+        if lines:
+            raise BadRecipe(
+                listed("started otherwise than rank 0:", lines),
+                allowed="the same command and the same versions on every rank",
+                do="start all ranks with the command of rank 0",
+            )
+
+    distributed.fail_together(compare)
+    yield
 
 
 @contextmanager
