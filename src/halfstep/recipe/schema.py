@@ -196,6 +196,8 @@ class CheckpointOptions(Section):
 
     every_steps: PositiveInt = 1000
     """Attempted updates between two checkpoints; one is also taken at the end of every epoch, and on SIGTERM."""
+    every_minutes: PositiveFloat | Literal["auto"] | None = None
+    """Minutes after which one is taken too, by rank 0's clock; `auto` finds them from what saves cost (Young, Daly)."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
     background: bool = True
