@@ -41,15 +41,15 @@ class ModelOptions(Section):
     """The model settings of every task; a task adds its own fields."""
 
     weights: str = "none"
-    """Where the weights begin: `none` (random), `pretrained`, or a path to a .safetensors or .pt file."""
+    """Where the weights begin: `none` (random), `pretrained`, or a path to a .safetensors or .pt file or a folder."""
     freeze: list[str] = []
     """Parts that are not trained: names of modules, such as `encoder` or `layer1`."""
 
 
 NO_FILE = ("none", "pretrained")
 """The values of `model.weights` that the task itself interprets; others are paths."""
-WEIGHTS = ".safetensors, or .pt and .pth with tensors alone"
-"""The files that such a path may name."""
+WEIGHTS = ".safetensors, a folder of these, or .pt and .pth with tensors alone"
+"""What such a path may name."""
 
 
 class DataOptions(Section):
