@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +50,16 @@ class Seat:
     told: list[str]
     all_there: threading.Barrier
 
-    def share(self, text: str) -> list[str]:
+    def decide(self, text: str, conclude: Callable[[list[str]], str]) -> str:
         self.told[self.rank] = text
         self.all_there.wait(10)
-        told = list(self.told)
+        if self.rank == 0:
+            self.told[:] = [conclude(list(self.told))] * self.size
         self.all_there.wait(10)
-        return told
+        return self.told[self.rank]
+
+    def leave(self, seconds: float) -> None:
+        pass
 
 
 def commit_together(

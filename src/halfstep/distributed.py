@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,8 @@ from halfstep.errors import HalfstepError
 T = TypeVar("T")
 LARGEST_AGREEMENT = 16
 """Numbers in one agreement: 16 doubles are 128 bytes, for a model of any size."""
+MOST_NAMED = 8
+"""Ranks that a message names."""
 
 _group: ContextVar[Any] = ContextVar("process group", default=None)
 
@@ -151,11 +154,11 @@ def from_rank_zero(text: str) -> str:
     return bytes(content.tolist()).decode()
 
 
-def from_all(text: str, group: Any = None) -> list[str]:
+def from_all(text: str) -> list[str]:
     """Return the texts of all ranks, in rank order. Costs two collectives: not for the hot path."""
     if not _together():
         return [text]
-    group = _group.get() if group is None else group
+    group = _group.get()
     mine, ranks = dist.get_rank(group), dist.get_world_size(group)
     # torch.frombuffer refuses an empty buffer; the blank is stripped again below.
     encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(_talks_on(group))
@@ -223,20 +226,75 @@ def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor.detach(), group=_group.get(), group_src=0)
 
 
-class RankGroup:
-    """All ranks on a gloo group of their own, for exchanges in threads beside the training.
+ANSWER_WITHIN = 1800.0
+"""Seconds that a rank waits for the others in one exchange, as a collective does: a slow disk may take minutes."""
+QUESTIONS = 2500.0
+"""The number of questions that all ranks together may put to the store in a second; it answers ten times as many."""
 
-    Collectives of one group must be called in the same order on all ranks, so threads cannot share the training's
-    group. Every rank has to create its RankGroup at the same point of the program.
+
+class RankGroup:
+    """All ranks, for decisions in threads beside the training: the texts go through the store to rank 0, and back.
+
+    Not through a process group of its own: with gloo, every rank of one is connected to every other, and gets the texts
+    of all: the agreement of a save among 128 ranks took 22 s so, and takes 0.3 s now (`benchmarks/save_agreement.py`).
+    Every rank has to create its RankGroup at the same point of the program. It asks the store through a client of its
+    own, so the training never waits behind it.
     """
 
     def __init__(self) -> None:
         self.rank, self.size = rank(), size()
-        self._group = dist.new_group(backend="gloo") if _together() else None
+        self._prefix = f"halfstep/ranks/{next(_counted)}"
+        self._client: Any = None
+        self._exchange, self._ends, self._broken = 0, math.inf, ""
 
-    def share(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order."""
-        return from_all(text, self._group)
+    def decide(self, text: str, conclude: Callable[[list[str]], str]) -> str:
+        """Return on every rank what `conclude` makes of the texts of all ranks, in rank order; it runs on rank 0 alone.
+
+        Raises TimeoutError where a rank does not answer, and from then on: the ranks may be at different exchanges.
+        """
+        if self.size == 1:
+            return conclude([text])
+        if self._broken:
+            raise TimeoutError(self._broken)
+        self._client = self._client or _store().clone()
+        self._exchange += 1
+        return self._collected(text, conclude) if self.rank == 0 else self._answered(text)
+
+    def leave(self, seconds: float) -> None:
+        """Wait for other ranks only so many seconds more, in this exchange and in later ones: one may be gone."""
+        self._ends = min(self._ends, time.monotonic() + seconds)
+
+    def _collected(self, text: str, conclude: Callable[[list[str]], str]) -> str:
+        keys = [self._key(rank) for rank in range(1, self.size)]
+        self._until(keys)
+        decision = conclude([text, *(bytes(one).decode() for one in self._client.multi_get(keys))])
+        self._client.set(self._key(0), decision)
+        # Every rank has read the decision before: it would not be at this exchange otherwise. Without this, the store
+        # of a long run would grow with every save.
+        self._client.delete_key(self._key(0, self._exchange - 1))
+        return decision
+
+    def _answered(self, text: str) -> str:
+        self._client.set(self._key(self.rank), text)
+        self._until([self._key(0)])
+        self._client.delete_key(self._key(self.rank))
+        return bytes(self._client.get(self._key(0))).decode()
+
+    def _key(self, rank: int, exchange: int | None = None) -> str:
+        return f"{self._prefix}/{self._exchange if exchange is None else exchange}/{rank}"
+
+    def _until(self, keys: list[str]) -> None:
+        """Wait until these keys are in the store."""
+        # Asked again and again: a wait of the store itself cannot be ended from another thread before its timeout.
+        began, pause = time.monotonic(), 0.001
+        while not self._client.check(keys):
+            if time.monotonic() > min(self._ends, began + ANSWER_WITHIN):
+                silent = [key.rpartition("/")[2] for key in keys if not self._client.check([key])]
+                named = ", ".join(silent[:MOST_NAMED]) + (", ..." if len(silent) > MOST_NAMED else "")
+                self._broken = f"no answer of rank {named} for {time.monotonic() - began:.0f} s"
+                raise TimeoutError(self._broken)
+            time.sleep(pause)
+            pause = min(2 * pause, max(0.02, self.size / QUESTIONS))
 
 
 class Flag:
@@ -246,7 +304,7 @@ class Flag:
     """
 
     def __init__(self) -> None:
-        self._key = f"halfstep/flag/{next(_flags)}"
+        self._key = f"halfstep/flag/{next(_counted)}"
         self._is_raised = False
 
     def hoist(self) -> None:
@@ -262,7 +320,8 @@ class Flag:
         return self._is_raised
 
 
-_flags = itertools.count()
+_counted = itertools.count()
+"""Numbers what this process keeps in the store; all ranks make as many."""
 
 
 def _store() -> Any:

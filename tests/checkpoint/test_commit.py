@@ -20,14 +20,8 @@ from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retai
 from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers, sweep
 from halfstep.checkpoint.reading import newest_intact, read_state, verified
 from halfstep.checkpoint.sealed import FORMAT, MANIFEST, MOST_TENSORS, read_manifest, state_of, tensors_of, with_seal
+from halfstep.distributed import RankGroup
 from halfstep.files import LARGEST_JSON
-
-
-class Alone:
-    rank, size = 0, 1
-
-    def share(self, text: str) -> list[str]:
-        return [text]
 
 
 class Failing(Disk):
@@ -51,7 +45,7 @@ def snapshot(attempt: int = 3, **more: Any) -> RankSnapshot:
 
 
 def save(folder: Path, given: RankSnapshot, *, keep: int = 2, disk: Disk | None = None) -> CheckpointDir:
-    return commit(folder, given, keep=keep, disk=disk or Disk(), party=Alone())
+    return commit(folder, given, keep=keep, disk=disk or Disk(), party=RankGroup())
 
 
 def names(folder: Path) -> list[str]:

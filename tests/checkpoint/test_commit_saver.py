@@ -15,13 +15,7 @@ from torch import Tensor
 from halfstep.checkpoint.commit import RankSnapshot, Saver
 from halfstep.checkpoint.paths import Disk, generations, leftovers
 from halfstep.checkpoint.reading import read_state, verified
-
-
-class Alone:
-    rank, size = 0, 1
-
-    def share(self, text: str) -> list[str]:
-        return [text]
+from halfstep.distributed import RankGroup
 
 
 class Gate(Disk):
@@ -51,7 +45,7 @@ def savers(tmp_path: Path) -> Iterator[Any]:
     made: list[Saver] = []
 
     def make(disk: Disk | None = None, background: bool = True) -> Saver:
-        made.append(Saver(tmp_path / "checkpoints", keep=2, party=Alone(), background=background, disk=disk))
+        made.append(Saver(tmp_path / "checkpoints", keep=2, party=RankGroup(), background=background, disk=disk))
         return made[-1]
 
     yield make
@@ -154,8 +148,8 @@ def test_a_failure_is_told_once_and_the_next_save_is_none(
 def test_a_failure_of_the_protocol_itself_is_told_too(tmp_path: Path) -> None:
     """Another process is gone, and what all of them agree by fails."""
 
-    class Broken(Alone):
-        def share(self, text: str) -> list[str]:
+    class Broken(RankGroup):
+        def decide(self, text: str, conclude: Any) -> str:
             raise RuntimeError("Connection closed by peer")
 
     saver = Saver(tmp_path / "checkpoints", keep=2, party=Broken())

@@ -18,16 +18,10 @@ from halfstep.checkpoint.commit import RankSnapshot, commit
 from halfstep.checkpoint.paths import Disk, generations
 from halfstep.checkpoint.reading import newest_intact, read_state, verified
 from halfstep.checkpoint.sealed import MANIFEST, MOST_TENSORS, with_seal
+from halfstep.distributed import RankGroup
 from halfstep.errors import BadData, NoCheckpoint, OtherForm, Unsafe
 
 TENSORS, STATE = "rank-00000.safetensors", "rank-00000.json"
-
-
-class Alone:
-    rank, size = 0, 1
-
-    def share(self, text: str) -> list[str]:
-        return [text]
 
 
 @pytest.fixture
@@ -39,7 +33,7 @@ def place(tmp_path: Path) -> Path:
         snapshot = RankSnapshot(
             attempt, {"at": attempt}, {"w": torch.full((4,), float(attempt)), "none": torch.ones(0, 2)}
         )
-        commit(folder, snapshot, keep=2, disk=Disk(), party=Alone())
+        commit(folder, snapshot, keep=2, disk=Disk(), party=RankGroup())
     return folder
 
 

@@ -218,6 +218,26 @@ def test_formats_and_names_that_do_not_fit(trained: Any, words: list[str], said:
     assert said in done.stderr
 
 
+def test_the_sharded_layout_is_a_new_folder_of_files_of_that_size(trained: Any, tmp_path: Path) -> None:
+    run, out = trained("timm"), tmp_path / "sharded"
+    done = halfstep("export", run, "--max-shard-size", "1MB", "--out", out, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(told["files"]) > 1
+    assert sorted(set(index["weight_map"].values())) == told["files"]
+    with safe_open(run / "best.safetensors", "pt") as whole:
+        for name, file in index["weight_map"].items():
+            with safe_open(out / file, "pt") as part:
+                assert torch.equal(part.get_tensor(name), whole.get_tensor(name))
+    again = halfstep("export", run, "--max-shard-size", "1MB", "--out", out)
+    assert again.exit_code == 73
+    wrong = halfstep("export", run, "--max-shard-size", "1MB", "--format", "onnx", "--out", tmp_path / "other")
+    assert wrong.exit_code == 78
+    shown = halfstep("export", run, "--max-shard-size", "1GB", "--weights", "checkpoint", "--out", tmp_path / "one")
+    assert "model.safetensors" in shown.stdout
+
+
 def test_without_its_data_a_run_is_checked_with_noise(trained: Any, tmp_path: Path) -> None:
     import shutil
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from faults.crash_story import commit_together
 from halfstep import distributed
 from halfstep.checkpoint.commit import RankSnapshot, commit
 from halfstep.checkpoint.paths import Disk, generations
@@ -314,36 +315,8 @@ def test_a_task_with_randomness_of_its_own(tmp_path: Path, noise: str, code: int
     assert told["proof"]["equal"] == (code == 0)
 
 
-class TwoParty:
-    """Two processes that are threads."""
-
-    size = 2
-
-    def __init__(self, rank: int, barrier: threading.Barrier, texts: list[str]) -> None:
-        self.rank, self._barrier, self._texts = rank, barrier, texts
-
-    def share(self, text: str) -> list[str]:
-        self._texts[self.rank] = text
-        self._barrier.wait(10)
-        told = list(self._texts)
-        self._barrier.wait(10)
-        return told
-
-
 def test_a_run_of_two_processes_is_verified_and_not_trained(copied: Path) -> None:
-    barrier, texts = threading.Barrier(2), ["", ""]
-    ranks = [
-        threading.Thread(
-            target=commit,
-            args=(copied / "checkpoints", snapshot(15)),
-            kwargs={"keep": 1, "disk": Disk(), "party": TwoParty(rank, barrier, texts)},
-        )
-        for rank in (0, 1)
-    ]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
+    commit_together(copied / "checkpoints", [snapshot(15)] * 2, keep=1, disks=[Disk()] * 2)
     done = halfstep("verify", copied)
     assert done.exit_code == 0, done.output
     assert "by 2 processes" in done.stdout

@@ -45,3 +45,31 @@ def test_a_hand_changes_no_bit_and_is_seen_on_a_skipped_step_too(on_ranks: Ranks
     quiet = on_ranks(trained, [[], [], []], 1)
     assert [seen for seen, _, _ in raised] == [[0, 1, 1]] * 2
     assert [weights for _, _, weights in raised] == [weights for _, _, weights in quiet]
+
+
+def saving(rank: int, raised_by: list[list[int]]) -> tuple[list[bool], list[int], int, str]:
+    """Whether all save after each step, the hands seen, collectives, and the weights."""
+    model = buffered_model(seed=0)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"))
+    counted, agreed, hands = Counted(), [], []
+    torch.manual_seed(rank)
+    for ranks in raised_by:
+        stepper.save_requested = rank in ranks
+        stepper.stop_requested = rank == 1
+        stepper.step(mse, torch.randn(6, 8))
+        agreed.append(stepper.save_agreed)
+        hands.append(stepper.stop_votes)
+    counted.stop()
+    return agreed, hands, len(counted.calls), digest_of(dict(model.named_parameters()))
+
+
+def test_one_process_saves_when_it_asks_itself() -> None:
+    assert saving(0, [[], [0], []])[0] == [False, True, False]
+
+
+def test_rank_zero_alone_decides_on_a_save_and_all_hear_of_it_in_the_same_step(on_ranks: Ranks) -> None:
+    found = on_ranks(saving, [[], [0], [0, 1], [1], []])
+    assert [agreed for agreed, _, _, _ in found] == [[False, True, True, False, False]] * 2
+    assert [(hands, calls) for _, hands, calls, _ in found] == [([1] * 5, 5)] * 2
+    quiet = on_ranks(saving, [[]] * 5)
+    assert [weights for *_, weights in found] == [weights for *_, weights in quiet]

@@ -13,6 +13,7 @@ from torch import nn
 from halfstep.checkpoint.commit import Saver
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations, leftovers
 from halfstep.checkpoint.reading import verified
+from halfstep.distributed import RankGroup
 from halfstep.errors import HalfstepError, Stopped, StorageFailed
 from halfstep.journal.events import Event, Journal
 from halfstep.train.checkpointing import Checkpoints
@@ -46,13 +47,6 @@ class Full(Disk):
         super().write(file, content)
 
 
-class Alone:
-    rank, size = 0, 1
-
-    def share(self, text: str) -> list[str]:
-        return [text]
-
-
 @pytest.fixture
 def loop(tmp_path: Path) -> Loop:
     train = {"steps": 40, "batch_size": 8, "seed": 1, "num_workers": 0}
@@ -64,7 +58,7 @@ def loop(tmp_path: Path) -> Loop:
 @pytest.fixture
 def taking(loop: Loop, tmp_path: Path) -> tuple[Checkpoints, Full, EventList]:
     disk, heard = Full(), EventList()
-    saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=Alone(), background=True, disk=disk)
+    saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=RankGroup(), background=True, disk=disk)
     return Checkpoints(loop.live, saver, Journal([heard])), disk, heard
 
 

@@ -41,6 +41,8 @@ LENGTH = 8
 """The bytes in front of a safetensors header that hold its length."""
 MADE_WITH_A_RUN = 3
 """The parent folders that may be as new as the checkpoints: the run's, the one of all runs, and its parent."""
+LEAVING = 30.0
+"""Seconds that the end of a run waits for the parts of other ranks; torchrun kills them 30 s after one has died."""
 Ruined = Callable[[int], bool]
 """A function that returns whether the weights after an attempt were unusable, judging by the losses."""
 
@@ -51,8 +53,12 @@ class RankGather(Protocol):
     rank: int
     size: int
 
-    def share(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order; every rank must call this."""
+    def decide(self, text: str, conclude: Callable[[list[str]], str]) -> str:
+        """Return on every rank what `conclude` makes of the texts of all ranks; every rank must call this."""
+        ...
+
+    def leave(self, seconds: float) -> None:
+        """Wait for other ranks only so many seconds more."""
         ...
 
 
@@ -91,26 +97,23 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
     Every rank must call this. Raises NotCommitted on all ranks if any rank fails; earlier checkpoints then stay as they
     are. Older generations beyond the newest `keep` are removed after the commit; None keeps all.
     """
-    first = party.rank == 0
     generation = named(folder, snapshot.attempt, 0)
     try:
-        # Each `by_all` below is a barrier: no rank enters a phase before every rank has finished the one before it.
-        numbers = all_ranks_or_raise(party, lambda: _number(folder, snapshot, first))
-        generation = named(folder, snapshot.attempt, numbers[0][1])
-        _refuse_other_steps([attempt for attempt, _ in numbers])
-        all_ranks_or_raise(party, lambda: _begin(generation, disk) if first else None)
-        # The draft folder must exist before any rank writes into it.
-        sealed = all_ranks_or_raise(party, lambda: _write_own(generation.draft, snapshot, disk, party.rank))
-        # Every file is on the disk now, on every rank: only then may a manifest with their digests exist.
-        files = tuple(Sealed(*entry) for own in sealed for entry in own)
-        manifest = Manifest(snapshot.attempt, party.size, files, snapshot.environment, snapshot.chunks)
-        all_ranks_or_raise(party, lambda: _finish(generation, manifest, disk) if first else None)
+        # Each decision is a barrier: no rank writes before the draft folder exists, and no manifest is written before
+        # every file is on the disk, on every rank.
+        number = decided(party, lambda: _ready(snapshot), lambda attempts: _begin(folder, attempts, disk))
+        generation = named(folder, snapshot.attempt, number)
+        decided(
+            party,
+            lambda: _write_own(generation.draft, snapshot, disk, party.rank),
+            lambda sealed: _finish(generation, _manifest(snapshot, sealed), disk),
+        )
     except NotCommitted:
-        if first:
+        if party.rank == 0:
             with contextlib.suppress(OSError):
                 remove(generation.draft, disk)
         raise
-    if first and keep is not None:
+    if party.rank == 0 and keep is not None:
         # The commit stands even if removing old generations fails: that only costs space, and the next save tries
         # again.
         with contextlib.suppress(OSError):
@@ -118,51 +121,58 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
     return generation
 
 
-def all_ranks_or_raise(party: RankGather, do: Callable[[], Any]) -> list[Any]:
-    """Run `do` on every rank and return the results in rank order; raise NotCommitted on all ranks if one fails."""
+def decided(party: RankGather, do: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+    """Run `do` on every rank, then `conclude` on rank 0 with all results; return what it returns, on every rank.
+
+    The results are plain JSON. Raises NotCommitted on all ranks where one of them fails.
+    """
+    # Every exception is sent: a rank that raised here alone would leave the others waiting for it.
+    own = json.dumps(_outcome(do))
+    decision = party.decide(own, lambda texts: json.dumps(_outcome(lambda: conclude(_all_done(texts)))))
+    return _done(json.loads(decision))
+
+
+def _outcome(do: Callable[[], Any]) -> dict[str, Any]:
     try:
-        own = {"done": do()}
-    except Exception as failure:
-        # Every exception is shared: a rank that raised here alone would leave the others waiting in the collective.
-        own = _as_plain(failure)
-    outcomes = [json.loads(text) for text in party.share(json.dumps(own))]
-    for rank, one in enumerate(outcomes):
-        if "failed" in one:
-            reason = one["failed"] if party.size == 1 else f"{one['failed']} (rank {rank})"
-            raise NotCommitted(reason, is_nonfinite=one["is_nonfinite"])
-    return [one["done"] for one in outcomes]
-
-
-def _as_plain(failure: Exception) -> dict[str, Any]:
-    if isinstance(failure, NotCommitted):
+        return {"done": do()}
+    except NotCommitted as failure:
         return {"failed": str(failure), "is_nonfinite": failure.is_nonfinite}
-    strerror = getattr(failure, "strerror", None)
-    return {"failed": strerror or f"{type(failure).__name__}: {failure}", "is_nonfinite": False}
+    except Exception as failure:
+        strerror = getattr(failure, "strerror", None)
+        return {"failed": strerror or f"{type(failure).__name__}: {failure}", "is_nonfinite": False}
 
 
-def _number(folder: Path, snapshot: RankSnapshot, first: bool) -> tuple[int, int]:
-    """Return the step that is saved and the number of the save; only rank 0's number is used."""
+def _all_done(texts: list[str]) -> list[Any]:
+    where = [f" (rank {rank})" if len(texts) > 1 else "" for rank in range(len(texts))]
+    return [_done(json.loads(text), at) for text, at in zip(texts, where, strict=True)]
+
+
+def _done(outcome: dict[str, Any], where: str = "") -> Any:
+    if "failed" in outcome:
+        raise NotCommitted(f"{outcome['failed']}{where}", is_nonfinite=outcome["is_nonfinite"])
+    return outcome["done"]
+
+
+def _ready(snapshot: RankSnapshot) -> int:
+    """Return the step that is saved."""
     if snapshot.failure:
         raise NotCommitted(snapshot.failure)
     _all_finite(snapshot)
-    return snapshot.attempt, following(folder, snapshot.attempt).number if first else 0
+    return snapshot.attempt
 
 
-def _refuse_other_steps(attempts: list[int]) -> None:
-    """Raise NotCommitted if the ranks are at different steps."""
-    # Every rank sees the same list and decides alike, so no further exchange is needed.
+def _begin(folder: Path, attempts: list[int], disk: Disk) -> int:
+    """Create the draft folder, and return the number of the save; raise NotCommitted for ranks at different steps."""
     if len(set(attempts)) > 1:
         raise NotCommitted(f"the processes are at different steps: {', '.join(map(str, attempts))}")
-
-
-def _begin(generation: CheckpointDir, disk: Disk) -> None:
-    folder = generation.path.parent
+    generation = following(folder, attempts[0])
     if not folder.is_dir():
         disk.make_folder(folder)
     # Later saves need no flush of the parents: their names have been on the disk since the first one.
     if not generations(folder):
         _flush_the_way_to(folder, disk)
     disk.make_folder(generation.draft)
+    return generation.number
 
 
 def _flush_the_way_to(folder: Path, disk: Disk) -> None:
@@ -209,6 +219,11 @@ def _refuse_more_than(most: int, count: int, what: str) -> None:
 def _stream(table: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield table
     yield from (content(tensor.cpu()) for tensor in tensors.values())
+
+
+def _manifest(snapshot: RankSnapshot, sealed: list[Any]) -> Manifest:
+    files = tuple(Sealed(*entry) for own in sealed for entry in own)
+    return Manifest(snapshot.attempt, len(sealed), files, snapshot.environment, snapshot.chunks)
 
 
 def _finish(generation: CheckpointDir, manifest: Manifest, disk: Disk) -> None:
@@ -351,7 +366,11 @@ class Saver:
         return self.results()
 
     def close(self) -> None:
-        """Wait for the save in flight and release the thread and the buffers."""
+        """Wait for the save in flight and release the thread and the buffers.
+
+        A run also ends because another rank is gone: its part of the save is waited for half a minute, not longer.
+        """
+        self._party.leave(LEAVING)
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         self._wait()
@@ -367,6 +386,8 @@ class Saver:
             generation = commit(self._folder, snapshot, keep=self._keep, disk=self._disk, party=self._party)
         except NotCommitted as error:
             failure = error
+        except TimeoutError as error:
+            failure = NotCommitted(str(error))
         except Exception as error:
             # Every exception becomes a failed save: the Future would raise it in the training loop instead.
             failure = NotCommitted(f"{type(error).__name__}: {error}")

@@ -41,6 +41,13 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help=f"The file; RUN/{FILE}.safetensors, .onnx or .pt2 if left out.", metavar="FILE")
     ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face's sharded layout, in files of up to this size, such as 5GB; --out is then a folder.",
+            metavar="SIZE",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", "--overwrite", help="Replace the file where there is one.", metavar="")
     ] = False,
@@ -51,6 +58,9 @@ def run(
 
     The file's metadata contains the preprocessing, the classes and the meaning of the output.
     """
+    if max_shard_size is not None:
+        _layout(folder, out or folder / FILE, max_shard_size, format, weights, ema, task, json)
+        return
     kind = _format(format, out)
     file = out or folder / f"{FILE}{SUFFIXES[kind]}"
     _refuse(folder, file, kind, force)
@@ -65,6 +75,40 @@ def run(
     from halfstep.cli.pages.export import show
 
     print_report({"run": str(folder), **report}, json, show)
+
+
+def _layout(
+    folder: Path,
+    out: Path,
+    size: str,
+    format: str | None,
+    weights: str | None,
+    ema: bool | None,
+    task: Path | None,
+    json: bool,
+) -> None:
+    """Write the sharded layout to a new folder, and print what is in it."""
+    if format not in (None, "safetensors"):
+        raise WrongUse(
+            f"--max-shard-size with --format {format}", allowed="--format safetensors", do="leave --format out"
+        )
+    # The file of an earlier export may have the name: a folder is never replaced.
+    refuse_taken(out, False, do="give --out FOLDER, a new one", flag="--out")
+    from halfstep.train.run_folder import recipe_in
+
+    recipe_in(folder)
+    from halfstep.cli.pages.export import show_layout
+    from halfstep.runs.registry import task_from_file
+    from halfstep.runs.sharded_export import bytes_in, export_layout
+
+    most = bytes_in(size)
+    with storing(
+        f"{out} cannot be written",
+        allowed="a folder that this user can write to, with room for the weights",
+        do="give --out FOLDER, in a place of your own",
+    ):
+        report = export_layout(folder, out, most, weights, ema, task_from_file(task)[0] if task else None)
+    print_report({"run": str(folder), **report}, json, show_layout)
 
 
 def write(found: Exported, file: Path, format: str) -> dict[str, Any]:

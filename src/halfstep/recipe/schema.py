@@ -41,15 +41,15 @@ class ModelOptions(Section):
     """The model settings of every task; a task adds its own fields."""
 
     weights: str = "none"
-    """Where the weights begin: `none` (random), `pretrained`, or a path to a .safetensors or .pt file."""
+    """Where the weights begin: `none` (random), `pretrained`, or a path to a .safetensors or .pt file or a folder."""
     freeze: list[str] = []
     """Parts that are not trained: names of modules, such as `encoder` or `layer1`."""
 
 
 NO_FILE = ("none", "pretrained")
 """The values of `model.weights` that the task itself interprets; others are paths."""
-WEIGHTS = ".safetensors, or .pt and .pth with tensors alone"
-"""The files that such a path may name."""
+WEIGHTS = ".safetensors, a folder of these, or .pt and .pth with tensors alone"
+"""What such a path may name."""
 
 
 class DataOptions(Section):
@@ -196,6 +196,8 @@ class CheckpointOptions(Section):
 
     every_steps: PositiveInt = 1000
     """Attempted updates between two checkpoints; one is also taken at the end of every epoch, and on SIGTERM."""
+    every_minutes: PositiveFloat | Literal["auto"] | None = None
+    """Minutes after which one is taken too, by rank 0's clock; `auto` finds them from what saves cost (Young, Daly)."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
     background: bool = True

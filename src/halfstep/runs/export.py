@@ -94,23 +94,34 @@ def exported(folder: Path, which: str | None, average: bool | None, own: type[Ta
 
     The default is the best of a finished run, and the checkpoint of any other. Raise `WrongUse` for weights it lacks.
     """
+    task = task_of(folder, own)
+    chosen, averaged = chosen_weights(folder, task, which, average)
+    if chosen == CHECKPOINT:
+        return _from_checkpoint(folder, task, averaged)
+    return _from_file(folder, task, file_of(chosen, averaged), averaged)
+
+
+def file_of(chosen: str, averaged: bool) -> str:
+    """Return the name of the file with a run's `best` or `last` weights."""
+    return BEST if chosen == "best" else LAST_AVERAGE if averaged else LAST
+
+
+def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | None) -> tuple[str, bool]:
+    """Return which of `SOURCES` is meant, and whether averaged weights; raise as `exported` does."""
     if which is not None and which not in SOURCES:
         raise unknown_name("--weights", which, SOURCES)
-    task = task_of(folder, own)
     has = task.recipe.train.ema is not None
     if average and not has:
         raise WrongUse("--ema for a run that kept no average", allowed="a run with train.ema", do="leave --ema out")
     averaged = has if average is None else average
     chosen = which or ("best" if is_finished(folder) else CHECKPOINT)
-    if chosen == CHECKPOINT:
-        return _from_checkpoint(folder, task, averaged)
     if chosen == "best" and has and not averaged:
         raise WrongUse(
             "--no-ema with the best weights: those of this run are averaged, as they were evaluated",
             allowed="last and checkpoint, which have both",
             do="write --weights last --no-ema, or leave --no-ema out",
         )
-    return _from_file(folder, task, BEST if chosen == "best" else LAST_AVERAGE if averaged else LAST, averaged)
+    return chosen, averaged
 
 
 # -- from a file ------------------------------------------------------------------------------------------------------
@@ -145,7 +156,7 @@ def _when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int |
 
 
 def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
-    generation = _newest(folder)
+    generation = newest_checkpoint(folder)
     state = State.from_parts(*read_state(generation, 0), where=str(generation.path))
     task.recipe = without_weights(task.recipe)
     model = task.model()
@@ -163,7 +174,8 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
     return Exported(task, model.eval(), generation.name, averaged, generation.attempt, epoch, None)
 
 
-def _newest(folder: Path) -> CheckpointDir:
+def newest_checkpoint(folder: Path) -> CheckpointDir:
+    """Return the newest checkpoint of a run that is intact; raise NoCheckpoint or BadData where there is none."""
     try:
         verdict, _ = newest_intact(folder / CHECKPOINTS)
     except NoCheckpoint as error:

@@ -191,7 +191,7 @@ def _all_frozen(slots: Sequence[OptimizerSlot]) -> WrongUse:
 
 
 _MOST = 2**13
-"""Ranks whose votes can be counted: four counters of 13 bits fit the exact integers of a float64."""
+"""Ranks whose votes can be counted: four counters of 13 bits and one bit fit the exact integers of a float64."""
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,13 @@ class Votes:
     """Ranks that had no batch and contributed zeros."""
     bad_buffer: int = 0
     """Ranks with a buffer that this window made non-finite."""
+    save: int = 0
+    """Whether rank 0 asks all ranks to save after this step; no other rank may set it."""
 
     def packed(self) -> int:
         # Without bad_buffer, which is a flag on the device and is added there: packing it here would need a host read.
         """Return this rank's votes as one number."""
-        return self.stop + _MOST * (self.abort + _MOST * self.no_batch)
+        return self.stop + _MOST * (self.abort + _MOST * self.no_batch) + _MOST**4 * self.save
 
     @classmethod
     def unpacked(cls, total: float) -> Votes:
@@ -219,7 +221,8 @@ class Votes:
         for _ in range(4):
             rest, count = divmod(rest, _MOST)
             counts.append(count)
-        return cls(*counts)
+        stop, abort, no_batch, bad_buffer = counts
+        return cls(stop, abort, no_batch, bad_buffer, save=rest)
 
 
 AGREEMENT_BYTES = 128
@@ -290,7 +293,8 @@ class Agreement:
         numbers = iter(agreed)
         for objective in objectives:
             objective.read(numbers)
-        return Votes(votes.stop, bad_buffer=int(bad_buffer is not None and agreed[-1] != 0.0))
+        bad = int(bad_buffer is not None and agreed[-1] != 0.0)
+        return Votes(votes.stop, bad_buffer=bad, save=votes.save)
 
     def _read(self, objectives: Sequence[Objective], agreed: list[float], with_a_batch: int, fix: str) -> None:
         fourth, *rest = agreed

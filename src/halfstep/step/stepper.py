@@ -206,7 +206,8 @@ class Stepper(StepperBase):
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
             self._on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
         self._rollback.look()
-        agreed = self._agree(Votes(stop=int(self.stop_requested), no_batch=int(no_batch)))
+        save = int(self.save_requested and self.ranks.rank == 0)
+        agreed = self._agree(Votes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save))
         # Every rank has run out of batches: this window never happened.
         if agreed.no_batch == self.ranks.size:
             self._abandon()
@@ -223,7 +224,7 @@ class Stepper(StepperBase):
         if agreed.abort:
             self._rebuild_if_requested()
             raise self.ranks.failed(self._begun)
-        self.stop_votes = agreed.stop
+        self.stop_votes, self.save_agreed = agreed.stop, bool(agreed.save)
         return agreed
 
     def _token(self) -> int:

@@ -123,6 +123,10 @@ class StepperBase:
         """Set on any rank to stop all ranks: they learn it in the next step."""
         self.stop_votes = 0
         """The number of ranks whose `stop_requested` was set in the last step; the same on all ranks."""
+        self.save_requested = False
+        """Set on rank 0 to have all ranks save after the next step, such as by its clock; ignored on other ranks."""
+        self.save_agreed = False
+        """Whether rank 0's `save_requested` was set in the last step; the same on all ranks."""
 
     def __repr__(self) -> str:
         optimizers = ", ".join(f"{name}={type(slot.optimizer).__name__}" for name, slot in self._slots.items())

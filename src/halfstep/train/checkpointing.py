@@ -21,6 +21,7 @@ from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.train.environment import environment
 from halfstep.train.replicas import Replicas
+from halfstep.train.save_interval import SaveClock
 from halfstep.train.state import PARAMETERS, RunObjects, State
 
 MOST_FAILURES = 3
@@ -119,6 +120,7 @@ class Checkpoints:
     def __init__(self, live: RunObjects, saver: Saver, journal: Journal) -> None:
         self._live, self._saver, self._journal = live, saver, journal
         self.replicas = Replicas(live)
+        self.clock = SaveClock(live.recipe.checkpoint.every_minutes, distributed.size())
         self._environment = environment(live.parts.stepper.device)
         # Below every attempt: nothing was requested yet, also not at attempt 0.
         self._asked_for = -1
@@ -136,6 +138,7 @@ class Checkpoints:
         # First: a checkpoint of a state that is wrong on one rank would be resumed from.
         self.replicas.check(state)
         self._asked_for = self._live.progress.attempts
+        self.clock.saved()
         self._saver.save(state.snapshot(self._asked_for, self._environment))
 
     def save_unless(self, alarmed: bool) -> None:
@@ -185,6 +188,9 @@ class Checkpoints:
         self._saver.close()
         with contextlib.suppress(StorageFailed):  # the run already ends for another reason
             self._record(self._saver.results())
+        proposal = self.clock.proposal()
+        if proposal is not None:
+            self._journal.note(proposal, "info")
 
     def stop(self, signal: str, planned: int, alarmed: bool = False) -> None:
         """Save and end the run with Stopped; nothing is saved twice, or while the weights may be corrupt."""
@@ -234,6 +240,7 @@ class Checkpoints:
         for saved in results:
             if saved.failure is None:
                 self.failures, self.last = 0, saved
+                self.clock.timed(saved.blocked)
                 self._journal.emit(
                     events.SAVED,
                     file=f"{CHECKPOINTS}/{_name(saved)}",

@@ -247,7 +247,9 @@ class Loop:
     def _after_step(self) -> None:
         """Save where it is due, record finished saves, and stop where that was requested."""
         ended = self.progress.step_in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
-        if ended or self.progress.attempts % self.recipe.checkpoint.every_steps == 0:
+        by_steps = self.progress.attempts % self.recipe.checkpoint.every_steps == 0
+        # By the clock of rank 0, which all ranks have heard of within the step's own collective.
+        if ended or by_steps or self.stepper.save_agreed:
             # Replaced samples count toward the budget in the checkpoint, so all ranks need the same set first.
             self.beat("saving")
             self.sample_reports.exchange()
@@ -275,6 +277,7 @@ class Loop:
         # Read before the step: the step advances the schedule.
         lr, due = self.parts.lr, self.progress.step_in_epoch % self.recipe.run.log_every == 0
         self.stepper.stop_requested = self.stopping.asked is not None
+        self.stepper.save_requested = self.checkpoints.clock.is_due
         batches = Window(batch.tensors for batch in window)
         report = self.guarding.step(self._measured, batches, again=self._plain)
         self.progress.attempts += 1

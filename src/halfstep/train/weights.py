@@ -25,6 +25,7 @@ from halfstep.files import replacing
 from halfstep.recipe.schema import WEIGHTS
 from halfstep.safetensors_header import content, header
 from halfstep.step.buffers import put_buffer
+from halfstep.train.weight_folder import has_weights, read_folder
 
 MOST_LINES = 20
 PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -103,7 +104,7 @@ def gather_weights(model: nn.Module) -> None:
 
 
 def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadReport:
-    """Copy the tensors of a .safetensors or .pt file into `model`, and return what did not fit.
+    """Copy the tensors of a .safetensors or .pt file, or of a folder of shards, into `model`; return what did not fit.
 
     Everything must fit, unless `partial`: then at least half of the smaller side must. The model changes only after all
     checks. Raises StateMismatch, BadData, Unsafe or MissingExtra.
@@ -248,7 +249,9 @@ def _all_sound(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tens
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a .safetensors, .pt or .pth file by name, on the host."""
+    """Return the tensors of a .safetensors, .pt or .pth file, or of a folder, by name, on the host."""
+    if has_weights(path):
+        return read_folder(path, LARGEST)
     if not path.is_file():
         raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
     if path.stat().st_size > LARGEST:

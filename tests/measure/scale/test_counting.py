@@ -25,9 +25,10 @@ from halfstep.measure.scale.counting import (
 )
 from halfstep.measure.scale.layout import Group, RankLayout, layouts, ranks_and_nodes
 from halfstep.measure.scale.traffic import LinkTraffic, links_of, times, traffic_of
-from halfstep.measure.scale.upkeep import PUBLISHED, goodput
+from halfstep.measure.scale.upkeep import goodput
 from halfstep.measure.setting import StepSetting
 from halfstep.step.shard_units import shard_units
+from halfstep.train.save_interval import PUBLISHED
 from tests.support.ranks import Ranks
 
 WITHIN = 0.05

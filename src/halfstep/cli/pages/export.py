@@ -31,6 +31,16 @@ def show(report: dict[str, Any]) -> None:
         console.print(Padding(Text(in_line(line)), (0, 0, 0, 2), expand=False))
 
 
+def show_layout(report: dict[str, Any]) -> None:
+    """Print the folder of a sharded layout and what is in it."""
+    console, files = screen(), report["files"]
+    size = f"{report['tensors']} tensors, {report['bytes'] / 1e6:,.1f} MB, in {len(files)} files"
+    console.print(Text.assemble((in_line(report["folder"]), "bold"), f": {size}"), soft_wrap=True)
+    average = ", averaged" if report["averaged"] else ""
+    for line in (f"{report['source']}{average}", f"{files[0]} to {files[-1]}" if len(files) > 1 else files[0]):
+        console.print(Padding(Text(in_line(line)), (0, 0, 0, 2), expand=False))
+
+
 def _origin(report: dict[str, Any]) -> str:
     metric, value = report["metric"]["name"], report["metric"]["value"]
     moment = [f"step {report['step']:,}"] if report["step"] is not None else []

@@ -6,12 +6,12 @@ failure are published ones, taken as proportional to the number of GPUs. The ass
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from halfstep.measure.scale.counting import RankCounts
 from halfstep.measure.scale.layout import RankLayout
 from halfstep.step.objective import AGREEMENT_BYTES
+from halfstep.train.save_interval import PUBLISHED, between_failures, least_lost
 
 ASSUMED = {
     "copy_to_host": 10e9,
@@ -21,22 +21,6 @@ ASSUMED = {
     "start": 120.0,
 }
 """Bytes a second of one rank for the first three; seconds for the others."""
-PUBLISHED = (
-    {
-        "name": "Llama 3 405B",
-        "stops": 419,
-        "days": 54,
-        "gpus": 16384,
-        "source": "The Llama 3 Herd of Models, arXiv 2407.21783, 3.3.4: unexpected interruptions",
-    },
-    {
-        "name": "OPT-175B",
-        "stops": 40,
-        "days": 14,
-        "gpus": 992,
-        "source": "metaseq, OPT-175B chronicles: 40+ restarts in two weeks",
-    },
-)
 _DESCRIPTORS, _A_PEER = 19, 3.2
 """File descriptors of a rank, and for each peer with two gloo groups: measured on forked ranks, 4 to 256 of them."""
 
@@ -94,8 +78,8 @@ def _descriptors(layout: RankLayout) -> dict[str, Any]:
 
 def goodput(rate: dict[str, Any], world: int, stall: float, restart: float) -> dict[str, Any]:
     """Return the save interval that loses the least (Young, Daly), and the share of time that is left for steps."""
-    between = rate["days"] * 86400 * rate["gpus"] / rate["stops"] / world
-    interval = math.sqrt(2 * stall * between)
+    between = between_failures(rate, world)
+    interval = least_lost(stall, between)
     lost = stall / interval + (interval / 2 + restart) / between
     return {
         "rate": rate["name"],

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import RankGather, RankSnapshot, all_ranks_or_raise, commit, discard
+from halfstep.checkpoint.commit import RankGather, RankSnapshot, commit, decided, discard
 from halfstep.checkpoint.packing import pack
 from halfstep.checkpoint.paths import CheckpointDir, Disk, sweep
 from halfstep.errors import HalfstepError, OtherForm, reason_in
@@ -90,15 +90,17 @@ def write(
     """Record a failed step on all ranks together; raise NotCommitted on all where one fails."""
     disk, first = disk or Disk(), party.rank == 0
     own = _inputs_of(failed.attempt, model, party.rank)
-    # All ranks decide together: a record with the tensors of some ranks cannot be replayed.
-    offered = all_ranks_or_raise(party, lambda: _offer(folder, own, disk, first))
-    without = next((why for why, _ in offered if why), "") or _too_large(sum(size for _, size in offered), most)
+
+    def settle(offered: list[tuple[str, int]]) -> tuple[str, Any]:
+        # A record with the tensors of some ranks cannot be replayed.
+        without = next((why for why, _ in offered if why), "") or _too_large(sum(size for _, size in offered), most)
+        return without, _record(folder, failed, model, without)
+
+    without, record = decided(party, lambda: _offer(folder, own, disk, first), settle)
     own = RankInputs(without=without) if without else own
-    # The record is made on rank 0 alone, and shared: an error there must not leave the others waiting.
-    record = all_ranks_or_raise(party, lambda: _record(folder, failed, model, without) if first else None)
     snapshot = RankSnapshot(
         failed.report.attempt,
-        {"record": record[party.rank], "inputs": own.plain},
+        {"record": record if first else None, "inputs": own.plain},
         own.tensors,
         environment=environment(next(model.parameters()).device),
     )

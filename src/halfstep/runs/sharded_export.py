@@ -1,0 +1,237 @@
+"""Export weights in Hugging Face's sharded layout, tensor by tensor: neither the model nor its state is held in memory.
+
+A folder with `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`, or with `model.safetensors` alone
+where everything fits one file. transformers, diffusers and huggingface_hub read it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from halfstep._version import __version__
+from halfstep.checkpoint.chunks import BY_NAME
+from halfstep.checkpoint.packing import TENSOR
+from halfstep.checkpoint.paths import CheckpointDir
+from halfstep.checkpoint.reading import read_plain
+from halfstep.checkpoint.sealed import check_header, read_manifest, tensors_of
+from halfstep.errors import BadData, WrongUse
+from halfstep.files import flush
+from halfstep.runs.export import CHECKPOINT, chosen_weights, file_of, newest_checkpoint
+from halfstep.runs.finished import task_of
+from halfstep.safetensors_header import content, header
+from halfstep.train.state import checked_components
+from halfstep.train.task import Task
+
+INDEX, WHOLE, SHARD = "model.safetensors.index.json", "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def bytes_in(text: str) -> int:
+    """Return the bytes of a size such as 5GB, 500MB or 2GiB; raise WrongUse for other words."""
+    found = _SIZE.fullmatch(text.strip())
+    count = 0
+    if found:
+        count = int(float(found[1]) * (1024 if found[3] else 1000) ** ("", "K", "M", "G", "T").index(found[2].upper()))
+    if count < 1:
+        raise WrongUse(f"--max-shard-size {text}", allowed="a size, such as 5GB or 500MB", do="--max-shard-size 5GB")
+    return count
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights on the disk that are read one tensor at a time."""
+
+    likes: Mapping[str, Tensor]
+    """Shapes and dtypes by name, without values."""
+    read: Callable[[str], Tensor]
+    finite: Collection[str] = ()
+    """The names of those that must be finite; others, as a mask, may hold infinities."""
+
+
+@contextmanager
+def weights_in_file(path: Path) -> Iterator[StoredWeights]:
+    """Yield the weights of a safetensors file."""
+    with ExitStack() as opened:
+        file = _opened(path, opened)
+        likes = {name: _like(file, name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        yield StoredWeights(likes, file.get_tensor)
+
+
+@contextmanager
+def weights_in_checkpoint(generation: CheckpointDir, averaged: bool) -> Iterator[StoredWeights]:
+    """Yield the weights of a checkpoint, without buffers that a model does not save; chunks are joined as one is read.
+
+    Each file is opened once. The checkpoint must have been verified.
+    """
+    manifest, plain = read_manifest(generation), read_plain(generation, 0)
+    checked_components(plain, str(generation.path))
+    try:
+        stored = _stored_names(plain, averaged)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(generation.path, error) from error
+    with ExitStack() as opened:
+        files: dict[int, Any] = {}
+
+        def file_of(rank: int) -> Any:
+            if rank not in files:
+                files[rank] = _opened(generation.path / tensors_of(rank), opened)
+            return files[rank]
+
+        def like(name: str) -> Tensor:
+            cut = manifest.chunks.get(name)
+            return _like(file_of(0), name) if cut is None else torch.empty(cut.shape, dtype=cut.dtype, device=_NOWHERE)
+
+        def read(name: str) -> Tensor:
+            cut = manifest.chunks.get(stored[name])
+            if cut is None:
+                whole: Tensor = file_of(0).get_tensor(stored[name])
+                return whole
+            joined = torch.empty(cut.shape, dtype=cut.dtype)
+            for chunk in cut.chunks():
+                place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                part = file_of(chunk.rank).get_tensor(stored[name])
+                # An assignment would spread a smaller one over its place, without a word.
+                if tuple(part.shape) != chunk.sizes:
+                    raise _damaged(generation.path, f"{name} is {tuple(part.shape)} in the file of rank {chunk.rank}")
+                joined[place] = part
+            return joined
+
+        likes = {name: like(inside) for name, inside in stored.items()}
+        yield StoredWeights(likes, read, plain["weights"]["parameters"].keys())
+
+
+_NOWHERE = torch.device("meta")
+
+
+def _stored_names(plain: Mapping[str, Any], averaged: bool) -> dict[str, str]:
+    """Return the names of a checkpoint's tensors by the names that the model's `state_dict` has."""
+    weights, ema = plain["weights"], (plain["ema"] if averaged else None) or {"averages": {}, "buffers": {}}
+    kept = {**weights["parameters"], **ema["averages"], **weights["buffers"], **ema["buffers"]}
+    unsaved = set(weights["non_persistent_buffers"])
+    return {name: entry[f"${TENSOR}"] for name, entry in kept.items() if name not in unsaved}
+
+
+def _damaged(path: Path, reason: object) -> BadData:
+    return BadData(
+        f"{path} cannot be read as weights: {reason}", allowed="what halfstep wrote", do="halfstep verify RUN"
+    )
+
+
+def _opened(path: Path, opened: ExitStack) -> Any:
+    try:
+        check_header(path)
+        return opened.enter_context(safe_open(path, "pt"))
+    except Exception as error:
+        # A made-up file can cause any exception in the reader.
+        raise _damaged(path, error) from error
+
+
+def _like(file: Any, name: str) -> Tensor:
+    part = file.get_slice(name)
+    return torch.empty(part.get_shape(), dtype=BY_NAME[part.get_dtype()], device=_NOWHERE)
+
+
+# -- one call ---------------------------------------------------------------------------------------------------------
+
+
+def export_layout(
+    run: Path, folder: Path, most: int, which: str | None, average: bool | None, own: type[Task] | None
+) -> dict[str, Any]:
+    """Write a run's weights into a new folder, in files of up to `most` bytes, and return a report.
+
+    The model is not built. Raises as `exported` and `write_layout` do.
+    """
+    task = task_of(run, own)
+    chosen, averaged = chosen_weights(run, task, which, average)
+    generation = newest_checkpoint(run) if chosen == CHECKPOINT else None
+    path = run / file_of(chosen, averaged)
+    notes = {"averaged": str(averaged).lower(), "halfstep": __version__}
+    with weights_in_checkpoint(generation, averaged) if generation else weights_in_file(path) as weights:
+        written = write_layout(weights, folder, most, notes)
+    source = generation.name if generation else path.name
+    return {"folder": str(folder), "source": source, "averaged": averaged, **written}
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping[str, str]) -> dict[str, Any]:
+    """Write the layout into a new folder, files of up to `most` bytes of tensors; return what is in it.
+
+    One tensor is in memory at a time. Every file is read back and compared before the folder gets its name. Raises
+    BadData for weights that are not finite, and FileExistsError where the folder exists.
+    """
+    if folder.exists():
+        raise FileExistsError(errno.EEXIST, "it is there already")
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    shards = shared_out(weights.likes, most)
+    names = [WHOLE] if len(shards) == 1 else [SHARD.format(n + 1, len(shards)) for n in range(len(shards))]
+    draft.mkdir()
+    try:
+        for name, tensors in zip(names, shards, strict=True):
+            _write_shard(weights, tensors, draft / name, notes)
+            _read_back(weights, tensors, draft / name)
+        total = sum(like.nbytes for like in weights.likes.values())
+        if len(shards) > 1:
+            placed = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+            (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            flush(draft / INDEX)
+        flush(draft)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    flush(folder.parent)
+    return {"files": names, "tensors": len(weights.likes), "bytes": total}
+
+
+def shared_out(likes: Mapping[str, Tensor], most: int) -> list[list[str]]:
+    """Return the names for each file, in the model's order; a tensor larger than `most` has a file of its own."""
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, like in likes.items():
+        if shards[-1] and like.nbytes > room:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= like.nbytes
+    return shards
+
+
+def _write_shard(weights: StoredWeights, names: list[str], path: Path, notes: Mapping[str, str]) -> None:
+    # Wider dtypes first: readers require each tensor to be aligned to its element size.
+    names.sort(key=lambda name: -weights.likes[name].element_size())
+    table = header({name: weights.likes[name] for name in names}, dict(sorted({"format": "pt", **notes}.items())))
+    with path.open("xb") as file:
+        file.write(table)
+        for name in names:
+            tensor = weights.read(name)
+            if bool(tensor.isnan().any()) or (name in weights.finite and not bool(torch.isfinite(tensor).all())):
+                raise BadData(f"{name} is not finite", allowed="finite weights", do="write --weights best")
+            file.write(content(tensor))
+    flush(path)
+
+
+def _read_back(weights: StoredWeights, names: list[str], path: Path) -> None:
+    with safe_open(path, "pt") as written:
+        if sorted(written.keys()) != sorted(names) or not all(
+            torch.equal(written.get_tensor(name), weights.read(name)) for name in names
+        ):
+            raise OSError(errno.EIO, "what was read back is not what was written")

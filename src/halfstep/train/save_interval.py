@@ -1,0 +1,100 @@
+"""Decide when a save is due by time, and propose how often to save: from what saves cost, and how often runs fail."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+MINUTE, HOUR = 60.0, 3600.0
+FIRST = 10.0
+"""Minutes to the first save by time with `auto`, before any save was timed."""
+PUBLISHED: tuple[dict[str, Any], ...] = (
+    {
+        "name": "Llama 3 405B",
+        "stops": 419,
+        "days": 54,
+        "gpus": 16384,
+        "source": "The Llama 3 Herd of Models, arXiv 2407.21783, 3.3.4: unexpected interruptions",
+    },
+    {
+        "name": "OPT-175B",
+        "stops": 40,
+        "days": 14,
+        "gpus": 992,
+        "source": "metaseq, OPT-175B chronicles: 40+ restarts in two weeks",
+    },
+)
+"""Rates of failure that large runs reported, taken as proportional to the number of GPUs."""
+STATED = PUBLISHED[1]
+"""The rate that a run is proposed for: the higher one, since a save too many costs less than an hour's work lost."""
+
+
+def between_failures(rate: dict[str, Any], world: int) -> float:
+    """Return the mean seconds between two failures of so many ranks."""
+    return float(rate["days"] * 24 * HOUR * rate["gpus"] / rate["stops"] / world)
+
+
+def least_lost(stall: float, between: float) -> float:
+    """Return the seconds from save to save with which the least time is lost (Young, Daly).
+
+    Saves cost `stall` an interval, and a failure costs half an interval on average: the sum is least at
+    sqrt(2 x stall x mean time between failures).
+    """
+    return math.sqrt(2 * stall * between)
+
+
+class SaveClock:
+    """The time since the last save. Rank 0's clock decides for all ranks; its answer travels with the step's votes."""
+
+    def __init__(
+        self, minutes: float | Literal["auto"] | None, world: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._minutes, self._world, self._clock = minutes, world, clock
+        self._began = self._last = clock()
+        self._blocked: list[float] = []
+
+    def saved(self) -> None:
+        """Count the time from here: a save was begun, for whatever reason."""
+        self._last = self._clock()
+
+    def timed(self, blocked: float) -> None:
+        """Record for how long a save kept the training waiting."""
+        self._blocked.append(blocked)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a save is due by the time that has passed."""
+        return self._minutes is not None and self._clock() - self._last >= self._every()
+
+    @property
+    def interval(self) -> float | None:
+        """The seconds from save to save that lose the least; None before a save was timed."""
+        if not self._blocked:
+            return None
+        return least_lost(self._stall, between_failures(STATED, self._world))
+
+    def proposal(self) -> str | None:
+        """Return a sentence with the interval, for a run that has been longer than it and does not choose it itself."""
+        interval = self.interval
+        if interval is None or self._minutes == "auto" or self._clock() - self._began < interval:
+            return None
+        hours = between_failures(STATED, self._world) / HOUR
+        return (
+            f"saves kept the training waiting for {self._stall:.2g} s each: with a failure in {hours:,.0f} h, the rate "
+            f"of {STATED['name']} on {self._world} {'rank' if self._world == 1 else 'ranks'}, the least time is lost "
+            f"with checkpoint.every_minutes={interval / MINUTE:.2g} (Young, Daly)"
+        )
+
+    def _every(self) -> float:
+        if isinstance(self._minutes, str):
+            # A minute at the least: below it, small states would be written all the time.
+            return FIRST * MINUTE if self.interval is None else max(MINUTE, self.interval)
+        return (self._minutes or math.inf) * MINUTE
+
+    @property
+    def _stall(self) -> float:
+        # The first save allocates the buffers of all later ones.
+        return statistics.median(self._blocked[1:] or self._blocked)
