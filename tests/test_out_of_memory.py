@@ -19,8 +19,8 @@ from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.devices import device_named
 from halfstep.measure.memory.report import way_out, within_reach
 from halfstep.out_of_memory import as_error, is_out_of_memory
-from halfstep.train.give_up import smaller_microbatches
 from halfstep.train.loop import Loop
+from halfstep.train.microbatches import divided, division_notes, smaller_microbatches
 from tests.support.commands import Command
 from tests.support.tiny_task import Tiny
 
@@ -30,6 +30,8 @@ precision: fp32
 train: {epochs: 2, batch_size: 16, num_workers: 0, seed: 5}
 run: {pictures: 0}
 """
+
+EMPTY: dict[str, Any] = {"model": {}, "data": {}, "loss": {}}
 
 
 def too_much() -> None:
@@ -80,6 +82,18 @@ def test_a_step_in_pieces_has_the_same_samples(
     found = smaller_microbatches(batch, microbatches, at_most)
     assert tuple(found.values()) == wanted
     assert found["train.batch_size"] * found["train.microbatches"] == batch * microbatches
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_a_step_in_pieces_says_what_it_changes(batchnorm: bool) -> None:
+    recipe = Tiny.schema.model_validate({"task": "tiny", "train": {"batch_size": 8, "microbatches": 3}, **EMPTY})
+    model = torch.nn.BatchNorm2d(3) if batchnorm else torch.nn.GroupNorm(1, 3)
+    halves = divided(recipe, 4)
+    assert (halves.train.batch_size, halves.train.microbatches) == (2, 12)
+    [said] = division_notes(halves, 4, model)
+    assert "micro-batches of 8: a step takes the same samples, 2 at a time" in said
+    assert ("batch statistics" in said) == batchnorm
+    assert division_notes(recipe, 1, model) == []
 
 
 class Greedy(Tiny):

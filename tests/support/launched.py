@@ -5,6 +5,7 @@ torchrun itself would load torch anew in every process, which takes longer than 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -15,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from halfstep import distributed
@@ -68,6 +70,11 @@ class Agent:
             rank.join(max(0.0, until - time.monotonic()))
         return [rank.exitcode for rank in self.ranks]
 
+    def seen(self, attempt: int) -> list[list[list[float]]]:
+        """The samples of each micro-batch of an attempt, of both ranks together."""
+        ranks = [(self.folder / f"seen-{attempt}-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
+        return [json.loads(one) + json.loads(other) for one, other in zip(*ranks, strict=False)]
+
     def statuses(self) -> list[dict[str, Any]]:
         return [read_json(self.run / status_file(rank)) or {} for rank in (0, 1)]
 
@@ -82,6 +89,7 @@ def _rank(environment: dict[str, str], folder: str, what: str, settings: tuple[s
     recipe = Path(folder) / f"tiny-{environment['RANK']}.yaml"
     recipe.write_text(RECIPE)
     Troubled.what = what
+    Troubled.seen = Path(folder) / f"seen-{environment['TORCHELASTIC_RESTART_COUNT']}-{environment['RANK']}.jsonl"
     given = [f"run.dir={folder}/run", *settings]
     resolved = fit.resolved_recipe(fit.read_recipe(str(recipe)), given, schema=Troubled.schema)
     try:
@@ -94,8 +102,12 @@ class Troubled(Tiny):
     """A task in whose loss something happens to rank 1."""
 
     what, calls = "nothing", 0
+    seen = Path()
 
     def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+        if model.training:
+            with Troubled.seen.open("a") as file:
+                print(json.dumps(batch["x"].tolist()), file=file)
         Troubled.calls += 1
         if distributed.rank() == 1 and Troubled.calls == AT:
             HAPPENS[Troubled.what]()
@@ -127,7 +139,7 @@ def late() -> None:
 
 
 def memory() -> None:
-    raise MemoryError("of a test")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def bug() -> None:

@@ -219,7 +219,7 @@ def resume_from(
         epoch=loop.progress.epoch,
         checkpoint=found.generation.name,
         repeated_steps=repeated,
-        reasons=_reasons(loop, found.manifest),
+        reasons=_reasons(loop, found),
         changed=changed,
         rejected_checkpoints=found.passed_over,
         seconds=last_time(folder / JOURNAL),
@@ -236,8 +236,9 @@ def _state_for(live: RunObjects, found: FoundCheckpoint) -> State:
     return for_these_ranks(live, state, found.manifest)
 
 
-def _reasons(loop: Loop, manifest: Manifest) -> list[str]:
+def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     """Return why the bits may differ from those without the interruption."""
+    manifest = checkpoint.manifest
     found = differences(dict(manifest.environment), environment(loop.stepper.device))
     if manifest.world_size != distributed.size():
         found.append(f"it was saved by {manifest.world_size} ranks, and goes on with {distributed.size()}")
@@ -245,6 +246,9 @@ def _reasons(loop: Loop, manifest: Manifest) -> list[str]:
         # DDP packs gradients anew after its first backward, and a ring adds each element in an order that depends on
         # its place. Two terms have one order; with four ranks the bits of a resumed run were seen to differ.
         found.append("DDP adds the gradients of more than two ranks in another order in its first step")
+    size, before = loop.recipe.train.batch_size, checkpoint.without_tensors("recipe")["train"]["batch_size"]
+    if size != before:
+        found.append(f"a micro-batch had {before} samples, and has {size}")
     return found
 
 
