@@ -11,7 +11,7 @@ import pytest
 
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
-from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_file, status_saved
+from halfstep.train.status import Launch, RankStatus, begin, job_id, restart_count, status_file, status_saved
 
 SAID = ("code", "reason", "restartable")
 
@@ -110,6 +110,20 @@ def begun(folder: Path, newest: int, restarts: int, batch_size: int = 8, *accept
 )
 def test_a_restart_is_known_by_its_launcher(environment: dict[str, str], count: int) -> None:
     assert restart_count(environment) == count
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none"}, "77"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"SLURM_JOB_ID": "", "TORCHELASTIC_RUN_ID": "abc"}, "abc"),
+        ({"JOB_NAME": "halfstep"}, "halfstep"),
+    ],
+)
+def test_a_job_has_the_name_that_its_scheduler_gave_it(environment: dict[str, str], job: str | None) -> None:
+    assert job_id(environment) == job
 
 
 @pytest.mark.parametrize("code", [64, 65, 77, 78, 79, 80])

@@ -56,6 +56,7 @@ class Agent:
         every = {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         every |= {"MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         every |= {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "9"}
+        every |= {"TORCHELASTIC_RUN_ID": "a job"}
         self.ranks = []
         for rank in ("0", "1"):
             given = ({**every, "RANK": rank, "LOCAL_RANK": rank}, str(self.folder), what, settings)
@@ -86,6 +87,9 @@ class Agent:
 
 def _rank(environment: dict[str, str], folder: str, what: str, settings: tuple[str, ...]) -> None:
     os.environ.update(environment)
+    # Beside the run's folder, for a test that asks who prints what.
+    printed = os.open(Path(folder) / f"printed-{environment['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, 1)
     recipe = Path(folder) / f"tiny-{environment['RANK']}.yaml"
     recipe.write_text(RECIPE)
     Troubled.what = what
@@ -93,7 +97,7 @@ def _rank(environment: dict[str, str], folder: str, what: str, settings: tuple[s
     given = [f"run.dir={folder}/run", *settings]
     resolved = fit.resolved_recipe(fit.read_recipe(str(recipe)), given, schema=Troubled.schema)
     try:
-        fit.launch(resolved, task=Troubled, new=False, quiet=True, command="halfstep.fit", on_hang=end_hung)
+        fit.launch(resolved, task=Troubled, new=False, quiet=False, command="halfstep.fit", on_hang=end_hung)
     except HalfstepError as error:
         sys.exit(error.exit_code)
 

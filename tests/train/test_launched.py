@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,9 +86,13 @@ def test_a_restart_after_want_of_memory_takes_the_same_steps_in_halves(agent: Ag
     assert sizes == [(8, 1, 0), (8, 2, 0)]
     resumed = events(agent.run, "start")[-1]
     assert resumed["batch"] == {"per_device": 4, "devices": 2, "microbatches": 2, "total": 16}
+    assert (resumed["host"], resumed["rank"], resumed["job"]) == (socket.gethostname(), 0, "a job")
+    assert [(one["rank"], one["job"]) for one in agent.statuses()] == [(0, "a job"), (1, "a job")]
     assert "micro-batches of 8: a step takes the same samples, 4 at a time" in " ".join(resumed["notes"])
     assert resumed["resumed"]["reasons"] == ["a micro-batch had 8 samples, and has 4"]
 
+    assert "Finished" in (tmp_path / "printed-0.txt").read_text()
+    assert (tmp_path / "printed-1.txt").read_text() == "", "one rank prints"
     run, expected = on_one_device(tmp_path / "whole")
     taken: dict[int, list[list[float]]] = {}
     for attempt, (begin, parts) in enumerate(zip(begins, (1, 2), strict=True)):

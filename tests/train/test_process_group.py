@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.train.process_group import PORTS, slurm_ranks, store_prefix
+from halfstep.slurm import PORTS, slurm_ranks
+from halfstep.train.process_group import store_prefix
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 TORCHRUN |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}

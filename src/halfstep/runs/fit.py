@@ -39,6 +39,8 @@ from halfstep.train.status import Launch, RankStatus, begin, restart_count, stat
 from halfstep.train.task import Task, no_progress
 from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, set_group_timeout
 
+MEGABYTE = 10**6
+
 
 def fit(
     recipe: str | Path,
@@ -255,5 +257,10 @@ def _listeners(folder: Path, recipe: Any, quiet: bool, resumed: Resumed | None) 
         return []
     console = None if quiet else screen()
     return listeners(
-        folder, tracker=recipe.run.tracker, console=console, resumed_at=resumed.attempt if resumed else None
+        folder,
+        tracker=recipe.run.tracker,
+        console=console,
+        resumed_at=resumed.attempt if resumed else None,
+        prometheus=recipe.run.prometheus,
+        largest_file=recipe.run.journal_mb * MEGABYTE,
     )

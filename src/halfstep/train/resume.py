@@ -36,7 +36,7 @@ from halfstep.train.state import RunObjects, State, checked_components, lengthen
 T = TypeVar("T")
 _REPLACED = re.compile(
     r"best\.safetensors|last\.safetensors|last-ema\.safetensors|recipe\.yaml|result\.json|task\.json"
-    r"|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png"
+    r"|metrics\.prom|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png"
 )
 """Files of a run that are written as a draft first: a run that is killed while it writes leaves the draft."""
 _PROBE = re.compile(rf"\.{PROBE}\.[0-9a-f]{{16}}(\.[0-9]+)?")
@@ -161,7 +161,7 @@ def _refuse_lost(folder: Path) -> None:
     if _was_saved(folder):
         raise none_intact(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
-    if not (folder / JOURNAL).exists() and (folder / LAST).exists():
+    if not sizes(folder)[JOURNAL] and not (folder / JOURNAL).exists() and (folder / LAST).exists():
         raise none_intact(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, though {LAST} is there"])
 
 

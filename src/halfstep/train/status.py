@@ -47,7 +47,7 @@ INCURABLE = (USAGE, DATA, REFUSED, CONFIGURATION, INCOMPATIBLE, GAVE_UP)
 """Exit codes after which a restart ends in the same way."""
 MOST_FRUITLESS = 3
 """Restarts in a row without a newer checkpoint after which the next one gives up."""
-LONGEST_TRACEBACK, LONGEST_REASON = 16_384, 1_000
+LONGEST_TRACEBACK, LONGEST_REASON, LONGEST_JOB = 16_384, 1_000, 200
 RUNNING, ENDED = "running", "ended"
 _FILE = re.compile(r"status\.rank-[0-9]{5}\.json")
 
@@ -82,6 +82,17 @@ def restart_count(environment: Mapping[str, str] = os.environ) -> int:
     """Return how often torchrun or Slurm restarted this run; 0 for a command that a person typed."""
     counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return max(int(count) if count.isdecimal() else 0 for count in counts)
+
+
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
+"""The variables of Slurm and of torchrun, and the one that a Kubernetes manifest gives a pod by convention."""
+
+
+def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return what the scheduler calls this job; None for a command that a person typed."""
+    # torchrun calls a job without a name `none`.
+    named = (environment.get(name, "") for name in _JOBS)
+    return next((name[:LONGEST_JOB] for name in named if name not in ("", "none")), None)
 
 
 def begin(folder: Path, newest: int, restarts: int, batch_size: int, accepted: Collection[str] = ()) -> Launch:
@@ -193,7 +204,8 @@ class RankStatus:
 
     def __init__(self, folder: Path, launch: Launch) -> None:
         self.folder, self.launch, self.rank = folder, launch, distributed.rank()
-        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now(), "world": distributed.size()}
+        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "job": job_id()}
+        self._who |= {"rank": self.rank, "since": _now(), "world": distributed.size()}
         self._changing, self._is_over = threading.Lock(), False
         self._last: dict[str, Any] = {}
 
