@@ -56,7 +56,8 @@ def test_a_slurm_job_is_queued_again_where_the_run_goes_on(tmp_path: Path) -> No
     for name, body in (("srun", 'exit "$CODE"'), ("scontrol", 'echo "$@" >> requeued')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    again = (*RESTARTABLE, errors.OUT_OF_MEMORY)
+    assert "--kill-on-bad-exit=0" in text, "with 1 the first rank that ends with 75 makes srun end with 143"
+    again = (*RESTARTABLE, errors.OUT_OF_MEMORY, 128 + 9, 128 + 15)
     for code in (0, 1, *again, *HOPELESS):
         (tmp_path / "requeued").unlink(missing_ok=True)
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code), "RECIPE": "unet", "RUN": "runs"}

@@ -88,7 +88,9 @@ def test_a_restart_after_want_of_memory_takes_the_same_steps_in_halves(agent: Ag
     assert resumed["batch"] == {"per_device": 4, "devices": 2, "microbatches": 2, "total": 16}
     assert (resumed["host"], resumed["rank"], resumed["job"]) == (socket.gethostname(), 0, "a job")
     assert [(one["rank"], one["job"]) for one in agent.statuses()] == [(0, "a job"), (1, "a job")]
-    assert "micro-batches of 8: a step takes the same samples, 4 at a time" in " ".join(resumed["notes"])
+    assert "memory ran out with larger micro-batches: a step takes the same samples, 4 at a time" in " ".join(
+        resumed["notes"]
+    )
     assert resumed["resumed"]["reasons"] == ["a micro-batch had 8 samples, and has 4"]
 
     assert "Finished" in (tmp_path / "printed-0.txt").read_text()

@@ -59,6 +59,17 @@ def stopped(folder: Path, task: Any = Stopping, **settings: Any) -> int:
     return len(events(folder / "run", "step"))
 
 
+def test_a_global_batch_of_as_many_samples_is_no_other_recipe(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    with pytest.raises(StateMismatch, match=r"train\.global_batch: null -> 32"):
+        fit(tmp_path, train__global_batch=32)
+    fit(tmp_path, train__global_batch=16, train__batch_size=8)
+    again = events(tmp_path / "run", "start")[-1]
+    assert again["batch"] == {"per_device": 8, "devices": 1, "microbatches": 2, "total": 16}
+    assert again["resumed"]["reasons"] == ["a micro-batch had 16 samples, and has 8"]
+    assert [event["attempt"] for event in events(tmp_path / "run", "step")] == list(range(1, 17))
+
+
 class Failing(Tiny):
     """Fails in its third epoch, long after a checkpoint."""
 

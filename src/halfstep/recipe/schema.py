@@ -142,6 +142,8 @@ class TrainOptions(Section):
     """Samples per device and micro-batch."""
     microbatches: Annotated[PositiveInt, Also("accumulation_steps", "gradient_accumulation_steps")] = 1
     """Micro-batches whose gradients are added up for one update."""
+    global_batch: Annotated[PositiveInt | None, Also("global_batch_size")] = None
+    """Samples of one update over all ranks: `microbatches` follows from it, each of at most `batch_size` samples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Decides weights, order and augmentation; one is drawn and recorded if it is left out."""
     clip_norm: Annotated[PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm")] = None

@@ -29,7 +29,7 @@ from halfstep.status_line import Now, OnProgress, unwatched
 from halfstep.step.ranks import connection_broke, rank_failed
 from halfstep.terminal import progress, screen
 from halfstep.train.checkpointing import check_writing
-from halfstep.train.microbatches import divided, division_notes
+from halfstep.train.microbatches import division_notes, for_ranks
 from halfstep.train.process_group import rng_preserved, together
 from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
@@ -188,7 +188,7 @@ def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterato
         newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
         launched = begin(opened.path, newest, restart_count(), opened.recipe.train.batch_size, accepted)
         # Sent to the other ranks as plain data.
-        recipe = divided(opened.recipe, launched.divided_by)
+        recipe = for_ranks(opened.recipe, distributed.size(), launched.divided_by)
         plain = {"recipe": recipe.model_dump(mode="json"), "launch": asdict(launched)}
         return {**plain, "state": opened.state, "result": opened.result}
 

@@ -349,7 +349,7 @@ def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State
     train, ranks = live.recipe.train, distributed.size()
     before = saved.recipe["train"]["batch_size"] * saved.recipe["train"]["microbatches"] * manifest.world_size
     if train.batch_size * train.microbatches * ranks == before:
-        divided = {"batch_size": train.batch_size, "microbatches": train.microbatches}
+        divided = {name: getattr(train, name) for name in ("batch_size", "microbatches", "global_batch")}
         saved = replace(saved, recipe={**saved.recipe, "train": {**saved.recipe["train"], **divided}})
     elif manifest.world_size != ranks:
         raise _other_global_batch(live, before, manifest.world_size)
@@ -366,6 +366,8 @@ def _other_global_batch(live: RunObjects, before: int, ranks_before: int) -> Sta
     keeps = f"train.batch_size={before // ranks} train.microbatches=1" if before % ranks == 0 else ""
     if before % each == 0:
         keeps = f"train.microbatches={before // each}"
+    if train.global_batch is not None and before % ranks == 0:
+        keeps = f"train.global_batch={before}"
     return StateMismatch(
         f"{ranks_before} ranks saved the run with {before} samples a step; {ranks} ranks would take "
         f"{each * train.microbatches}",
