@@ -13,7 +13,6 @@ import typer
 from halfstep.cli._options import TAKES_SETTINGS, TakesSettings, flag, print_json
 from halfstep.errors import Diverged, NotBegun, OutOfMemory, Stopped, WrongUse
 from halfstep.host_memory import keep_freed_memory, nothing_collected
-from halfstep.slurm import slurm_ranks
 from halfstep.status_line import Now, waiting
 from halfstep.terminal import say
 from halfstep.train.signals import Stopping, end_process
@@ -54,8 +53,6 @@ def run(
     """
     if recipe.startswith("-"):
         raise WrongUse(f"{recipe} where RECIPE should be", allowed="RECIPE first", do=f"halfstep train RECIPE {recipe}")
-    # Here already: what is printed before torch is loaded is printed by one rank too.
-    os.environ.update(slurm_ranks(os.environ))
     now = waiting(f"halfstep train {recipe}")
     now("reading the recipe")
     from halfstep.runs.resolve import accepted_changes, refuse_early
