@@ -13,14 +13,14 @@ import torch
 import halfstep
 from halfstep.cli._commands import Commands
 from halfstep.cli.pages.out_of_memory import _changes, _ledger, _verdict
-from halfstep.errors import OUT_OF_MEMORY, OutOfMemory
+from halfstep.errors import OUT_OF_MEMORY, BadRecipe, OutOfMemory
 from halfstep.journal.jsonl import read_events
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.devices import device_named
 from halfstep.measure.memory.report import way_out, within_reach
 from halfstep.out_of_memory import as_error, is_out_of_memory
-from halfstep.train.give_up import smaller_microbatches
 from halfstep.train.loop import Loop
+from halfstep.train.microbatches import division_notes, for_ranks, smaller_microbatches
 from tests.support.commands import Command
 from tests.support.tiny_task import Tiny
 
@@ -30,6 +30,8 @@ precision: fp32
 train: {epochs: 2, batch_size: 16, num_workers: 0, seed: 5}
 run: {pictures: 0}
 """
+
+EMPTY: dict[str, Any] = {"model": {}, "data": {}, "loss": {}}
 
 
 def too_much() -> None:
@@ -80,6 +82,37 @@ def test_a_step_in_pieces_has_the_same_samples(
     found = smaller_microbatches(batch, microbatches, at_most)
     assert tuple(found.values()) == wanted
     assert found["train.batch_size"] * found["train.microbatches"] == batch * microbatches
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_a_step_in_pieces_says_what_it_changes(batchnorm: bool) -> None:
+    recipe = Tiny.schema.model_validate({"task": "tiny", "train": {"batch_size": 8, "microbatches": 3}, **EMPTY})
+    model = torch.nn.BatchNorm2d(3) if batchnorm else torch.nn.GroupNorm(1, 3)
+    halves = for_ranks(recipe, 1, 4)
+    assert (halves.train.batch_size, halves.train.microbatches) == (2, 12)
+    [said] = division_notes(halves, 4, model)
+    assert "a step takes the same samples, 2 at a time" in said
+    assert ("batch statistics" in said) == batchnorm
+    assert division_notes(recipe, 1, model) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parts", "expected"), [(1, 1, (8, 3)), (2, 1, (6, 2)), (3, 1, (8, 1)), (6, 1, (4, 1)), (2, 4, (2, 6))]
+)
+def test_a_global_batch_is_divided_by_the_ranks_and_by_what_fits(
+    ranks: int, parts: int, expected: tuple[int, int]
+) -> None:
+    train = {"batch_size": 8, "global_batch": 24}
+    found = for_ranks(Tiny.schema.model_validate({"task": "tiny", "train": train, **EMPTY}), ranks, parts).train
+    assert (found.batch_size, found.microbatches) == expected
+    assert found.batch_size * found.microbatches * ranks == 24
+
+
+def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
+    recipe = Tiny.schema.model_validate({"task": "tiny", "train": {"global_batch": 24}, **EMPTY})
+    with pytest.raises(BadRecipe, match="24 on 5 ranks") as caught:
+        for_ranks(recipe, 5, 1)
+    assert caught.value.do == "use 4 ranks, or train.global_batch=25"
 
 
 class Greedy(Tiny):

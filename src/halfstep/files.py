@@ -37,6 +37,17 @@ def replacing(path: Path) -> Iterator[Path]:
     Readers see the old content or the new one. An error inside leaves the old one. The new content is flushed to the
     disk.
     """
+    with renaming(path) as draft:
+        yield draft
+        # Before the rename: a file system may otherwise store the new name ahead of the data, and a power cut then
+        # leaves an empty file.
+        flush(draft)
+    flush(path.parent)
+
+
+@contextmanager
+def renaming(path: Path) -> Iterator[Path]:
+    """Do the same without a flush, for content that a power cut may take: there is a newer one in a moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because os.replace is atomic only within one file system; with a token, because several
     # processes may write the same file, and in two containers with one volume both may be process 1. The process id is
@@ -44,14 +55,10 @@ def replacing(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
     try:
         yield draft
-        # Before the rename: a file system may otherwise store the new name ahead of the data, and a power cut then
-        # leaves an empty file.
-        flush(draft)
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    flush(path.parent)
 
 
 def draft_of(name: str) -> str | None:

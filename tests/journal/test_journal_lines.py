@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,16 @@ from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JsonLines, as_line, read_events
 from tests.journal.told import step, whole_run
 from tests.support.room import files_of_at_most
+
+
+def test_every_line_has_the_date_and_the_time_of_day(tmp_path: Path) -> None:
+    journal = Journal([JsonLines(tmp_path / "journal.jsonl")])
+    before = datetime.now(timezone.utc)
+    journal.note("now", "info")
+    journal.close()
+    [event] = read_events(tmp_path / "journal.jsonl")
+    said = datetime.fromisoformat(event["utc"])
+    assert before - timedelta(milliseconds=1) <= said <= datetime.now(timezone.utc)
 
 
 def refuse(word: str) -> None:

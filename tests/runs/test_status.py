@@ -11,7 +11,7 @@ import pytest
 
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
-from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_file, status_saved
+from halfstep.train.status import Launch, RankStatus, begin, job_id, restart_count, status_file, status_saved
 
 SAID = ("code", "reason", "restartable")
 
@@ -95,6 +95,10 @@ def leave(folder: Path, rank: int = 0, **status: Any) -> None:
     write_json(folder / status_file(rank), {"launch": "last", "checkpoint": 4, "fruitless": 0, **status})
 
 
+def begun(folder: Path, newest: int, restarts: int, batch_size: int = 8, *accepted: str) -> Launch:
+    return begin(folder, newest, restarts, batch_size, accepted)
+
+
 @pytest.mark.parametrize(
     ("environment", "count"),
     [
@@ -108,39 +112,92 @@ def test_a_restart_is_known_by_its_launcher(environment: dict[str, str], count: 
     assert restart_count(environment) == count
 
 
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none"}, "77"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"SLURM_JOB_ID": "", "TORCHELASTIC_RUN_ID": "abc"}, "abc"),
+        ({"JOB_NAME": "halfstep"}, "halfstep"),
+    ],
+)
+def test_a_job_has_the_name_that_its_scheduler_gave_it(environment: dict[str, str], job: str | None) -> None:
+    assert job_id(environment) == job
+
+
 @pytest.mark.parametrize("code", [64, 65, 77, 78, 79, 80])
 def test_a_restart_after_an_ending_that_stays_ends_in_the_same_way(tmp_path: Path, code: int) -> None:
     leave(tmp_path, code=76, reason="rank 1 failed", state="ended")
     leave(tmp_path, 1, code=code, reason="no samples", state="ended")
     leave(tmp_path, 2, code=65, reason="of an earlier launch", launch="before")
     with pytest.raises(NotRestarted, match="rank 1: no samples") as caught:
-        begin(tmp_path, newest=9, restarts=1)
+        begun(tmp_path, newest=9, restarts=1)
     assert caught.value.exit_code == code
-    assert begin(tmp_path, newest=9, restarts=0).fruitless == 0, "the user's own command"
+    assert begun(tmp_path, newest=9, restarts=0).fruitless == 0, "the user's own command"
 
 
-@pytest.mark.parametrize(("code", "ends"), [(70, 70), (76, 76), (81, 81), (None, 70)])
+@pytest.mark.parametrize(("code", "ends"), [(70, 70), (76, 76), (None, 70)])
 def test_three_restarts_without_a_newer_checkpoint_are_enough(tmp_path: Path, code: int | None, ends: int) -> None:
-    launch = begin(tmp_path, newest=4, restarts=0)
+    launch = begun(tmp_path, newest=4, restarts=0)
     for restart in (1, 2, 3):
         leave(tmp_path, launch=launch.token, fruitless=launch.fruitless, code=code, reason="again")
-        launch = begin(tmp_path, newest=4, restarts=restart)
+        launch = begun(tmp_path, newest=4, restarts=restart)
         assert launch.fruitless == restart
     leave(tmp_path, launch=launch.token, fruitless=launch.fruitless, code=code, reason="again")
     with pytest.raises(NotRestarted, match="3 restarts in a row") as caught:
-        begin(tmp_path, newest=4, restarts=4)
+        begun(tmp_path, newest=4, restarts=4)
     assert (caught.value.exit_code, kept(tmp_path)["restartable"]) == (ends, False)
-    assert begin(tmp_path, newest=4, restarts=0).fruitless == 0
+    assert begun(tmp_path, newest=4, restarts=0).fruitless == 0
 
 
 def test_a_newer_checkpoint_or_a_stop_that_was_asked_for_is_no_crash(tmp_path: Path) -> None:
     leave(tmp_path, fruitless=3, code=76, reason="hung")
-    assert begin(tmp_path, newest=5, restarts=4).fruitless == 0
+    assert begun(tmp_path, newest=5, restarts=4).fruitless == 0
     leave(tmp_path, fruitless=3, code=75, reason="stopped by SIGTERM")
-    assert begin(tmp_path, newest=4, restarts=4).fruitless == 3
+    assert begun(tmp_path, newest=4, restarts=4).fruitless == 3
 
 
 @pytest.mark.parametrize("content", ["[]", '{"launch": 3}', '{"launch": "a", "code": [65], "fruitless": "x"}', "no"])
 def test_a_status_that_another_program_wrote_stops_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / status_file(0)).write_text(content)
-    assert begin(tmp_path, newest=0, restarts=1).fruitless <= 1
+    assert begun(tmp_path, newest=0, restarts=1).fruitless <= 1
+
+
+# -- want of memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(64, [2, 4, 8, 16, 32, 64]), (12, [2, 4, 12]), (7, [7])])
+def test_a_restart_after_want_of_memory_halves_until_one_sample_is_left(
+    tmp_path: Path, batch: int, parts: list[int]
+) -> None:
+    launch = begun(tmp_path, 4, 0, batch)
+    for restart, expected in enumerate([*parts, None], start=1):
+        leave(tmp_path, code=76, reason="lost rank 1", launch=launch.token, **sizes_of(launch))
+        leave(tmp_path, 1, code=81, reason="out of memory", launch=launch.token)
+        if expected is not None:
+            launch = begun(tmp_path, 4, restart, batch)
+            # Not the attempt before again: one that may end otherwise.
+            assert (launch.divided_by, launch.fruitless) == (expected, 0)
+    with pytest.raises(NotRestarted, match="rank 1: out of memory; micro-batches are of one sample already") as caught:
+        begun(tmp_path, 4, len(parts) + 1, batch)
+    assert caught.value.exit_code == 81
+
+
+def sizes_of(launch: Launch) -> dict[str, int]:
+    return {"batch_size": launch.batch_size, "divided_by": launch.divided_by}
+
+
+def test_halves_stay_until_a_person_takes_another_batch(tmp_path: Path) -> None:
+    leave(tmp_path, code=76, reason="hung", batch_size=8, divided_by=4)
+    assert begun(tmp_path, 4, 1).divided_by == 4, "another failure keeps them"
+    assert begun(tmp_path, 4, 0).divided_by == 4, "so does the same command"
+    assert begun(tmp_path, 4, 0, 16).divided_by == 1, "these are halves of another batch"
+    assert begun(tmp_path, 4, 0, 8, "recipe").divided_by == 1, "--accept-recipe-change"
+    assert begun(tmp_path, 4, 1, 8, "recipe").divided_by == 4, "torchrun repeats the command with its options"
+
+
+@pytest.mark.parametrize("parts", [3, 0, -2, 16, True, "2", None])
+def test_parts_that_another_program_wrote_are_none(tmp_path: Path, parts: Any) -> None:
+    leave(tmp_path, code=75, reason="stopped", batch_size=8, divided_by=parts)
+    assert begun(tmp_path, 4, 1).divided_by == 1

@@ -5,6 +5,7 @@ torchrun itself would load torch anew in every process, which takes longer than 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -15,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from halfstep import distributed
@@ -54,6 +56,7 @@ class Agent:
         every = {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         every |= {"MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         every |= {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "9"}
+        every |= {"TORCHELASTIC_RUN_ID": "a job"}
         self.ranks = []
         for rank in ("0", "1"):
             given = ({**every, "RANK": rank, "LOCAL_RANK": rank}, str(self.folder), what, settings)
@@ -68,6 +71,11 @@ class Agent:
             rank.join(max(0.0, until - time.monotonic()))
         return [rank.exitcode for rank in self.ranks]
 
+    def seen(self, attempt: int) -> list[list[list[float]]]:
+        """The samples of each micro-batch of an attempt, of both ranks together."""
+        ranks = [(self.folder / f"seen-{attempt}-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
+        return [json.loads(one) + json.loads(other) for one, other in zip(*ranks, strict=False)]
+
     def statuses(self) -> list[dict[str, Any]]:
         return [read_json(self.run / status_file(rank)) or {} for rank in (0, 1)]
 
@@ -79,13 +87,17 @@ class Agent:
 
 def _rank(environment: dict[str, str], folder: str, what: str, settings: tuple[str, ...]) -> None:
     os.environ.update(environment)
+    # Beside the run's folder, for a test that asks who prints what.
+    printed = os.open(Path(folder) / f"printed-{environment['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, 1)
     recipe = Path(folder) / f"tiny-{environment['RANK']}.yaml"
     recipe.write_text(RECIPE)
     Troubled.what = what
+    Troubled.seen = Path(folder) / f"seen-{environment['TORCHELASTIC_RESTART_COUNT']}-{environment['RANK']}.jsonl"
     given = [f"run.dir={folder}/run", *settings]
     resolved = fit.resolved_recipe(fit.read_recipe(str(recipe)), given, schema=Troubled.schema)
     try:
-        fit.launch(resolved, task=Troubled, new=False, quiet=True, command="halfstep.fit", on_hang=end_hung)
+        fit.launch(resolved, task=Troubled, new=False, quiet=False, command="halfstep.fit", on_hang=end_hung)
     except HalfstepError as error:
         sys.exit(error.exit_code)
 
@@ -94,8 +106,12 @@ class Troubled(Tiny):
     """A task in whose loss something happens to rank 1."""
 
     what, calls = "nothing", 0
+    seen = Path()
 
     def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+        if model.training:
+            with Troubled.seen.open("a") as file:
+                print(json.dumps(batch["x"].tolist()), file=file)
         Troubled.calls += 1
         if distributed.rank() == 1 and Troubled.calls == AT:
             HAPPENS[Troubled.what]()
@@ -127,7 +143,7 @@ def late() -> None:
 
 
 def memory() -> None:
-    raise MemoryError("of a test")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def bug() -> None:

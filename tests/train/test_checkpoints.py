@@ -211,14 +211,28 @@ class _Facts:
         return {"classes": ["cat"] * 50}
 
 
+class Drawing(Tiny):
+    def pictures(self, model: nn.Module, batch: Any) -> Any:
+        return [np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)]
+
+
+def test_the_newest_pictures_are_kept_and_other_files_stay(tmp_path: Path, loop: Loop) -> None:
+    keeper = RunOutputs(tmp_path, Journal(), pictures=2, kept=3)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "mine.png").write_bytes(b"of a user")
+    for epoch in (9998, 9999, 10000, 10001, 10002):
+        keeper.pictures(Drawing(loop.recipe), loop.model, loop.val, loop.parts.choice.precision, epoch)
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
+        "epoch-10000.png",
+        "epoch-10001.png",
+        "epoch-10002.png",
+        "mine.png",
+    ]
+
+
 def test_a_picture_that_has_no_room_is_a_warning(tmp_path: Path, loop: Loop) -> None:
     heard = EventList()
     keeper = RunOutputs(tmp_path, Journal([heard]), pictures=2)
-
-    class Drawing(Tiny):
-        def pictures(self, model: nn.Module, batch: Any) -> Any:
-            return [np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)]
-
     with files_of_at_most(100):
         keeper.pictures(Drawing(loop.recipe), loop.model, loop.val, loop.parts.choice.precision, 1)
     assert "pictures/epoch-0001.png is kept as it was: File too large" in heard.told("note")[0]["text"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.train.process_group import PORTS, slurm_ranks, store_prefix
+from halfstep.slurm import PORTS, slurm_ranks
+from halfstep.train.process_group import store_prefix
+from tests.support.commands import Command
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 TORCHRUN |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -69,3 +71,10 @@ def test_a_batch_script_is_no_rank(left: str) -> None:
 def test_torchrun_under_srun_and_a_single_task_stay_as_they_are() -> None:
     assert slurm_ranks({**SRUN, **TORCHRUN}) == {}
     assert slurm_ranks({**SRUN, "SLURM_NTASKS": "1"}) == {}
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_task_of_srun_prints_what_is_done_before_torch_is_loaded(rank: str) -> None:
+    command = Command("train", "segmentation_tiny", "--show", environment={**SRUN, "SLURM_PROCID": rank})
+    code, _, err = command.ended()
+    assert (code, "reading the recipe" in err) == (0, rank == "0"), err

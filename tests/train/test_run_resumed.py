@@ -18,7 +18,10 @@ import torch
 import halfstep
 from faults.refit import refit
 from halfstep.checkpoint import reading
+from halfstep.checkpoint.paths import generations
+from halfstep.checkpoint.reading import read_state
 from halfstep.errors import NoCheckpoint, StateMismatch, Stopped, StorageFailed
+from halfstep.journal.jsonl import read_events
 from halfstep.train import loaders, resume, setup
 from halfstep.train.run import Run
 from tests.support.digest import digest_of
@@ -54,6 +57,48 @@ def stopped(folder: Path, task: Any = Stopping, **settings: Any) -> int:
         fit(folder, task, **settings)
     assert caught.value.exit_code == 75
     return len(events(folder / "run", "step"))
+
+
+def test_a_global_batch_of_as_many_samples_is_no_other_recipe(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    with pytest.raises(StateMismatch, match=r"train\.global_batch: null -> 32"):
+        fit(tmp_path, train__global_batch=32)
+    fit(tmp_path, train__global_batch=16, train__batch_size=8)
+    again = events(tmp_path / "run", "start")[-1]
+    assert again["batch"] == {"per_device": 8, "devices": 1, "microbatches": 2, "total": 16}
+    assert again["resumed"]["reasons"] == ["a micro-batch had 16 samples, and has 8"]
+    assert [event["attempt"] for event in events(tmp_path / "run", "step")] == list(range(1, 17))
+
+
+class Failing(Tiny):
+    """Fails in its third epoch, long after a checkpoint."""
+
+    batches = 0
+
+    def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+        self.batches += 1
+        if self.batches == 14:
+            raise ZeroDivisionError
+        return super().loss(model, batch)
+
+
+def test_a_journal_in_many_files_is_cut_back_to_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.runs.fit.MEGABYTE", 500)
+    settings = {"run__journal_mb": 1, "run__prometheus": True, "checkpoint__background": False}
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, Failing, **settings)
+    at_the_checkpoint = read_state(generations(tmp_path / "run" / "checkpoints")[0], 0)[0]["position"]["journal_sizes"]
+    newest = max(path.name for path in (tmp_path / "run").glob("journal.0*.jsonl"))
+    assert at_the_checkpoint["journal.jsonl"] < int(newest.split(".")[1]), "the cut is in an earlier file"
+    fit(tmp_path, **settings)
+    assert [event["attempt"] for event in events(tmp_path / "run", "step")] == list(range(1, 17))
+    assert [event["resumed"] is None for event in events(tmp_path / "run", "start")] == [True, False]
+    written = read_events(tmp_path / "run" / "journal.jsonl")
+    assert [event["time"] for event in written] == sorted(event["time"] for event in written)
+    metrics = (tmp_path / "run" / "metrics.prom").read_text()
+    for line in ("halfstep_running{", "halfstep_step{", "halfstep_last_save_attempt{"):
+        [found] = [one for one in metrics.splitlines() if one.startswith(line)]
+        assert found.endswith(" 0" if "running" in line else " 16")
 
 
 def rates(folder: Path) -> list[float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from halfstep.errors import INTERRUPTED, SOFTWARE
 from halfstep.host_memory import nothing_collected
+from halfstep.slurm import slurm_ranks
 from halfstep.status_line import clear, show, tell
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ def main() -> None:
     """Run the command line."""
     # Commands print log messages in their own reports; without a handler, logging would print warnings to stderr.
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
+    # First of all: one rank prints, also before torch is loaded.
+    os.environ.update(slurm_ranks(os.environ))
     try:
         with _leaving_at_once(sys.argv[1:2]), nothing_collected():
             _show_activity(sys.argv[1:])

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,7 +37,7 @@ FORMAT = 2
 """The form of the journal, in each `start`: raised where an event or a field gets another name or meaning."""
 
 Event = dict[str, Any]
-"""Plain data: `event` (one of the names below), `time` (seconds that the run has taken), and further fields."""
+"""Plain data: `event` (a name below), `time` (seconds that the run has taken), `utc` (date and time), and more."""
 
 START, STAGE, PRECISION_CHECK, STEP = "start", "stage", "precision_check", "step"
 SPEED, BAD_SAMPLE, EVALUATING, EPOCH = "speed", "bad_sample", "evaluating", "epoch"
@@ -86,7 +87,8 @@ class Journal:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Emit an event with these fields to all listeners."""
-        emitted = {"event": event, "time": round(self.seconds, 3), **fields}
+        utc = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        emitted = {"event": event, "time": round(self.seconds, 3), "utc": utc, **fields}
         # A copy: a listener that fails is removed while the loop runs.
         for listener in tuple(self.listeners):
             try:

@@ -7,29 +7,67 @@ import errno
 import json
 import math
 import os
+import re
+import stat
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from halfstep.errors import BadData, StateMismatch, same_form
 from halfstep.files import LARGEST_JSON
 from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
 
+JOURNAL, LOG = "journal.jsonl", "train.log"
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+# A journal that has grown too long goes on in a new file. The earlier files stay beside it, with the byte of the whole
+# journal at which they begin in their name: positions in it stay what they are, even where a user takes files away.
+
+
+_PART = re.compile(r"journal\.([0-9]{15})\.jsonl")
+
+
+class Part(NamedTuple):
+    """A file of a journal, and the byte of the whole journal at which it begins."""
+
+    begin: int
+    path: Path
+
+
+def is_earlier_part(name: str) -> bool:
+    """Return whether a file of this name is an earlier part of a journal."""
+    return _PART.fullmatch(name) is not None
+
+
+def parts_of(path: Path) -> list[Part]:
+    """Return the files of a journal from the oldest to the one that is written, which may be missing."""
+    found: list[Part] = []
+    if path.name == JOURNAL:
+        with contextlib.suppress(OSError):
+            for entry in path.parent.iterdir():
+                if (match := _PART.fullmatch(entry.name)) and stat.S_ISREG(entry.lstat().st_mode):
+                    found.append(Part(int(match[1]), entry))
+    found.sort()
+    return [*found, Part(found[-1].begin + _size(found[-1].path) if found else 0, path)]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
 # -- cutting ----------------------------------------------------------------------------------------------------------
 # Cut the journal and the log of a run back to the sizes that a checkpoint recorded.
 
-
-JOURNAL, LOG = "journal.jsonl", "train.log"
 
 _BLOCK = 2**16
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the current sizes of both files; 0 for a missing one."""
-    paths = {name: folder / name for name in (JOURNAL, LOG)}
-    return {name: path.stat().st_size if path.is_file() else 0 for name, path in paths.items()}
+    """Return the current sizes of the journal, in all its files, and of the log; 0 for a missing one."""
+    last = {name: parts_of(folder / name)[-1] for name in (JOURNAL, LOG)}
+    return {name: part.begin + _size(part.path) for name, part in last.items()}
 
 
 def cut_back(folder: Path, sizes: Mapping[str, int]) -> None:
@@ -40,7 +78,19 @@ def cut_back(folder: Path, sizes: Mapping[str, int]) -> None:
     """
     _refuse_others(sizes)
     for name in (JOURNAL, LOG):
-        cut_to_lines(folder / name, sizes.get(name, 0))
+        begin = _take_back_parts(folder / name, sizes.get(name, 0))
+        cut_to_lines(folder / name, sizes.get(name, 0) - begin)
+
+
+def _take_back_parts(path: Path, size: int) -> int:
+    """Let the file that is written be the one with the last byte of `size`; return the byte at which it begins."""
+    *earlier, last = parts_of(path)
+    # Renamed over the newest one, from the newest back: after each, the journal is whole up to an earlier end.
+    while earlier and (size <= last.begin or not path.exists()):
+        last = earlier.pop()
+        with to_write(path):
+            os.replace(last.path, path)
+    return last.begin
 
 
 def cut_to_lines(path: Path, at_most: int | None = None) -> None:
@@ -106,11 +156,13 @@ class JsonLines:
     Lines that a full disk does not accept wait in memory, and are written as soon as there is room.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, largest: float = math.inf) -> None:
+        """Append to `path`; a file of more than `largest` bytes goes on in a new one."""
+        self._path, self._largest = path, largest
         with to_write(path):
             cut_to_lines(path)
-            # Unbuffered: each line is one write, which survives even if the process is killed right after it.
-            self._file = path.open("ab", buffering=0)
+            self._open()
+        self._is_mid_line = False
         self._waiting: deque[bytes] = deque()
         self._lost = 0
         """The number of lines that were dropped, and are not yet reported in the file."""
@@ -135,12 +187,30 @@ class JsonLines:
             self._waiting.clear()
         self._file.close()
 
+    def _open(self) -> None:
+        # Unbuffered: each line is one write, which survives even if the process is killed right after it.
+        self._file = self._path.open("ab", buffering=0)
+
     def _write_waiting(self) -> None:
+        if self._file.closed:
+            self._open()
         while self._waiting:
+            self._begin_file_if_due(len(self._waiting[0]))
             self._append(self._waiting[0])
             self._waiting.popleft()
+            self._is_mid_line = False
             # If lines were dropped, the next waiting line is the note about them.
             self._lost = 0
+
+    def _begin_file_if_due(self, more: int) -> None:
+        written = os.fstat(self._file.fileno()).st_size
+        if self._is_mid_line or not written or written + more <= self._largest:
+            return
+        self._file.close()
+        # A file that cannot be renamed is written on.
+        with contextlib.suppress(OSError):
+            os.replace(self._path, self._path.with_name(f"journal.{parts_of(self._path)[-1].begin:015d}.jsonl"))
+        self._open()
 
     def _append(self, line: bytes) -> None:
         """Write all of a line; on failure remove the part that was written, or else keep the rest waiting."""
@@ -158,7 +228,7 @@ class JsonLines:
             try:
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - done)
             except OSError:
-                self._waiting[0] = line[done:]
+                self._waiting[0], self._is_mid_line = line[done:], done > 0 or self._is_mid_line
             raise
 
     def _keep_few(self, event: Event) -> None:
@@ -170,7 +240,8 @@ class JsonLines:
             del self._waiting[2]
             self._lost += 1
             text = f"the disk had no room for {self._lost:,} lines of the journal, which are missing here"
-            note = {"event": NOTE, "time": event.get("time", 0.0), "text": text, "level": "warning"}
+            when = {"time": event.get("time", 0.0), "utc": event.get("utc")}
+            note = {"event": NOTE, **when, "text": text, "level": "warning"}
             self._waiting[1] = as_line(note).encode()
 
     def _warn_once(self, failure: OSError) -> None:
@@ -247,27 +318,40 @@ def refuse_other_form(path: Path) -> None:
 
 def last_time(path: Path) -> float:
     """Return the `time` of a journal's last complete line, from which a resumed run continues; 0.0 without one."""
+    # The newest file may have no line yet.
+    filled = [part.path for part in parts_of(path) if _size(part.path)]
     try:
-        with path.open("rb") as file:
-            end = last_line_end(file, file.seek(0, 2))
-            begin = last_line_end(file, end - 1)
-            file.seek(begin)
-            event = _read(file.read(min(end - begin, LARGEST_JSON))) or {}
+        event = _read(_last_line(filled[-1])) or {} if filled else {}
         seconds = float(event.get("time", 0.0))
     except (OSError, TypeError, ValueError):
         return 0.0
     return seconds if 0.0 <= seconds < math.inf else 0.0
 
 
-def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
-    """Yield the complete lines of a file; a line longer than any of ours comes in parts."""
+def _last_line(path: Path) -> bytes:
     with path.open("rb") as file:
-        file.seek(after)
-        # Bounded: a file without line breaks must not be read into memory as a whole.
-        while line := file.readline(LARGEST_JSON):
-            if not line.endswith(b"\n") and len(line) < LARGEST_JSON:
-                return
-            yield line
+        end = last_line_end(file, file.seek(0, 2))
+        begin = last_line_end(file, end - 1)
+        file.seek(begin)
+        return file.read(min(end - begin, LARGEST_JSON))
+
+
+def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
+    """Yield the complete lines of all files of a journal; a line longer than any of ours comes in parts."""
+    parts = parts_of(path)
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        if following is not None and following.begin <= after:
+            continue
+        # A launch that was killed while it began a new file has none yet.
+        if following is None and len(parts) > 1 and not part.path.exists():
+            return
+        with part.path.open("rb") as file:
+            file.seek(max(after - part.begin, 0))
+            # Bounded: a file without line breaks must not be read into memory as a whole.
+            while line := file.readline(LARGEST_JSON):
+                if not line.endswith(b"\n") and len(line) < LARGEST_JSON:
+                    break
+                yield line
 
 
 def _event(line: bytes, path: Path, number: int) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -12,21 +13,34 @@ from halfstep.journal.console import LiveConsole
 from halfstep.journal.events import Listener, StatefulListener
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, saved_events
 from halfstep.journal.plain import LogFile, Plain
+from halfstep.journal.prometheus import METRICS, Prometheus
 from halfstep.journal.trackers import TRACKERS
 
 
-def listeners(dir: Path, *, tracker: str, console: Console | None, resumed_at: int | None = None) -> list[Listener]:
+def listeners(
+    dir: Path,
+    *,
+    tracker: str,
+    console: Console | None,
+    resumed_at: int | None = None,
+    prometheus: bool | str = False,
+    largest_file: float = math.inf,
+) -> list[Listener]:
     """Return the listeners of a run in a folder; the curves come last, so that the console does not wait for them.
 
     A run that resumes after `resumed_at` attempts has a journal, which is cut back already; listeners recall it
-    silently.
+    silently. `prometheus` is the file with its metrics, or whether there is one in the folder; `largest_file` are the
+    bytes after which the journal goes on in another file.
     """
     # Imported here because it loads matplotlib, and a mistake in a recipe should be reported before that.
     from halfstep.journal.curves import Curves
 
-    files: list[Listener] = [JsonLines(dir / JOURNAL), LogFile(dir / LOG)]
+    files: list[Listener] = [JsonLines(dir / JOURNAL, largest_file), LogFile(dir / LOG)]
     screen = [] if console is None else [console_listener(console)]
-    every_listener = [*files, *screen, *tracker_listeners(tracker, dir, resumed_at), Curves(dir)]
+    trackers = tracker_listeners(tracker, dir, resumed_at)
+    if prometheus:
+        trackers.append(Prometheus(dir / METRICS if prometheus is True else Path(prometheus)))
+    every_listener = [*files, *screen, *trackers, Curves(dir)]
     if resumed_at is not None:
         _replay_events(every_listener, dir / JOURNAL)
     return every_listener

@@ -19,7 +19,7 @@ SAFE = (
 """The settings that change no bit of what is trained unless a step fails: keys, and sections with their dot."""
 PLACES = ("data.path", "data.masks", "data.val")
 """The settings for the location of the data; a change is harmless if the files are the same."""
-BATCH = ("train.batch_size", "train.microbatches")
+BATCH = ("train.batch_size", "train.microbatches", "train.global_batch")
 """The settings for the samples of a step; with another number of ranks, their product may stay the same."""
 EXTENSIONS = "schedule.extensions"
 LENGTH = ("train.epochs", "train.steps", EXTENSIONS, "evaluate.patience", "evaluate.min_delta")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from halfstep.recipe.schema import ALSO
+from halfstep.recipe.schema import ALLOWED, ALSO
 
 # -- spelling ---------------------------------------------------------------------------------------------------------
 # Find the word that was probably meant.
@@ -126,6 +126,8 @@ def fields_in(schema: Json) -> Fields:
 
 def in_words(node: Json) -> str:
     """Return what a part of a JSON schema allows, in words."""
+    if ALLOWED in node:
+        return str(node[ALLOWED])
     if "enum" in node:
         return _either([str(value) for value in node["enum"]])
     if "const" in node:

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 ALSO = "x-also"
 """The key of the JSON schema for the names that other projects use; editors ignore unknown `x-` keys."""
+ALLOWED = "x-allowed"
+"""The key for what a setting allows, in words, where the schema's own are too few."""
 
 AUTO = "auto"
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -140,6 +142,8 @@ class TrainOptions(Section):
     """Samples per device and micro-batch."""
     microbatches: Annotated[PositiveInt, Also("accumulation_steps", "gradient_accumulation_steps")] = 1
     """Micro-batches whose gradients are added up for one update."""
+    global_batch: Annotated[PositiveInt | None, Also("global_batch_size")] = None
+    """Samples of one update over all ranks: `microbatches` follows from it, each of at most `batch_size` samples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Decides weights, order and augmentation; one is drawn and recorded if it is left out."""
     clip_norm: Annotated[PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm")] = None
@@ -221,6 +225,11 @@ class GuardOptions(Section):
     """A finite loss far above the usual: say so and learn it where it stays (warn), or refuse the update (refuse)."""
 
 
+MetricsFile = Annotated[
+    str, Field(pattern=r"^.+\.prom$", json_schema_extra={ALLOWED: "the path of a file that ends with .prom"})
+]
+
+
 class RunOptions(Section):
     """The settings of the run's folder, its log and its tracker."""
 
@@ -228,10 +237,16 @@ class RunOptions(Section):
     """The run's folder; `runs/RECIPE` if it is left out."""
     log_every: PositiveInt = 10
     """Steps between two lines of the log."""
+    journal_mb: PositiveInt = 100
+    """Megabytes after which journal.jsonl goes on in a new file; the earlier ones stay beside it."""
     tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
     """A tracker that is fed from the journal; mlflow is the server that MLFLOW_TRACKING_URI names."""
     pictures: NonNegativeInt = 4
     """Samples that are drawn after each evaluation, by tasks that draw."""
+    pictures_kept: PositiveInt = 100
+    """Pictures that stay in the run's folder, the newest."""
+    prometheus: bool | MetricsFile = False
+    """Write metrics.prom in the run's folder, or the .prom file of this path, for node_exporter to collect."""
 
 
 ModelT = TypeVar("ModelT", bound=ModelOptions)

@@ -29,6 +29,7 @@ from halfstep.status_line import Now, OnProgress, unwatched
 from halfstep.step.ranks import connection_broke, rank_failed
 from halfstep.terminal import progress, screen
 from halfstep.train.checkpointing import check_writing
+from halfstep.train.microbatches import division_notes, for_ranks
 from halfstep.train.process_group import rng_preserved, together
 from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
@@ -37,6 +38,8 @@ from halfstep.train.signals import Stopping
 from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_saved
 from halfstep.train.task import Task, no_progress
 from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, set_group_timeout
+
+MEGABYTE = 10**6
 
 
 def fit(
@@ -133,7 +136,8 @@ def launch(
                 keep_recipe(folder, recipe)
             # A resumed run keeps its own recipe; only values that still apply are reported.
             chosen = [one for one in resolved.sizing if attrgetter(one.key)(recipe) == one.value]
-            all_notes = [*notes, *resolved.notes, *in_short(chosen)]
+            in_parts = division_notes(recipe, status.launch.divided_by, loop.model)
+            all_notes = [*notes, *resolved.notes, *in_parts, *in_short(chosen)]
             return train(
                 loop, folder, label=resolved.label, command=command, notes=all_notes, sizing=chosen, resumed=resumed
             )
@@ -182,9 +186,10 @@ def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterato
         opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted)
         held.append(opened.lock)
         newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
-        launched = begin(opened.path, newest, restart_count())
+        launched = begin(opened.path, newest, restart_count(), opened.recipe.train.batch_size, accepted)
         # Sent to the other ranks as plain data.
-        plain = {"recipe": opened.recipe.model_dump(mode="json"), "launch": asdict(launched)}
+        recipe = for_ranks(opened.recipe, distributed.size(), launched.divided_by)
+        plain = {"recipe": recipe.model_dump(mode="json"), "launch": asdict(launched)}
         return {**plain, "state": opened.state, "result": opened.result}
 
     try:
@@ -252,5 +257,10 @@ def _listeners(folder: Path, recipe: Any, quiet: bool, resumed: Resumed | None) 
         return []
     console = None if quiet else screen()
     return listeners(
-        folder, tracker=recipe.run.tracker, console=console, resumed_at=resumed.attempt if resumed else None
+        folder,
+        tracker=recipe.run.tracker,
+        console=console,
+        resumed_at=resumed.attempt if resumed else None,
+        prometheus=recipe.run.prometheus,
+        largest_file=recipe.run.journal_mb * MEGABYTE,
     )

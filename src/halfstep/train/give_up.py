@@ -22,6 +22,7 @@ from halfstep.recipe.sources import read_recipe
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.guarding import in_the_data
 from halfstep.train.loop import Loop
+from halfstep.train.microbatches import BATCH, MICROBATCHES, smaller_microbatches
 
 # -- advising ---------------------------------------------------------------------------------------------------------
 # Build the command that may fix a run: how it is launched, and a lower learning rate.
@@ -127,7 +128,7 @@ def _number(loss: Any) -> float:
 
 
 OUT_OF_MEMORY = "out_of_memory"
-BATCH, MICROBATCHES, RECOMPUTE = "train.batch_size", "train.microbatches", "train.checkpoint_activations"
+RECOMPUTE = "train.checkpoint_activations"
 
 
 def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
@@ -153,12 +154,6 @@ def _of_another_rank(error: Exception, do: str) -> OutOfMemory:
     return OutOfMemory(f"out of memory: {reason_in(error)}", allowed="work that fits into the memory", do=do)
 
 
-def smaller_microbatches(batch: int, microbatches: int, at_most: int) -> dict[str, Any]:
-    """Return settings for the same step in smaller micro-batches: the largest divisor of `batch` up to `at_most`."""
-    size = next(size for size in range(max(at_most, 1), 0, -1) if batch % size == 0)
-    return {BATCH: size, MICROBATCHES: microbatches * batch // size}
-
-
 def _smaller(loop: Loop) -> dict[str, Any]:
     """Return smaller settings where only the failure is known: half the batch, then recomputation, then resolution."""
     train = loop.recipe.train
@@ -182,8 +177,8 @@ _IN_THE_WEIGHTS = (DIVERGENCE, STATE)
 _ALSO = {
     "guard": ("guard.mode", "mode"),
     "optimizer.lr": ("lr", "learning_rate"),
-    "train.batch_size": ("batch_size", "BATCH_SIZE_PER_GPU"),
-    "train.microbatches": ("microbatches", "accumulation_steps", "gradient_accumulation_steps"),
+    BATCH: ("batch_size", "BATCH_SIZE_PER_GPU"),
+    MICROBATCHES: ("microbatches", "accumulation_steps", "gradient_accumulation_steps"),
     "train.checkpoint_activations": ("checkpoint_activations",),
 }
 """Aliases of a setting on the command line."""

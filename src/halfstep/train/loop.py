@@ -57,9 +57,10 @@ class SampleReports:
         """Record the replaced samples of all ranks; raise BadData over the budget. All ranks call it together."""
         gathered = distributed.all_gather_or_raise(lambda: self._pending)
         self._pending = []
-        for replaced in (Replaced(*row) for rows in gathered for row in rows):
+        for rank, replaced in ((rank, Replaced(*row)) for rank, rows in enumerate(gathered) for row in rows):
             self._journal.emit(
                 events.BAD_SAMPLE,
+                rank=rank,
                 name=replaced.name,
                 reason=replaced.reason,
                 index=replaced.number,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from halfstep.train.weights import finite, gather_weights, save_weights
 BEST, LAST, LAST_AVERAGE = "best.safetensors", "last.safetensors", "last-ema.safetensors"
 NOT_WRITTEN = (OSError, SafetensorError)
 """Errors of a failed write; safetensors raises its own."""
+PICTURES = "pictures"
+_PICTURE = re.compile(r"epoch-([0-9]{4,})\.png").fullmatch
 FACTS = "task.json"
 """The file with what a task needs to predict without its data."""
 
@@ -40,9 +43,15 @@ FACTS = "task.json"
 class RunOutputs:
     """The writer of a run's files; only rank 0 writes."""
 
-    def __init__(self, folder: Path, journal: Journal, pictures: int, infinite: Collection[str] | None = None) -> None:
-        """`infinite` are the buffers that held infinities when the model was built; None where that is not known."""
+    def __init__(
+        self, folder: Path, journal: Journal, pictures: int, infinite: Collection[str] | None = None, kept: int = 100
+    ) -> None:
+        """Take how many samples a picture has, and how many pictures are `kept`.
+
+        `infinite` are the buffers that held infinities when the model was built; None where that is not known.
+        """
         self.folder, self._journal, self._pictures, self._infinite = folder, journal, pictures, infinite
+        self._kept = kept
         self._first = distributed.rank() == 0
         self._unwritten: dict[str, HalfstepError] = {}
         """Files that are missing or outdated, and why."""
@@ -121,13 +130,22 @@ class RunOutputs:
         reshard(model)
         model.train()
         if drawn and self._first:
-            name = f"pictures/epoch-{epoch:04d}.png"
+            name = f"{PICTURES}/epoch-{epoch:04d}.png"
             entries = [
                 PicturedSample(one.panels, caption(words, one), one.frame)
                 for one, words in zip(drawn, captions, strict=False)
             ]
             image = sheet(entries, f"epoch {epoch}{heading}", note, task.legend())
             self._write(name, "picture", lambda path: write_png(path, image))
+            self._remove_old_pictures()
+
+    def _remove_old_pictures(self) -> None:
+        # By number, not by name: an epoch may have five digits.
+        found = [(int(match[1]), path) for path in (self.folder / PICTURES).iterdir() if (match := _PICTURE(path.name))]
+        for _, path in sorted(found)[: -self._kept]:
+            # One that cannot be removed is no reason to end a training.
+            with suppress(OSError):
+                path.unlink()
 
     def _looked_at(
         self, model: nn.Module, val: ValLoader, chosen: list[ChosenSample], choosing: Choosing | None

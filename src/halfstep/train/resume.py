@@ -36,7 +36,7 @@ from halfstep.train.state import RunObjects, State, checked_components, lengthen
 T = TypeVar("T")
 _REPLACED = re.compile(
     r"best\.safetensors|last\.safetensors|last-ema\.safetensors|recipe\.yaml|result\.json|task\.json"
-    r"|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png"
+    r"|metrics\.prom|status\.rank-[0-9]{5}\.json|curves\.png|epoch-[0-9]{4,}\.png"
 )
 """Files of a run that are written as a draft first: a run that is killed while it writes leaves the draft."""
 _PROBE = re.compile(rf"\.{PROBE}\.[0-9a-f]{{16}}(\.[0-9]+)?")
@@ -161,7 +161,7 @@ def _refuse_lost(folder: Path) -> None:
     if _was_saved(folder):
         raise none_intact(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
-    if not (folder / JOURNAL).exists() and (folder / LAST).exists():
+    if not sizes(folder)[JOURNAL] and not (folder / JOURNAL).exists() and (folder / LAST).exists():
         raise none_intact(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, though {LAST} is there"])
 
 
@@ -219,7 +219,7 @@ def resume_from(
         epoch=loop.progress.epoch,
         checkpoint=found.generation.name,
         repeated_steps=repeated,
-        reasons=_reasons(loop, found.manifest),
+        reasons=_reasons(loop, found),
         changed=changed,
         rejected_checkpoints=found.passed_over,
         seconds=last_time(folder / JOURNAL),
@@ -236,8 +236,9 @@ def _state_for(live: RunObjects, found: FoundCheckpoint) -> State:
     return for_these_ranks(live, state, found.manifest)
 
 
-def _reasons(loop: Loop, manifest: Manifest) -> list[str]:
+def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     """Return why the bits may differ from those without the interruption."""
+    manifest = checkpoint.manifest
     found = differences(dict(manifest.environment), environment(loop.stepper.device))
     if manifest.world_size != distributed.size():
         found.append(f"it was saved by {manifest.world_size} ranks, and goes on with {distributed.size()}")
@@ -245,6 +246,9 @@ def _reasons(loop: Loop, manifest: Manifest) -> list[str]:
         # DDP packs gradients anew after its first backward, and a ring adds each element in an order that depends on
         # its place. Two terms have one order; with four ranks the bits of a resumed run were seen to differ.
         found.append("DDP adds the gradients of more than two ranks in another order in its first step")
+    size, before = loop.recipe.train.batch_size, checkpoint.without_tensors("recipe")["train"]["batch_size"]
+    if size != before:
+        found.append(f"a micro-batch had {before} samples, and has {size}")
     return found
 
 
@@ -345,7 +349,7 @@ def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State
     train, ranks = live.recipe.train, distributed.size()
     before = saved.recipe["train"]["batch_size"] * saved.recipe["train"]["microbatches"] * manifest.world_size
     if train.batch_size * train.microbatches * ranks == before:
-        divided = {"batch_size": train.batch_size, "microbatches": train.microbatches}
+        divided = {name: getattr(train, name) for name in ("batch_size", "microbatches", "global_batch")}
         saved = replace(saved, recipe={**saved.recipe, "train": {**saved.recipe["train"], **divided}})
     elif manifest.world_size != ranks:
         raise _other_global_batch(live, before, manifest.world_size)
@@ -362,6 +366,8 @@ def _other_global_batch(live: RunObjects, before: int, ranks_before: int) -> Sta
     keeps = f"train.batch_size={before // ranks} train.microbatches=1" if before % ranks == 0 else ""
     if before % each == 0:
         keeps = f"train.microbatches={before // each}"
+    if train.global_batch is not None and before % ranks == 0:
+        keeps = f"train.global_batch={before}"
     return StateMismatch(
         f"{ranks_before} ranks saved the run with {before} samples a step; {ranks} ranks would take "
         f"{each * train.microbatches}",

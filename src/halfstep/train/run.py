@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import socket
 import time
 import traceback
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from halfstep.train.process_group import device_of
 from halfstep.train.resume import Resumed
 from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.signals import Stopping, not_begun
+from halfstep.train.status import job_id
 from halfstep.train.task import Task, no_progress
 from halfstep.train.watchdog import Beat, no_beat
 from halfstep.train.weights import digest, infinite_buffers
@@ -76,6 +78,7 @@ def train(
     began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
     loop.outputs.facts(loop.task)
     facts = {"format": events.FORMAT, "label": label, "dir": str(folder), "command": command, **_facts(loop)}
+    facts |= {"host": socket.gethostname(), "rank": distributed.rank(), "job": job_id()}
     facts |= {"notes": [*notes, *facts["notes"]], "sizing": [one._asdict() for one in sizing]}
     journal.emit(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED
@@ -185,7 +188,9 @@ def make_loop(
         loaders.train,
         loaders.val,
         journal=journal,
-        outputs=RunOutputs(folder, journal, recipe.run.pictures, infinite_buffers(parts.model)),
+        outputs=RunOutputs(
+            folder, journal, recipe.run.pictures, infinite_buffers(parts.model), recipe.run.pictures_kept
+        ),
         telemetry=Telemetry(device).read,
         auto_choices=auto_choices or AutoChoices(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
         data_fingerprint=loaders.data_fingerprint,

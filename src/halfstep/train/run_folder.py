@@ -20,6 +20,7 @@ from typing import Any, Literal
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.errors import BadData, FolderTaken, HalfstepError, Unsafe, WrongUse
 from halfstep.files import draft_of, read_json, write_text
+from halfstep.journal.jsonl import is_earlier_part
 from halfstep.recipe.changes import (
     EXTEND,
     EXTENSIONS,
@@ -384,7 +385,8 @@ def _refuse_foreign(path: Path) -> None:
 
 def _refuse_links(path: Path) -> None:
     """Raise Unsafe for links: a run appends to, truncates and deletes these files, which must be its own."""
-    kinds = [(name, stat.S_ISREG, "file") for name in FILES] + [(name, stat.S_ISDIR, "folder") for name in FOLDERS]
+    files = [*FILES, *(entry.name for entry in path.iterdir() if is_earlier_part(entry.name))]
+    kinds = [(name, stat.S_ISREG, "file") for name in files] + [(name, stat.S_ISDIR, "folder") for name in FOLDERS]
     for name, belongs, kind in kinds:
         try:
             mode = (path / name).lstat().st_mode

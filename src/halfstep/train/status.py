@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -38,6 +38,8 @@ from halfstep.errors import (
 )
 from halfstep.files import read_json, write_json
 from halfstep.out_of_memory import is_out_of_memory
+from halfstep.recipe.changes import RECIPE
+from halfstep.train.microbatches import largest_divisor
 
 RESTARTABLE = (TRY_AGAIN, HUNG)
 """Exit codes after which the same command resumes the run."""
@@ -45,7 +47,7 @@ INCURABLE = (USAGE, DATA, REFUSED, CONFIGURATION, INCOMPATIBLE, GAVE_UP)
 """Exit codes after which a restart ends in the same way."""
 MOST_FRUITLESS = 3
 """Restarts in a row without a newer checkpoint after which the next one gives up."""
-LONGEST_TRACEBACK, LONGEST_REASON = 16_384, 1_000
+LONGEST_TRACEBACK, LONGEST_REASON, LONGEST_JOB = 16_384, 1_000, 200
 RUNNING, ENDED = "running", "ended"
 _FILE = re.compile(r"status\.rank-[0-9]{5}\.json")
 
@@ -70,6 +72,10 @@ class Launch:
     """Restarts in a row that found no newer checkpoint than the attempt before."""
     checkpoint: int = -1
     """The step of the newest checkpoint at the beginning; -1 for none."""
+    batch_size: int = 0
+    """Samples of a micro-batch in the recipe; 0 where that is not known."""
+    divided_by: int = 1
+    """The parts that each of these micro-batches is taken in, since memory ran out."""
 
 
 def restart_count(environment: Mapping[str, str] = os.environ) -> int:
@@ -78,27 +84,77 @@ def restart_count(environment: Mapping[str, str] = os.environ) -> int:
     return max(int(count) if count.isdecimal() else 0 for count in counts)
 
 
-def begin(folder: Path, newest: int, restarts: int) -> Launch:
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
+"""The variables of Slurm and of torchrun, and the one that a Kubernetes manifest gives a pod by convention."""
+
+
+def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return what the scheduler calls this job; None for a command that a person typed."""
+    # torchrun calls a job without a name `none`.
+    named = (environment.get(name, "") for name in _JOBS)
+    return next((name[:LONGEST_JOB] for name in named if name not in ("", "none")), None)
+
+
+def begin(folder: Path, newest: int, restarts: int, batch_size: int, accepted: Collection[str] = ()) -> Launch:
     """Return this attempt; raise NotRestarted, with the code of the last ending, where a restart cannot help.
 
-    `newest` is the step of the newest checkpoint, -1 for none. Only rank 0 calls it, before any rank has written.
+    `newest` is the step of the newest checkpoint, -1 for none, and `batch_size` the recipe's. Where memory ran out, a
+    restart halves the micro-batch, and later launches keep that, until a person accepts another recipe. Only rank 0
+    calls it, before any rank has written.
     """
-    last = last_statuses(folder) if restarts else {}
-    if not last:
-        return Launch(secrets.token_hex(8), restarts, 0, newest)
+    last = last_statuses(folder)
+    if not last or not restarts:
+        parts = 1 if RECIPE in accepted else _parts_before(last, batch_size)
+        return Launch(secrets.token_hex(8), restarts, 0, newest, batch_size, parts)
     for rank, status in last.items():
         if status.get("code") in INCURABLE:
             raise _not_restarted(_reason(rank, last), status["code"], "mend this, and start it again")
+    return Launch(
+        secrets.token_hex(8), restarts, _fruitless(folder, last, newest), newest, batch_size, _parts(last, batch_size)
+    )
+
+
+def _fruitless(folder: Path, last: dict[int, dict[str, Any]], newest: int) -> int:
+    """Return how many restarts in a row found no newer checkpoint; raise NotRestarted where they are too many."""
     before, fruitless = last[0].get("checkpoint"), last[0].get("fruitless")
     fruitless = fruitless if type(fruitless) is int else 0
     was_stopped = all(status.get("code") == TRY_AGAIN for status in last.values())
     if newest > (before if type(before) is int else -1):
         fruitless = 0
-    elif not was_stopped:  # a run that was asked to stop did not fail
+    # A run that was asked to stop did not fail, and one that ran out of memory is not repeated: it is divided further.
+    elif not was_stopped and _exhausted(last) is None:
         fruitless += 1
     if fruitless > MOST_FRUITLESS:
         raise _gave_up(folder, last)
-    return Launch(secrets.token_hex(8), restarts, fruitless, newest)
+    return fruitless
+
+
+def _exhausted(last: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """Return the first rank that ended for want of memory."""
+    return next((rank for rank, status in last.items() if status.get("code") == OUT_OF_MEMORY), None)
+
+
+def _parts(last: Mapping[int, Mapping[str, Any]], batch_size: int) -> int:
+    """Return the parts of a micro-batch: those of the attempt before, and twice as many where memory ran out."""
+    parts, rank = _parts_before(last, batch_size), _exhausted(last)
+    if rank is None:
+        return parts
+    size = batch_size // parts
+    if size == 1:
+        given = f"{_reason(rank, last)}; micro-batches are of one sample already, and cannot be halved"
+        do = "add train.checkpoint_activations=true, or take a smaller image, a smaller model or more ranks"
+        raise _not_restarted(given, OUT_OF_MEMORY, do)
+    return batch_size // largest_divisor(size, size // 2)
+
+
+def _parts_before(last: Mapping[int, Mapping[str, Any]], batch_size: int) -> int:
+    """Return the parts that the attempt before divided micro-batches of this size in; 1 for another size."""
+    status = last.get(0, {})
+    parts = status.get("divided_by")
+    # The file may be of another program: nothing in it is taken for granted.
+    if status.get("batch_size") != batch_size or type(parts) is not int or not 0 < parts <= batch_size:
+        return 1
+    return parts if batch_size % parts == 0 else 1
 
 
 def last_statuses(folder: Path, token: str | None = None) -> dict[int, dict[str, Any]]:
@@ -148,7 +204,8 @@ class RankStatus:
 
     def __init__(self, folder: Path, launch: Launch) -> None:
         self.folder, self.launch, self.rank = folder, launch, distributed.rank()
-        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now(), "world": distributed.size()}
+        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "job": job_id()}
+        self._who |= {"rank": self.rank, "since": _now(), "world": distributed.size()}
         self._changing, self._is_over = threading.Lock(), False
         self._last: dict[str, Any] = {}
 

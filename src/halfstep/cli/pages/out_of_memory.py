@@ -83,7 +83,8 @@ def _verdict(failed: OutOfMemory, found: Found) -> str:
 
 
 def _changes(failed: OutOfMemory, found: Found) -> dict[str, Any]:
-    from halfstep.train.give_up import RECOMPUTE, smaller_microbatches
+    from halfstep.train.give_up import RECOMPUTE
+    from halfstep.train.microbatches import smaller_microbatches
 
     if found["batch"]:
         return smaller_microbatches(failed.batch, failed.microbatches, min(found["batch"], failed.batch // 2))
