@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
-from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_file, status_saved
+from halfstep.train.status import Launch, RankStatus, begin, lost_ranks, restart_count, status_file, status_saved
 
 SAID = ("code", "reason", "restartable")
 
@@ -144,3 +147,21 @@ def test_a_newer_checkpoint_or_a_stop_that_was_asked_for_is_no_crash(tmp_path: P
 def test_a_status_that_another_program_wrote_stops_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / status_file(0)).write_text(content)
     assert begin(tmp_path, newest=0, restarts=1).fruitless <= 1
+
+
+def test_a_rank_whose_process_is_gone_or_that_failed_is_named_and_not_those_that_lost_it(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    running = {"launch": "now", "state": "running", "host": socket.gethostname()}
+    ended = {**running, "state": "ended", "pid": gone.pid}
+    statuses = (
+        {**running, "pid": os.getpid()},
+        {**running, "pid": gone.pid},
+        {**ended, "code": 76},
+        {**ended, "code": 70},
+        {**running, "pid": gone.pid, "host": "elsewhere"},
+        {**running, "pid": gone.pid, "launch": "before"},
+    )
+    for rank, status in enumerate(statuses):
+        write_json(tmp_path / status_file(rank), status)
+    assert lost_ranks(tmp_path, "now") == [1, 3]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from operator import attrgetter
@@ -14,7 +15,7 @@ from typing import Any
 
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import HalfstepError, in_one_line
+from halfstep.errors import HalfstepError, RankFailed, in_one_line
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
@@ -23,7 +24,7 @@ from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched
-from halfstep.step.ranks import connection_broke, rank_failed
+from halfstep.step.ranks import GONE, connection_broke, rank_failed
 from halfstep.terminal import progress, screen
 from halfstep.train.checkpointing import check_writing
 from halfstep.train.process_group import rng_preserved, together
@@ -31,9 +32,9 @@ from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
 from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, open_run, unfinish
 from halfstep.train.signals import Stopping
-from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_saved
+from halfstep.train.status import Launch, RankStatus, begin, lost_ranks, restart_count, status_saved
 from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, set_group_timeout
+from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, ranks_named, set_group_timeout
 
 
 def fit(
@@ -101,7 +102,8 @@ def launch(
             on_limit=set_group_timeout if joined else lambda limit: None,
         )
         # Once more inside: the status has the code of what is raised there.
-        with status_saved(status), watchdog, contextlib.closing(journal), _lost_ranks_named():
+        lost = functools.partial(lost_ranks, folder, status.launch.token)
+        with status_saved(status), watchdog, contextlib.closing(journal), _lost_ranks_named(lost):
             with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None
@@ -136,15 +138,20 @@ def launch(
 
 
 @contextmanager
-def _lost_ranks_named() -> Iterator[None]:
-    """Raise RankFailed for a connection to another rank that breaks inside."""
+def _lost_ranks_named(lost: Callable[[], list[int]] = list) -> Iterator[None]:
+    """Raise RankFailed for a connection to another rank that breaks inside, with the ranks that `lost` returns."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, HalfstepError) or not connection_broke(error):
+        if isinstance(error, RankFailed) and error.rank is None and not error.usable:
+            given = error.given.removeprefix(GONE)
+        elif isinstance(error, HalfstepError) or not connection_broke(error):
             raise
-        given = f"another rank is gone, or does not answer: {in_one_line(error)}"
-        raise rank_failed(given, None, usable=False) from error
+        else:
+            given = in_one_line(error)
+        gone = lost()
+        who = f"{ranks_named(gone)} {'is' if len(gone) == 1 else 'are'} gone: " if gone else GONE
+        raise rank_failed(f"{who}{given}", gone[0] if gone else None, usable=False) from error
 
 
 @contextmanager
