@@ -35,6 +35,7 @@ from halfstep.checkpoint.sealed import (
 )
 from halfstep.errors import HalfstepError, OtherForm
 from halfstep.files import LARGEST_JSON
+from halfstep.out_of_memory import is_out_of_memory
 from halfstep.safetensors_header import content, header
 
 LENGTH = 8
@@ -59,10 +60,10 @@ class RankGather(Protocol):
 class NotCommitted(Exception):
     """A save that was not committed on any rank; its text is the reason."""
 
-    def __init__(self, reason: str, *, is_nonfinite: bool = False) -> None:
+    def __init__(self, reason: str, *, is_nonfinite: bool = False, lacks_memory: bool = False) -> None:
         super().__init__(reason)
-        self.is_nonfinite = is_nonfinite
-        """Whether the save was refused because of non-finite values, not because of the disk."""
+        self.is_nonfinite, self.lacks_memory = is_nonfinite, lacks_memory
+        """Whether the reason is non-finite values, or exhausted host memory, and not the disk."""
 
 
 @dataclass(frozen=True)
@@ -129,21 +130,25 @@ def all_ranks_or_raise(party: RankGather, do: Callable[[], Any]) -> list[Any]:
     for rank, one in enumerate(outcomes):
         if "failed" in one:
             reason = one["failed"] if party.size == 1 else f"{one['failed']} (rank {rank})"
-            raise NotCommitted(reason, is_nonfinite=one["is_nonfinite"])
+            raise NotCommitted(reason, is_nonfinite=one["is_nonfinite"], lacks_memory=one["lacks_memory"])
     return [one["done"] for one in outcomes]
 
 
 def _as_plain(failure: Exception) -> dict[str, Any]:
     if isinstance(failure, NotCommitted):
-        return {"failed": str(failure), "is_nonfinite": failure.is_nonfinite}
-    strerror = getattr(failure, "strerror", None)
-    return {"failed": strerror or f"{type(failure).__name__}: {failure}", "is_nonfinite": False}
+        return {
+            "failed": str(failure),
+            "is_nonfinite": failure.is_nonfinite,
+            "lacks_memory": failure.lacks_memory,
+        }
+    words = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
+    return {"failed": words, "is_nonfinite": False, "lacks_memory": is_out_of_memory(failure)}
 
 
 def _number(folder: Path, snapshot: RankSnapshot, first: bool) -> tuple[int, int]:
     """Return the step that is saved and the number of the save; only rank 0's number is used."""
     if snapshot.failure:
-        raise NotCommitted(snapshot.failure)
+        raise NotCommitted(snapshot.failure, lacks_memory=True)
     _all_finite(snapshot)
     return snapshot.attempt, following(folder, snapshot.attempt).number if first else 0
 
