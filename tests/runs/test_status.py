@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+import halfstep
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
 from halfstep.train.status import Launch, RankStatus, begin, lost_ranks, restart_count, status_file, status_saved
+from tests.support.tiny_task import Tiny
 
 SAID = ("code", "reason", "restartable")
 
@@ -165,3 +167,24 @@ def test_a_rank_whose_process_is_gone_or_that_failed_is_named_and_not_those_that
     for rank, status in enumerate(statuses):
         write_json(tmp_path / status_file(rank), status)
     assert lost_ranks(tmp_path, "now") == [1, 3]
+
+
+class NoModel(Tiny):
+    def model(self) -> Any:
+        raise ImportError("of a test")
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_a_run_that_fails_to_start_leaves_what_its_restarts_are_counted_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text("task: tiny\n")
+    with pytest.raises(ImportError):
+        halfstep.fit(recipe, task=NoModel, settings={"run.dir": str(tmp_path / "run"), "train.epochs": 1}, quiet=True)
+    left = sorted(path.name for path in tmp_path.glob("run/*"))
+    assert left == ([] if restarts == "0" else [status_file(0)])
+    assert (tmp_path / "run").exists() == (restarts != "0")
+    if left:
+        assert kept(tmp_path / "run")["code"] == 70

@@ -32,7 +32,16 @@ from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
 from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, open_run, unfinish
 from halfstep.train.signals import Stopping
-from halfstep.train.status import Launch, RankStatus, begin, lost_ranks, restart_count, status_saved
+from halfstep.train.status import (
+    Launch,
+    RankStatus,
+    begin,
+    is_status_file,
+    lost_ranks,
+    may_be_restarted,
+    restart_count,
+    status_saved,
+)
 from halfstep.train.task import Task, no_progress
 from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, ranks_named, set_group_timeout
 
@@ -198,8 +207,21 @@ def _removed_unless_started(folder: Path, state: str) -> Iterator[None]:
     except BaseException:
         # Only a new folder without checkpoints: a folder that holds work is never removed.
         if distributed.rank() == 0 and state == NEW and not (folder / CHECKPOINTS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            _clear(folder)
         raise
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder without work; where the run may be restarted its status stays, by which restarts are counted."""
+    if not may_be_restarted():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif not is_status_file(entry.name):
+                entry.unlink()
 
 
 def _class(task: Task | type[Task]) -> type[Task]:

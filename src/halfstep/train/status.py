@@ -58,6 +58,11 @@ def status_file(rank: int) -> str:
     return f"status.rank-{rank:05d}.json"
 
 
+def is_status_file(name: str) -> bool:
+    """Return whether this is the name of some rank's status file."""
+    return _FILE.fullmatch(name) is not None
+
+
 # -- launch -----------------------------------------------------------------------------------------------------------
 
 
@@ -79,6 +84,12 @@ def restart_count(environment: Mapping[str, str] = os.environ) -> int:
     """Return how often torchrun or Slurm restarted this run; 0 for a command that a person typed."""
     counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return max(int(count) if count.isdecimal() else 0 for count in counts)
+
+
+def may_be_restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun or Slurm starts this run again where it fails, as far as their variables tell."""
+    most = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return restart_count(environment) > 0 or (most.isdecimal() and int(most) > 0)
 
 
 def begin(folder: Path, newest: int, restarts: int) -> Launch:
@@ -112,7 +123,7 @@ def last_statuses(folder: Path, token: str | None = None) -> dict[int, dict[str,
     found: dict[int, dict[str, Any]] = {}
     with contextlib.suppress(OSError):
         for entry in sorted(folder.iterdir()):
-            status = read_json(entry) if _FILE.fullmatch(entry.name) else None
+            status = read_json(entry) if is_status_file(entry.name) else None
             if isinstance(status, dict) and token is not None and status.get("launch") == token:
                 found[int(entry.name[12:17])] = status
     return found if 0 in found else {}
