@@ -6,7 +6,7 @@ import itertools
 import time
 from pathlib import Path
 
-from faults import on_two, rig
+from faults import on_two, rig, under_torchrun
 from faults.job import HALVED, Job
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
@@ -19,17 +19,37 @@ KINDS = {"kill": -9, "segfault": -11, "leave": 1, "fail": 70}
 SMALL = (("kill", "forward"), ("segfault", "backward"), ("leave", "optimizer"), ("fail", "barrier"))
 SETTINGS = {**HALVED, "train.steps": 20, "world.timeout": 10.0}
 LOST, LATEST = 76, 15.0
+RECOVERED = 60.0
+"""Seconds until torchrun has restarted the ranks."""
 
 
 def run(full: bool) -> Outcome:
-    trials, slowest = {}, 0.0
+    trials, slowest, recovered = {}, 0.0, 0.0
     with rig.scratch() as folder:
         assert Job(folder / "whole").run(SETTINGS) == [0, 0], rig.said(folder / "whole", 0)
         for kind, point in itertools.product(KINDS, POINTS) if full else SMALL:
             name = f"{kind} in {point}"
             trials[name], seconds = _died(folder / name.replace(" ", "-"), Trouble(kind, point), folder / "whole")
             slowest = max(slowest, seconds)
+        for kind in KINDS if full else ():
+            trials[f"{kind} under torchrun"], seconds = _restarted(folder / f"torchrun-{kind}", kind, folder / "whole")
+            recovered = max(recovered, seconds)
+    if full:
+        return outcome(trials, f"ended after {slowest:.2f}s, restarted by torchrun after {recovered:.1f}s")
     return outcome(trials, f"ended after {slowest:.2f}s")
+
+
+def _restarted(folder: Path, kind: str, whole: Path) -> tuple[str | None, float]:
+    """Under torchrun itself. The seconds from the death to the restarted ranks are torchrun's, and those of loading."""
+    mark = Path(f"{folder}.died")
+    ended = under_torchrun.launch(folder, SETTINGS, Trouble(kind, mark=str(mark)))
+    seconds = ended.starts[-1] - mark.stat().st_mtime
+    wrong = first_wrong(
+        (f"torchrun ends with 0 after one restart: {ended}", lambda: ended.code == 0 and len(ended.starts) == 2),
+        (f"restarted after {seconds:.0f} s", lambda: seconds <= RECOVERED),
+        ("it is the same run to the bit", lambda: on_two.same(folder, whole)),
+    )
+    return wrong, seconds
 
 
 def _died(folder: Path, trouble: Trouble, whole: Path) -> tuple[str | None, float]:

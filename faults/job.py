@@ -1,4 +1,4 @@
-"""Several ranks of one run, each a process that can be killed, stopped and signalled, launched as torchrun's agent does.
+"""Several ranks of one run, each a process to be killed, stopped and signalled, launched as torchrun's agent does.
 
 torchrun itself would load torch anew in every process, which takes longer than the run; a few trials use it all the
 same.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,3 @@ def saved_step(folder: Path) -> int:
     """The step of the newest checkpoint that is intact; -1 without one."""
     verdict, _ = newest_intact(folder / CHECKPOINTS)
     return -1 if verdict is None else verdict.generation.attempt
-
-
-def on_rank(rank: int, act: Callable[[], None]) -> None:
-    """Do something on one rank only."""
-    if os.environ.get("RANK") == str(rank):
-        act()
-
-
-def all_ended(codes: Sequence[int], *expected: int) -> bool:
-    return all(code in expected for code in codes)

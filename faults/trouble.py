@@ -9,8 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -65,6 +65,8 @@ class Trouble:
     step: int = 7
     rank: int = 1
     pause: float = 0.0
+    mark: str = ""
+    """A file that is made when it happens."""
 
     def __call__(self) -> None:
         if os.environ.get("RANK", "0") == str(self.rank):
@@ -73,6 +75,8 @@ class Trouble:
             getattr(self, f"_in_{self.point}")()
 
     def happen(self) -> None:
+        if self.mark:
+            Path(self.mark).touch()
         if self.pause:
             time.sleep(self.pause)
         else:
