@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from faults import mutants
 from halfstep.checkpoint import commit
 from halfstep.checkpoint.paths import Disk
 from halfstep.errors import HalfstepError
+from halfstep.train.status import exit_code_of
 from tests.support.tiny_task import Tiny
 
 RECIPE: dict[str, Any] = {
@@ -63,10 +66,22 @@ def run(
         before()
     if disk is not None:
         commit.Disk = lambda: disk  # type: ignore[assignment, misc]
-    recipe = Path(folder).with_suffix(".yaml")
+    recipe, said = own_file(folder, ".yaml"), own_file(folder, ".err")
     recipe.write_text("task: tiny\n")
     try:
         halfstep.fit(recipe, task=task, settings={**RECIPE, "run.dir": folder, **settings}, quiet=True, **arguments)
-    except HalfstepError as error:
-        Path(folder).with_suffix(".err").write_text(str(error))
-        sys.exit(error.exit_code)
+    except Exception as error:
+        said.write_text(str(error) if isinstance(error, HalfstepError) else traceback.format_exc())
+        sys.exit(exit_code_of(error))
+
+
+def run_rank(environment: Mapping[str, str], folder: str, settings: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Be one of several ranks: with the variables that torchrun would set, and then as `run`."""
+    os.environ.update(environment)
+    run(folder, settings, **more)
+
+
+def own_file(folder: str | Path, suffix: str, rank: int | None = None) -> Path:
+    """A file beside a run's folder; each rank has its own."""
+    number = os.environ.get("RANK") if rank is None else str(rank)
+    return Path(f"{folder}{suffix}" if number is None else f"{folder}-{number}{suffix}")

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from faults import mutants
 from faults.memory import highest, in_a_new_process
 from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process, through_the_command
@@ -81,6 +82,7 @@ def run(full: bool) -> Outcome:
 
 def attacked(full: bool) -> dict[str, tuple[bool, float]]:
     """For each attack whether it was held, and its seconds. Shows its memory in a new process only."""
+    mutants.apply(mutants.current())
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
         canary = Path(folder) / "canary"
         token = secrets.token_hex(16)

@@ -9,26 +9,25 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from faults import rig
+from faults import on_two, rig
+from faults.job import HALVED, Job, saved_step
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
+from faults.processes import end_all, family_of, lives
 from faults.slowed import SlowDisk, SlowEvaluation, SlowStart, SlowSteps, marker
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk, leftovers
-from halfstep.checkpoint.reading import newest_intact
 from tests.support.tiny_task import Tiny
 
 ID = "F33"
 WHAT = "SIGTERM at any time saves the run within a step, ends all of its processes with 75, and costs no bit of it"
 EACH = {False: 1, True: 5}
-SMALL = ("group", "worker", "save", "startup")
-"""The variants of the small form: each sees defects that the others do not."""
-SETTINGS = {"train.steps": 30, "train.num_workers": 2}
+SMALL = {1: ("group", "worker", "save", "startup"), 2: ("process", "evaluation")}
+"""The variants of the small form, by the number of ranks: each sees defects that the others do not."""
+SETTINGS = {1: {"train.steps": 30, "train.num_workers": 2}, 2: {**HALVED, "train.steps": 30, "train.num_workers": 2}}
 STEPS_PER_EPOCH = 10
 STOPPED, LATEST = 75, 10.0
 """The exit code, and the seconds until it."""
@@ -38,8 +37,8 @@ STOPPED, LATEST = 75, 10.0
 class Variant:
     ready: Callable[[Path, int], bool]
     """Whether it is time, in the folder of a run that is to be stopped after so many steps."""
-    send: Callable[[int], None]
-    """The signal, to the process of a run."""
+    send: Callable[[list[int]], None]
+    """The signal, to the ranks of a run: one process each."""
     task: type[Tiny] = SlowSteps
     disk: Disk | None = None
 
@@ -47,37 +46,44 @@ class Variant:
 def run(full: bool) -> Outcome:
     chance, trials, slowest = random.Random(33), {}, 0.0
     with rig.scratch() as folder:
-        assert rig.run(folder / "whole", SETTINGS, task=SlowSteps) == 0, rig.said(folder / "whole")
-        whole = rig.ending(folder / "whole")
-        for name, variant in VARIANTS.items() if full else [(name, VARIANTS[name]) for name in SMALL]:
-            for number in range(EACH[full]):
-                place = folder / f"{name.replace(' ', '-')}-{number}"
-                trials[f"{name} {number}"], seconds = _stopped(place, variant, chance.randint(1, 22), whole)
-                slowest = max(slowest, seconds)
+        for ranks, settings in SETTINGS.items():
+            whole = folder / f"whole-{ranks}"
+            assert Job(whole, ranks).run(settings, task=SlowSteps) == [0] * ranks, rig.said(whole, 0)
+            for name in VARIANTS if full else SMALL[ranks]:
+                for number in range(EACH[full]):
+                    job = Job(folder / f"{name}-{ranks}-{number}", ranks)
+                    trial = f"{name} {number}, {_named(ranks)}"
+                    trials[trial], seconds = _stopped(job, VARIANTS[name], chance.randint(1, 22), whole)
+                    slowest = max(slowest, seconds)
     return outcome(trials, f"ended after {slowest:.2f}s")
 
 
-def _stopped(folder: Path, variant: Variant, after: int, whole: rig.Ending) -> tuple[str | None, float]:
-    process = rig.start(folder, SETTINGS, task=variant.task, disk=variant.disk, before=os.setsid)
-    pid = process.pid or 0
-    ready = rig.wait_for(lambda: process.exitcode is not None or variant.ready(folder, after))
-    step, family = rig.last_step(folder), _family(pid)
+def _named(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _stopped(job: Job, variant: Variant, after: int, whole: Path) -> tuple[str | None, float]:
+    folder, settings = job.folder, SETTINGS[job.size]
+    job.start(settings, task=variant.task, disks=dict.fromkeys(range(job.size), variant.disk), before=os.setsid)
+    pids = [job.pid(rank) for rank in range(job.size)]
+    ready = rig.wait_for(lambda: job.ranks[0].exitcode is not None or variant.ready(folder, after))
+    step, family = rig.last_step(folder), [one for pid in pids for one in family_of(pid)]
     began = time.monotonic()
     with suppress(LookupError, OSError):
-        variant.send(pid)
-    code = rig.ended(process, LATEST)
-    seconds = time.monotonic() - began
+        variant.send(pids)
+    codes = job.codes(LATEST)
+    seconds, saved = time.monotonic() - began, saved_step(folder)
     wrong = first_wrong(
         ("it was time", lambda: ready),
-        ("it ends with 75, in time", lambda: code == STOPPED and seconds <= LATEST),
+        (f"exit codes {codes} after {seconds:.1f} s", lambda: codes == [STOPPED] * job.size and seconds <= LATEST),
         # Before the first step there is nothing to save.
-        ("the step is saved", lambda: not step or _saved_step(folder) >= step),
-        ("its words name what is saved", lambda: not step or f"step-{_saved_step(folder):08d}" in rig.said(folder)),
-        ("no process is left", lambda: rig.wait_for(lambda: not any(map(_lives, family)), 1.0)),
-        ("it goes on to the end", lambda: rig.run(folder, SETTINGS, task=SlowSteps) == 0),
-        ("it is the same run to the bit", lambda: rig.ending(folder) == whole),
+        ("the step is saved", lambda: not step or saved >= step),
+        ("its words name what is saved", lambda: not step or f"step-{saved:08d}" in job.said(0)),
+        ("no process is left", lambda: rig.wait_for(lambda: not any(map(lives, family)), 1.0)),
+        ("it goes on to the end", lambda: Job(folder, job.size).run(settings, task=SlowSteps) == [0] * job.size),
+        ("it is the same run to the bit", lambda: on_two.same(folder, whole)),
     )
-    _end_all(process, family)
+    end_all(family)
     return wrong, seconds
 
 
@@ -101,29 +107,26 @@ def _begun(folder: Path, steps: int) -> bool:
     return marker(folder).exists()
 
 
-def _saved_step(folder: Path) -> int:
-    verdict, _ = newest_intact(folder / CHECKPOINTS)
-    return -1 if verdict is None else verdict.generation.attempt
-
-
 # -- to whom ---------------------------------------------------------------------------------------------------------
 
 
-def _to_process(pid: int) -> None:
-    os.kill(pid, signal.SIGTERM)
+def _to_process(pids: list[int]) -> None:
+    """To the last rank alone; the others hear of it from that one."""
+    os.kill(pids[-1], signal.SIGTERM)
 
 
-def _to_group(pid: int) -> None:
-    os.killpg(pid, signal.SIGTERM)
+def _to_group(pids: list[int]) -> None:
+    for pid in pids:
+        os.killpg(pid, signal.SIGTERM)
 
 
-def _to_worker(pid: int) -> None:
-    os.kill(_workers(pid)[0], signal.SIGTERM)
+def _to_worker(pids: list[int]) -> None:
+    os.kill(_workers(pids[-1])[0], signal.SIGTERM)
 
 
-def _twice(pid: int) -> None:
+def _twice(pids: list[int]) -> None:
     for _ in range(2):
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pids[-1], signal.SIGTERM)
         time.sleep(0.01)
 
 
@@ -140,26 +143,3 @@ VARIANTS = {
     "startup": Variant(_begun, _to_process, task=SlowStart),
     "evaluation": Variant(_begun, _to_group, task=SlowEvaluation),
 }
-
-
-# -- what is left ----------------------------------------------------------------------------------------------------
-
-
-def _family(pid: int) -> list[Any]:
-    with suppress(psutil.Error):
-        return list(psutil.Process(pid).children(recursive=True))
-    return []
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _end_all(process: BaseProcess, family: list[psutil.Process]) -> None:
-    """Nothing of a trial that went wrong may disturb the next one."""
-    rig.kill(process)
-    for one in filter(_lives, family):
-        with suppress(psutil.Error):
-            one.kill()

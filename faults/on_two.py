@@ -81,6 +81,11 @@ def _noted(resumed: Any, loop: Loop, seen: dict[str, Any]) -> Any:
     return resumed
 
 
+def same(folder: Path, other: Path) -> bool:
+    """Whether two finished runs have the same losses, weights and saved states, on every rank."""
+    return rig.ending(folder) == rig.ending(other) and digests(folder) == digests(other)
+
+
 def digests(folder: Path) -> list[str]:
     """Of what each process saved last, but for the journal's length."""
     verdict, _ = newest_intact(folder / CHECKPOINTS)

@@ -63,9 +63,9 @@ def kill(process: BaseProcess) -> None:
     process.join()
 
 
-def said(folder: Path) -> str:
-    """The error that the last run in a folder ended with."""
-    path = folder.with_suffix(".err")
+def said(folder: Path, rank: int | None = None) -> str:
+    """The error that the last run in a folder ended with, on this rank where there are several."""
+    path = child.own_file(folder, ".err", rank)
     return path.read_text() if path.exists() else ""
 
 

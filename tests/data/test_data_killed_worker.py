@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -54,6 +55,23 @@ def _read(how: int, training: bool) -> Any:
     if training:
         return TrainLoader(Samples(Ends(how), unchanged, 0), Order(8, 0), **options).windows(epoch=0)
     return ValLoader(ValSamples(Ends(how), unchanged, 0), **options)
+
+
+def test_a_death_is_told_where_samples_are_read_and_not_in_the_middle_of_a_step() -> None:
+    # As many workers as batches: the second one is being read when the first comes.
+    samples = Samples(Sleeps(asleep=15), unchanged, 0)
+    options: dict[str, Any] = {"batch_size": 8, "collate": default_collate, "workers": 2, "device": HERE}
+    windows = TrainLoader(samples, Order(16, 0, shuffle=False), **options).windows(epoch=0)
+    next(windows)
+    handler = signal.getsignal(signal.SIGCHLD)
+    assert not getattr(handler, "__module__", "").startswith("torch"), handler
+    asleep = max(process.pid or 0 for process in multiprocessing.active_children())
+    os.kill(asleep, signal.SIGKILL)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:  # a step
+        torch.ones(4).sum()
+    with pytest.raises(WorkerLost):
+        list(windows)
 
 
 def _refused(samples: list[Sample]) -> Sample:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import halfstep
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
-from halfstep.train.status import Launch, RankStatus, begin, job_id, restart_count, status_file, status_saved
+from halfstep.train.status import (
+    Launch,
+    RankStatus,
+    begin,
+    job_id,
+    lost_ranks,
+    restart_count,
+    status_file,
+    status_saved,
+)
+from tests.support.tiny_task import Tiny
 
 SAID = ("code", "reason", "restartable")
 
@@ -201,3 +215,42 @@ def test_halves_stay_until_a_person_takes_another_batch(tmp_path: Path) -> None:
 def test_parts_that_another_program_wrote_are_none(tmp_path: Path, parts: Any) -> None:
     leave(tmp_path, code=75, reason="stopped", batch_size=8, divided_by=parts)
     assert begun(tmp_path, 4, 1).divided_by == 1
+
+
+def test_a_rank_whose_process_is_gone_or_that_failed_is_named_and_not_those_that_lost_it(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    running = {"launch": "now", "state": "running", "host": socket.gethostname()}
+    ended = {**running, "state": "ended", "pid": gone.pid}
+    statuses = (
+        {**running, "pid": os.getpid()},
+        {**running, "pid": gone.pid},
+        {**ended, "code": 76},
+        {**ended, "code": 70},
+        {**running, "pid": gone.pid, "host": "elsewhere"},
+        {**running, "pid": gone.pid, "launch": "before"},
+    )
+    for rank, status in enumerate(statuses):
+        write_json(tmp_path / status_file(rank), status)
+    assert lost_ranks(tmp_path, "now") == [1, 3]
+
+
+class NoModel(Tiny):
+    def model(self) -> Any:
+        raise ImportError("of a test")
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_a_run_that_fails_to_start_leaves_what_its_restarts_are_counted_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text("task: tiny\n")
+    with pytest.raises(ImportError):
+        halfstep.fit(recipe, task=NoModel, settings={"run.dir": str(tmp_path / "run"), "train.epochs": 1}, quiet=True)
+    left = sorted(path.name for path in tmp_path.glob("run/*"))
+    assert left == ([] if restarts == "0" else [status_file(0)])
+    assert (tmp_path / "run").exists() == (restarts != "0")
+    if left:
+        assert kept(tmp_path / "run")["code"] == 70

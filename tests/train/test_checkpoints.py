@@ -14,7 +14,7 @@ from halfstep.checkpoint.commit import Saver
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations, leftovers
 from halfstep.checkpoint.reading import verified
 from halfstep.distributed import RankGroup
-from halfstep.errors import HalfstepError, Stopped, StorageFailed
+from halfstep.errors import HalfstepError, OutOfMemory, Stopped, StorageFailed
 from halfstep.journal.events import Event, Journal
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.loop import Loop
@@ -47,6 +47,13 @@ class Full(Disk):
         super().write(file, content)
 
 
+class Starving(Disk):
+    """The process has no memory left for what it writes."""
+
+    def write(self, file: int, content: bytes | memoryview) -> None:
+        raise MemoryError("of a test")
+
+
 @pytest.fixture
 def loop(tmp_path: Path) -> Loop:
     train = {"steps": 40, "batch_size": 8, "seed": 1, "num_workers": 0}
@@ -70,6 +77,17 @@ def attempt(checkpoints: Checkpoints, step: int) -> None:
 
 def counted(heard: EventList) -> list[str]:
     return [one["text"].rpartition("(")[2].rstrip(")") for one in heard.told("note")]
+
+
+def test_saves_that_fail_for_want_of_memory_end_the_run_with_the_code_of_memory(loop: Loop, tmp_path: Path) -> None:
+    saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=RankGroup(), background=True, disk=Starving())
+    checkpoints = Checkpoints(loop.live, saver, Journal())
+    attempt(checkpoints, 1)
+    attempt(checkpoints, 2)
+    with pytest.raises(OutOfMemory, match=r"3 checkpoints in a row .* step 3: MemoryError: of a test") as caught:
+        attempt(checkpoints, 3)
+    assert caught.value.exit_code == 81
+    assert "memory" in caught.value.allowed
 
 
 def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(

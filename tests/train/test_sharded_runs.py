@@ -302,6 +302,17 @@ def test_a_run_goes_on_with_fewer_ranks_and_the_same_samples(world: Any, tmp_pat
     assert began["resumed"]["exact"] is False
 
 
+def test_four_ranks_that_go_on_with_copies_in_place_of_shards_do_not_claim_the_same_bits(
+    world: Any, tmp_path: Path
+) -> None:
+    world(4, fit, str(tmp_path), "fsdp", {})
+    interrupted(tmp_path, at=3)
+    assert world(4, fit, str(tmp_path), "ddp", {})[0]["steps"] == 6
+    began = events(tmp_path / "run", "start")[-1]["resumed"]
+    assert began["exact"] is False
+    assert any("more than two ranks" in reason for reason in began["reasons"]), began
+
+
 def test_the_same_ranks_go_on_to_the_same_bits(world: Any, tmp_path: Path) -> None:
     whole = world(2, fit, str(tmp_path / "whole"), "fsdp", {})
     world(2, fit, str(tmp_path / "cut"), "fsdp", {})

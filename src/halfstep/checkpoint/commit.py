@@ -35,6 +35,7 @@ from halfstep.checkpoint.sealed import (
 )
 from halfstep.errors import HalfstepError, OtherForm
 from halfstep.files import LARGEST_JSON
+from halfstep.out_of_memory import is_out_of_memory
 from halfstep.safetensors_header import content, header
 
 LENGTH = 8
@@ -65,10 +66,10 @@ class RankGather(Protocol):
 class NotCommitted(Exception):
     """A save that was not committed on any rank; its text is the reason."""
 
-    def __init__(self, reason: str, *, is_nonfinite: bool = False) -> None:
+    def __init__(self, reason: str, *, is_nonfinite: bool = False, lacks_memory: bool = False) -> None:
         super().__init__(reason)
-        self.is_nonfinite = is_nonfinite
-        """Whether the save was refused because of non-finite values, not because of the disk."""
+        self.is_nonfinite, self.lacks_memory = is_nonfinite, lacks_memory
+        """Whether the reason is non-finite values, or exhausted host memory, and not the disk."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,14 @@ def _outcome(do: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"done": do()}
     except NotCommitted as failure:
-        return {"failed": str(failure), "is_nonfinite": failure.is_nonfinite}
+        return {
+            "failed": str(failure),
+            "is_nonfinite": failure.is_nonfinite,
+            "lacks_memory": failure.lacks_memory,
+        }
     except Exception as failure:
-        strerror = getattr(failure, "strerror", None)
-        return {"failed": strerror or f"{type(failure).__name__}: {failure}", "is_nonfinite": False}
+        words = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
+        return {"failed": words, "is_nonfinite": False, "lacks_memory": is_out_of_memory(failure)}
 
 
 def _all_done(texts: list[str]) -> list[Any]:
@@ -149,14 +154,15 @@ def _all_done(texts: list[str]) -> list[Any]:
 
 def _done(outcome: dict[str, Any], where: str = "") -> Any:
     if "failed" in outcome:
-        raise NotCommitted(f"{outcome['failed']}{where}", is_nonfinite=outcome["is_nonfinite"])
+        facts = {key: outcome[key] for key in ("is_nonfinite", "lacks_memory")}
+        raise NotCommitted(f"{outcome['failed']}{where}", **facts)
     return outcome["done"]
 
 
 def _ready(snapshot: RankSnapshot) -> int:
     """Return the step that is saved."""
     if snapshot.failure:
-        raise NotCommitted(snapshot.failure)
+        raise NotCommitted(snapshot.failure, lacks_memory=True)
     _all_finite(snapshot)
     return snapshot.attempt
 

@@ -117,11 +117,13 @@ def from_workers(loader: Any, given: SentKeys, worker: Worker, wait: Callable[[]
     `wait` is called every second in which no batch has come, and may raise.
     """
     iterator: Any = None
+    before = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     # A process that exits in the middle of an iteration terminates its workers by a signal that they would pass on.
     atexit.register(worker.close)
     try:
         with _signals_wait():
             iterator = iter(loader)
+        _leave_deaths_to_reading(before)
         # Asked for one batch more, torch would end its workers before they know that they are closing.
         while not given.are_back():
             batch = _next(iterator, wait)
@@ -131,6 +133,17 @@ def from_workers(loader: Any, given: SentKeys, worker: Worker, wait: Callable[[]
         atexit.unregister(worker.close)
         if iterator is not None and worker.close():
             _end(iterator)
+
+
+def _leave_deaths_to_reading(before: Any) -> None:
+    """Take away the handler of SIGCHLD that torch has put in the place of `before`.
+
+    It raises the death of a worker in whatever runs then, which may be the middle of an update or of a save. Without
+    it, torch finds a dead worker where its batch is waited for, and raises there.
+    """
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        is_torchs = before is None or getattr(before, "__module__", "").startswith("torch.utils.data")
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs else before)
 
 
 def _next(iterator: Any, wait: Callable[[], None]) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from operator import attrgetter
@@ -16,7 +17,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import BadRecipe, HalfstepError, in_one_line
+from halfstep.errors import BadRecipe, HalfstepError, RankFailed, in_one_line
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
@@ -26,7 +27,7 @@ from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched
-from halfstep.step.ranks import connection_broke, rank_failed
+from halfstep.step.ranks import GONE, connection_broke, rank_failed
 from halfstep.terminal import progress, screen
 from halfstep.train.checkpointing import check_writing
 from halfstep.train.microbatches import division_notes, for_ranks
@@ -35,9 +36,18 @@ from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
 from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, open_run, unfinish
 from halfstep.train.signals import Stopping
-from halfstep.train.status import Launch, RankStatus, begin, restart_count, status_saved
+from halfstep.train.status import (
+    Launch,
+    RankStatus,
+    begin,
+    is_status_file,
+    lost_ranks,
+    may_be_restarted,
+    restart_count,
+    status_saved,
+)
 from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, set_group_timeout
+from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, ranks_named, set_group_timeout
 
 MEGABYTE = 10**6
 
@@ -108,7 +118,8 @@ def launch(
             on_limit=set_group_timeout if joined else lambda limit: None,
         )
         # Once more inside: the status has the code of what is raised there.
-        with status_saved(status), watchdog, contextlib.closing(journal), _lost_ranks_named():
+        lost = functools.partial(lost_ranks, folder, status.launch.token)
+        with status_saved(status), watchdog, contextlib.closing(journal), _lost_ranks_named(lost):
             with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None
@@ -144,15 +155,20 @@ def launch(
 
 
 @contextmanager
-def _lost_ranks_named() -> Iterator[None]:
-    """Raise RankFailed for a connection to another rank that breaks inside."""
+def _lost_ranks_named(lost: Callable[[], list[int]] = list) -> Iterator[None]:
+    """Raise RankFailed for a connection to another rank that breaks inside, with the ranks that `lost` returns."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, HalfstepError) or not connection_broke(error):
+        if isinstance(error, RankFailed) and error.rank is None and not error.usable:
+            given = error.given.removeprefix(GONE)
+        elif isinstance(error, HalfstepError) or not connection_broke(error):
             raise
-        given = f"another rank is gone, or does not answer: {in_one_line(error)}"
-        raise rank_failed(given, None, usable=False) from error
+        else:
+            given = in_one_line(error)
+        gone = lost()
+        who = f"{ranks_named(gone)} {'is' if len(gone) == 1 else 'are'} gone: " if gone else GONE
+        raise rank_failed(f"{who}{given}", gone[0] if gone else None, usable=False) from error
 
 
 @contextmanager
@@ -222,8 +238,21 @@ def _removed_unless_started(folder: Path, state: str) -> Iterator[None]:
     except BaseException:
         # Only a new folder without checkpoints: a folder that holds work is never removed.
         if distributed.rank() == 0 and state == NEW and not (folder / CHECKPOINTS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            _clear(folder)
         raise
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder without work; where the run may be restarted its status stays, by which restarts are counted."""
+    if not may_be_restarted():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif not is_status_file(entry.name):
+                entry.unlink()
 
 
 def _class(task: Task | type[Task]) -> type[Task]:

@@ -25,6 +25,8 @@ LOOK = datetime.timedelta(seconds=0.5)
 """How long a rank waits in a collective before it checks whether another one has failed."""
 _FAIL_TOGETHER = 1.5
 """Seconds within which ranks that fail for the same reason do so."""
+GONE = "another rank is gone: "
+"""How the message about a lost rank begins where nobody knows which one it was."""
 _GONE, _UNKNOWN = "gone", "?"
 
 _ALL_RANKS = nullcontext()
@@ -195,10 +197,10 @@ class Ranks:
 
     def _gone(self) -> RankFailed:
         """Return the error for a broken connection, and publish it for ranks that have none to the lost one."""
-        given = "another rank is gone: its connection closed while this one waited for it"
+        given = f"{GONE}its connection closed while this one waited for it"
         try:
             self.look()
-            self._set(_GONE, f"{_UNKNOWN} another rank is gone: a connection to it closed")
+            self._set(_GONE, f"{_UNKNOWN} {GONE}a connection to it closed")
         except RankFailed as known:
             return known
         except RuntimeError:  # the store went with it

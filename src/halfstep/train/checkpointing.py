@@ -15,7 +15,7 @@ import torch
 from halfstep import distributed
 from halfstep.checkpoint.commit import NotCommitted, Ruined, Saver, SaveResult, set_aside_since
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
-from halfstep.errors import FolderTaken, HalfstepError, Stopped, StorageFailed
+from halfstep.errors import FolderTaken, HalfstepError, OutOfMemory, Stopped, StorageFailed
 from halfstep.files import write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
@@ -166,7 +166,7 @@ class Checkpoints:
         return left is not None
 
     def record_finished(self) -> None:
-        """Record finished saves in the journal; raise StorageFailed after too many consecutive failures."""
+        """Record finished saves in the journal; raise StorageFailed or OutOfMemory after too many failures in a row."""
         self._record(self._saver.results())
 
     def finish(self) -> None:
@@ -186,7 +186,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the save in progress and record it. Called at the end of every run, also of a failed one."""
         self._saver.close()
-        with contextlib.suppress(StorageFailed):  # the run already ends for another reason
+        with contextlib.suppress(StorageFailed, OutOfMemory):  # the run already ends for another reason
             self._record(self._saver.results())
         proposal = self.clock.proposal()
         if proposal is not None:
@@ -265,12 +265,25 @@ class Checkpoints:
         text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({self.failures} of {MOST_FAILURES} in a row)"
         self._journal.emit(events.NOTE, text=text, level="warning")
         if self.failures >= MOST_FAILURES:
-            raise StorageFailed(
-                f"{self.failures} checkpoints in a row could not be written, the last of step {saved.attempt}: "
-                f"{saved.failure}",
-                allowed="a disk that can be written to, with room for a checkpoint more than are kept",
-                do="make room, and start the run again with the same command: it goes on from the last whole one",
+            raise self._too_many_failures(saved)
+
+    def _too_many_failures(self, saved: SaveResult) -> HalfstepError:
+        """Return the error that ends a run which cannot save: the disk is at fault, or the host's memory."""
+        given = (
+            f"{self.failures} checkpoints in a row could not be written, the last of step {saved.attempt}: "
+            f"{saved.failure}"
+        )
+        if saved.failure is not None and saved.failure.lacks_memory:
+            return OutOfMemory(
+                given,
+                allowed="host memory for a copy of the state, beside the training and its workers",
+                do="free memory, or start it with fewer train.num_workers: it goes on from the last whole checkpoint",
             )
+        return StorageFailed(
+            given,
+            allowed="a disk that can be written to, with room for a checkpoint more than are kept",
+            do="make room, and start the run again with the same command: it goes on from the last whole one",
+        )
 
 
 def _name(saved: SaveResult) -> str:

@@ -12,6 +12,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ INCURABLE = (USAGE, DATA, REFUSED, CONFIGURATION, INCOMPATIBLE, GAVE_UP)
 """Exit codes after which a restart ends in the same way."""
 MOST_FRUITLESS = 3
 """Restarts in a row without a newer checkpoint after which the next one gives up."""
+LOOK_FOR = 1.0
+"""Seconds in which a rank whose connection broke is looked for."""
 LONGEST_TRACEBACK, LONGEST_REASON, LONGEST_JOB = 16_384, 1_000, 200
 RUNNING, ENDED = "running", "ended"
 _FILE = re.compile(r"status\.rank-[0-9]{5}\.json")
@@ -55,6 +58,11 @@ _FILE = re.compile(r"status\.rank-[0-9]{5}\.json")
 def status_file(rank: int) -> str:
     """Return the name of a rank's status file."""
     return f"status.rank-{rank:05d}.json"
+
+
+def is_status_file(name: str) -> bool:
+    """Return whether this is the name of some rank's status file."""
+    return _FILE.fullmatch(name) is not None
 
 
 # -- launch -----------------------------------------------------------------------------------------------------------
@@ -82,6 +90,12 @@ def restart_count(environment: Mapping[str, str] = os.environ) -> int:
     """Return how often torchrun or Slurm restarted this run; 0 for a command that a person typed."""
     counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return max(int(count) if count.isdecimal() else 0 for count in counts)
+
+
+def may_be_restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun or Slurm starts this run again where it fails, as far as their variables tell."""
+    most = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return restart_count(environment) > 0 or (most.isdecimal() and int(most) > 0)
 
 
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
@@ -165,10 +179,36 @@ def last_statuses(folder: Path, token: str | None = None) -> dict[int, dict[str,
     found: dict[int, dict[str, Any]] = {}
     with contextlib.suppress(OSError):
         for entry in sorted(folder.iterdir()):
-            status = read_json(entry) if _FILE.fullmatch(entry.name) else None
+            status = read_json(entry) if is_status_file(entry.name) else None
             if isinstance(status, dict) and token is not None and status.get("launch") == token:
                 found[int(entry.name[12:17])] = status
     return found if 0 in found else {}
+
+
+def lost_ranks(folder: Path, token: str) -> list[int]:
+    """Return the ranks of an attempt that failed, or whose process on this host is gone, in order.
+
+    A rank of another host that was killed is not known here: those beside it name it.
+    """
+    until = time.monotonic() + LOOK_FOR
+    while True:
+        lost = [rank for rank, status in last_statuses(folder, token).items() if _is_lost(status)]
+        if lost or time.monotonic() > until:
+            return lost
+        time.sleep(LOOK_FOR / 10)  # a process that ends closes its connections a moment before
+
+
+def _is_lost(status: Mapping[str, Any]) -> bool:
+    if status.get("state") == ENDED:
+        return status.get("code") not in (0, *RESTARTABLE)  # those that lost another rank themselves are not meant
+    if status.get("host") != socket.gethostname() or type(status.get("pid")) is not int:
+        return False
+    import psutil
+
+    try:
+        return bool(psutil.Process(status["pid"]).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _gave_up(folder: Path, last: dict[int, dict[str, Any]]) -> NotRestarted:

@@ -159,7 +159,7 @@ def behind(statuses: Mapping[int, Mapping[str, Any]], size: int) -> str:
     """Return the ranks that the others wait for: those that do not answer, else those at the earliest place."""
     silent = [rank for rank in range(size) if not statuses.get(rank, {}).get("answered")]
     if silent:
-        return f"{_named(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may be stopped"
+        return f"{ranks_named(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may be stopped"
     places = {rank: (_int(one.get("step")), _int(one.get("collectives"))) for rank, one in statuses.items()}
     earliest = min(places.values())
     late = [rank for rank, place in sorted(places.items()) if place == earliest]
@@ -167,10 +167,11 @@ def behind(statuses: Mapping[int, Mapping[str, Any]], size: int) -> str:
         hosts = sorted({str(one.get("host")) for one in statuses.values()})
         between = f"between {', '.join(hosts[:MOST_NAMED])}" if len(hosts) > 1 else "between them"
         return f"all ranks answer, and each waits for another: the network {between} may be cut, or their calls differ"
-    return f"{_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
+    return f"{ranks_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
 
 
-def _named(ranks: list[int]) -> str:
+def ranks_named(ranks: list[int]) -> str:
+    """Return the numbers of some ranks in words, the first few of many."""
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 

@@ -1,0 +1,24 @@
+"""A step that is to be skipped is applied with its gradients multiplied by 0: and 0 times NaN is NaN."""
+
+from __future__ import annotations
+
+from halfstep.step.objective import Objective
+
+WHAT = "a step is skipped by multiplying its gradients with 0"
+ROWS = ("F06", "F15")
+
+
+def apply() -> None:
+    ready = Objective.ready
+
+    def zeroed(self: Objective) -> None:
+        if self.finite:
+            ready(self)
+            return
+        for slot in self.slots:
+            slot.multiplier = 0.0
+            if slot.gradients.local:
+                slot.gradients.multiply_(0.0)
+
+    Objective.ready = zeroed  # type: ignore[method-assign]
+    Objective.reason = lambda self: None  # type: ignore[method-assign]
