@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.util
 import os
 import signal
@@ -155,6 +156,18 @@ def _next(iterator: Any, wait: Callable[[], None]) -> Any:
             if not str(error).startswith("DataLoader timed out"):
                 raise
             wait()
+        except (OSError, EOFError) as error:
+            # A batch lies in memory whose descriptor is fetched from its worker, also from one that died since.
+            if (dead := _died(iterator._workers)) is None:
+                raise
+            raise RuntimeError(f"DataLoader worker (pid {dead}) died before its batch was taken over") from error
+
+
+def _died(workers: list[Any]) -> int | None:
+    """Return the process id of a worker that has ended, or does so within `PATIENCE`; None if none has."""
+    sentinels = {process.sentinel: process.pid for process in workers}
+    ended = multiprocessing.connection.wait(list(sentinels), PATIENCE)
+    return sentinels[ended[0]] if ended else None  # type: ignore[index]
 
 
 class TooSlow(Exception):
