@@ -129,12 +129,13 @@ def _changed(
     far = _furthest(place, source) if found[0]["code"] == 0 else 0.0
     wrong = first_wrong(
         (f"exit codes {[(one['code'], one['said']) for one in found]}", lambda: not any(one["code"] for one in found)),
+        ("in the precision that was asked for", lambda: _start(place)["precision"]["chosen"] == precision),
         ("it went on from the save", lambda: len(found[0]["ids"]) == STEPS - CUT),
         ("the weights are those of the save, to the bit", lambda: not any(one["differs"] for one in found)),
         ("every step has the same samples", lambda: _samples(found) == _samples(whole)[CUT:]),
         (f"losses apart by {far:.1e}", lambda: far <= MOST[precision]),
         # Two ranks add two numbers, in copies and in shards: there it may say so, where it is true.
-        ("it does not claim to be exact", lambda: _start(place)["exact"] is False or far == 0.0),
+        ("it does not claim to be exact", lambda: _start(place)["resumed"]["exact"] is False or far == 0.0),
     )
     return wrong, far
 
@@ -156,7 +157,7 @@ def _furthest(folder: Path, other: Path) -> float:
 
 def _start(folder: Path) -> dict[str, Any]:
     starts = [event for event in read_events(folder / "journal.jsonl") if event["event"] == "start"]
-    found: dict[str, Any] = starts[-1]["resumed"]
+    found: dict[str, Any] = starts[-1]
     return found
 
 
