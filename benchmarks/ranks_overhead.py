@@ -18,13 +18,14 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from in_memory import InMemory, Memory, steps
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -39,7 +40,6 @@ from halfstep.measure.conditions import conditions, in_words
 from halfstep.recipe.resolve import resolve
 from halfstep.train.run import make_loop
 from halfstep.train.state import State
-from halfstep.train.task import Task
 
 RECORD = Path(__file__).with_suffix(".json")
 BATCH, TOKENS, WIDTH, BLOCKS, SAMPLES, CLIP, LR = 8, 32, 512, 4, 64, 1.0, 1e-4
@@ -66,35 +66,14 @@ def loss_of(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(net(batch["x"]), batch["y"])
 
 
-class Memory:
-    """Samples that were made before, the same in every arm."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x, self.y = (torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator) for _ in range(2))
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def read(self, number: int) -> dict[str, Tensor]:
-        return {"x": self.x[number], "y": self.y[number]}
-
-    __getitem__ = read
-
-    def name(self, number: int) -> str:
-        return f"sample {number}"
+def memory_of_rows() -> Memory:
+    generator = torch.Generator().manual_seed(0)
+    return Memory(**{name: torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator) for name in ("x", "y")})
 
 
-class InMemory(Task):
-    metric = "loss"
-    higher_is_better = False
-    memory: Memory
-
+class Rows(InMemory):
     def model(self) -> nn.Module:
         return model()
-
-    def source(self, split: str) -> Memory:
-        return self.memory
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any = None) -> Tensor:
         return loss_of(model, batch)
@@ -126,7 +105,7 @@ def bare(mode: str, memory: Memory) -> Callable[[], object]:
 
 def trainer(mode: str, memory: Memory, folder: Path) -> Any:
     """Return the trainer's loop."""
-    InMemory.memory = memory
+    Rows.memory = memory
     raw = {
         "task": "in memory",
         "precision": "fp32",
@@ -135,19 +114,12 @@ def trainer(mode: str, memory: Memory, folder: Path) -> Any:
         "schedule": {"name": "constant"},
         "train": {"steps": 10**6, "batch_size": BATCH, "clip_norm": CLIP, "num_workers": 0, "seed": 0, "device": "cpu"},
     }
-    recipe = resolve(raw, InMemory.schema, (), "overhead").recipe
+    recipe = resolve(raw, Rows.schema, (), "overhead").recipe
     console = Console(file=io.StringIO())
     told = listeners(folder, tracker="none", console=console) if dist.get_rank() == 0 else ()
-    loop = make_loop(InMemory(recipe), recipe, folder, Journal(told))
+    loop = make_loop(Rows(recipe), recipe, folder, Journal(told))
     loop.model.train()
     return loop
-
-
-def steps(loop: Any) -> Iterator[object]:
-    """The trainer's own steps, epoch after epoch."""
-    while True:
-        yield from loop.steps()
-        loop.progress.epoch, loop.progress.step_in_epoch = loop.progress.epoch + 1, 0
 
 
 def compared(mode: str, pairs: int, memory: Memory, folder: Path) -> dict[str, Any]:
@@ -185,7 +157,7 @@ def rank_main(rank: int, ranks: int, port: int, pairs: int, out: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    memory = Memory()
+    memory = memory_of_rows()
     found = {mode: compared(mode, pairs, memory, Path(out) / mode) for mode in MODES}
     if rank == 0:
         (Path(out) / "found.json").write_text(json.dumps(found))

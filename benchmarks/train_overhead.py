@@ -18,7 +18,7 @@ import json
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from in_memory import InMemory, Memory, steps
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -36,29 +37,8 @@ from halfstep.journal.listeners import listeners
 from halfstep.precision.flags import fp32_scope, read_flags
 from halfstep.recipe.resolve import resolve
 from halfstep.train.run import make_loop
-from halfstep.train.task import Task
 
 BATCH, SAMPLES, CLASSES, CLIP, LR = 16, 64, 100, 1.0, 1e-4
-
-
-class Memory:
-    """Samples that were made before, the same in every arm."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(SAMPLES, 3, size, size, generator=generator)
-        self.labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def read(self, number: int) -> dict[str, Tensor]:
-        return {"image": self.images[number], "label": self.labels[number]}
-
-    __getitem__ = read
-
-    def name(self, number: int) -> str:
-        return f"sample {number}"
 
 
 def model() -> nn.Module:
@@ -66,16 +46,15 @@ def model() -> nn.Module:
     return timm.create_model("resnet50", num_classes=CLASSES)
 
 
-class InMemory(Task):
-    metric = "loss"
-    higher_is_better = False
-    memory: Memory
+def memory_of(size: int) -> Memory:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(SAMPLES, 3, size, size, generator=generator)
+    return Memory(image=images, label=torch.randint(0, CLASSES, (SAMPLES,), generator=generator))
 
+
+class Images(InMemory):
     def model(self) -> nn.Module:
         return model()
-
-    def source(self, split: str) -> Memory:
-        return self.memory
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any = None) -> Tensor:
         return F.cross_entropy(model(batch["image"]), batch["label"])
@@ -104,7 +83,7 @@ def bare(memory: Memory) -> Callable[[], object]:
 
 
 def trainer(memory: Memory, folder: Path) -> Callable[[], object]:
-    InMemory.memory = memory
+    Images.memory = memory
     raw = {
         "task": "in memory",
         "precision": "bf16",
@@ -112,20 +91,13 @@ def trainer(memory: Memory, folder: Path) -> Callable[[], object]:
         "schedule": {"name": "constant"},
         "train": {"steps": 10**6, "batch_size": BATCH, "clip_norm": CLIP, "num_workers": 0, "seed": 0, "device": "cpu"},
     }
-    recipe = resolve(raw, InMemory.schema, (), "overhead").recipe
+    recipe = resolve(raw, Images.schema, (), "overhead").recipe
     console = Console(file=io.StringIO())
-    loop = make_loop(InMemory(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=console)))
+    loop = make_loop(Images(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=console)))
     if (took := loop.parts.choice.precision.name) != "bf16":
         raise SystemExit(f"this machine would train in {took}, and the bare loop in bf16: that compares two precisions")
     loop.model.train()
     return steps(loop).__next__
-
-
-def steps(loop: Any) -> Iterator[object]:
-    """The trainer's own steps, epoch after epoch."""
-    while True:
-        yield from loop.steps()
-        loop.progress.epoch, loop.progress.step_in_epoch = loop.progress.epoch + 1, 0
 
 
 def main() -> None:
@@ -134,7 +106,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    memory = Memory(given.size)
+    memory = memory_of(given.size)
     with tempfile.TemporaryDirectory() as folder, fp32_scope("ieee", torch.device("cpu")):
         arms = {"bare": bare(memory), "aa": bare(memory), "halfstep": trainer(memory, Path(folder))}
         for step in arms.values():

@@ -87,35 +87,16 @@ class Trouble:
         return self._steps >= self.step if self.pause else self._steps == self.step
 
     def _count(self) -> None:
-        loss = Tiny.loss
+        def count(found: Any) -> None:
+            self._steps += 1
 
-        def counted(task: Tiny, model: Any, batch: Any, metrics: Any = None) -> Any:
-            self._steps += model.training
-            return loss(task, model, batch, metrics)
-
-        Tiny.loss = counted  # type: ignore[method-assign]
+        _in_training(count)
 
     def _in_forward(self) -> None:
-        loss = Tiny.loss
-
-        def troubled(task: Tiny, model: Any, batch: Any, metrics: Any = None) -> Any:
-            found = loss(task, model, batch, metrics)
-            if model.training and self._due:
-                self.happen()
-            return found
-
-        Tiny.loss = troubled  # type: ignore[method-assign]
+        _in_training(lambda found: self.happen() if self._due else None)
 
     def _in_backward(self) -> None:
-        loss = Tiny.loss
-
-        def troubled(task: Tiny, model: Any, batch: Any, metrics: Any = None) -> Any:
-            found = loss(task, model, batch, metrics)
-            if model.training and self._due:
-                found.register_hook(lambda gradient: self.happen())  # type: ignore[no-untyped-call]
-            return found
-
-        Tiny.loss = troubled  # type: ignore[method-assign]
+        _in_training(lambda found: found.register_hook(lambda gradient: self.happen()) if self._due else None)
 
     def _in_optimizer(self) -> None:
         register_optimizer_step_pre_hook(self._before_update)
@@ -134,3 +115,16 @@ class Trouble:
             return reduce(*given, **more)
 
         dist.all_reduce = troubled  # type: ignore[assignment]
+
+
+def _in_training(then: Callable[[Any], object]) -> None:
+    """Call `then` with every loss of a model that is trained, from here on."""
+    loss = Tiny.loss
+
+    def followed(task: Tiny, model: Any, batch: Any, metrics: Any = None) -> Any:
+        found = loss(task, model, batch, metrics)
+        if model.training:
+            then(found)
+        return found
+
+    Tiny.loss = followed  # type: ignore[method-assign]

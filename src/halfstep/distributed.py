@@ -22,7 +22,7 @@ T = TypeVar("T")
 LARGEST_AGREEMENT = 16
 """Numbers in one agreement: 16 doubles are 128 bytes, for a model of any size."""
 MOST_NAMED = 8
-"""Ranks that a message names."""
+"""Ranks or hosts that a message names."""
 
 _group: ContextVar[Any] = ContextVar("process group", default=None)
 
@@ -45,6 +45,12 @@ def size() -> int:
 def rank() -> int:
     """Return the rank of this process."""
     return dist.get_rank(_group.get()) if _together() else 0
+
+
+def ranks_named(ranks: list[int]) -> str:
+    """Return the numbers of some ranks in words, the first few of many."""
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
 def agree(numbers: Tensor) -> Tensor:
@@ -289,9 +295,8 @@ class RankGroup:
         began, pause = time.monotonic(), 0.001
         while not self._client.check(keys):
             if time.monotonic() > min(self._ends, began + ANSWER_WITHIN):
-                silent = [key.rpartition("/")[2] for key in keys if not self._client.check([key])]
-                named = ", ".join(silent[:MOST_NAMED]) + (", ..." if len(silent) > MOST_NAMED else "")
-                self._broken = f"no answer of rank {named} for {time.monotonic() - began:.0f} s"
+                silent = [int(key.rpartition("/")[2]) for key in keys if not self._client.check([key])]
+                self._broken = f"no answer of {ranks_named(silent)} for {time.monotonic() - began:.0f} s"
                 raise TimeoutError(self._broken)
             time.sleep(pause)
             pause = min(2 * pause, max(0.02, self.size / QUESTIONS))

@@ -23,7 +23,7 @@ def chosen(
     options = WorldOptions.model_validate({"mode": mode})
     state = StateSize([((rows, parameters // rows), 4)])
     given = None if memory is None else memory * GB
-    found = choose_sharding(options, state=state, memory=given, ranks=ranks, ranks_a_node=node)
+    found = choose_sharding(options, state=lambda: state, memory=given, ranks=ranks, ranks_a_node=node)
     return f"{found.mode} {found.shard_size}"
 
 

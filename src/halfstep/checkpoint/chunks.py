@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -25,6 +25,16 @@ class Chunk(NamedTuple):
     rank: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where it lies in the tensor."""
+        return block(self.offsets, self.sizes)
+
+
+def block(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a block of a tensor."""
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
 @dataclass(frozen=True)

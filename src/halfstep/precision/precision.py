@@ -75,6 +75,11 @@ class Precision:
         """Whether weights are cast for computing, or used as they are stored."""
         return self.computes not in (self.stores, TF32)
 
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """The dtype that weights are cast to; None where they are used as they are stored."""
+        return self.computes.dtype if self.casts else None
+
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context for the forward pass, and for nothing else. Reusable, by one thread at a time."""
         if not self.casts:

@@ -47,7 +47,7 @@ from halfstep.train.status import (
     status_saved,
 )
 from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, ranks_named, set_group_timeout
+from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, set_group_timeout
 
 MEGABYTE = 10**6
 
@@ -167,7 +167,7 @@ def _lost_ranks_named(lost: Callable[[], list[int]] = list) -> Iterator[None]:
         else:
             given = in_one_line(error)
         gone = lost()
-        who = f"{ranks_named(gone)} {'is' if len(gone) == 1 else 'are'} gone: " if gone else GONE
+        who = f"{distributed.ranks_named(gone)} {'is' if len(gone) == 1 else 'are'} gone: " if gone else GONE
         raise rank_failed(f"{who}{given}", gone[0] if gone else None, usable=False) from error
 
 

@@ -104,12 +104,11 @@ def weights_in_checkpoint(generation: CheckpointDir, averaged: bool) -> Iterator
                 return whole
             joined = torch.empty(cut.shape, dtype=cut.dtype)
             for chunk in cut.chunks():
-                place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 part = file_of(chunk.rank).get_tensor(stored[name])
                 # An assignment would spread a smaller one over its place, without a word.
                 if tuple(part.shape) != chunk.sizes:
                     raise _damaged(generation.path, f"{name} is {tuple(part.shape)} in the file of rank {chunk.rank}")
-                joined[place] = part
+                joined[chunk.place] = part
             return joined
 
         likes = {name: like(inside) for name, inside in stored.items()}

@@ -7,8 +7,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.recipe.schema import AUTO
-
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12
 """Floating-point operations per second in training: a laptop core and a small GPU reach them, and most exceed them."""
@@ -53,7 +51,10 @@ class Machine:
 
 def this_machine(device: str) -> Machine:
     """Return the machine that this rank runs on; `device` is the recipe's setting."""
+    # Imported only here: `cores` is asked for by commands that work without the train extra.
     import psutil
+
+    from halfstep.recipe.schema import AUTO
 
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     # Ranks on one host share its memory; an accelerator's memory is each rank's own.

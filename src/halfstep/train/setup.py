@@ -170,13 +170,13 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
 
 def moments_of(options: OptimizerOptions) -> int:
     """Return how many numbers the optimizer keeps for each element of a weight, from a step with a tiny one."""
-    tiny = nn.Linear(3, 5, bias=False)
-    tiny.weight.grad = torch.zeros_like(tiny.weight)
+    # Zeros, not a layer with random weights: a run's generators stay as they are.
+    tiny = nn.ParameterList([torch.zeros(5, 3)])
+    weight = tiny[0]
+    weight.grad = torch.zeros_like(weight)
     optimizer = make_optimizer(options, tiny)
     optimizer.step()
-    return sum(
-        value.shape == tiny.weight.shape for value in optimizer.state[tiny.weight].values() if torch.is_tensor(value)
-    )
+    return sum(value.shape == weight.shape for value in optimizer.state[weight].values() if torch.is_tensor(value))
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -427,7 +427,7 @@ def _shared_out(
         synchronize_batchnorm(model, device)
     sharding = choose_sharding(
         recipe.world,
-        state=StateSize.of(model, moments_of(recipe.optimizer), recipe.train.ema is not None),
+        state=lambda: StateSize.of(model, moments_of(recipe.optimizer), recipe.train.ema is not None),
         memory=device_memory(device),
         ranks=distributed.size(),
         ranks_a_node=ranks_a_node(),
@@ -435,11 +435,10 @@ def _shared_out(
     if not sharding.is_sharded:
         compile_in_place(model, recipe)
         return reduced_in_fp32(recipe.world)
-    narrow = precision.computes.dtype if precision.casts else None
-    units = shard_units(model, narrow)
+    units = shard_units(model, precision.narrow)
     if recipe.train.compile:
         compile_blocks(units)
-    return [shard(model, units, narrow, sharding, recipe.world, device, task.forward_methods)]
+    return [shard(model, units, precision.narrow, sharding, recipe.world, device, task.forward_methods)]
 
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -69,12 +69,12 @@ class StateSize:
 
 
 def choose_sharding(
-    options: WorldOptions, *, state: StateSize, memory: int | None, ranks: int, ranks_a_node: int
+    options: WorldOptions, *, state: Callable[[], StateSize], memory: int | None, ranks: int, ranks_a_node: int
 ) -> Sharding:
     """Return what each rank holds; `auto` is the least sharding whose state fits into `memory` bytes of a device.
 
-    `memory` is None where it is not known or shared, as on a CPU. Raises BadRecipe for groups that do not divide the
-    ranks.
+    `state` is called only where it decides. `memory` is None where it is not known or shared, as on a CPU. Raises
+    BadRecipe for groups that do not divide the ranks.
     """
     group = options.shard_size or ranks_a_node
     if options.mode == "hsdp" and (ranks % group or group >= ranks):
@@ -90,7 +90,7 @@ def choose_sharding(
         return Sharding("ddp", 1, "one rank")
     if memory is None:
         return Sharding("ddp", 1, "the ranks share the memory of the host")
-    return _least(state, memory, ranks, group)
+    return _least(state(), memory, ranks, group)
 
 
 def _least(state: StateSize, memory: int, ranks: int, group: int) -> Sharding:

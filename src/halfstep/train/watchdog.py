@@ -38,7 +38,6 @@ MARGIN = 30.0
 """Seconds by which the process group's own timeout is longer: the watchdog names the rank, a backend only aborts."""
 ANSWER = 4.0
 """Ticks that the other ranks have to write their stacks."""
-MOST_NAMED = 8
 STDERR = 2
 
 Beat = Callable[[str, int], None]
@@ -159,21 +158,17 @@ def behind(statuses: Mapping[int, Mapping[str, Any]], size: int) -> str:
     """Return the ranks that the others wait for: those that do not answer, else those at the earliest place."""
     silent = [rank for rank in range(size) if not statuses.get(rank, {}).get("answered")]
     if silent:
-        return f"{ranks_named(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may be stopped"
+        return (
+            f"{distributed.ranks_named(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may be stopped"
+        )
     places = {rank: (_int(one.get("step")), _int(one.get("collectives"))) for rank, one in statuses.items()}
     earliest = min(places.values())
     late = [rank for rank, place in sorted(places.items()) if place == earliest]
     if len(late) == len(places):
         hosts = sorted({str(one.get("host")) for one in statuses.values()})
-        between = f"between {', '.join(hosts[:MOST_NAMED])}" if len(hosts) > 1 else "between them"
+        between = f"between {', '.join(hosts[: distributed.MOST_NAMED])}" if len(hosts) > 1 else "between them"
         return f"all ranks answer, and each waits for another: the network {between} may be cut, or their calls differ"
-    return f"{ranks_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
-
-
-def ranks_named(ranks: list[int]) -> str:
-    """Return the numbers of some ranks in words, the first few of many."""
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
+    return f"{distributed.ranks_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
 
 
 def _int(value: object) -> int:

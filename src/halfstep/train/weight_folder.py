@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.checkpoint.chunks import block
 from halfstep.checkpoint.sealed import LOOKED_AT, check_header, runs_code
 from halfstep.errors import BadData, Unsafe
 from halfstep.files import LARGEST_JSON, strict_json
@@ -37,7 +38,7 @@ class Part:
     @property
     def place(self) -> tuple[slice, ...]:
         """Where it lies in the tensor."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+        return block(self.offsets, self.sizes)
 
 
 def has_weights(folder: Path) -> bool:

@@ -181,7 +181,7 @@ def _counted(
 
 
 def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
-    narrow = precision.computes.dtype if precision.casts else None
+    narrow = precision.narrow
     units = shard_units(case.model, narrow)
     if setting.recompute:
         checkpoint_activations(case.model)
