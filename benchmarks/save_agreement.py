@@ -24,6 +24,9 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep import distributed
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the rig of forked ranks can be imported by name
+
 from tests.support.ranks import Ranks
 
 RECORD = Path(__file__).with_suffix(".json")

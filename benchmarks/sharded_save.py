@@ -39,6 +39,9 @@ from halfstep.train.loop import Loop
 from halfstep.train.resume import find, resume_from
 from halfstep.train.run import make_loop
 from halfstep.train.state import State
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the rig of forked ranks can be imported by name
+
 from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 
