@@ -133,9 +133,11 @@ def _guardian(stepper: Stepper, model: nn.Module, options: Options) -> Guardian 
         # Imported only here: it needs the train extra.
         from halfstep.train.failed_steps.writing import recording
 
-        record = recording(
-            Path(folder), model, lambda text, level: tell(GuardEvent("verdict", _LEVELS[level], text, {}))
-        )
+        def said(text: str, level: str) -> None:
+            tell(GuardEvent("verdict", _LEVELS[level], text, {}))
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        record = recording(Path(folder), model, said)
     return Guardian(stepper, mode=mode, limits=options.get("limits", Limits()), tell=tell, record=record)
 
 
