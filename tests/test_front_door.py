@@ -45,7 +45,7 @@ def test_the_core_needs_no_extra() -> None:
 import importlib, pkgutil, sys
 ABSENT = {"yaml", "pydantic", "safetensors", "psutil", "matplotlib", "jinja2", "tensorboard", "pynvml", "torchvision",
           "timm", "segmentation_models_pytorch", "torchmetrics", "PIL", "webdataset", "diffusers", "wandb",
-          "accelerate", "lightning", "peft", "pytest", "hypothesis"}
+          "accelerate", "lightning", "transformers", "peft", "pytest", "hypothesis"}
 class Gone:
     def find_spec(self, name, path=None, target=None):
         frame = sys._getframe(1)
@@ -57,7 +57,9 @@ sys.meta_path.insert(0, Gone())
 import halfstep
 LATER = ("halfstep.cli._", "halfstep.cli.pages", "halfstep.recipe", "halfstep.data", "halfstep.journal",
          "halfstep.checkpoint", "halfstep.train", "halfstep.runs", "halfstep.tasks",
-         "halfstep.draw", "halfstep.doctor", "halfstep.__main__", "halfstep.measure.recipe_case")
+         "halfstep.draw", "halfstep.doctor", "halfstep.__main__", "halfstep.measure.recipe_case",
+         "halfstep.adapters.accelerate", "halfstep.adapters.lightning", "halfstep.adapters.transformers",
+         "halfstep.adapters.replay")
 found = [m.name for m in pkgutil.walk_packages(halfstep.__path__, "halfstep.", onerror=lambda name: None)]
 names = [name for name in found if not name.startswith(LATER)]
 for name in names:

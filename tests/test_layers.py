@@ -31,7 +31,7 @@ LAYERS: list[tuple[str, tuple[str, ...], str]] = [
     ("runs", ("tasks",), "a run as commands see it: started, opened again, exported, replayed"),
     ("measure", ("runs",), "audit, bench, estimate, plan, profile, survival"),
     ("doctor", ("recipe",), "settings from every source, and where they contradict each other"),
-    ("adapters", ("guard",), "halfstep in the loops of others"),
+    ("adapters", ("train",), "halfstep in the loops of other libraries"),
     ("cli", ("measure", "doctor", "adapters"), "commands, and the pages that they print"),
 ]
 # Tasks return pictures as arrays; who draws them is decided above and below.

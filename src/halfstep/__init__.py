@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from halfstep.adapters.accelerate import from_accelerate as from_accelerate
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
     from halfstep.guard.diagnosis.diagnoser import diagnose as diagnose
@@ -71,6 +72,7 @@ _HOMES = {
     "diagnose": "guard.diagnosis.diagnoser",
     "estimate": "measure.memory.estimate",
     "fit": "runs.fit",
+    "from_accelerate": "adapters.accelerate",
     "island": "precision.island",
     "load": "runs.load",
     "plan": "measure.plan.plan",

@@ -114,7 +114,7 @@ class StepInputs(NamedTuple):
     """The current step, or the last one. It refers to the batch, which lives until the next step begins."""
 
     loss_fn: LossFunction | None
-    """None in the context form, which cannot be run again."""
+    """None in the context form without `rerun`, which cannot be run again."""
     microbatches: Sequence[Any]
     only: str | None
     generators: list[Tensor]
@@ -135,6 +135,11 @@ class StepInputs(NamedTuple):
             loss = objective.loss
             self.factors[loss.name] = Factor(loss.scale.value, loss.base_count)
             self.reaches[loss.name] = Reach(objective.trainable, objective.everywhere)
+
+    def with_microbatch(self, loss_fn: LossFunction, batch: Any) -> StepInputs:
+        """Return the same step with one more micro-batch, in the context form; the newest loss function runs all."""
+        versions = self.versions + versions_of((batch,))
+        return self._replace(loss_fn=loss_fn, microbatches=[*self.microbatches, batch], versions=versions)
 
     @property
     def batch_changed(self) -> bool:

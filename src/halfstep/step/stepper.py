@@ -364,16 +364,23 @@ class Stepper(StepperBase):
     # -- the form for loops that cannot be turned inside out ----------------------------------------------------
 
     @contextmanager
-    def forward(self, *, last: bool = True, only: str | None = None) -> Iterator[None]:
+    def forward(
+        self, *, last: bool = True, only: str | None = None, rerun: tuple[LossFunction, Any] | None = None
+    ) -> Iterator[None]:
         """Enclose your own forward pass and loss; `last` marks the last micro-batch before `apply()`.
 
-        Gradients are synchronized in the last micro-batch. Raises WrongUse for a call out of order.
+        Gradients are synchronized in the last micro-batch. `rerun` is a loss function and a batch that repeat this
+        forward pass: with them for every micro-batch, a Guardian can diagnose a skipped step. Raises WrongUse for a
+        call out of order.
         """
         with self._interrupts, self.ranks.here():
             if not self._open:
                 with self._or_abandon:
                     self._begin(None, (), only)
             self._call_order.forward(last=last, names=[slot.name for slot in self._chosen(only)])
+            if rerun is not None:
+                assert self.attempt is not None, "a window is open"
+                self.attempt = self.attempt.with_microbatch(*rerun)
             with self._or_abandon:
                 self._interrupts.allow()
                 with self._synchroniser.forward(last), self._scope, self._autocast:

@@ -195,6 +195,11 @@ class StepperBase:
             self._emit([checks.idle_island(path) for path in sorted(self._idle)])
 
     @property
+    def in_window(self) -> bool:
+        """Whether a window was begun with `forward()` and not concluded yet."""
+        return bool(self._open)
+
+    @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers by name."""
         return {name: slot.optimizer for name, slot in self._slots.items()}
@@ -263,31 +268,47 @@ class StepperBase:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run except the model's own weights; raise WrongUse inside a window."""
         checks.check_window(torn=self._torn, in_one=bool(self._open) and not self._concluding, empty=False)
-        return {
-            "precision": self.precision.name,
-            "counts": self.counts.state_dict(),
-            "ema": None if self.ema is None else self.ema.state_dict(),
-            "optimizers": {name: slot.state_dict() for name, slot in self._slots.items()},
-            "losses": {name: loss.state_dict() for name, loss in self._losses.items()},
-        }
+        return {**self.own_state(), "optimizers": {name: slot.state_dict() for name, slot in self._slots.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()`; raise StateMismatch before anything is changed."""
         ours = self.state_dict()
         same_keys("a Stepper's state", ours, state)
-        for key in ("optimizers", "losses", "counts"):
+        same_keys("optimizers", ours["optimizers"], state["optimizers"])
+        for name, slot in self._slots.items():
+            slot.check_state(state["optimizers"][name])
+        # Before the optimizers, because it can still refuse.
+        self.load_own_state({key: state[key] for key in state if key != "optimizers"})
+        for name, slot in self._slots.items():
+            slot.load_state_dict(state["optimizers"][name])
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state without optimizers and schedules, for a loop whose own checkpoints have those.
+
+        Inside a window it is the state before it, as if the window had never begun.
+        """
+        counts = self.counts.state_dict()
+        counts["attempted"] -= int(bool(self._open) and not self._concluding)
+        return {
+            "precision": self.precision.name,
+            "counts": counts,
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "losses": {name: loss.state_dict() for name, loss in self._losses.items()},
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Load a state of `own_state()`; raise StateMismatch before anything is changed."""
+        ours = self.own_state()
+        same_keys("a Stepper's own state", ours, state)
+        for key in ("losses", "counts"):
             same_keys(key, ours[key], state[key])
         same_keys("precision", [self.precision.name], [state["precision"]])
         same_presence("riders", "ema", ours, state)
-        for name, slot in self._slots.items():
-            slot.check_state(state["optimizers"][name])
         for name, loss in self._losses.items():
             loss.check_state(state["losses"][name])
         if self.ema is not None:
             # First, because the average checks a state only while it loads it: a refusal here has changed nothing.
             self.ema.load_state_dict(state["ema"])
-        for name, slot in self._slots.items():
-            slot.load_state_dict(state["optimizers"][name])
         for name, loss in self._losses.items():
             loss.load_state_dict(state["losses"][name])
         self.counts.load_state_dict(state["counts"])

@@ -1,0 +1,1 @@
+"""halfstep in the loops of other libraries."""

@@ -1,0 +1,170 @@
+"""halfstep for loops that have accelerate prepare their model, optimizer and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.adapters.hosted_step import unwrapped
+from halfstep.errors import WrongUse
+from halfstep.finding import Finding
+from halfstep.step.report import StepReport
+from halfstep.step.stepper import Stepper
+
+_OTHER_ENGINES = (
+    DistributedType.DEEPSPEED,
+    DistributedType.FSDP,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+)
+
+
+def from_accelerate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    *,
+    precision: str | None = None,
+    **options: Any,
+) -> Stepper:
+    """Return a Stepper for objects that `accelerator.prepare` returned; `options` are those of `Stepper`.
+
+    ```python
+    stepper = halfstep.from_accelerate(accelerator, model, optimizer, scheduler, clip_norm=1.0)
+    ```
+
+    The precision is accelerate's own setting unless it is given. accelerate's autocast is taken off the model, because
+    a rerun in another precision has to be one: evaluate inside `stepper.evaluating()`. Its optimizer and its scheduler
+    are stepped by the Stepper alone, and counts and loss scale are saved and loaded by `accelerator.save_state` and
+    `load_state`.
+
+    Raises WrongUse for engines with an optimizer of their own, such as DeepSpeed, and like `Stepper`.
+    """
+    refuse_other_engines(accelerator)
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    had_autocast = take_off_autocast(accelerator, model)
+    asked = precision or precision_of(accelerator)
+    schedule = None if scheduler is None else _OwnSchedule(scheduler, inner)
+    stepper = Stepper(model, inner, precision=asked, schedule=schedule, **options)
+    if had_autocast:
+        evidence = (
+            f"accelerate's autocast in {accelerator.mixed_precision} was taken off {type(unwrapped(model)).__name__}"
+        )
+        stepper.findings.append(
+            Finding("accelerate.autocast", "note", evidence, "evaluate inside stepper.evaluating()")
+        )
+    stepper.guards.append(_CalledTwice(inner, schedule, stepper))
+    accelerator.register_for_checkpointing(_OwnState(stepper, schedule))
+    return stepper
+
+
+def precision_of(accelerator: Accelerator) -> str:
+    """Return accelerate's setting by halfstep's name; raise WrongUse for fp8."""
+    word = str(accelerator.mixed_precision)
+    if word == "fp8":
+        raise WrongUse("accelerate with mixed_precision=fp8", allowed="no, fp16, bf16", do="precision='bf16'")
+    return "fp32" if word == "no" else word
+
+
+def refuse_other_engines(accelerator: Accelerator) -> None:
+    """Raise WrongUse for engines that update weights by themselves."""
+    if accelerator.distributed_type in _OTHER_ENGINES:
+        raise WrongUse(
+            f"accelerate with {accelerator.distributed_type.value}",
+            allowed="one device, or several with DistributedDataParallel",
+            do="halfstep train, which shards with FSDP2 itself",
+        )
+
+
+def take_off_autocast(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Restore the model's own forward, in place; return whether accelerate had wrapped it."""
+    had = "_original_forward" in vars(unwrapped(model))
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    return had
+
+
+class _OwnSchedule:
+    """A schedule that only the Stepper may advance."""
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        self._scheduler, self.optimizer = scheduler, optimizer
+        # accelerate's scheduler advances torch's several times a step on several ranks.
+        self._counted = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        self.look()
+
+    def step(self) -> None:
+        """Advance the schedule after an applied update."""
+        self._scheduler.step()
+        self.look()
+
+    def look(self) -> None:
+        """Take the number of its steps as it is now for the Stepper's own."""
+        self._seen = getattr(self._counted, "_step_count", None)
+
+    @property
+    def advanced_elsewhere(self) -> bool:
+        """Whether something else has advanced it."""
+        return getattr(self._counted, "_step_count", None) != self._seen
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state."""
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the schedule's state."""
+        self._scheduler.load_state_dict(state)
+        self.look()
+
+
+class _CalledTwice:
+    """A guard that refuses an update if the loop still makes a call that the Stepper makes."""
+
+    name = "called_twice"
+    same_on_all_ranks = True
+
+    def __init__(self, optimizer: Optimizer, schedule: _OwnSchedule | None, stepper: Stepper) -> None:
+        self._schedule, self._stepper = schedule, stepper
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: object) -> None:
+        if not self._stepper.in_window:
+            raise _twice("optimizer.step()")
+
+    def passes(self, report: StepReport) -> bool:
+        """Raise WrongUse if the loop has advanced the schedule; otherwise accept the step."""
+        if self._schedule is not None and self._schedule.advanced_elsewhere:
+            raise _twice("scheduler.step()")
+        return True
+
+
+def _twice(call: str) -> WrongUse:
+    return WrongUse(
+        f"{call} beside the Stepper",
+        allowed="stepper.apply() or stepper.step(), which steps optimizer and schedule of an applied update",
+        do=f"remove {call} from the loop",
+    )
+
+
+class _OwnState:
+    """What accelerate's checkpoints lack: counts, loss scale and average, under the names that it calls."""
+
+    def __init__(self, stepper: Stepper, schedule: _OwnSchedule | None) -> None:
+        self._stepper, self._schedule = stepper, schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the Stepper's own state."""
+        return self._stepper.own_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the Stepper's own state; accelerate has loaded the schedule's just before."""
+        self._stepper.load_own_state(state)
+        if self._schedule is not None:
+            self._schedule.look()

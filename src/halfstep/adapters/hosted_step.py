@@ -1,0 +1,147 @@
+"""A step inside the loop of another library, which owns the order of calls, the schedules and the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.errors import same_presence
+from halfstep.guard.guardian import Guardian
+from halfstep.guard.streak import Limits
+from halfstep.guard.verdict import GuardEvent, Level, warn
+from halfstep.step.ema import Ema
+from halfstep.step.loss import LossScale
+from halfstep.step.report import StepReport
+from halfstep.step.stepper import Stepper
+from halfstep.step.sync import LossFunction
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from typing_extensions import Unpack
+
+
+_LEVELS: dict[str, Level] = {"info": "info", "warning": "warning"}
+
+
+class Options(TypedDict, total=False):
+    """The settings that every adapter accepts."""
+
+    strict: bool
+    """Refuse a substitute for the precision."""
+    guard: Literal["watch", "repair", "off"]
+    """What a Guardian does about failed steps; `off` is without one, and then nothing ends a run of skips."""
+    limits: Limits
+    loss_scale: LossScale
+    ema_decay: float
+    """The decay of an average of the weights, in fp32, that moves with applied steps only."""
+    record: str | Path
+    """A folder that failed steps are recorded in, to run them again; needs the train extra."""
+    tell: Callable[[GuardEvent], None]
+
+
+class HostedStep:
+    """A Stepper with its Guardian, driven from the hooks of a foreign loop."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        precision: str,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        on_gradients: Callable[[list[Tensor]], object] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """Build the Stepper of a model that the foreign library has placed and wrapped already.
+
+        Raises WrongUse and PrecisionRefused like `Stepper`.
+        """
+        decay = options.get("ema_decay")
+        self.stepper = Stepper(
+            model,
+            optimizer,
+            precision=precision,
+            strict=options.get("strict", False),
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            ema=None if decay is None else Ema(model, decay),
+            loss_scale=options.get("loss_scale"),
+            on_gradients=on_gradients,
+        )
+        self.guardian = _guardian(self.stepper, unwrapped(model), options)
+        self.report: StepReport | None = None
+        """The report of the last window; None before the first one, and after one that was dropped."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether the last window moved the weights."""
+        return self.report is not None and self.report.applied
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The counts of the run and the current loss scale, for a foreign log."""
+        counts = self.stepper.counts
+        found = {"applied": float(counts.applied), "skipped": float(sum(counts.skipped.values()))}
+        return {**found, **({"loss_scale": self.stepper.scale_in_use} if self.stepper.precision.scaled else {})}
+
+    def forward(self, *, last: bool, rerun: tuple[LossFunction, Any] | None = None) -> AbstractContextManager[None]:
+        """Return the context for one forward pass; see `Stepper.forward`."""
+        return self.stepper.forward(last=last, rerun=rerun)
+
+    def apply(self) -> StepReport:
+        """Conclude the window, and let the Guardian examine it; raise Diverged if the run cannot continue."""
+        self.report = self.stepper.apply()
+        if self.guardian is not None:
+            self.guardian.look(self.report)
+        return self.report
+
+    def drop(self) -> None:
+        """Drop an open window, as if it had never begun."""
+        self.stepper.discard()
+        self.report = None
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the foreign library's checkpoints lack: counts, loss scale, average, the Guardian's memory."""
+        guardian = None if self.guardian is None else self.guardian.state_dict()
+        return {"stepper": self.stepper.own_state(), "guardian": guardian}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of `state_dict()`; raise StateMismatch before anything is changed."""
+        same_presence("a guard", "guardian", self.state_dict(), state)
+        if self.guardian is not None:
+            self.guardian.check_state(state["guardian"])
+        self.stepper.load_own_state(state["stepper"])
+        if self.guardian is not None:
+            self.guardian.load_state_dict(state["guardian"])
+
+
+def _guardian(stepper: Stepper, model: nn.Module, options: Options) -> Guardian | None:
+    mode, tell = options.get("guard", "watch"), options.get("tell", warn)
+    if mode == "off":
+        return None
+    folder = options.get("record")
+    record = None
+    if folder is not None:
+        # Imported only here: it needs the train extra.
+        from halfstep.train.failed_steps.writing import recording
+
+        def said(text: str, level: str) -> None:
+            tell(GuardEvent("verdict", _LEVELS[level], text, {}))
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        record = recording(Path(folder), model, said)
+    return Guardian(stepper, mode=mode, limits=options.get("limits", Limits()), tell=tell, record=record)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, or the model itself."""
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner

@@ -1,0 +1,245 @@
+"""halfstep inside the Trainer of transformers: a mixin that turns its optimizer steps into transactions.
+
+The Trainer keeps its loop, its data, its schedule, its log and its checkpoints. The mixin runs every forward pass in
+the precision of `TrainingArguments`, every backward pass with the Stepper's loss scale, and concludes the window where
+the Trainer calls its optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from halfstep.adapters.accelerate import refuse_other_engines
+from halfstep.adapters.hosted_step import HostedStep, Options, unwrapped
+from halfstep.errors import StateMismatch, WrongUse
+from halfstep.precision.select import Choice, choose_precision
+from halfstep.step.report import StepReport
+
+if TYPE_CHECKING:
+    # The mixin stands before the Trainer in a class's bases, and calls it through super().
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+STATE = "halfstep.safetensors"
+"""The file of the Stepper's own state in a checkpoint of the Trainer."""
+
+
+class HalfstepMixin(_Trainer):
+    """A mixin for `transformers.Trainer`: every optimizer step is a transaction.
+
+    ```python
+    class MyTrainer(HalfstepMixin, Trainer): ...
+    trainer = MyTrainer(model, TrainingArguments("out", bf16=True, max_grad_norm=1.0), train_dataset=data)
+    ```
+
+    The precision is that of the arguments: `bf16`, `fp16`, `tf32`, or fp32. Accumulation and `max_grad_norm` are
+    obeyed. A skipped step leaves weights, buffers, optimizer state and schedule as they were; `global_step` counts it,
+    because the Trainer finds its place in the data by it, and the log has the number of applied and skipped steps.
+    """
+
+    def __init__(self, *args: Any, halfstep: Options | None = None, **kwargs: Any) -> None:
+        """Take the Trainer's own arguments, and `halfstep` for the settings in `Options`."""
+        self._options: Options = halfstep or {}
+        self.hosted: HostedStep | None = None
+        """The step of the current `train`."""
+        self._resumed_from: str | None = None
+        self._in_step = False
+        self._inputs: tuple[Any, Any] | None = None
+        self._losses: list[float] = []
+        super().__init__(*args, **kwargs)
+
+    @property
+    def report(self) -> StepReport | None:
+        """The report of the last window."""
+        return None if self.hosted is None else self.hosted.report
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator without its own mixed precision: no second autocast, no second scaler."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = False
+        self.accelerator.scaler = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train; resume as the Trainer does, with the Stepper's own state."""
+        found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        self.hosted, self._resumed_from, self._losses = None, found or None, []
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _host(self, model: nn.Module) -> HostedStep:
+        """Return the step of this run; it is built with the first batch, when the Trainer has prepared everything."""
+        if self.hosted is None:
+            _check_supported(self)
+            limit = self.args.max_grad_norm
+            self.hosted = HostedStep(
+                model,
+                self.optimizer.optimizer,
+                precision=_asked(self.args),
+                clip_norm=limit if limit and limit > 0 else None,
+                **self._options,
+            )
+            _take_over(self.optimizer, self.hosted, self._after)
+            self.accelerator.backward = self._backward
+            self.accelerator.clip_grad_norm_ = _known_later
+            if self._resumed_from is not None:
+                self.hosted.load_state_dict(_read(Path(self._resumed_from)))
+        return self.hosted
+
+    # -- one window ---------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Run the forward and backward pass of one micro-batch."""
+        self._host(model)
+        self._inputs = inputs, num_items_in_batch
+        self._in_step = True
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._in_step, self._inputs = False, None
+        return loss
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass: a window's while training, the same precision otherwise."""
+        if self._in_step and self.hosted is not None:
+            rerun = (self._loss_again, (self._inputs, self.current_gradient_accumulation_steps))
+            return self.hosted.forward(last=self.accelerator.sync_gradients, rerun=rerun)
+        return self._evaluating()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        device = self.args.device
+        precision = self._choice.precision
+        with precision.scope(device), precision.autocast(device):
+            yield
+
+    @property
+    def _choice(self) -> Choice:
+        if self.hosted is not None:
+            return self.hosted.stepper.choice
+        return choose_precision(_asked(self.args), device=self.args.device, strict=self._options.get("strict", False))
+
+    def _backward(self, loss: Tensor, **_: Any) -> None:
+        # The Trainer has divided the loss, by micro-batches or by items; the Stepper divides at the end of the window.
+        many = self.current_gradient_accumulation_steps
+        assert self.hosted is not None, "built by training_step"
+        self.hosted.stepper.backward(loss if many == 1 else loss * many)
+
+    def _loss_again(self, model: nn.Module, batch: Any) -> Any:
+        """Run the forward pass of a micro-batch again, outside of the Trainer's loop."""
+        (inputs, num_items), many = batch
+        loss = self.compute_loss(unwrapped(model), self._prepare_inputs(inputs), num_items_in_batch=num_items)
+        by_items = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+        return loss * many if by_items else loss
+
+    def _after(self, report: StepReport) -> None:
+        if report.applied:
+            self._losses.append(report.loss)
+
+    # -- log and checkpoints ------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log the loss of applied steps, the real gradient norm, and how many steps were applied and skipped."""
+        if self.hosted is not None and self.hosted.report is not None and "loss" in logs:
+            # The Trainer's own figure replaces a NaN by 0 or by the mean of other steps.
+            logs["loss"] = sum(self._losses) / len(self._losses) if self._losses else math.nan
+            logs["grad_norm"] = self.hosted.report.grad_norm
+            logs |= {f"halfstep_{name}": number for name, number in self.hosted.numbers.items()}
+            self._losses = []
+        super().log(logs, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the Stepper's own state beside the optimizer's, before the checkpoint counts as complete."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.hosted is not None and self.args.should_save:
+            _write(Path(output_dir), self.hosted.state_dict())
+
+
+class _HostedOptimizer(AcceleratedOptimizer):
+    """The Trainer's optimizer: its step concludes the window, and it knows whether that was skipped."""
+
+    hosted: HostedStep
+    after: Any
+
+    def step(self, closure: Any = None) -> None:
+        """Conclude the window; raise Diverged if the run cannot continue."""
+        self._opt_called = True  # torch's schedules warn where they are stepped before it
+        self.after(self.hosted.apply())
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # and where `step` is not the one they have wrapped
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last window moved no weight; the Trainer then leaves its schedule alone."""
+        return not self.hosted.moved
+
+
+def _take_over(optimizer: Any, hosted: HostedStep, after: Callable[[StepReport], None]) -> None:
+    """Turn a prepared optimizer into a `_HostedOptimizer`; everyone who holds it keeps the same object."""
+    # A torch schedule has put its own wrapper of `step` on the instance, in front of the class.
+    vars(optimizer).pop("step", None)
+    optimizer.__class__ = _HostedOptimizer
+    optimizer.hosted, optimizer.after = hosted, after
+
+
+def _known_later(*_: object, **__: object) -> float:
+    """Clip nothing: the Stepper clips, and its report has the norm that is logged."""
+    return math.nan
+
+
+def _asked(arguments: Any) -> str:
+    if arguments.bf16 or arguments.fp16:
+        return "bf16" if arguments.bf16 else "fp16"
+    return "tf32" if arguments.tf32 else "fp32"
+
+
+def _check_supported(trainer: Any) -> None:
+    refuse_other_engines(trainer.accelerator)
+    if trainer.args.n_gpu > 1:
+        raise WrongUse(
+            f"DataParallel on {trainer.args.n_gpu} GPUs in one process",
+            allowed="one process a GPU",
+            do="torchrun --nproc-per-node GPUS script.py",
+        )
+
+
+# -- the file of the Stepper's own state ------------------------------------------------------------------------------
+
+
+def _write(folder: Path, state: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    from halfstep.checkpoint.packing import pack
+
+    plain, tensors = pack(state, "halfstep")
+    save_file(
+        {name: t.detach().contiguous() for name, t in tensors.items()}, folder / STATE, {"halfstep": json.dumps(plain)}
+    )
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    from halfstep.checkpoint.packing import unpack
+
+    if not (folder / STATE).exists():
+        raise StateMismatch(
+            f"{folder} has no {STATE}: it was saved without HalfstepMixin",
+            allowed="a checkpoint of a Trainer with HalfstepMixin",
+            do="start from its weights: from_pretrained(...), without resume_from_checkpoint",
+        )
+    with safe_open(folder / STATE, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        plain = json.loads(file.metadata()["halfstep"])
+    state: dict[str, Any] = unpack(plain, tensors, str(folder / STATE))
+    return state
