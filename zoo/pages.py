@@ -16,7 +16,7 @@ INTRODUCTION = """\
 
 What goes wrong in mixed precision training, each case twice: `plain.py` as people write it, which goes wrong, and
 `held.py` with halfstep. Both run on any CPU in seconds, and both say what they measured. `plain.py` is plain PyTorch,
-or accelerate where the fault is accelerate's.
+or accelerate, Lightning or transformers themselves where the fault is theirs.
 
 ```
 python -m zoo            # all of them; exit code 1 unless every plain one breaks and every halfstep one holds

@@ -1,0 +1,24 @@
+"""The same model and batch in bf16: autocast casts what a product is made of, and the batch stays as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from zoo.d11_fabric_rounds_the_inputs.plain import Denoiser, batch, judge
+from zoo.outcome import Outcome
+
+
+def run() -> Outcome:
+    torch.manual_seed(0)
+    net = Denoiser()
+    stepper = halfstep.Stepper(net, torch.optim.SGD(net.parameters(), lr=0.1), precision="bf16")
+    stepper.step(loss_fn, batch())
+    assert stepper.observed is not None
+    assert stepper.observed.share == 1.0  # it did compute in bf16
+    return judge(net)
+
+
+def loss_fn(net: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return net(*given).float().square().mean()

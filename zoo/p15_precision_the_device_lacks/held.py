@@ -1,0 +1,50 @@
+"""The same requests run here, on the next rung of the ladder; four GPUs by their description, and a wheel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from halfstep.doctor.wheel import Board, Build, check_build
+from halfstep.precision.hardware import Device
+from zoo.outcome import Outcome
+
+GPUS = {"A100": (8, 0), "Tesla T4": (7, 5), "Tesla P40": (6, 1), "Tesla K80": (3, 7)}
+LADDER = {"A100": "bf16", "Tesla T4": "fp16", "Tesla P40": "fp32", "Tesla K80": "fp32"}
+NEWER = Build(
+    torch="2.5.1+cu121",
+    cuda=(12, 1),
+    architectures=("sm_80", "sm_90"),
+    driver=(12, 8),
+    boards=(Board("NVIDIA GeForce RTX 5090", (12, 0)),),
+)
+
+
+def run() -> Outcome:
+    choices = {name: _chosen(name) for name in GPUS}
+    took = {name: choice.precision.name for name, choice in choices.items()}
+    here = _trains("tf32")
+    (wheel,) = check_build(NEWER)
+    reason = choices["Tesla T4"].findings[0].evidence
+    return Outcome(
+        good=took == LADDER and here == "fp32" and "download.pytorch.org" in wheel.fix,
+        seen=f"bf16 becomes {took}; {reason}; tf32 on this CPU trains in {here}; "
+        f"{wheel.evidence.split(':')[0]}: {wheel.fix}",
+    )
+
+
+def _chosen(name: str) -> halfstep.precision.select.Choice:
+    return halfstep.choose_precision("bf16", device=Device(kind="cuda", name=name, capability=GPUS[name]))
+
+
+def _trains(precision: str) -> str:
+    model = nn.Linear(4, 1)
+    choice = halfstep.choose_precision(precision, device="cpu")
+    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=choice)
+    report = stepper.step(loss_fn, torch.ones(2, 4))
+    return stepper.precision.name if report.applied else f"not: {report.reason}"
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
