@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from halfstep.precision import flags
 from halfstep.precision.flags import fp32_scope
 from halfstep.precision.hardware import Device, ability
+from halfstep.precision.island import island
 from halfstep.precision.precision import precision_named, spare_half_convolutions
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -142,6 +143,48 @@ def test_overlapping_scopes_put_onednn_back_when_the_last_one_closes() -> None:
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert torch.backends.mkldnn.enabled
+
+
+# -- compiled backwards --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_backward_of_a_compiled_island_is_in_fp32(name: str) -> None:
+    precision = precision_named(name)
+
+    def gradient(compiled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = island(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), "2")
+        run: Any = torch.compile(lambda x: model(x), backend="aot_eager") if compiled else model
+        with precision.scope(CPU):
+            with precision.autocast(CPU):
+                out = run(torch.randn(4096, 8))
+            # The sum over the rows is beyond fp16's largest number.
+            (out.float() * 1000).sum().backward()
+        return cast("torch.Tensor", model[2].weight.grad)
+
+    torch._dynamo.reset()
+    expected, found = gradient(False), gradient(True)
+    assert expected.abs().max() > torch.finfo(torch.float16).max
+    assert torch.equal(found, expected)
+    torch._dynamo.reset()
+
+
+def test_overlapping_scopes_put_the_autocast_of_backwards_back_when_the_last_one_closes() -> None:
+    torch.compile(nn.Linear(2, 2), backend="eager")
+    config: Any = torch._functorch.config
+    before, (first, second) = config.backward_pass_autocast, (precision_named("bf16").scope(CPU) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert config.backward_pass_autocast == "off"
+    second.__exit__(None, None, None)
+    assert config.backward_pass_autocast == before
+    with pytest.raises(KeyError), precision_named("fp16").scope(CPU):
+        raise KeyError
+    assert config.backward_pass_autocast == before
+    with precision_named("fp32").scope(CPU):
+        assert config.backward_pass_autocast == before
 
 
 # -- small Turing chips --------------------------------------------------------------------------------------------

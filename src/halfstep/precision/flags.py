@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -183,41 +184,117 @@ class _Fp32Scope:
             before.put_back()
 
 
-class _Depth:
-    """The number of open scopes in all threads, and the value of oneDNN's switch before the first of them."""
+_UNCHANGED = object()
+
+
+class _SharedSwitch:
+    """A global switch that steps in several threads share: the last scope to close restores it."""
 
     def __init__(self) -> None:
-        self.lock, self.open, self.before = threading.Lock(), 0, True
+        self._lock, self._open, self._before = threading.Lock(), 0, _UNCHANGED
+
+    def open(self) -> None:
+        """Remember the switch's value, and set it, unless an open scope has done so or there is nothing to set."""
+        with self._lock:
+            self._open += 1
+            if self._before is _UNCHANGED:
+                self._before = self.enter()
+
+    def close(self) -> None:
+        """Restore the switch if this was the last open scope."""
+        with self._lock:
+            self._open -= 1
+            if not self._open and self._before is not _UNCHANGED:
+                before, self._before = self._before, _UNCHANGED
+                self.restore(before)
+
+    def before(self) -> Any:
+        """Return the value as the user set it, ignoring what an open scope has set."""
+        with self._lock:
+            return self.read() if self._before is _UNCHANGED else self._before
+
+    def enter(self) -> Any:
+        """Return the value to restore, after setting another one where a scope needs it."""
+        return self.read()
+
+    def read(self) -> Any:
+        """Return the value."""
+        raise NotImplementedError
+
+    def restore(self, value: Any) -> None:
+        """Set the value."""
+        raise NotImplementedError
 
 
-_depth = _Depth()
+class _Mkldnn(_SharedSwitch):
+    """oneDNN's switch, which backward hooks of fp16 convolutions turn off and on."""
+
+    def read(self) -> bool:
+        return bool(torch.backends.mkldnn.enabled)
+
+    def restore(self, value: Any) -> None:
+        torch.backends.mkldnn.enabled = value
 
 
-class MkldnnKept:
-    """A scope around `inner` that restores oneDNN's switch on exit, also after an error.
+class _CompiledBackward(_SharedSwitch):
+    """The autocast under which torch.compile traces a backward: off, as eager code runs it.
 
-    The switch is global, and steps may run in several threads: the last scope to close restores it.
+    By default it is that of the forward, so that the backward of an fp32 island is computed in 16 bits when compiled,
+    where it rounds, or overflows (pytorch#179804).
     """
 
-    def __init__(self, inner: AbstractContextManager[None]) -> None:
-        self._inner = inner
+    _compiles = False
+
+    def enter(self) -> Any:
+        # Setting costs 10 us, so nothing is set in a process that has given nothing to torch.compile.
+        if not self._compiles:
+            dynamo = sys.modules.get("torch._dynamo.eval_frame")
+            self._compiles = bool(getattr(dynamo, "cached_backends", dynamo))
+        if not self._compiles:
+            return _UNCHANGED
+        before = self.read()
+        self.restore("off")
+        return before
+
+    def read(self) -> Any:
+        import torch._functorch.config as config
+
+        return config.backward_pass_autocast
+
+    def restore(self, value: Any) -> None:
+        import torch._functorch.config as config
+
+        config.backward_pass_autocast = value
+
+
+_mkldnn, _compiled_backward = _Mkldnn(), _CompiledBackward()
+
+
+class _Sharing:
+    """A scope around `inner` that opens a shared switch, and closes it also after an error."""
+
+    def __init__(self, inner: AbstractContextManager[None], switch: _SharedSwitch) -> None:
+        self._inner, self._switch = inner, switch
 
     def __enter__(self) -> None:
         self._inner.__enter__()
-        with _depth.lock:
-            if not _depth.open:
-                _depth.before = bool(torch.backends.mkldnn.enabled)
-            _depth.open += 1
+        self._switch.open()
 
     def __exit__(self, *error: Any) -> None:
-        with _depth.lock:
-            _depth.open -= 1
-            if not _depth.open:
-                torch.backends.mkldnn.enabled = _depth.before  # type: ignore[assignment]
+        self._switch.close()
         self._inner.__exit__(*error)
+
+
+def mkldnn_kept(inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
+    """Return a scope around `inner` that restores oneDNN's switch on exit."""
+    return _Sharing(inner, _mkldnn)
+
+
+def backward_outside_autocast(inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
+    """Return a scope around `inner` in which torch.compile traces backwards outside autocast."""
+    return _Sharing(inner, _compiled_backward)
 
 
 def mkldnn_before() -> bool:
     """Return oneDNN's switch as the user set it, ignoring what an open scope has set."""
-    with _depth.lock:
-        return _depth.before if _depth.open else bool(torch.backends.mkldnn.enabled)
+    return bool(_mkldnn.before())

@@ -92,7 +92,9 @@ class Precision:
         Values that stay in fp32 are computed in IEEE fp32, in islands too, unless tf32 was requested by name.
         """
         fp32 = flags.fp32_scope("tf32" if self.computes is TF32 else "ieee", device)
-        return flags.MkldnnKept(fp32) if self._spares_convolutions(device) else fp32
+        if self.casts:
+            fp32 = flags.backward_outside_autocast(fp32)
+        return flags.mkldnn_kept(fp32) if self._spares_convolutions(device) else fp32
 
     @contextmanager
     def inference(self, device: torch.device) -> Iterator[None]:
