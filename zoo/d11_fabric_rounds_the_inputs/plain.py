@@ -19,6 +19,8 @@ class Denoiser(nn.Module):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8 + 16, 32), nn.ReLU(), nn.Linear(32, 8))
         self.given = torch.empty(0)
+        self.computed_in: set[torch.dtype] = set()
+        self.net[0].register_forward_hook(lambda module, given, out: self.computed_in.add(out.dtype))
 
     def forward(self, noisy: Tensor, timesteps: Tensor) -> Tensor:
         self.given = timesteps.detach().float()
@@ -45,7 +47,8 @@ def judge(net: Denoiser) -> Outcome:
     examples = ", ".join(f"{number} as {net.given[number].item():.0f}" for number in EXAMPLES)
     kept = len(net.given.unique())
     return Outcome(
-        good=kept == TIMESTEPS,
-        seen=f"of {TIMESTEPS} timesteps {kept} reach the model: {examples}; it computes in bf16, and nothing is said",
+        good=kept == TIMESTEPS and net.computed_in == {torch.bfloat16},
+        seen=f"of {TIMESTEPS} timesteps {kept} reach the model: {examples}; it computes in "
+        f"{', '.join(map(str, net.computed_in))}",
         word="inputs rounded",
     )

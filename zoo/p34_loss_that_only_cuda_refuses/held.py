@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.precision.precision import precision_named
 from zoo.outcome import Outcome
 from zoo.p34_loss_that_only_cuda_refuses.plain import Classifier, Product, batch
 
@@ -27,7 +28,7 @@ def run() -> Outcome:
     plain = Classifier(own_function=False)
     plain.loss = halfstep.island(nn.BCELoss())
     left = _found(model, device=None) | _found(plain, device="a100-80gb")
-    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")
+    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision_named("bf16"))
     report = stepper.step(loss_fn, batch())
     return Outcome(
         good=sorted(found) == IDS and lines and not left and report.applied,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
+from halfstep import clock
 from zoo.outcome import Outcome
 
 SLOWER = 2.0
@@ -22,21 +24,17 @@ def batch() -> Tensor:
 
 
 def run() -> Outcome:
-    times = {name: _seconds(dtype) for name, dtype in (("fp32", None), ("fp16", torch.float16))}
-    ratio = times["fp16"] / times["fp32"]
+    arms = {"fp32": partial(_step, None), "fp16": partial(_step, torch.float16)}
+    slower = clock.ratios(arms, baseline="fp32", pairs=10)["fp16"].median
     return Outcome(
-        good=ratio < SLOWER,
-        seen=f"forward and backward take {ratio:.1f} times as long in fp16 as in fp32, and nothing is said",
+        good=slower < SLOWER,
+        seen=f"forward and backward take {slower:.1f} times as long in fp16 as in fp32, and nothing is said",
         word="many times slower",
     )
 
 
-def _seconds(dtype: torch.dtype | None) -> float:
-    model, x = make_model(), batch()
-
-    def step() -> None:
-        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            out = model(x)
-        out.float().square().mean().backward()
-
-    return Timer("step()", globals={"step": step}).blocked_autorange(min_run_time=0.05).median
+def _step(dtype: torch.dtype | None) -> None:
+    model = make_model()
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        out = model(batch())
+    out.float().square().mean().backward()
