@@ -14,13 +14,15 @@ from zoo.p03b_launcher_and_script_disagree.plain import LAUNCHER, SCRIPT
 
 def run() -> Outcome:
     checked = _checked(SCRIPT)
-    (offer,) = [way for conflict in checked["conflicts"] for way in conflict["ways"] if way["precision"] == "bf16"]
-    settled = _checked(SCRIPT | yaml.safe_load(offer["write"]))
     told = [finding["id"] for finding in checked["findings"] if finding["severity"] == "error"]
+    offers = [
+        way["write"] for conflict in checked["conflicts"] for way in conflict["ways"] if way["precision"] == "bf16"
+    ]
+    settled = _checked(SCRIPT | yaml.safe_load("\n".join(offers) or "{}"))
     return Outcome(
-        good=told == ["settings.precision_mismatch"] and settled["status"]["precision"] == "bf16",
-        seen=f"{told}: mixed precision is {checked['status']['amp']}; with the line that it offers, {offer['write']}, "
-        f"it is {settled['status']['amp']}",
+        good=told == ["settings.precision_mismatch"] and len(offers) == 1 and settled["status"]["precision"] == "bf16",
+        seen=f"{told}: mixed precision is {checked['status']['amp']}; with the line that it offers, {offers}, it is "
+        f"{settled['status']['amp']}",
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zoo.outcome import Outcome
 
-ROWS = 4096
+ROWS = 256
 FORMATS = {"bf16": (torch.bfloat16, 1.0), "fp16": (torch.float16, 65536.0)}
 """The format, and the scale of the loss: in fp16 the one that `GradScaler` begins with."""
 BACKEND = "aot_eager"
