@@ -246,10 +246,11 @@ class _CompiledBackward(_SharedSwitch):
     _compiles = False
 
     def enter(self) -> Any:
-        # Setting costs 10 us, so nothing is set in a process that has given nothing to torch.compile.
+        # Setting costs 10 us, so nothing is set in a process that has given nothing to torch.compile. torch's own
+        # `disable` leaves a backend of None there.
         if not self._compiles:
             dynamo = sys.modules.get("torch._dynamo.eval_frame")
-            self._compiles = bool(getattr(dynamo, "cached_backends", dynamo))
+            self._compiles = any(map(callable, getattr(dynamo, "cached_backends", {}).values()))
         if not self._compiles:
             return _UNCHANGED
         before = self.read()
