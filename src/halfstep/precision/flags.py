@@ -250,7 +250,7 @@ class _CompiledBackward(_SharedSwitch):
         # `disable` leaves a backend of None there.
         if not self._compiles:
             dynamo = sys.modules.get("torch._dynamo.eval_frame")
-            self._compiles = any(map(callable, getattr(dynamo, "cached_backends", {}).values()))
+            self._compiles = any(map(callable, getattr(dynamo, "cached_backends", {}).values())) and _has_switch()
         if not self._compiles:
             return _UNCHANGED
         before = self.read()
@@ -266,6 +266,13 @@ class _CompiledBackward(_SharedSwitch):
         import torch._functorch.config as config
 
         config.backward_pass_autocast = value
+
+
+def _has_switch() -> bool:
+    """Return whether this torch has the switch; it is not public."""
+    import torch._functorch.config as config
+
+    return hasattr(config, "backward_pass_autocast")
 
 
 _mkldnn, _compiled_backward = _Mkldnn(), _CompiledBackward()
