@@ -67,7 +67,7 @@ def ratios(
         if progress is not None:
             progress(len(rounds), pairs)
     base = [times[baseline] for times in rounds]
-    return {name: _compare([times[name] for times in rounds], base) for name in arms if name != baseline}
+    return {name: compare([times[name] for times in rounds], base) for name in arms if name != baseline}
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -81,7 +81,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return each[cut], each[-1 - cut]
 
 
-def _compare(arm: list[float], base: list[float]) -> Ratio:
+def compare(arm: Sequence[float], base: Sequence[float]) -> Ratio:
+    """Return the ratio of times that were measured in pairs."""
     # Ratios within a pair: a slow moment of the machine hits both of its calls and cancels out.
     each = sorted(a / b for a, b in zip(arm, base, strict=True))
     # low and high enclose the middle 80 % of the pairs.
