@@ -108,7 +108,7 @@ def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(
     with pytest.raises(StorageFailed, match=r"3 checkpoints in a row .* step 7: No space left on device") as caught:
         attempt(checkpoints, 7)
     assert caught.value.exit_code == 74
-    assert counted(heard) == [f"{count} of 3 in a row" for count in (1, 2, 1, 2, 3)]
+    assert counted(heard) == [f"{count} in a row, 3 end the run" for count in (1, 2, 1, 2, 3)]
     assert all(one["level"] == "warning" for one in heard.told("note"))
     assert [one["attempt"] for one in heard.told("saved")] == [1, 4]
     found = generations(tmp_path / CHECKPOINTS)
@@ -177,7 +177,7 @@ def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(
     checkpoints._live.progress.attempts = 3
     checkpoints.save()
     checkpoints.close()
-    assert counted(heard)[-1] == "3 of 3 in a row"
+    assert counted(heard)[-1] == "3 in a row, 3 end the run"
 
 
 # -- the other files --------------------------------------------------------------------------------------------------

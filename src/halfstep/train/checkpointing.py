@@ -262,7 +262,8 @@ class Checkpoints:
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self.failures += 1
-        text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({self.failures} of {MOST_FAILURES} in a row)"
+        often = f"{self.failures} in a row, {MOST_FAILURES} end the run"
+        text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({often})"
         self._journal.emit(events.NOTE, text=text, level="warning")
         if self.failures >= MOST_FAILURES:
             raise self._too_many_failures(saved)
