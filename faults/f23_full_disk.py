@@ -133,7 +133,7 @@ def _without(folder: Path, before: Callable[[], None], whole: rig.Ending) -> str
     )
 
 
-_NOTE = re.compile(r"no checkpoint of step (\d+): .*\((\d) of 3 in a row\)")
+_NOTE = re.compile(r"no checkpoint of step (\d+): .*\((\d) in a row, 3 end the run\)")
 
 
 def _told(folder: Path) -> list[tuple[int, int]]:

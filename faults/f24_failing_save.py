@@ -126,7 +126,7 @@ def _told_after(folder: Path) -> int:
     step = 0
     for event in read_events(folder / "journal.jsonl"):
         step = event["attempt"] if event["event"] == "step" else step
-        note = re.match(r"no checkpoint of step (\d+): .*\(1 of 3 in a row\)", event.get("text", ""))
+        note = re.match(r"no checkpoint of step (\d+): .*\(1 in a row, 3 end the run\)", event.get("text", ""))
         if note:
             return step - int(note[1])
     return -1
