@@ -1,0 +1,42 @@
+"""Find a gradient scaler that is switched on where autocast computes in bf16."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.located import LocatedFinding
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every scaler that is certainly on, where all autocast is certainly in bf16."""
+    on = facts.autocasts.on
+    if not on or any(one.format != "bf16" for one in on) or not facts.scalers.of("backward"):
+        return
+    for made in facts.scalers.made:
+        if made.enabled is True:
+            yield facts.script.finding(
+                "scaler_with_bf16",
+                "warning",
+                made.call,
+                f"`{facts.script.text(made.call)[:60]}` is on, and the {on[0]} computes in bf16, which has fp32's "
+                "range: nothing underflows, steps are skipped and gradients read again for nothing; "
+                "gradients of bf16 weights cannot be unscaled at all",
+                "switch it off: GradScaler(..., enabled=False); its calls then do nothing",
+                _switched_off(facts, made.call),
+            )
+
+
+def _switched_off(facts: Facts, call: ast.Call) -> Patch:
+    patch = facts.script.patch()
+    given = next((one.value for one in call.keywords if one.arg == "enabled"), None)
+    if given is not None:
+        patch.replace(given, "False")
+    elif len(call.args) > 4:
+        patch.spoil()
+    else:
+        text = facts.script.text(call)
+        patch.replace(call, f"{text[:-1]}{', ' if call.args or call.keywords else ''}enabled=False)")
+    return patch
