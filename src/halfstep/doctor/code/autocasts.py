@@ -62,7 +62,7 @@ class Autocasts:
     def _openers(self, node: ast.AST) -> Iterator[ast.AST]:
         inside = node
         for outer in ancestors(self._script, node):
-            if isinstance(outer, (ast.With, ast.AsyncWith)) and inside in outer.body:
+            if isinstance(outer, (ast.With, ast.AsyncWith)) and isinstance(inside, ast.stmt):
                 # `with a, b:` opens b inside a.
                 for item in reversed(outer.items):
                     yield self._script.value(item.context_expr)

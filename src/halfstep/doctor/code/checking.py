@@ -17,6 +17,10 @@ from halfstep.doctor.located import LocatedFinding
 
 LARGEST = 1_000_000
 """Characters. A larger file is data or generated; parsing takes more than a second for each million."""
+MOST = 300
+"""Calls that are compared with each other: time grows with their cube. Code that people write has a few dozen."""
+_LIBRARIES = ("torch", "lightning", "accelerate", ".unscale_(")
+"""Paddle has a GradScaler too. A scaler that is an argument may stand in a file that imports nothing of these."""
 _NARROW = (".half(", ".bfloat16(", "float16")
 _NEEDED = (
     (
@@ -31,17 +35,22 @@ _NEEDED = (
 )
 """Every finding needs a word of each group of one row; a file without them is not parsed."""
 
+_MARK = "\ufeff"
+"""What editors on Windows write before the first character."""
+
 Rule = Callable[[Facts], Iterator[LocatedFinding]]
 
 
 def check_code(file: str, text: str) -> list[LocatedFinding]:
     """Return the findings in a Python file, by line; a note where it cannot be read. Never raises."""
-    if not any(all(any(word in text for word in group) for group in row) for row in _NEEDED):
+    if not any(all(any(word in text for word in group) for group in (*row, _LIBRARIES)) for row in _NEEDED):
         return []
     if len(text) > LARGEST:
         return [_unread(file, f"it has {len(text):,} characters, more than {LARGEST:,}")]
     try:
         facts = Facts(parse(file, text))
+        if facts.count > MOST:
+            return [_unread(file, f"it has {facts.count:,} calls of autocast and scalers, more than {MOST}")]
         found = [finding for rule in all_rules() for finding in rule(facts)]
     except (SyntaxError, ValueError) as error:
         # ValueError: a null byte, or a lone surrogate.
@@ -59,7 +68,7 @@ def check_file(folder: Path, name: str) -> list[LocatedFinding]:
         content = _content(path) if inside else None
         if content is None:
             return [_unread(name, "it is no regular file of this folder, or too large")]
-        return check_code(name, content.decode("utf-8-sig"))
+        return check_code(name, content.decode("utf-8").removeprefix(_MARK))
     except (OSError, ValueError, RuntimeError) as error:
         # UnicodeDecodeError is a ValueError; Python before 3.13 raises RuntimeError for a link that leads to itself.
         return [_unread(name, str(error))]

@@ -41,6 +41,12 @@ class Facts:
         """Return every call that runs a backward pass."""
         return [call for call in self.script.calls() if self._is_backward(call)]
 
+    @property
+    def count(self) -> int:
+        """Return how many calls there are that rules compare with each other."""
+        scaler_calls = len(self.scalers.calls) + len(self.scalers.clips) + len(self.scalers.made)
+        return scaler_calls + len(self.backwards) + len(self.autocasts.all)
+
     def _is_optimizer(self, path: str, call: ast.Call) -> bool:
         assert isinstance(call.func, ast.Attribute)
         made = [one for one in self.script.bindings(call.func.value) if isinstance(one, ast.Call)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Literal
 
-from halfstep.doctor.code.script import Script, argument, method
+from halfstep.doctor.code.script import FUNCTIONS, Function, Script, argument, method
 
 Named = Literal["fp16", "bf16", "fp32"]
 _DTYPES: dict[str, Named] = {
@@ -78,15 +78,13 @@ def _returned(script: Script, call: ast.Call, deep: int) -> Named | None:
     return module_format(script, value, deep - 1) if value is not None else None
 
 
-def function_named(script: Script, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def function_named(script: Script, node: ast.AST) -> Function | None:
     """Return the one function of this file that a name stands for."""
-    if not isinstance(node, ast.Name):
-        return None
-    found = [one for one in script.functions() if one.name == node.id and script.class_of(one) is None]
-    return found[0] if len(found) == 1 else None
+    found = script.named(node.id) if isinstance(node, ast.Name) else []
+    return found[0] if len(found) == 1 and isinstance(found[0], FUNCTIONS) else None
 
 
 def class_named(script: Script, node: ast.AST) -> ast.ClassDef | None:
     """Return the one class of this file that a name stands for."""
-    found = [one for one in script.every(ast.ClassDef) if isinstance(node, ast.Name) and one.name == node.id]
-    return found[0] if len(found) == 1 else None
+    found = script.named(node.id) if isinstance(node, ast.Name) else []
+    return found[0] if len(found) == 1 and isinstance(found[0], ast.ClassDef) else None

@@ -34,6 +34,8 @@ _MOVED = {
 _MOVED_FROM = tuple(_MOVED)
 _DEEPEST = 8
 """How many bindings are followed from name to name."""
+_MOST_BINDINGS = 50
+"""How many values of one variable are kept; with more than one, its value is not certain anyway."""
 _PLACED = (
     ast.expr, ast.stmt, ast.keyword, ast.arg, ast.arguments, ast.alias, ast.withitem, ast.comprehension,
     ast.excepthandler, ast.match_case, ast.pattern,
@@ -58,6 +60,8 @@ class Script:
         self._by_type: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
         self._imports: dict[str, set[str]] = defaultdict(set)
         self._bindings: dict[str, list[Binding]] = defaultdict(list)
+        self._calls_in: dict[ast.AST, list[ast.Call]] = defaultdict(list)
+        self._named: dict[str, list[Function | ast.ClassDef]] = defaultdict(list)
         self._walk()
         self._read_imports()
         self._read_bindings()
@@ -76,7 +80,11 @@ class Script:
 
     def calls(self, scope: ast.AST | None = None) -> Iterator[ast.Call]:
         """Yield all calls, or those directly in one function."""
-        return (call for call in self.every(ast.Call) if scope is None or self.scopes[call] is scope)
+        return self.every(ast.Call) if scope is None else iter(self._calls_in.get(scope, ()))
+
+    def named(self, name: str) -> list[Function | ast.ClassDef]:
+        """Return the functions and classes of this name, methods left out."""
+        return self._named.get(name, [])
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -193,6 +201,8 @@ class Script:
             node, scope = stack.pop()
             self.scopes[node] = scope
             self._by_type[type(node)].append(node)
+            if isinstance(node, ast.Call):
+                self._calls_in[scope].append(node)
             inner = node if isinstance(node, _SCOPES) else scope
             for child in reversed(list(_children(node))):
                 self.parents[child] = node
@@ -217,10 +227,12 @@ class Script:
             self._bind(node.target, node.value)
         for target in self._opaque_targets():
             self._bind(target, None)
-        for function in self.each(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
-            self._bindings[function.name].append(Binding(self.scopes[function], None))
+        for function in self.each(*FUNCTIONS, ast.ClassDef):
+            self._add(function.name, Binding(self.scopes[function], None))
+            if not isinstance(self.parents[function], ast.ClassDef):
+                self._named[function.name].append(function)
         for argument in self.every(ast.arg):
-            self._bindings[argument.arg].append(Binding(self.scopes[argument], None))
+            self._add(argument.arg, Binding(self.scopes[argument], None))
 
     def _opaque_targets(self) -> Iterator[ast.expr]:
         yield from (node.target for node in self.each(ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension))
@@ -233,7 +245,11 @@ class Script:
             for one, its in zip(target.elts, paired, strict=True):
                 self._bind(one, its)
         elif (path := path_of(target)) is not None:
-            self._bindings[path].append(Binding(self.scopes[target], value))
+            self._add(path, Binding(self.scopes[target], value))
+
+    def _add(self, path: str, binding: Binding) -> None:
+        if len(self._bindings[path]) < _MOST_BINDINGS:
+            self._bindings[path].append(binding)
 
 
 def parse(file: str, text: str) -> Script:

@@ -11,8 +11,12 @@ from halfstep.doctor.code.formats import cast_to, class_named, function_named, m
 from halfstep.doctor.code.order import exclusive, precedes
 from halfstep.doctor.code.script import Script, argument, method, path_of
 
-_FROZEN = re.compile(r"requires_grad|lora|peft|add_adapter|cast_training_params|kbit|freeze|frozen", re.IGNORECASE)
-"""Words of code in which the weights in 16 bits may not be those that are trained."""
+_FROZEN = re.compile(
+    r"requires_grad|lora|peft|add_adapter|cast_training_params|kbit|freeze|frozen"
+    r"|deepspeed|apex|master|fp16_optimizer|colossal|megatron|fairscale",
+    re.IGNORECASE,
+)
+"""Words of code in which the weights in 16 bits may not be those that are trained, or have copies in fp32."""
 
 
 class Trained(NamedTuple):

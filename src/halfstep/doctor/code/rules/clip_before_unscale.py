@@ -9,7 +9,7 @@ from halfstep.doctor.code.facts import Facts
 from halfstep.doctor.code.order import own_conditions
 from halfstep.doctor.code.patch import Patch
 from halfstep.doctor.code.scalers import ScalerCall, follows
-from halfstep.doctor.code.script import words_in
+from halfstep.doctor.code.script import method, path_of, words_in
 from halfstep.doctor.located import LocatedFinding
 
 
@@ -41,7 +41,7 @@ def _step_after(facts: Facts, clip: ast.Call) -> ScalerCall | None:
             one for one in facts.scalers.of("backward", scope, step.scaler)
             if follows(script, one.call, clip) and follows(script, one.call, step.call)
         ]  # fmt: skip
-        if backwards and follows(script, clip, step.call) and not _is_unscaled(facts, clip, step):
+        if backwards and follows(script, clip, step.call) and not _is_unscaled(facts, clip):
             return None if facts.scalers.is_off(step.call) or _has_other_test(facts, clip, step) else step
     return None
 
@@ -51,9 +51,14 @@ def _asks_for_scale(facts: Facts, scope: ast.AST) -> bool:
     return any("get_scale" in words_in(call.func) for call in facts.script.calls(scope))
 
 
-def _is_unscaled(facts: Facts, clip: ast.Call, step: ScalerCall) -> bool:
-    scope = facts.script.scopes[clip]
-    return any(follows(facts.script, one.call, clip) for one in facts.scalers.of("unscale", scope, step.scaler))
+def _is_unscaled(facts: Facts, clip: ast.Call) -> bool:
+    """Return whether something unscales before, `scaler.unscale_` or a function of that name."""
+    calls = [call for call in facts.script.calls(facts.script.scopes[clip]) if "unscale" in _called(call)]
+    return any(follows(facts.script, call, clip) for call in calls)
+
+
+def _called(call: ast.Call) -> str:
+    return method(call) or path_of(call.func) or ""
 
 
 def _has_other_test(facts: Facts, clip: ast.Call, step: ScalerCall) -> bool:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.doctor.code.facts import Facts
 from halfstep.doctor.code.formats import Named, cast_to, module_format
 from halfstep.doctor.code.patch import Patch
 from halfstep.doctor.code.rules.ema_on_skipped_steps import AVERAGE
-from halfstep.doctor.code.script import Script, method, path_of
+from halfstep.doctor.code.script import Script, method, path_of, receiver
 from halfstep.doctor.located import LocatedFinding
 
 _AVERAGES = ("AveragedModel", "EMAModel", "ExponentialMovingAverage", "ModelEma", "ModelEmaV2", "ModelEmaV3")
-_UPDATES = ("lerp_", "_foreach_lerp_", "update_parameters")
+_METHODS = ("update", "step", "update_parameters")
+_IN_PLACE = ("lerp_", "mul_", "add_", "copy_")
+_FUNCTION = re.compile(r"ema|average|accumulate|update", re.IGNORECASE)
 _LOST = {"bf16": "1/512", "fp16": "1/4096"}
 
 
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every average that certainly is in bf16 or fp16, in a file that updates one."""
     script = facts.script
-    if not _is_updated(script):
-        return
     for node in script.every(ast.Assign):
         path = path_of(node.targets[0])
         if path is None or not AVERAGE.search(path.rpartition(".")[2]):
             continue
         format = _format(script, node.value)
-        if format is None or _is_widened(script, node, path):
+        if format is None or _is_widened(script, path) or not _is_moved(script, path):
             continue
         yield script.finding(
             "ema_in_16_bits",
@@ -40,15 +41,19 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _is_updated(script: Script) -> bool:
-    """Return whether a file moves an average: by lerp_, by mul_ and add_, or through a class that does."""
+def _is_moved(script: Script, path: str) -> bool:
+    """Return whether an average is updated: by its own method, by a function, or weight by weight in a loop."""
     for call in script.calls():
-        name = method(call)
-        if name in _UPDATES or (name == "mul_" and method(script.parents.get(script.parents[call], call)) == "add_"):
+        if receiver(call) == path and method(call) in _METHODS:
             return True
-        if name in ("update", "step") and AVERAGE.search((path_of(call.func.value) or "").rpartition(".")[2]):  # type: ignore[attr-defined]
+        name = method(call) or path_of(call.func) or ""
+        if _FUNCTION.search(name) and path in {path_of(given) for given in call.args}:
             return True
-    return False
+    return any(
+        path in {path_of(node) for node in ast.walk(loop.iter)}
+        and any(method(node) in _IN_PLACE for node in ast.walk(loop))
+        for loop in script.every(ast.For)
+    )
 
 
 def _format(script: Script, value: ast.expr) -> Named | None:
@@ -63,7 +68,7 @@ def _format(script: Script, value: ast.expr) -> Named | None:
     return module_format(script, given) if given is not None else None
 
 
-def _is_widened(script: Script, node: ast.Assign, path: str) -> bool:
+def _is_widened(script: Script, path: str) -> bool:
     """Return whether the average is cast to fp32 afterwards."""
     for call in script.calls():
         if (

@@ -10,7 +10,7 @@ from halfstep.doctor.code.autocasts import Autocast
 from halfstep.doctor.code.facts import Facts
 from halfstep.doctor.code.order import ancestors, loop_of, precedes
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.code.script import FUNCTIONS, Script, method, words_in
+from halfstep.doctor.code.script import FUNCTIONS, method, words_in
 from halfstep.doctor.located import LocatedFinding
 
 _SCALED = re.compile(r"scal(er|ed|e_loss|ing)|loss_scale|apex|deepspeed|accelerat|fabric|lightning", re.IGNORECASE)
@@ -22,7 +22,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every backward pass of a loss that certainly comes from fp16 autocast without a scaler."""
     script = facts.script
     certain = [one for one in facts.autocasts.on if one.format == "fp16" and one.enabled]
-    if not certain or facts.scalers.made or facts.scalers.calls or _scales_somehow(script):
+    # A backward pass without an optimizer is after the gradients of an input, which nothing accumulates.
+    if not certain or not facts.optimizer_steps or _scales_somehow(facts):
         return
     for call in facts.backwards:
         if (autocast := _where_from(facts, call, certain)) is not None:
@@ -40,7 +41,10 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             )
 
 
-def _scales_somehow(script: Script) -> bool:
+def _scales_somehow(facts: Facts) -> bool:
+    if facts.scalers.made or facts.scalers.calls:
+        return True
+    script = facts.script
     words = {word for node in script.each(ast.Name, ast.Attribute, ast.arg) for word in _own_words(node)}
     imported = {alias.name for node in script.each(ast.Import, ast.ImportFrom) for alias in node.names}
     sources = {node.module or "" for node in script.every(ast.ImportFrom)}
@@ -57,10 +61,12 @@ def _where_from(facts: Facts, call: ast.Call, certain: list[Autocast]) -> Autoca
     if not isinstance(loss, ast.Name) or call.args:
         return None
     scope = facts.script.scopes[call]
-    for node in facts.script.every(ast.Name):
-        is_same = node.id == loss.id and isinstance(node.ctx, ast.Store) and facts.script.scopes[node] is scope
-        if is_same and precedes(node, call) and facts.autocasts.around(node) in certain:
-            return facts.autocasts.around(node)
+    for autocast in certain:
+        for node in (one for statement in facts.autocasts.body(autocast) for one in ast.walk(statement)):
+            is_same = isinstance(node, ast.Name) and node.id == loss.id and isinstance(node.ctx, ast.Store)
+            is_before = is_same and facts.script.scopes[node] is scope and precedes(node, call)
+            if is_before and facts.autocasts.around(node) is autocast:
+                return autocast
     return None
 
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import ancestors
 from halfstep.doctor.code.patch import Patch
 from halfstep.doctor.located import LocatedFinding
 
@@ -16,7 +17,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     if not on or any(one.format != "bf16" for one in on) or not facts.scalers.of("backward"):
         return
     for made in facts.scalers.made:
-        if made.enabled is True:
+        if made.enabled is True and not _is_conditional(facts, made.call):
             yield facts.script.finding(
                 "scaler_with_bf16",
                 "warning",
@@ -27,6 +28,11 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 "switch it off: GradScaler(..., enabled=False); its calls then do nothing",
                 _switched_off(facts, made.call),
             )
+
+
+def _is_conditional(facts: Facts, call: ast.Call) -> bool:
+    """Return whether the scaler is made only in some cases, which may not be those of bf16."""
+    return any(isinstance(one, (ast.If, ast.IfExp)) for one in ancestors(facts.script, call))
 
 
 def _switched_off(facts: Facts, call: ast.Call) -> Patch:
