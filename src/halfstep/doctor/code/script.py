@@ -97,6 +97,8 @@ class Script:
         # Most calls are of something else, which the last name tells without following any binding.
         if isinstance(node, ast.Attribute) and node.attr not in _last_names(wanted):
             return False
+        if isinstance(node, ast.Name) and node.id not in self._imports and node.id not in self._bindings:
+            return False
         found = self.names(node)
         return bool(found) and found <= wanted
 
