@@ -6,12 +6,16 @@ import importlib
 import os
 import pkgutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from halfstep.doctor.code import rules
 from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.patch import patched
 from halfstep.doctor.code.script import parse
 from halfstep.doctor.located import LocatedFinding
 
@@ -19,6 +23,8 @@ LARGEST = 1_000_000
 """Characters. A larger file is data or generated; parsing takes more than a second for each million."""
 MOST = 300
 """Calls that are compared with each other: time grows with their cube. Code that people write has a few dozen."""
+MOST_TRIED, LARGEST_TRIED = 20, 200_000
+"""Findings of one file whose edits are tried, and the characters of a file in which they are."""
 _LIBRARIES = ("torch", "lightning", "accelerate", ".unscale_(")
 """Paddle has a GradScaler too. A scaler that is an argument may stand in a file that imports nothing of these."""
 _NARROW = (".half(", ".bfloat16(", "float16")
@@ -42,7 +48,18 @@ Rule = Callable[[Facts], Iterator[LocatedFinding]]
 
 
 def check_code(file: str, text: str) -> list[LocatedFinding]:
-    """Return the findings in a Python file, by line; a note where it cannot be read. Never raises."""
+    """Return the findings in a Python file, by line; a note where it cannot be read. Never raises.
+
+    The edits of a finding have been tried: they remove it, and bring no other.
+    """
+    found = check_untried(file, text)
+    tried = islice((one for one in found if one.edits), MOST_TRIED if len(text) <= LARGEST_TRIED else 0)
+    proven = {id(one) for one in tried if _mends(one, text, found)}
+    return [one if id(one) in proven or not one.edits else replace(one, edits=()) for one in found]
+
+
+def check_untried(file: str, text: str) -> list[LocatedFinding]:
+    """Return the same findings with the edits that the rules propose."""
     if not any(all(any(word in text for word in group) for group in (*row, _LIBRARIES)) for row in _NEEDED):
         return []
     if len(text) > LARGEST:
@@ -58,6 +75,13 @@ def check_code(file: str, text: str) -> list[LocatedFinding]:
     except (RecursionError, MemoryError):
         return [_unread(file, "it is nested too deeply")]
     return sorted(found, key=lambda finding: (finding.line or 0, finding.id))
+
+
+def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:
+    """Return whether a finding's edits leave a file that can be read, without this finding and with no new one."""
+    before = Counter(one.id for one in found)
+    after = Counter(one.id for one in check_untried(finding.file, patched(text, finding.edits)))
+    return after[finding.id] < before[finding.id] and after <= before
 
 
 def check_file(folder: Path, name: str) -> list[LocatedFinding]:

@@ -22,9 +22,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 "scaler_with_bf16",
                 "warning",
                 made.call,
-                f"`{facts.script.text(made.call)[:60]}` is on, and the {on[0]} computes in bf16, which has fp32's "
-                "range: nothing underflows, steps are skipped and gradients read again for nothing; "
-                "gradients of bf16 weights cannot be unscaled at all",
+                f"`{facts.script.text(made.call)[:60]}` is on, and the {on[0]} computes in bf16: that has the range of "
+                "fp32, nothing underflows that a scale could save, and CUDA cannot unscale gradients of bf16 weights",
                 "switch it off: GradScaler(..., enabled=False); its calls then do nothing",
                 _switched_off(facts, made.call),
             )
