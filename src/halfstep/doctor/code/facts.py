@@ -57,10 +57,10 @@ class Facts:
         return bool(_OPTIMIZER.search(re.split(r"[.\[]", path.replace("]", ""))[-1])) or "optim" in path.lower()
 
     def _is_backward(self, call: ast.Call) -> bool:
-        if "torch.autograd.backward" in self.script.names(call.func):
-            return True
         if method(call) != "backward" or not isinstance(call.func, ast.Attribute):
             return False
+        if "torch.autograd.backward" in self.script.names(call.func):
+            return True
         # The backward of a layer of one's own takes gradients; that of a tensor is called with names at most.
         if not call.args:
             return path_of(call.func.value) not in ("self", "ctx")

@@ -38,7 +38,9 @@ def half_trained(script: Script) -> Iterator[Trained]:
 
 def _module(script: Script, call: ast.Call) -> ast.expr | None:
     """Return m of `torch.optim.X(m.parameters(), ...)`."""
-    names = script.names(call.func)
+    # A class, by its capital letter: most calls are of something else.
+    last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    names = script.names(call.func) if last[:1].isupper() else ()
     if not names or not all(re.fullmatch(r"torch\.optim\.[A-Z]\w*", name) for name in names):
         return None
     given = argument(call, "params", 0)
