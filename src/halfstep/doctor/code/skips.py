@@ -56,7 +56,7 @@ def held_back(facts: Facts, found: Unheld) -> Patch:
 
 def _step_before(facts: Facts, call: ast.Call) -> ScalerCall | None:
     script, scope = facts.script, facts.script.scopes[call]
-    for step in facts.scalers.of("step", scope):
+    for step in reversed(facts.scalers.of("step", scope)):
         same_loop = loop_of(script, step.call) is loop_of(script, call)
         # A condition of the step alone, as in accumulation, means another rhythm, which is not judged here.
         apart = own_conditions(script, step.call, call)
