@@ -16,7 +16,6 @@ NEW = frozenset({"torch.autocast", "torch.amp.autocast"})
 _NAMES = OLD | NEW
 _DEFAULTS: dict[str, Named] = {"cuda": "fp16", "cpu": "bf16"}
 _MODULES = ("forward", "__call__")
-_FULL = "torch.float32"
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Autocasts:
         if near is not None:
             return [near] if near.may_be_on else []
         scope = self._script.scopes.get(node)
-        return self.reached.get(scope, []) if scope is not None and not _is_kept_wide(scope) else []
+        return self.reached.get(scope, []) if scope is not None else []
 
 
 def _read(script: Script, call: ast.Call) -> Autocast | None:
@@ -127,12 +126,6 @@ def _described(script: Script, call: ast.Call, device: str | None, given: dict[s
         format = _DEFAULTS.get(device or "")
     cached = script.constant(given["cache_enabled"]) is not False
     return Autocast(call, device, format, enabled if isinstance(enabled, bool) else None, cached)
-
-
-def _is_kept_wide(function: ast.AST) -> bool:
-    """Return whether a decorator such as `custom_fwd(cast_inputs=torch.float32)` switches autocast off."""
-    decorators = function.decorator_list if isinstance(function, FUNCTIONS) else []
-    return any(isinstance(one, ast.Call) and argument(one, "cast_inputs") is not None for one in decorators)
 
 
 def _reached(script: Script, autocasts: Autocasts, autocast: Autocast) -> set[ast.AST]:

@@ -180,8 +180,18 @@ class Script:
         return node
 
     def text(self, node: ast.AST) -> str:
-        """Return an expression as source text."""
-        return ast.unparse(node)
+        """Return an expression or statement as it is written; in other words where it is on several lines."""
+        first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
+        if not first or first != last:
+            return ast.unparse(node)
+        # Columns are counted in bytes of UTF-8.
+        line = self.lines[first - 1].encode(errors="surrogatepass")
+        return line[node.col_offset : node.end_col_offset].decode(errors="replace")  # type: ignore[attr-defined]
+
+    def with_argument(self, call: ast.Call, given: str) -> str:
+        """Return a call as it is written, with one more argument at its end."""
+        start = self.text(call).removesuffix(")").rstrip().removesuffix(",")
+        return f"{start}{', ' if call.args or call.keywords else ''}{given})"
 
     def patch(self) -> Patch:
         """Return an empty patch of this file."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from halfstep.doctor.code.formats import cast_to, class_named, function_named, module_format
 from halfstep.doctor.code.order import exclusive, precedes
-from halfstep.doctor.code.script import Script, argument, method, path_of
+from halfstep.doctor.code.script import Script, argument, method, path_of, receiver
 
 _FROZEN = re.compile(
     r"requires_grad|lora|peft|add_adapter|cast_training_params|kbit|freeze|frozen"
@@ -53,13 +53,11 @@ def _module(script: Script, call: ast.Call) -> ast.expr | None:
 def _cast_before(script: Script, module: ast.expr, optimizer: ast.Call) -> ast.Call | None:
     """Return the last cast of a module before an optimizer is built over it, if it is one to fp16."""
     path, scope = path_of(module), script.scopes[optimizer]
-    casts = [
+    # The cast of a module changes it in place, whatever becomes of the result.
+    certain = [
         call for call in script.calls(scope)
-        if isinstance(call.func, ast.Attribute) and path_of(call.func.value) == path and path is not None
-        and (cast_to(script, call) or method(call) == "load_state_dict")
-        and precedes(call, optimizer) and _is_kept(script, call, path)
+        if path is not None and receiver(call) == path and cast_to(script, call) and precedes(call, optimizer)
     ]  # fmt: skip
-    certain = [call for call in casts if cast_to(script, call)]
     if certain:
         last = certain[-1]
         is_sure = not exclusive(script, last, optimizer) and script.parents[script.statement(last)] in _around(
@@ -69,14 +67,6 @@ def _cast_before(script: Script, module: ast.expr, optimizer: ast.Call) -> ast.C
     if module_format(script, module) == "fp16":
         return _made_in_half(script, module)
     return _part_in_half(script, module)
-
-
-def _is_kept(script: Script, call: ast.Call, path: str) -> bool:
-    """Return whether a cast changes the module itself: a statement of its own, or assigned to the same variable."""
-    statement = script.statement(call)
-    if isinstance(statement, ast.Expr):
-        return statement.value is call
-    return isinstance(statement, ast.Assign) and any(path_of(target) == path for target in statement.targets)
 
 
 def _around(script: Script, node: ast.AST) -> list[ast.AST]:

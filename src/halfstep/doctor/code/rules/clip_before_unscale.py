@@ -75,6 +75,10 @@ def _unscaled_first(facts: Facts, clip: ast.Call, step: ScalerCall, optimizer: s
     if own_conditions(script, step.call, clip) or step.optimizer is None or not isinstance(statement, _SIMPLE):
         patch.spoil()
     patch.insert_before(statement, f"{step.scaler}.unscale_({optimizer})")
+    for late in facts.scalers.of("unscale", script.scopes[clip], step.scaler):
+        # Unscaling twice before an update raises.
+        if late.optimizer == step.optimizer and follows(script, clip, late.call):
+            patch.remove(script.statement(late.call))
     return patch
 
 

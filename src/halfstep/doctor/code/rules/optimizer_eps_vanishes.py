@@ -42,7 +42,7 @@ def _with_eps(facts: Facts, call: ast.Call, given: ast.expr | None) -> Patch:
     if isinstance(given, ast.Constant):
         patch.replace(given, "1e-4")
     elif given is None and not unpacks(call):
-        patch.replace(call, f"{facts.script.text(call)[:-1]}, eps=1e-4)")
+        patch.replace(call, facts.script.with_argument(call, "eps=1e-4"))
     else:
         patch.spoil()
     return patch

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from halfstep.doctor.code.facts import Facts
 from halfstep.doctor.code.order import ancestors
 from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.code.script import words_in
 from halfstep.doctor.located import LocatedFinding
 
 
@@ -31,7 +32,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 
 def _is_conditional(facts: Facts, call: ast.Call) -> bool:
     """Return whether the scaler is made only in some cases, which may not be those of bf16."""
-    return any(isinstance(one, (ast.If, ast.IfExp)) for one in ancestors(facts.script, call))
+    around = (one for one in ancestors(facts.script, call) if isinstance(one, (ast.If, ast.IfExp)))
+    return any("__name__" not in words_in(one.test) for one in around)
 
 
 def _switched_off(facts: Facts, call: ast.Call) -> Patch:
@@ -42,6 +44,5 @@ def _switched_off(facts: Facts, call: ast.Call) -> Patch:
     elif len(call.args) > 4:
         patch.spoil()
     else:
-        text = facts.script.text(call)
-        patch.replace(call, f"{text[:-1]}{', ' if call.args or call.keywords else ''}enabled=False)")
+        patch.replace(call, facts.script.with_argument(call, "enabled=False"))
     return patch
