@@ -101,6 +101,21 @@ def test_numbers_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.
     assert "1.running_mean" in found[0].evidence
 
 
+def test_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000120.0007"
+    folder.mkdir()
+    (folder / "MANIFEST.json").write_text("{}")
+    for rank in range(2):
+        numbers = torch.tensor([1.0, torch.nan if rank else 2.0])
+        content = {"weights/buffers/norm.running_var": numbers, "weights/model/a": torch.ones(2).bfloat16()}
+        save_file(content, folder / f"rank-{rank:05d}.safetensors")
+    found = {finding.id: finding.file for finding in check_checkpoint(folder, folder.name)}
+    assert found == {
+        "checkpoint.not_finite": f"{folder.name}/rank-00001.safetensors",
+        "checkpoint.weights_in_16_bits": f"{folder.name}/rank-00000.safetensors",
+    }
+
+
 def test_a_clean_one_of_every_kind(tmp_path: Path) -> None:
     torch.save(trained(), tmp_path / "a.pt")
     save_file(trained()["model"], tmp_path / "a.safetensors")
