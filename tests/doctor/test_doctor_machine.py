@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,10 @@ def test_every_entry_is_whole_and_cites_a_source() -> None:
         assert entry["what"]
         assert entry["fix"]
         assert entry["sources"]
+        for own in (
+            source.removeprefix("halfstep: ") for source in entry["sources"] if source.startswith("halfstep: ")
+        ):
+            assert (Path(__file__).parents[2] / own).exists(), own
         assert ("gpu" in entry) != ("package" in entry)
         if "package" in entry:
             assert re.fullmatch(r"(>=|<=|<)[\d.]+(,(<|<=)[\d.]+)?", entry["versions"])
