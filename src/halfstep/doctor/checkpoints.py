@@ -1,0 +1,189 @@
+"""Look at checkpoints without loading them: headers and numbers of safetensors, opcodes of pickles."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halfstep.doctor.located import LocatedFinding
+from halfstep.doctor.pickled import outline, tensor_format, things
+from halfstep.files import LARGEST_JSON, strict_json
+from halfstep.finding import Severity
+
+PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
+"""The endings of files that `torch.save` writes."""
+MOST_FILES = 1000
+LARGEST_TENSOR = 2**22
+"""Bytes of a tensor whose numbers are read: buffers are small, and weights that are not finite show in small ones."""
+MOST_READ = 2**28
+"""Bytes that are read from one file."""
+_NARROW = {"F16": "fp16", "BF16": "bf16"}
+_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_SCALERS = ("scaler", "grad_scaler", "loss_scaler", "amp", "native_amp_scaling_state", "MixedPrecision", "loss_scale")
+
+
+class Tensor(NamedTuple):
+    """A tensor as a safetensors header describes it."""
+
+    dtype: str
+    start: int
+    size: int
+
+
+def check_checkpoint(path: Path, name: str) -> list[LocatedFinding]:
+    """Return the findings about a file of weights or a folder of a checkpoint, under `name`; none for other files."""
+    if path.is_dir():
+        return _of_folder(path, name)
+    if path.suffix == ".safetensors":
+        return list(_of_safetensors(path, name))
+    return list(_of_pickle(path, name)) if path.suffix in PICKLED else []
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _of_folder(folder: Path, name: str) -> list[LocatedFinding]:
+    """Return what is found in the files of a folder, and what is missing beside them."""
+    files = sorted(path for path in islice(folder.iterdir(), MOST_FILES) if path.is_file())
+    found: list[LocatedFinding] = []
+    for one in (one for path in files for one in check_checkpoint(path, f"{name}/{path.name}")):
+        # Weights in thirty files are in 16 bits for one reason.
+        if one.severity == "error" or one.id not in {other.id for other in found}:
+            found.append(one)
+    names = {path.name for path in files}
+    # transformers' Trainer writes its scaler and its arguments into files of their own.
+    if {"optimizer.pt", "training_args.bin"} <= names and "scaler.pt" not in names:
+        asked = _fp16_setting(outline(folder / "training_args.bin"))
+        if asked is not None:
+            found.append(_no_scaler(name, "optimizer.pt", f"training_args.bin has {asked}"))
+    return found
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> dict[str, Tensor] | None:
+    """Return the tensors of a safetensors file by name; None where its header is damaged or too large."""
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            length = int.from_bytes(file.read(8), "little")
+            if length > LARGEST_JSON:
+                return None
+            table = strict_json(file.read(length))
+        return {name: _described(entry, 8 + length) for name, entry in table.items() if name != "__metadata__"}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _described(entry: Any, data: int) -> Tensor:
+    begin, end = map(int, entry["data_offsets"])
+    if not 0 <= begin <= end:
+        raise ValueError
+    return Tensor(str(entry["dtype"]), data + begin, end - begin)
+
+
+def _of_safetensors(path: Path, name: str) -> Iterator[LocatedFinding]:
+    tensors = read_header(path)
+    if tensors is None:
+        yield _found("checkpoint.unread", "note", name, "its header cannot be read", "save the file again")
+        return
+    weights = {key: one for key, one in tensors.items() if one.dtype in _FLOATS and "optimizer" not in key}
+    narrow = {key: _NARROW[one.dtype] for key, one in weights.items() if one.dtype in _NARROW}
+    if narrow:
+        yield _in_16_bits(name, narrow, len(weights), "note")
+    for key in islice(_not_finite(path, tensors), 1):
+        yield _found(
+            "checkpoint.not_finite",
+            "error",
+            name,
+            f"`{key}` has numbers that are not finite"
+            + (": evaluation is NaN, though training looks well" if "running_" in key else ""),
+            "go back to an earlier checkpoint; a skipped step does not undo what its forward pass wrote into buffers",
+        )
+
+
+def _not_finite(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the names of small tensors that hold an inf or a NaN, buffers of normalization first."""
+    import torch
+
+    left = MOST_READ
+    with open(path, "rb") as file:
+        for key, one in sorted(tensors.items(), key=lambda item: ("running_" not in item[0], item[0])):
+            if one.dtype not in _FLOATS or not 0 < one.size <= min(LARGEST_TENSOR, left):
+                continue
+            left -= one.size
+            file.seek(one.start)
+            content = bytearray(file.read(one.size))
+            numbers = torch.frombuffer(content, dtype=getattr(torch, _FLOATS[one.dtype])) if content else torch.ones(1)
+            # A mask of 0 and -inf is meant so.
+            is_mask = "running_" not in key and bool(((numbers == 0) | (numbers == -torch.inf)).all())
+            if not numbers.isfinite().all() and not is_mask:
+                yield key
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+# -- pickles ----------------------------------------------------------------------------------------------------------
+
+
+def _of_pickle(path: Path, name: str) -> Iterator[LocatedFinding]:
+    root = outline(path)
+    if not isinstance(root, dict):
+        return
+    optimizers = [key for key in root if isinstance(key, str) and "optim" in key.lower()]
+    weights = {f"{key}": format for key, one in things(_without(root, optimizers)) if (format := tensor_format(one))}
+    narrow = {key: format for key, format in weights.items() if format in ("fp16", "bf16")}
+    if narrow:
+        yield _in_16_bits(name, narrow, len(weights), "warning" if optimizers else "note")
+    asked = _fp16_setting(_without(root, optimizers))
+    if optimizers and asked is not None and not any(_is_scaler(key) for key in root):
+        yield _no_scaler(name, optimizers[0], f"it says {asked}")
+
+
+def _without(root: Mapping[Any, Any], keys: list[str]) -> dict[Any, Any]:
+    return {key: value for key, value in root.items() if key not in keys}
+
+
+def _is_scaler(key: object) -> bool:
+    return isinstance(key, str) and (key in _SCALERS or "scaler" in key.lower())
+
+
+def _fp16_setting(root: Any) -> str | None:
+    """Return the setting by which a run was certainly in fp16, such as `fp16=True`; None where that is not known."""
+    for key, value in things(root):
+        if key == "fp16" and value is True:
+            return "fp16=True"
+        is_plain = isinstance(value, (str, int)) and key in ("precision", "mixed_precision", "amp_dtype")
+        if is_plain and str(value) in ("16-mixed", "16", "fp16", "float16"):
+            return f"{key}={value}"
+    return None
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _in_16_bits(name: str, narrow: Mapping[str, str], total: int, severity: Severity) -> LocatedFinding:
+    key, format = next(iter(narrow.items()))
+    beside = "; the state of an optimizer is beside them: they are trained as they are" if severity == "warning" else ""
+    evidence = f"{len(narrow)} of {total} tensors are in 16 bits, such as `{key}` in {format}{beside}"
+    fix = "load them into a model in fp32 before training, and let autocast compute in 16 bits"
+    return _found("checkpoint.weights_in_16_bits", severity, name, evidence, fix)
+
+
+def _no_scaler(name: str, optimizer: str, asked: str) -> LocatedFinding:
+    evidence = f"`{optimizer}` is saved and no scaler, of a run in fp16 ({asked}): a resumed run begins with a loss "
+    evidence += "scale of 65536 again, and skips steps until it has found its own"
+    return _found("checkpoint.no_scaler", "warning", name, evidence, 'save "scaler": scaler.state_dict() beside it')
+
+
+def _found(id: str, severity: Severity, name: str, evidence: str, fix: str) -> LocatedFinding:
+    shown = evidence if evidence.isprintable() else repr(evidence)
+    return LocatedFinding(id, severity, shown[:400], fix, name)

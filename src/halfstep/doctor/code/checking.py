@@ -1,0 +1,120 @@
+"""Check a Python file by its syntax tree: nothing in it is imported or executed. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from halfstep.doctor.code import rules
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.patch import patched
+from halfstep.doctor.code.script import parse
+from halfstep.doctor.located import LocatedFinding
+
+LARGEST = 1_000_000
+"""Characters. A larger file is data or generated; parsing takes more than a second for each million."""
+MOST = 300
+"""Calls that are compared with each other: time grows with their cube. Code that people write has a few dozen."""
+MOST_TRIED, LARGEST_TRIED = 20, 200_000
+"""Findings of one file whose edits are tried, and the characters of a file in which they are."""
+_LIBRARIES = ("torch", "lightning", "accelerate", ".unscale_(")
+"""Paddle has a GradScaler too. A scaler that is an argument may stand in a file that imports nothing of these."""
+_NARROW = (".half(", ".bfloat16(", "float16")
+_NEEDED = (
+    (
+        ("autocast", "GradScaler"),
+        ("backward", "binary_cross_entropy", "BCELoss", ".apply(", "cuda.amp", "cpu.amp", "e-", *_NARROW),
+    ),
+    ((".scale(", "unscale_"), ("backward",)),
+    (_NARROW, ("optim",), (".parameters()",)),
+    (_NARROW, ("ema", "EMA", "swa", "SWA", "verage"), ("lerp_", ".mul_(", "update", ".step(")),
+    (("mixed_precision",), ("cpu",)),
+    (("precision",), ("accelerator=", "accelerator =")),
+)
+"""Every finding needs a word of each group of one row; a file without them is not parsed."""
+
+_MARK = "\ufeff"
+"""What editors on Windows write before the first character."""
+
+Rule = Callable[[Facts], Iterator[LocatedFinding]]
+
+
+def check_code(file: str, text: str) -> list[LocatedFinding]:
+    """Return the findings in a Python file, by line; a note where it cannot be read. Never raises.
+
+    The edits of a finding have been tried: they remove it, and bring no other.
+    """
+    found = check_untried(file, text)
+    tried = islice((one for one in found if one.edits), MOST_TRIED if len(text) <= LARGEST_TRIED else 0)
+    proven = {id(one) for one in tried if _mends(one, text, found)}
+    return [one if id(one) in proven or not one.edits else replace(one, edits=()) for one in found]
+
+
+def check_untried(file: str, text: str) -> list[LocatedFinding]:
+    """Return the same findings with the edits that the rules propose."""
+    if not any(all(any(word in text for word in group) for group in (*row, _LIBRARIES)) for row in _NEEDED):
+        return []
+    if len(text) > LARGEST:
+        return [_unread(file, f"it has {len(text):,} characters, more than {LARGEST:,}")]
+    try:
+        facts = Facts(parse(file, text))
+        if facts.count > MOST:
+            return [_unread(file, f"it has {facts.count:,} calls of autocast and scalers, more than {MOST}")]
+        found = [finding for rule in all_rules() for finding in rule(facts)]
+    except (SyntaxError, ValueError) as error:
+        # ValueError: a null byte, or a lone surrogate.
+        return [_unread(file, f"{error.__class__.__name__}: {error}", getattr(error, "lineno", None))]
+    except (RecursionError, MemoryError):
+        return [_unread(file, "it is nested too deeply")]
+    return sorted(found, key=lambda finding: (finding.line or 0, finding.id))
+
+
+def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:
+    """Return whether a finding's edits leave a file that can be read, without this finding and with no new one."""
+    before = Counter(one.id for one in found)
+    after = Counter(one.id for one in check_untried(finding.file, patched(text, finding.edits)))
+    return after[finding.id] < before[finding.id] and after <= before
+
+
+def check_file(folder: Path, name: str) -> list[LocatedFinding]:
+    """Return the findings in a file of a folder; a note where it cannot be read, or leads out of the folder."""
+    path = folder / name
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+        content = _content(path) if inside else None
+        if content is None:
+            return [_unread(name, "it is no regular file of this folder, or too large")]
+        return check_code(name, content.decode("utf-8").removeprefix(_MARK))
+    except (OSError, ValueError, RuntimeError) as error:
+        # UnicodeDecodeError is a ValueError; Python before 3.13 raises RuntimeError for a link that leads to itself.
+        return [_unread(name, str(error))]
+
+
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Return the rules of the folder `rules`, in the order of their names."""
+    names = sorted(info.name for info in pkgutil.iter_modules(rules.__path__))
+    return tuple(importlib.import_module(f"{rules.__name__}.{name}").look for name in names)
+
+
+def _content(path: Path) -> bytes | None:
+    # Non-blocking: a named pipe in the file's place would otherwise wait forever for a writer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > 4 * LARGEST:
+            return None
+        return file.read(4 * LARGEST)
+
+
+def _unread(file: str, why: str, line: int | None = None) -> LocatedFinding:
+    shown = why if why.isprintable() else repr(why)
+    fix = "if Python itself runs this file, report it; otherwise leave it out"
+    return LocatedFinding("code.unread", "note", f"not checked: {shown[:200]}", fix, file, line)

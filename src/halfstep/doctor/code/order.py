@@ -1,0 +1,78 @@
+"""Where two places of a function stand to each other: in which loop, under which conditions, on which branch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from itertools import pairwise
+
+from halfstep.doctor.code.script import Script
+
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_JUMPS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+
+def ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a node stands in, from the inside out, within its function."""
+    scope = script.scopes.get(node)
+    current = script.parents.get(node)
+    while current is not None and current is not scope:
+        yield current
+        current = script.parents.get(current)
+
+
+def loop_of(script: Script, node: ast.AST) -> ast.AST | None:
+    """Return the innermost loop around a node within its function."""
+    return next((one for one in ancestors(script, node) if isinstance(one, LOOPS)), None)
+
+
+def conditions(script: Script, node: ast.AST) -> list[ast.If]:
+    """Return the `if` statements that a node stands in, within its function."""
+    return [one for one in ancestors(script, node) if isinstance(one, ast.If)]
+
+
+def own_conditions(script: Script, node: ast.AST, other: ast.AST) -> list[ast.If]:
+    """Return the `if` statements around a node that are not around the other."""
+    shared = conditions(script, other)
+    return [one for one in conditions(script, node) if one not in shared]
+
+
+def precedes(one: ast.AST, other: ast.AST) -> bool:
+    """Return whether a node stands before another in the source."""
+    return _place(one) < _place(other)
+
+
+def exclusive(script: Script, first: ast.AST, second: ast.AST) -> bool:
+    """Return whether one pass through the code cannot reach the second place after the first."""
+    chain = [first, *ancestors(script, first)]
+    others = [second, *ancestors(script, second)]
+    for inner, outer in pairwise(chain):
+        if outer in others:
+            return _branch(outer, inner) != _branch(outer, others[others.index(outer) - 1])
+        if _leaves(outer, inner):
+            return True
+    return False
+
+
+def _place(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def _branch(parent: ast.AST, child: ast.AST) -> object:
+    """Return which way of a branching statement a child is on; the same for all children of other statements."""
+    if isinstance(parent, (ast.If, ast.IfExp)):
+        body, orelse = parent.body, parent.orelse
+        is_in_else = child in orelse if isinstance(orelse, list) else child is orelse
+        is_in_body = child in body if isinstance(body, list) else child is body
+        return "else" if is_in_else else "body" if is_in_body else "test"
+    if isinstance(parent, ast.Try):
+        return child if isinstance(child, ast.ExceptHandler) else "body"
+    return child if isinstance(parent, ast.Match) else None
+
+
+def _leaves(parent: ast.AST, child: ast.AST) -> bool:
+    """Return whether the block around a child ends in a jump, so that nothing after the parent follows it."""
+    if not isinstance(parent, ast.If):
+        return False
+    block = parent.orelse if child in parent.orelse else parent.body
+    return isinstance(block[-1], _JUMPS)

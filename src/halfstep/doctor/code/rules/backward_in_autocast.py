@@ -1,0 +1,63 @@
+"""Find a backward pass inside autocast."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.doctor.code.autocasts import Autocast
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import precedes
+from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.code.rules.autocast_round_loop import updating_loop
+from halfstep.doctor.code.script import path_of
+from halfstep.doctor.located import LocatedFinding
+
+_MAY_LEAVE = {
+    "step", "zero_grad", "update", "unscale_", "clip_grad_norm_", "clip_grad_value_", "parameters", "append", "item",
+    "print", "detach", "float", "backward", "scale", "get_scale", "cpu", "synchronize", "info", "log", "set_postfix",
+    "len", "format", "write", "add_scalar",
+}  # fmt: skip
+"""Calls that compute nothing in the model, and mean the same outside of autocast."""
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every backward pass that stands inside an autocast, unless the whole loop does."""
+    for call in facts.backwards:
+        autocast = facts.autocasts.around(call)
+        if autocast is None or not autocast.may_be_on or updating_loop(facts, autocast) is not None:
+            continue
+        yield facts.script.finding(
+            "backward_in_autocast",
+            "warning",
+            call,
+            f"`{facts.script.text(call)[:60]}` runs inside the {autocast}: torch asks for the backward pass outside, "
+            "where its operations take the formats of the forward pass and no others",
+            "end autocast after the loss, and call backward outside of it",
+            _moved_out(facts, call, autocast),
+        )
+
+
+def _moved_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:
+    script, patch = facts.script, facts.script.patch()
+    at = script.statement(call)
+    outer = script.parents[at]
+    if not isinstance(outer, ast.With) or at is outer.body[0] or autocast.call not in _opened(outer):
+        patch.spoil()
+        return patch
+    leaving = [one for one in outer.body if not precedes(one, at)]
+    if len(outer.items) > 1 or not all(_may_leave(one) for one in leaving):
+        patch.spoil()
+    for statement in leaving:
+        patch.shift(statement, patch.indent(outer))
+    return patch
+
+
+def _opened(with_: ast.With) -> list[ast.expr]:
+    return [item.context_expr for item in with_.items]
+
+
+def _may_leave(statement: ast.stmt) -> bool:
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    names = {node.func.attr if isinstance(node.func, ast.Attribute) else path_of(node.func) for node in calls}
+    return names <= _MAY_LEAVE

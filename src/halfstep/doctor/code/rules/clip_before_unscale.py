@@ -1,0 +1,85 @@
+"""Find gradient clipping that sees scaled gradients."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import own_conditions
+from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.code.scalers import ScalerCall, follows
+from halfstep.doctor.code.script import method, path_of, words_in
+from halfstep.doctor.located import LocatedFinding
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every clip between a scaled backward pass and the scaler's step, without `unscale_`."""
+    for clip in facts.scalers.clips:
+        step = _step_after(facts, clip)
+        if step is None:
+            continue
+        optimizer = step.optimizer or "optimizer"
+        yield facts.script.finding(
+            "clip_before_unscale",
+            "error",
+            clip,
+            f"`{facts.script.text(clip)[:80]}` sees the gradients that `{step.scaler}` has scaled, 65536 times too "
+            "large at first: the threshold is that much too tight, and the weights hardly move",
+            f"put `{step.scaler}.unscale_({optimizer})` before it",
+            _unscaled_first(facts, clip, step, optimizer),
+        )
+
+
+def _step_after(facts: Facts, clip: ast.Call) -> ScalerCall | None:
+    """Return the scaler's step that takes what was clipped; None where the gradients are unscaled, or not scaled."""
+    script, scope = facts.script, facts.script.scopes[clip]
+    if any("scale" in word for word in words_in(clip)) or _asks_for_scale(facts, scope):
+        return None
+    for step in facts.scalers.of("step", scope):
+        backwards = [
+            one for one in facts.scalers.of("backward", scope, step.scaler)
+            if follows(script, one.call, clip) and follows(script, one.call, step.call)
+        ]  # fmt: skip
+        if backwards and follows(script, clip, step.call) and not _is_unscaled(facts, clip):
+            return None if facts.scalers.is_off(step.call) or _has_other_test(facts, clip, step) else step
+    return None
+
+
+def _asks_for_scale(facts: Facts, scope: ast.AST) -> bool:
+    """Return whether a function reads the scale, and may unscale by hand."""
+    return any("get_scale" in words_in(call.func) for call in facts.script.calls(scope))
+
+
+def _is_unscaled(facts: Facts, clip: ast.Call) -> bool:
+    """Return whether something unscales before, `scaler.unscale_` or a function of that name."""
+    calls = [call for call in facts.script.calls(facts.script.scopes[clip]) if "unscale" in _called(call)]
+    return any(follows(facts.script, call, clip) for call in calls)
+
+
+def _called(call: ast.Call) -> str:
+    return method(call) or path_of(call.func) or ""
+
+
+def _has_other_test(facts: Facts, clip: ast.Call, step: ScalerCall) -> bool:
+    """Return whether the clip runs only where the step does not: `if not amp: clip`, `if amp: scaler.step`."""
+    own = {word for one in own_conditions(facts.script, clip, step.call) for word in words_in(one.test)}
+    other = {word for one in own_conditions(facts.script, step.call, clip) for word in words_in(one.test)}
+    return bool(own & other)
+
+
+def _unscaled_first(facts: Facts, clip: ast.Call, step: ScalerCall, optimizer: str) -> Patch:
+    patch, script = facts.script.patch(), facts.script
+    statement = script.statement(clip)
+    # Where the step is made under a condition of its own, as in accumulation, unscaling has to move there too.
+    if own_conditions(script, step.call, clip) or step.optimizer is None or not isinstance(statement, _SIMPLE):
+        patch.spoil()
+    patch.insert_before(statement, f"{step.scaler}.unscale_({optimizer})")
+    for late in facts.scalers.of("unscale", script.scopes[clip], step.scaler):
+        # Unscaling twice before an update raises.
+        if late.optimizer == step.optimizer and follows(script, clip, late.call):
+            patch.remove(script.statement(late.call))
+    return patch
+
+
+_SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign)

@@ -1,0 +1,63 @@
+"""Find fp16 that a CPU does not get: what is substituted in silence, and what has no fast kernels."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.script import Script, argument
+from halfstep.doctor.located import LocatedFinding
+
+_ACCELERATORS = frozenset({"accelerate.Accelerator", "accelerate.accelerator.Accelerator"})
+_TRAINERS = frozenset(
+    f"lightning.{name}" for name in ("Trainer", "pytorch.Trainer", "pytorch.trainer.Trainer", "Fabric", "fabric.Fabric")
+)
+_FP16 = ("16-mixed", "16", 16)
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every call that asks for fp16 and for a CPU."""
+    for call in facts.script.calls():
+        yield from _of_accelerate(facts.script, call)
+        yield from _of_lightning(facts.script, call)
+    yield from _of_autocast(facts)
+
+
+def _of_accelerate(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
+    if not script.is_one_of(call.func, _ACCELERATORS):
+        return
+    given = argument(call, "mixed_precision", 2)
+    if script.constant(argument(call, "cpu")) is True and script.constant(given) == "fp16":
+        evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and computes in fp32, in silence"
+        yield _instead(script, call, given, evidence, '"bf16"')
+
+
+def _of_lightning(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
+    if not script.is_one_of(call.func, _TRAINERS):
+        return
+    given = argument(call, "precision")
+    if script.constant(argument(call, "accelerator")) == "cpu" and script.constant(given) in _FP16:
+        evidence = "`accelerator='cpu'` with fp16 precision: Lightning puts bf16-mixed in its place"
+        yield _instead(script, call, given, evidence, '"bf16-mixed"')
+
+
+def _of_autocast(facts: Facts) -> Iterator[LocatedFinding]:
+    for autocast in facts.autocasts.on:
+        if autocast.device != "cpu" or autocast.format != "fp16":
+            continue
+        given = argument(autocast.call, "dtype", 1)
+        evidence = (
+            "autocast in fp16 on a CPU: older versions of torch switch it off with a warning, newer ones run it on "
+            "kernels that are many times slower than those of fp32"
+        )
+        # With a scaler beside it, bf16 alone would be the next finding.
+        safe = given if not facts.scalers.made else None
+        yield _instead(facts.script, autocast.call, safe, evidence, "torch.bfloat16")
+
+
+def _instead(script: Script, call: ast.Call, given: ast.expr | None, evidence: str, bf16: str) -> LocatedFinding:
+    patch = script.patch()
+    is_here = given is not None and not isinstance(given, ast.Name)
+    patch.replace(given, bf16) if is_here and given is not None else patch.spoil()
+    return script.finding("fp16_on_cpu", "warning", call, evidence, f"ask for bf16 on a CPU: {bf16}", patch)

@@ -1,0 +1,48 @@
+"""Find an optimizer whose eps is 0 in the format of its weights."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.code.script import argument, unpacks
+from halfstep.doctor.code.trained import half_trained
+from halfstep.doctor.located import LocatedFinding
+
+_DEFAULTS = {"Adam": 1e-8, "AdamW": 1e-8, "RMSprop": 1e-8, "NAdam": 1e-8, "RAdam": 1e-8, "Adamax": 1e-8}
+"""Optimizers that divide by sqrt(v) + eps."""
+ZERO_IN_FP16 = 2.0**-25
+"""Half of the smallest number of fp16: what is not larger rounds to 0."""
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every such optimizer over fp16 weights."""
+    for found in half_trained(facts.script):
+        call = found.optimizer
+        name = next(iter(facts.script.names(call.func))).rpartition(".")[2]
+        given = argument(call, "eps")
+        eps = _DEFAULTS.get(name) if given is None and not unpacks(call) else facts.script.constant(given)
+        if name not in _DEFAULTS or not isinstance(eps, float) or not 0 < eps <= ZERO_IN_FP16:
+            continue
+        yield facts.script.finding(
+            "optimizer_eps_vanishes",
+            "error",
+            call,
+            f"{name}'s eps of {eps:g} is 0 in fp16, the format of `{found.module}` (line {found.cast.lineno}): a "
+            "weight whose gradient is 0 becomes 0 / 0, NaN after the first step",
+            "leave trained weights in fp32; or pass an eps that fp16 has: eps=1e-4",
+            _with_eps(facts, call, given),
+        )
+
+
+def _with_eps(facts: Facts, call: ast.Call, given: ast.expr | None) -> Patch:
+    patch = facts.script.patch()
+    if isinstance(given, ast.Constant):
+        patch.replace(given, "1e-4")
+    elif given is None and not unpacks(call):
+        patch.replace(call, facts.script.with_argument(call, "eps=1e-4"))
+    else:
+        patch.spoil()
+    return patch

@@ -1,0 +1,71 @@
+"""Find an optimizer that is stepped by the scaler and once more by itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import ancestors, loop_of, own_conditions
+from halfstep.doctor.code.scalers import ScalerCall, follows
+from halfstep.doctor.code.script import path_of, words_in
+from halfstep.doctor.located import LocatedFinding
+
+_SWITCH = re.compile(r"amp|scal|fp16|half|mixed|precision|cuda", re.IGNORECASE)
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every `optimizer.step()` that one pass reaches together with the scaler's step of it."""
+    for path, call in facts.optimizer_steps:
+        step = _scaled_step(facts, path, call)
+        if step is None:
+            continue
+        patch = facts.script.patch()
+        patch.remove(facts.script.statement(call))
+        yield facts.script.finding(
+            "optimizer_step_beside_scaler",
+            "error",
+            call,
+            f"`{path}.step()` steps beside `{step.scaler}.step({step.optimizer})` of line {step.call.lineno}: it takes "
+            "a second step, with gradients that the scaler found to be infinite too",
+            f"remove `{path}.step()`: `{step.scaler}.step({step.optimizer})` calls it",
+            patch,
+        )
+
+
+def _scaled_step(facts: Facts, path: str, call: ast.Call) -> ScalerCall | None:
+    script, scope = facts.script, facts.script.scopes[call]
+    for step in facts.scalers.of("step", scope):
+        reached = follows(script, step.call, call) or follows(script, call, step.call)
+        if not reached or facts.scalers.is_off(step.call) or _is_switched(facts, step.call, call):
+            continue
+        if step.optimizer == path and loop_of(script, step.call) is loop_of(script, call):
+            return step
+        if _container(facts, step) == path.partition("[")[0] != path:
+            return step
+    return None
+
+
+def _is_switched(facts: Facts, one: ast.AST, other: ast.AST) -> bool:
+    """Return whether a condition may choose between the two."""
+    tests = [own_conditions(facts.script, one, other), own_conditions(facts.script, other, one)]
+    words = [{word for found in side for word in words_in(found.test)} for side in tests]
+    return bool(words[0] & words[1]) or any(_SWITCH.search(word) for side in words for word in side)
+
+
+def _container(facts: Facts, step: ScalerCall) -> str | None:
+    """Return `optimizers` where the step is in a loop over `optimizers.values()` or `.items()`."""
+    for loop in ancestors(facts.script, step.call):
+        if isinstance(loop, ast.For) and step.optimizer in {path_of(node) for node in ast.walk(loop.target)}:
+            over = _viewed(loop.iter)
+            return path_of(over)
+    return None
+
+
+def _viewed(over: ast.expr) -> ast.expr:
+    is_view = isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) and over.func.attr in _VIEWS
+    return over.func.value if is_view and isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) else over
+
+
+_VIEWS = ("values", "items")

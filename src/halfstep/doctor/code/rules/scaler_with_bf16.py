@@ -1,0 +1,48 @@
+"""Find a gradient scaler that is switched on where autocast computes in bf16."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import ancestors
+from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.code.script import words_in
+from halfstep.doctor.located import LocatedFinding
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every scaler that is certainly on, where all autocast is certainly in bf16."""
+    on = facts.autocasts.on
+    if not on or any(one.format != "bf16" for one in on) or not facts.scalers.of("backward"):
+        return
+    for made in facts.scalers.made:
+        if made.enabled is True and not _is_conditional(facts, made.call):
+            yield facts.script.finding(
+                "scaler_with_bf16",
+                "warning",
+                made.call,
+                f"`{facts.script.text(made.call)[:60]}` is on, and the {on[0]} computes in bf16: that has the range of "
+                "fp32, nothing underflows that a scale could save, and CUDA cannot unscale gradients of bf16 weights",
+                "switch it off: GradScaler(..., enabled=False); its calls then do nothing",
+                _switched_off(facts, made.call),
+            )
+
+
+def _is_conditional(facts: Facts, call: ast.Call) -> bool:
+    """Return whether the scaler is made only in some cases, which may not be those of bf16."""
+    around = (one for one in ancestors(facts.script, call) if isinstance(one, (ast.If, ast.IfExp)))
+    return any("__name__" not in words_in(one.test) for one in around)
+
+
+def _switched_off(facts: Facts, call: ast.Call) -> Patch:
+    patch = facts.script.patch()
+    given = next((one.value for one in call.keywords if one.arg == "enabled"), None)
+    if given is not None:
+        patch.replace(given, "False")
+    elif len(call.args) > 4:
+        patch.spoil()
+    else:
+        patch.replace(call, facts.script.with_argument(call, "enabled=False"))
+    return patch

@@ -1,0 +1,41 @@
+"""Find a learning rate schedule that advances on steps that the scaler skipped."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.script import method, receiver
+from halfstep.doctor.code.skips import held_back, unheld
+from halfstep.doctor.located import LocatedFinding
+
+_SCHEDULE = re.compile(r"sched", re.IGNORECASE)
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every schedule that is stepped in the loop of a scaler's step, regardless of it."""
+    calls = [call for call in facts.script.calls() if _advances(facts, call)] if facts.scalers.of("step") else []
+    for found in unheld(facts, calls):
+        schedule = receiver(found.call)
+        yield facts.script.finding(
+            "schedule_on_skipped_steps",
+            "warning",
+            found.call,
+            f"`{schedule}` advances also where `{found.step.scaler}.step({found.step.optimizer})` of line "
+            f"{found.step.call.lineno} was skipped: after an overflow the rate falls, and the weights have not moved",
+            f"read the scale before `{found.step.scaler}.update()`, and step `{schedule}` only where it did not fall",
+            held_back(facts, found),
+        )
+
+
+def _advances(facts: Facts, call: ast.Call) -> bool:
+    # A noise schedule's step takes the model's output: that of a learning rate takes nothing.
+    if method(call) != "step" or call.args or call.keywords or not isinstance(call.func, ast.Attribute):
+        return False
+    made = [one for one in facts.script.bindings(call.func.value) if isinstance(one, ast.Call)]
+    names = [name for one in made for name in facts.script.names(one.func)]
+    if any(name.startswith("torch.optim.lr_scheduler.") for name in names):
+        return True
+    return bool(_SCHEDULE.search((receiver(call) or "").rpartition(".")[2]))

@@ -1,0 +1,67 @@
+"""Find gradients that are unscaled at every micro-batch of an accumulation window."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import ancestors, loop_of, own_conditions, precedes
+from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.code.scalers import ScalerCall, follows
+from halfstep.doctor.code.script import Script, mentions
+from halfstep.doctor.located import LocatedFinding
+
+_WINDOW = re.compile(r"accum|sync_grad|micro|window", re.IGNORECASE)
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every `unscale_` outside of the branch in which the scaler steps once a window."""
+    script = facts.script
+    for unscale in facts.scalers.of("unscale"):
+        for step in facts.scalers.of("step", script.scopes[unscale.call], unscale.scaler):
+            window = _window(script, step, unscale)
+            same = step.optimizer == unscale.optimizer and loop_of(script, step.call) is loop_of(script, unscale.call)
+            if window is None or not same or loop_of(script, step.call) is None or facts.scalers.is_off(step.call):
+                continue
+            yield script.finding(
+                "unscale_in_every_microbatch",
+                "error",
+                unscale.call,
+                f"`{unscale.scaler}.unscale_({unscale.optimizer})` runs at every micro-batch, and the step only under "
+                f"`if {script.text(window.test)[:60]}` of line {window.lineno}: the second one of a window raises, or "
+                "divides what is there already by the scale again",
+                f"move `{unscale.scaler}.unscale_({unscale.optimizer})` into that branch, before the step",
+                _moved(facts, unscale, step, window),
+            )
+            break
+
+
+def _window(script: Script, step: ScalerCall, unscale: ScalerCall) -> ast.If | None:
+    """Return the condition that holds once a window, around the step and not around the unscaling."""
+    mine = {script.text(one.test) for one in own_conditions(script, unscale.call, step.call)}
+    for condition in own_conditions(script, step.call, unscale.call):
+        counts = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(condition.test))
+        # Code before the branch may jump away at all other micro-batches; then both run once a window.
+        if (counts or mentions(condition.test, _WINDOW)) and script.text(condition.test) not in mine and not mine:
+            return condition if follows(script, unscale.call, step.call) else None
+    return None
+
+
+def _moved(facts: Facts, unscale: ScalerCall, step: ScalerCall, window: ast.If) -> Patch:
+    """Return the patch that moves the unscaling, and clips that follow it, into the branch."""
+    script, patch = facts.script, facts.script.patch()
+    between = [
+        clip for clip in facts.scalers.clips
+        if script.scopes[clip] is script.scopes[step.call]
+        and precedes(unscale.call, clip) and precedes(clip, window) and window not in ancestors(script, clip)
+    ]  # fmt: skip
+    target = script.statement(step.call)
+    for call in [unscale.call, *between]:
+        statement = script.statement(call)
+        if not isinstance(statement, ast.Expr) or statement.lineno != statement.end_lineno:
+            patch.spoil()
+        patch.remove(statement)
+        patch.insert_before(target, script.text(statement))
+    return patch

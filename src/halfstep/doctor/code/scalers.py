@@ -1,0 +1,123 @@
+"""Gradient scalers in source: where they are made, and the calls of theirs in each function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from halfstep.doctor.code.order import exclusive, precedes
+from halfstep.doctor.code.script import Script, argument, method, path_of, receiver, unpacks
+
+OLD = frozenset({"torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler"})
+_NEW = frozenset({"torch.amp.GradScaler", "torch.GradScaler"})
+_SHARDED = frozenset({"torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"})
+_NAMES = OLD | _NEW | _SHARDED
+_CLIPS = frozenset({"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"})
+_METHODS: dict[str, Kind] = {"scale": "backward", "unscale_": "unscale", "step": "step", "update": "update"}
+
+Kind = Literal["backward", "unscale", "step", "update"]
+
+
+class ScalerCall(NamedTuple):
+    """A call of a scaler's method, with the optimizer that it is given."""
+
+    kind: Kind
+    scaler: str
+    call: ast.Call
+    optimizer: str | None
+
+
+@dataclass(frozen=True)
+class MadeScaler:
+    """A call that makes a scaler; None is what the source does not say."""
+
+    call: ast.Call
+    enabled: bool | None
+
+
+class Scalers:
+    """All gradient scalers of a file, known by how they are made or by how they are used."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.made = [MadeScaler(call, _enabled(script, call)) for call in script.calls() if is_made(script, call)]
+        self._paths = self._known_paths()
+        self.calls = [found for call in script.calls() if (found := self._read(call))]
+        self.clips = [call for call in script.calls() if script.is_one_of(call.func, _CLIPS)]
+
+    def of(self, kind: Kind, scope: ast.AST | None = None, scaler: str | None = None) -> list[ScalerCall]:
+        """Return the calls of one kind, in one function and of one scaler where these are given."""
+        return [
+            one for one in self.calls
+            if one.kind == kind
+            and scope in (None, self._script.scopes[one.call])
+            and scaler in (None, one.scaler)
+        ]  # fmt: skip
+
+    def made_as(self, call: ast.Call) -> list[MadeScaler]:
+        """Return how the scaler of a call is made; an empty list where it comes from elsewhere."""
+        assert isinstance(call.func, ast.Attribute)
+        values = self._script.bindings(call.func.value)
+        return [made for made in self.made if any(value is not None and made.call in _parts(value) for value in values)]
+
+    def is_off(self, call: ast.Call) -> bool:
+        """Return whether the scaler of a call is certainly switched off."""
+        made = self.made_as(call)
+        return bool(made) and all(one.enabled is False for one in made)
+
+    def steps_with(self, call: ScalerCall) -> list[ScalerCall]:
+        """Return the scaler's steps that come after a call in the same function and can follow it."""
+        scope = self._script.scopes[call.call]
+        return [one for one in self.of("step", scope, call.scaler) if follows(self._script, call.call, one.call)]
+
+    def _known_paths(self) -> set[str]:
+        made = {one.call for one in self.made}
+        paths = {path for path, value in self._script.bound() if any(part in made for part in _parts(value))}
+        for call in self._script.calls():
+            if method(call) == "unscale_" and call.args:
+                paths.add(receiver(call) or "")
+            elif method(call) == "backward" and isinstance(call.func, ast.Attribute):
+                scaled = call.func.value
+                paths.add(receiver(scaled) or "" if isinstance(scaled, ast.Call) and method(scaled) == "scale" else "")
+        return paths - {""}
+
+    def _read(self, call: ast.Call) -> ScalerCall | None:
+        name = method(call)
+        path = receiver(call) if name in _METHODS else None
+        if name is None or path is None or path not in self._paths:
+            return None
+        kind = _METHODS[name]
+        if kind != "update" and not call.args:
+            return None
+        optimizer = path_of(call.args[0]) if kind in ("step", "unscale") else None
+        return ScalerCall(kind, path, call, optimizer)
+
+
+def is_made(script: Script, call: ast.Call) -> bool:
+    """Return whether a call makes torch's gradient scaler."""
+    return script.is_one_of(call.func, _NAMES)
+
+
+def follows(script: Script, first: ast.AST, second: ast.AST) -> bool:
+    """Return whether one pass through a function can reach the second call after the first."""
+    return precedes(first, second) and not exclusive(script, first, second)
+
+
+def _enabled(script: Script, call: ast.Call) -> bool | None:
+    given = argument(call, "enabled", 4 if script.is_one_of(call.func, OLD) else 5)
+    if given is None:
+        return None if unpacks(call) else True
+    found = script.constant(given)
+    return found if isinstance(found, bool) else None
+
+
+def _parts(value: ast.expr) -> Iterator[ast.expr]:
+    """Yield the expressions that a value may be: `a if b else c` is a or c."""
+    if isinstance(value, ast.IfExp):
+        yield from (*_parts(value.body), *_parts(value.orelse))
+    elif isinstance(value, ast.BoolOp):
+        yield from (part for one in value.values for part in _parts(one))
+    else:
+        yield value

@@ -1,0 +1,128 @@
+"""Check the machine: shared memory for data workers, and versions and GPUs that are known to be bad. Imports no torch.
+
+What is known to be bad is data: `known_bad.json`, each entry with its sources.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata, resources
+from typing import Any
+
+from halfstep.doctor.wheel import Board, Build, check_build, read_build
+from halfstep.finding import Finding
+
+SHARED_MEMORY = "/dev/shm"
+SMALL = 2**28
+"""Bytes of shared memory below which workers fail sooner or later; containers get a quarter of this by default."""
+PREFETCHED = 2
+"""Batches that each worker of a DataLoader keeps ready by default."""
+_LARGER = "docker run --shm-size=8g (or --ipc=host), and in Kubernetes an emptyDir with medium: Memory on /dev/shm"
+_PARTS = re.compile(r"\d+")
+_RANGE = re.compile(r"(>=|<=|<|>|==)([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts: installed versions, GPUs, and shared memory."""
+
+    packages: Mapping[str, str] = field(default_factory=dict)
+    boards: tuple[Board, ...] = ()
+    shared_memory: int | None = None
+    """Bytes of the whole file system of shared memory; None where there is none, as on macOS and Windows."""
+
+
+def check_machine(machine: Machine, build: Build | None = None) -> list[Finding]:
+    """Return findings on the machine, and on torch's build where that is given."""
+    about_build = check_build(build) if build is not None else []
+    return [*about_build, *check_shared_memory(machine.shared_memory), *_known_bad(machine)]
+
+
+def check_shared_memory(size: int | None, workers: int | None = None, batch: int | None = None) -> list[Finding]:
+    """Return a finding where shared memory is too small for workers; with their number and a batch's bytes, exactly."""
+    if size is None or workers == 0:
+        return []
+    if workers is not None and batch is not None:
+        needed = workers * PREFETCHED * batch
+        why = f"{workers} workers keep {PREFETCHED} batches of {_shown(batch)} each ready, {_shown(needed)} together"
+    else:
+        needed, why = SMALL, "workers of a DataLoader pass their batches through it"
+    if size >= needed:
+        return []
+    evidence = f"{SHARED_MEMORY} has {_shown(size)}, and {why}: a worker is killed by a bus error"
+    return [Finding("machine.shared_memory", "warning", evidence, f"{_LARGER}; or fewer workers")]
+
+
+def read_machine(build: Build | None = None) -> Machine:
+    """Return the facts of this machine."""
+    names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
+    found = {name: version for name in sorted(names) if (version := _installed(name))}
+    return Machine(found, (build or read_build()).boards, _shared_memory())
+
+
+@cache
+def known_bad() -> tuple[dict[str, Any], ...]:
+    """Return the table of what is known to be bad."""
+    text = resources.files("halfstep.doctor").joinpath("known_bad.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text))
+
+
+def within(version: str, ranges: str) -> bool:
+    """Return whether a version such as `2.13.0+cu130` is within ranges such as `>=2.13,<2.14`."""
+    release = _release(version)
+    for sign, bound in _RANGE.findall(ranges):
+        other = _release(bound)
+        holds = {">=": release >= other, "<=": release <= other, "<": release < other, ">": release > other}
+        if not holds.get(sign, release == other):
+            return False
+    return True
+
+
+def _known_bad(machine: Machine) -> Iterator[Finding]:
+    for entry in known_bad():
+        where = _applies(entry, machine)
+        if where is not None:
+            sources = ", ".join(entry["sources"])
+            yield Finding(entry["id"], entry["severity"], f"{where}: {entry['what']} ({sources})", entry["fix"])
+
+
+def _applies(entry: Mapping[str, Any], machine: Machine) -> str | None:
+    """Return the version or the GPU that an entry is about; None where it does not apply."""
+    if (entry.get("only_cpu") and machine.boards) or (entry.get("only_gpu") and not machine.boards):
+        return None
+    if "gpu" in entry:
+        return next((board.name for board in machine.boards if re.search(entry["gpu"], board.name)), None)
+    version = machine.packages.get(entry["package"])
+    return f"{entry['package']} {version}" if version and within(version, entry["versions"]) else None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    # Trailing zeros are left out: 2.13 and 2.13.0 are one release.
+    parts = [int(part) for part in _PARTS.findall(re.split(r"[+a-z]", version, maxsplit=1)[0])[:4]]
+    while parts and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _shared_memory() -> int | None:
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except (OSError, AttributeError):
+        return None
+    return found.f_frsize * found.f_blocks
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
