@@ -13,6 +13,7 @@ from halfstep._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from halfstep.adapters.accelerate import from_accelerate as from_accelerate
+    from halfstep.adapters.grad_scaler import GradScaler as GradScaler
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
     from halfstep.guard.diagnosis.diagnoser import diagnose as diagnose
@@ -52,6 +53,7 @@ _HOMES = {
     "DynamicScale": "step.loss",
     "Ema": "step.ema",
     "Finding": "finding",
+    "GradScaler": "adapters.grad_scaler",
     "Guard": "step.report",
     "Guardian": "guard.guardian",
     "HalfstepError": "errors",

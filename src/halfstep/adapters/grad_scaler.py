@@ -1,0 +1,485 @@
+"""A GradScaler for loops that must keep theirs: torch's calls and arithmetic, and each update all or nothing.
+
+    scaler = halfstep.GradScaler("cuda")                # was: torch.amp.GradScaler("cuda")
+    scaler.include(model, scheduler, ema)               # what a skip rolls back or holds
+
+It derives from `torch.amp.GradScaler`: scaling, unscaling and the arithmetic of the scale are torch's own. What is
+decided here is whether an optimizer is called at all, from one read of the device and with all ranks alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from halfstep.adapters.included import Included, Moves, hold_methods, moving_methods
+from halfstep.adapters.scaled_backward import ScaledBackward
+from halfstep.adapters.scaler_slot import ScalerSlot, nothing_to_update
+from halfstep.errors import StateMismatch
+from halfstep.formats import FP32, widest
+from halfstep.precision.names import read_precision
+from halfstep.precision.precision import precision_named
+from halfstep.step.ema import StepCounts
+from halfstep.step.optimizer_slot import on, owned_by
+from halfstep.step.ranks import Ranks
+from halfstep.step.report import (
+    BUFFER_NOT_FINITE,
+    GRADIENT_NOT_FINITE,
+    GRADIENT_OVERFLOW,
+    GUARD,
+    LOSS_NOT_FINITE,
+    OptimizerReport,
+    StepReport,
+)
+
+NOT_STEPPED = GUARD + "loop"
+"""The reason of an update that the loop itself left out: it called `unscale_` and `update`, and no `step`."""
+
+
+class _Agreed(NamedTuple):
+    """The numbers of one decision, the same on all ranks."""
+
+    finite: bool
+    loss: float | None
+    """None where no backward pass of a scaled loss was seen."""
+    bad_buffer: bool
+    scale: float
+    norms: list[float]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` whose skipped updates change nothing, in fp16, bf16 and fp32.
+
+    The first six arguments are torch's. With `precision="bf16"` or `"fp32"` nothing is scaled, and the finite check
+    works all the same. The scale stays within [floor, cap], which are widened to hold `init_scale`; torch's falls to
+    0.0 in the end. `process_group` names the ranks that decide together, if they are not all.
+
+    `report` is the `StepReport` of the last decision, None before the first; `counts` counts decisions and the reasons
+    of skips. Where torch raises an AssertionError or a RuntimeError for calls out of order, WrongUse says which call it
+    was; it is raised as well for gradients that were written before `unscale_`, for an `optimizer.step()` beside the
+    scaler, and for a backward pass into unscaled gradients.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        precision: object = "fp16",
+        floor: float = 1.0,
+        cap: float = 2.0**24,
+        process_group: Any = None,
+    ) -> None:
+        self.precision = precision_named(read_precision(precision).name)
+        scale = init_scale if self.precision.scaled else 1.0
+        super().__init__(device, scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.floor, self.cap = min(floor, scale), max(cap, scale)
+        self.counts = StepCounts()
+        self._start(process_group)
+
+    def _start(self, process_group: Any) -> None:
+        """Set what is never saved: windows, optimizers, ranks."""
+        self.report: StepReport | None = None
+        self._process_group = process_group
+        self._ranks: Ranks | None = None
+        self._slots: dict[int, ScalerSlot] = {}
+        self._included, self._backward = Included(), ScaledBackward()
+        self._stepping: torch.optim.Optimizer | None = None
+        self._last_scale: float | None = None
+
+    def include(self, *things: Any, hold: str | None = None) -> None:
+        """Make a skip roll these back, or hold them.
+
+        Buffers of a module, and the state of an object with `state_dict()`, are as they were before the window's first
+        forward pass. A schedule or an average does nothing when the loop calls it after a skip; `hold` names the method
+        for classes that are not known. An optimizer is known before its first step. Raises WrongUse for anything else.
+        """
+        for thing in things if self._enabled else ():
+            if isinstance(thing, torch.optim.Optimizer):
+                self._slot(thing)
+            elif methods := moving_methods(thing, hold):
+                hold_methods(thing, methods, self._moves_of(getattr(thing, "optimizer", None)))
+            else:
+                self._included.add(thing)
+
+    def _moves_of(self, optimizer: Any) -> Callable[[], Moves]:
+        """Return a count of the decisions about one optimizer; about all of them if it is not known."""
+
+        def moves() -> Moves:
+            slots = [slot] if (slot := self._slots.get(id(optimizer))) else self._slots.values()
+            return sum(s.attempted for s in slots), sum(s.applied for s in slots)
+
+        return moves
+
+    # -- torch's calls ------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Return the loss, or the losses, multiplied by the scale; raise as torch does for anything else."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (Tensor, list, tuple)):
+            outputs = list(outputs)  # a generator can be walked once, and torch would do so later
+        scaled = super().scale(outputs) if self.precision.scaled else outputs
+        for loss, ready in zip(_tensors(outputs), _tensors(scaled), strict=True):
+            self._backward.follow(ready, loss)
+        return scaled
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale and look for non-finite ones; the host does not wait.
+
+        Raises WrongUse for a call out of order, for gradients that were written since backward, and for an optimizer
+        without any gradient.
+        """
+        if not self._enabled:
+            return
+        slot = self._slot(optimizer)
+        self._check(slot, "unscale_")
+        state = self._per_optimizer_states[slot.key]
+        if self.precision.scaled:
+            super().unscale_(optimizer)
+        slot.unscaled = True
+        self._take_norm(slot)
+        state["stage"] = OptState.UNSCALED
+        self._backward.unscaled(slot.key, slot.gradients.parameters)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer if its gradients, the loss and the included buffers are finite on all ranks.
+
+        On a skip the optimizer is not called, fused ones neither, and what was included is rolled back or held. See
+        `report`. Optimizers that were given to `unscale_` before are decided on together. Raises WrongUse like
+        `unscale_`, and for a closure.
+        """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        slot = self._slot(optimizer)
+        slot.check_closure([*args, *kwargs.values()])
+        if slot.verdict is None or self._stage(slot) is OptState.STEPPED:
+            self._take(slot)
+            self._decide([other for other in self._slots.values() if self._awaits(other)])
+        assert slot.verdict is not None, "just decided"
+        result = self._applied(slot, args, kwargs) if slot.verdict.applied else None
+        self._per_optimizer_states[slot.key]["stage"] = OptState.STEPPED
+        self._backward.stepped(slot.key)
+        slot.note_judged()
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjust the scale after the window's last step, as torch does, within [floor, cap], and close the window.
+
+        It is held after a loss that is not finite: a lower scale could not have helped. Raises WrongUse if nothing was
+        unscaled or stepped since the last call.
+        """
+        if not self._enabled:
+            return
+        for slot in self._slots.values():
+            if slot.verdict is None and self._stage(slot) is OptState.UNSCALED:
+                self._left_out(slot)
+        reasons = [slot.verdict.reason for slot in self._slots.values() if slot.verdict is not None]
+        if not reasons:
+            raise nothing_to_update()
+        if self.precision.scaled:
+            self._adjust(new_scale, reasons)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._last_scale = None
+        for slot in self._slots.values():
+            slot.verdict = None
+        self._backward.end()
+        self._included.window_over()
+
+    def accept_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Accept gradients that the loop wrote between backward and `unscale_`, such as their sum over ranks.
+
+        They still carry the scale, so only what is linear in them keeps its meaning: a sum or a mean, not a clip.
+        """
+        if self._enabled:
+            self._backward.accept(self._slot(optimizer).gradients.parameters)
+
+    # -- the order of calls -------------------------------------------------------------------------------------
+
+    def _slot(self, optimizer: torch.optim.Optimizer) -> ScalerSlot:
+        """Return what is known of an optimizer; from its first call on, its own `step()` is watched."""
+        slot = self._slots.get(id(optimizer))
+        if slot is None:
+            alike = [type(known.optimizer).__name__ for known in self._slots.values()].count(type(optimizer).__name__)
+            name = type(optimizer).__name__ + (f" {alike + 1}" if alike else "")
+            slot = self._slots[id(optimizer)] = ScalerSlot(name, optimizer)
+            optimizer.register_step_pre_hook(_StepWatch(self))
+        elif _same(owned_by(optimizer), slot.gradients.parameters):
+            return slot
+        slot.follow()
+        self._backward.watch(p for known in self._slots.values() for p in known.gradients.parameters)
+        return slot
+
+    def _stage(self, slot: ScalerSlot) -> Any:
+        return self._per_optimizer_states[slot.key]["stage"] if slot.key in self._per_optimizer_states else None
+
+    def _awaits(self, slot: ScalerSlot) -> bool:
+        """Return whether this window's gradients of an optimizer were taken, and not yet decided on."""
+        return slot.device_norm is not None
+
+    def _check(self, slot: ScalerSlot, call: str) -> None:
+        """Raise WrongUse for a call out of order, or for gradients that are not those of a scaled backward."""
+        slot.check_turn(call, self._stage(slot), asked=self._backward.asked or not self.precision.scaled)
+        written = self._backward.written(slot.gradients.parameters) if self.precision.scaled else []
+        slot.check_gradients(written)
+
+    def _check_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise WrongUse for an `optimizer.step()` that does not come from this scaler, while it has a say in it."""
+        slot = self._slots.get(id(optimizer))
+        if slot is None or self._stepping is optimizer:
+            return
+        owned = slot.gradients.parameters
+        in_window = self._stage(slot) in (OptState.UNSCALED, OptState.STEPPED) or self._backward.still_scaled(owned)
+        # After update() the same gradients may still be there: applied a second time, or those of a skipped step.
+        if in_window or slot.was_judged():
+            raise slot.stepped_beside()
+
+    # -- the decision -------------------------------------------------------------------------------------------
+
+    def _take(self, slot: ScalerSlot) -> None:
+        """Look at the gradients, unless `unscale_` has."""
+        if self._stage(slot) is OptState.UNSCALED:
+            return
+        if not self.precision.scaled or not getattr(slot.optimizer, "_step_supports_amp_scaling", False):
+            self.unscale_(slot.optimizer)
+            return
+        # A fused optimizer divides by the scale in its kernel, as with torch's own scaler, to the same bits.
+        self._check(slot, "step")
+        self._check_inf_per_device(slot.optimizer)
+        slot.unscaled = False
+        self._take_norm(slot)
+
+    def _take_norm(self, slot: ScalerSlot) -> None:
+        slot.gradients.collect()  # unscaling may have replaced a sparse gradient
+        with self._group.here():
+            # Squares can be summed over ranks; of a single rank, torch's own norm to the bit.
+            several = self._group.size > 1
+            slot.device_norm = slot.gradients.squared_share() if several else slot.gradients.norm()
+
+    @property
+    def _group(self) -> Ranks:
+        if self._ranks is None:
+            # Not in the constructor: loops build their scaler before the process group, too.
+            self._ranks = Ranks(self._process_group)
+        return self._ranks
+
+    def _decide(self, slots: Sequence[ScalerSlot]) -> None:
+        """Decide on some optimizers together, with all ranks, from one read of the device; count and report it."""
+        self._included.look()
+        agreed = self._agree(slots)
+        self._last_scale = agreed.scale
+        reason = self._reason(agreed)
+        finite = reason not in (LOSS_NOT_FINITE, GRADIENT_OVERFLOW, GRADIENT_NOT_FINITE)
+        loss = math.nan if agreed.loss is None else agreed.loss
+        self._conclude(slots, reason, finite=finite, loss=loss, scale=agreed.scale, norms=agreed.norms)
+
+    def _agree(self, slots: Sequence[ScalerSlot]) -> _Agreed:
+        """Sum this rank's numbers over all ranks, and read them: the only wait of the host, and one collective."""
+        ranks, total, bad = self._group, self._backward.total, self._included.not_finite()
+        norms = [slot.device_norm for slot in slots if slot.device_norm is not None]
+        device = norms[0].device
+        zero = torch.zeros((), device=device)
+        found = [f for slot in slots for f in self._per_optimizer_states[slot.key]["found_inf_per_device"].values()]
+        losses = [zero, zero] if total is None else [zero + 1.0, total]
+        scale = zero + 1.0 if self._scale is None else self._scale
+        numbers = [sum((on(device, f) for f in found), zero), *losses, zero if bad is None else bad, scale, *norms]
+        vector = torch.stack([on(device, number).to(widest(device)) for number in numbers])
+        nonfinite, with_loss, loss, bad_buffers, scale_, *read = ranks.agree(vector).tolist()  # host read
+        if ranks.size > 1:
+            scale_, read = scale_ / ranks.size, [math.sqrt(square) for square in read]
+        norms_ = [norm / (1.0 if slot.unscaled else scale_) for slot, norm in zip(slots, read, strict=True)]
+        return _Agreed(nonfinite == 0.0, loss / with_loss if with_loss else None, bad_buffers != 0.0, scale_, norms_)
+
+    def _reason(self, agreed: _Agreed) -> str | None:
+        if agreed.loss is not None and not math.isfinite(agreed.loss):
+            return LOSS_NOT_FINITE
+        # A norm beyond fp32's range counts as non-finite, as for the Stepper: nothing could be clipped by it.
+        if not (agreed.finite and all(norm <= FP32.largest for norm in agreed.norms)):
+            return GRADIENT_OVERFLOW if self.precision.scaled and agreed.scale > self.floor else GRADIENT_NOT_FINITE
+        # The flag on the device does not know whether the buffer was non-finite before; several ranks decide alike.
+        if agreed.bad_buffer and (self._included.first_not_finite() is not None or self._group.size > 1):
+            return BUFFER_NOT_FINITE
+        return None
+
+    def _conclude(
+        self,
+        slots: Sequence[ScalerSlot],
+        reason: str | None,
+        *,
+        finite: bool,
+        loss: float,
+        scale: float,
+        norms: list[float],
+    ) -> None:
+        self.counts.attempted += 1
+        self.counts.count(reason)
+        for slot, norm in zip(slots, norms, strict=True):
+            slot.norm, slot.device_norm = norm, None
+            slot.attempted += 1
+            slot.applied += reason is None
+        self.report = StepReport(
+            step=self.counts.applied,
+            attempt=self.counts.attempted,
+            applied=reason is None,
+            reason=reason,
+            finite=finite,
+            loss=loss,
+            grad_norm=math.hypot(*norms),
+            loss_scale=scale,
+            parts={slot.name: OptimizerReport(loss, slot.norm, scale) for slot in slots},
+        )
+        for slot in slots:
+            slot.verdict = self.report
+        if reason is not None:
+            self._included.restore()
+        self._included.judged()
+        self._backward.decided()
+
+    def _left_out(self, slot: ScalerSlot) -> None:
+        """Close a window of which the loop stepped nothing: a skip, decided by the loop."""
+        unknown = math.nan  # nothing was read, so that the host does not wait
+        self._conclude([slot], NOT_STEPPED, finite=True, loss=unknown, scale=unknown, norms=[unknown])
+
+    def _applied(self, slot: ScalerSlot, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+        """Call the optimizer, and give a fused one what torch's own scaler gives it."""
+        optimizer: Any = slot.optimizer
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and self.precision.scaled
+        with self._step_of(optimizer):
+            if not fused:
+                result: float | None = optimizer.step(*args, **kwargs)
+                return result
+            if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+                kwargs = {**kwargs, "grad_scaler": self}
+            with _fused_arguments(optimizer, self._scale, unscaled=slot.unscaled):
+                result = optimizer.step(*args, **kwargs)
+        return result
+
+    @contextmanager
+    def _step_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        self._stepping = optimizer
+        try:
+            yield
+        finally:
+            self._stepping = None
+
+    # -- the scale ----------------------------------------------------------------------------------------------
+
+    def _adjust(self, new_scale: float | Tensor | None, reasons: Sequence[str | None]) -> None:
+        overflow = any(reason in (GRADIENT_OVERFLOW, GRADIENT_NOT_FINITE) for reason in reasons)
+        if new_scale is None and LOSS_NOT_FINITE in reasons and not overflow:
+            return
+        if new_scale is None and overflow:
+            for state in self._per_optimizer_states.values():
+                for found in state["found_inf_per_device"].values():
+                    found.fill_(1.0)  # another rank may have found it
+        super().update(new_scale)
+        if new_scale is None:
+            self._bound(self._last_scale, overflow=overflow)
+
+    def _bound(self, before: float | None, *, overflow: bool) -> None:
+        """Keep the scale within [floor, cap], from the number that the decision has read: no scale is read here."""
+        assert self._scale is not None, "a loss was scaled"
+        if before is None:
+            self._scale.clamp_(self.floor, self.cap)
+        elif overflow and before * self._backoff_factor < self.floor:
+            self._scale.fill_(min(before, self.floor))
+        elif before * self._growth_factor > self.cap:
+            self._scale.clamp_(max=max(before, self.cap))
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five entries, which `torch.amp.GradScaler` can load, and ours: bounds, precision, counts."""
+        if not self._enabled:
+            return {}
+        own = {"floor": self.floor, "cap": self.cap, "precision": self.precision.name}
+        return {**super().state_dict(), **own, "counts": self.counts.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of `torch.amp.GradScaler`; a scale outside [floor, cap] is moved to the bound.
+
+        Raises StateMismatch, before anything is changed, for a scale that is not a finite number, and between a
+        precision that is scaled and one that is not; RuntimeError for an empty state, as torch does.
+        """
+        if not self._enabled or not state_dict:
+            super().load_state_dict(state_dict)
+            return
+        self._check_state(state_dict)
+        if "counts" in state_dict:
+            self.counts.load_state_dict(state_dict["counts"])
+        floor, cap = float(state_dict.get("floor", self.floor)), float(state_dict.get("cap", self.cap))
+        self.floor, self.cap = floor, cap
+        super().load_state_dict({**state_dict, "scale": min(max(float(state_dict["scale"]), floor), cap)})
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        scale = float(state["scale"])
+        if not math.isfinite(scale) or scale < 0.0:
+            raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start the scale anew")
+        # A state of torch's own says nothing about its precision: a scale of 1 fits both.
+        saved = state.get("precision", self.precision.name if scale == 1.0 else "fp16")
+        if precision_named(read_precision(saved).name).scaled != self.precision.scaled:
+            raise StateMismatch(
+                f"the state of a scaler for {saved}",
+                allowed=f"one for {self.precision.name}",
+                do="do not load it: begin with a new scaler where the precision changes",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = object.__new__(GradScaler)
+        fresh._start(None)
+        state = super().__getstate__()
+        return {key: value for key, value in state.items() if key not in vars(fresh)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start(None)
+
+
+class _StepWatch:
+    """A hook before an optimizer's step, which does not keep the scaler alive."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = weakref.ref(scaler)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        scaler = self._scaler()
+        if scaler is not None:
+            scaler._check_foreign_step(optimizer)
+
+
+@contextmanager
+def _fused_arguments(optimizer: Any, scale: Tensor | None, *, unscaled: bool) -> Iterator[None]:
+    own = getattr(optimizer, "grad_scale", None)
+    assert scale is not None, "a loss was scaled"
+    # As torch's: the product, where the optimizer has a factor of its own.
+    optimizer.grad_scale = own if unscaled else scale * (1 if own is None else own)
+    optimizer.found_inf = torch.zeros_like(scale)
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, (list, tuple)):
+        for output in outputs:
+            yield from _tensors(output)
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,112 @@
+"""One optimizer of a GradScaler, and the calls that are refused for it, each by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from halfstep.adapters.scaled_backward import Version, versions
+from halfstep.errors import WrongUse
+from halfstep.step.optimizer_slot import OptimizerSlot
+from halfstep.step.report import StepReport
+
+
+class ScalerSlot(OptimizerSlot):
+    """One optimizer that was given to a scaler: this window's gradients, and the decision on them."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(name, optimizer)
+        self.attempted = self.applied = 0
+        self.device_norm: Tensor | None = None
+        """The norm of this window's gradients; their share of its square where there are several ranks."""
+        self.unscaled = False
+        """Whether these gradients have their true size; fused optimizers unscale in their kernel."""
+        self.verdict: StepReport | None = None
+        """The decision on this window, once there is one."""
+        self._judged: dict[int, Version] = {}
+
+    @property
+    def key(self) -> int:
+        """The key of this optimizer in torch's own records."""
+        return id(self.optimizer)
+
+    def note_judged(self) -> None:
+        """Note the gradients that the last decision was about."""
+        # Only written ones: of a fresh gradient, the next one may have the identity and the version.
+        self._judged = {key: v for key, v in versions(self.gradients.parameters).items() if v[1] > 0}
+
+    def was_judged(self) -> bool:
+        """Return whether the gradients are those that the last decision was about."""
+        return bool(self._judged) and self._judged.items() <= versions(self.gradients.parameters).items()
+
+    # -- refused ------------------------------------------------------------------------------------------------
+
+    def check_turn(self, call: str, stage: OptState | None, *, asked: bool) -> None:
+        """Raise WrongUse for a second call in one window, and for one without a scaled loss."""
+        if stage is OptState.UNSCALED:
+            raise WrongUse(
+                f"{call}() for {self.name}, whose gradients were unscaled in this window already",
+                allowed="one unscale_() for each optimizer between two calls of update()",
+                do="unscale_() after the last micro-batch only, and update() after every step()",
+            )
+        if stage is OptState.STEPPED:
+            raise WrongUse(
+                f"{call}() for {self.name} after its step(), and no update() between them",
+                allowed="scale, backward, unscale_, step for each optimizer, and then one update()",
+                do="scaler.update() at the end of every iteration, also of one that was skipped",
+            )
+        if not asked:
+            raise WrongUse(
+                f"{call}() for {self.name} without scale() since the last update()",
+                allowed="gradients of a scaled loss: these would be divided by a scale that they do not have",
+                do="scaler.scale(loss).backward() in place of loss.backward()",
+            )
+
+    def check_gradients(self, written: Sequence[Tensor]) -> None:
+        """Raise WrongUse if other code wrote some of the gradients, or if there are none."""
+        if written:
+            raise WrongUse(
+                f"{len(written)} of {len(self.gradients.parameters)} gradients of {self.name} were written between "
+                "backward and unscale_(), where they carry the loss scale: by clipping, or by a backward that was not "
+                "scaled",
+                allowed="gradients as backward left them",
+                do="scaler.unscale_(optimizer) before clip_grad_norm_; after a sum or mean of your own over ranks, "
+                "scaler.accept_gradients(optimizer)",
+            )
+        if not self.gradients.collect():
+            raise WrongUse(
+                f"no parameter of {self.name} has a gradient",
+                allowed="at least one parameter that the loss depends on",
+                do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
+            )
+
+    def check_closure(self, given: Sequence[Any]) -> None:
+        """Raise WrongUse for a closure, as LBFGS needs one."""
+        if any(callable(argument) for argument in given):
+            raise WrongUse(
+                f"a closure for {self.name}, which computes gradients that nothing unscales",
+                allowed="step(optimizer) after backward",
+                do="another optimizer than LBFGS, or a loop without a scaler",
+            )
+
+    def stepped_beside(self) -> WrongUse:
+        """Return the error for a step of the optimizer that the scaler did not make."""
+        return WrongUse(
+            f"{self.name}.step() was called beside the scaler, on gradients of a scaled loss",
+            allowed="scaler.step(optimizer), once between two calls of update(); nothing was applied by this call",
+            do="take optimizer.step() out of the loop; for a loss without scale(), zero_grad() and backward first",
+        )
+
+
+def nothing_to_update() -> WrongUse:
+    """Return the error for an update() that nothing came before."""
+    return WrongUse(
+        "update() without step() or unscale_() since the last one: the scale would change inside a window, or "
+        "optimizer.step() was called in place of scaler.step(optimizer)",
+        allowed="scaler.step(optimizer) for each optimizer, and then one update()",
+        do="move update() to where step() is, after the last micro-batch",
+    )
