@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.autograd.graph import increment_version
 
 from halfstep.adapters.included import Included, Moves, hold_methods, moving_methods
 from halfstep.adapters.scaled_backward import ScaledBackward
@@ -150,6 +151,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[slot.key]
         if self.precision.scaled:
             super().unscale_(optimizer)
+            if not slot.gradients.sharded:
+                # torch's kernel writes them without a new version, and they must differ from the scaled ones.
+                increment_version([p.grad for p in slot.gradients.parameters if p.grad is not None])
         slot.unscaled = True
         self._take_norm(slot)
         state["stage"] = OptState.UNSCALED
@@ -263,11 +267,9 @@ class GradScaler(torch.amp.GradScaler):
         self._take_norm(slot)
 
     def _take_norm(self, slot: ScalerSlot) -> None:
-        slot.gradients.collect()  # unscaling may have replaced a sparse gradient
         with self._group.here():
             # Squares can be summed over ranks; of a single rank, torch's own norm to the bit.
-            several = self._group.size > 1
-            slot.device_norm = slot.gradients.squared_share() if several else slot.gradients.norm()
+            slot.take_norm(squared=self._group.size > 1)
 
     @property
     def _group(self) -> Ranks:
@@ -293,6 +295,7 @@ class GradScaler(torch.amp.GradScaler):
         device = norms[0].device
         zero = torch.zeros((), device=device)
         found = [f for slot in slots for f in self._per_optimizer_states[slot.key]["found_inf_per_device"].values()]
+        found += [(~norm.isfinite()).float() for slot in slots if (norm := slot.norm_of_written()) is not None]
         losses = [zero, zero] if total is None else [zero + 1.0, total]
         scale = zero + 1.0 if self._scale is None else self._scale
         numbers = [sum((on(device, f) for f in found), zero), *losses, zero if bad is None else bad, scale, *norms]
