@@ -383,6 +383,42 @@ def test_nothing_keeps_a_scaler_alive() -> None:
     bench.optimizer.step()  # and its hooks are still
 
 
+@pytest.mark.parametrize("factor", [1.0, INF])
+def test_an_update_after_each_of_two_optimizers_as_accelerate_does(factor: float) -> None:
+    """Unscaled together, so decided on together; the second is neither refused nor unscaled a second time."""
+    bench = Bench()
+    halves = [torch.optim.SGD(part.parameters(), 1.0) for part in (bench.model[0], bench.model[2])]
+    for turn in range(3):
+        before = [p.detach().clone() for p in bench.model.parameters()]
+        bench.model.zero_grad()
+        bench.scaler.scale(bench.loss() * (factor if turn == 1 else 1.0)).backward()
+        for optimizer in halves:
+            bench.scaler.unscale_(optimizer)
+        clip_grad_norm_(bench.model.parameters(), 0.1)
+        for optimizer in halves:
+            bench.scaler.step(optimizer)
+            bench.scaler.update()
+        moved = [(p - b).norm().item() for p, b in zip(bench.model.parameters(), before, strict=True)]
+        skipped = turn == 1 and factor == INF
+        assert bench.scaler.report.applied == (not skipped)
+        assert torch.tensor(moved).norm().item() == pytest.approx(0.0 if skipped else 0.1, rel=1e-4)
+        assert bench.scaler.counts.attempted == turn + 1
+    assert bench.scaler._get_growth_tracker() == bench.scaler.counts.applied  # once for each window
+
+
+def test_a_step_that_never_came_is_forgotten() -> None:
+    bench = Bench()
+    halves = [torch.optim.SGD(part.parameters(), 1.0) for part in (bench.model[0], bench.model[2])]
+    for _ in range(3):
+        bench.model.zero_grad()
+        bench.scaler.scale(bench.loss()).backward()
+        for optimizer in halves:
+            bench.scaler.unscale_(optimizer)
+        bench.scaler.step(halves[0])
+        bench.scaler.update()
+        assert bench.scaler.report.applied
+
+
 # -- a NaN that comes from clipping -----------------------------------------------------------------------------------
 
 

@@ -172,7 +172,32 @@ def test_a_schedule_of_one_of_two_optimizers_follows_that_one() -> None:
     for schedule in schedules:
         schedule.step()
     assert [optimizer.param_groups[0]["lr"] for optimizer in halves] == [0.1, 0.05]
+    assert model[2].calls.item() == 0  # rolled back with the first decision
     assert scaler.counts.skipped == {"gradient_not_finite": 1}
+
+
+def test_a_later_skip_does_not_take_back_what_an_applied_optimizer_has_used() -> None:
+    model: Any = buffered_model()
+    halves = [torch.optim.SGD(model[4].parameters(), 0.1), torch.optim.SGD(model[0].parameters(), 0.1)]
+    scaler = halfstep.GradScaler("cpu", precision="bf16")
+    scaler.include(model)
+    scaler.scale(model(batches(1)[0]).square().mean()).backward()
+    model[0].weight.grad.fill_(NAN)
+    for optimizer in halves:
+        scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.counts.applied, scaler.counts.attempted) == (1, 2)
+    assert model[2].calls.item() == 1
+
+
+def test_a_run_that_goes_back_to_an_earlier_checkpoint_adjusts_its_scale() -> None:
+    loop = Loop(OPTIMIZERS["adamw"], "fp16")
+    saved = copy.deepcopy(loop.scaler.state_dict())
+    for _ in range(3):
+        loop.window(batches(1))
+    loop.scaler.load_state_dict(saved)
+    loop.window(batches(1), "gradient")
+    assert (loop.scaler.get_scale(), loop.scaler.counts.attempted) == (512.0, 1)
 
 
 def test_a_schedule_of_epochs_is_held_only_where_no_step_of_the_epoch_was_applied() -> None:

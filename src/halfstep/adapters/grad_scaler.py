@@ -9,7 +9,6 @@ decided here is whether an optimizer is called at all, from one read of the devi
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections import defaultdict
@@ -100,6 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         self._included, self._backward = Included(), ScaledBackward()
         self._stepping: torch.optim.Optimizer | None = None
         self._last_scale: float | None = None
+        self._adjusted_at = 0
 
     def include(self, *things: Any, hold: str | None = None) -> None:
         """Make a skip roll these back, or hold them.
@@ -131,6 +131,7 @@ class GradScaler(torch.amp.GradScaler):
         """Return the loss, or the losses, multiplied by the scale; raise as torch does for anything else."""
         if not self._enabled:
             return outputs
+        self._drop_owed()
         if isinstance(outputs, Iterable) and not isinstance(outputs, (Tensor, list, tuple)):
             outputs = list(outputs)  # a generator can be walked once, and torch would do so later
         scaled = super().scale(outputs) if self.precision.scaled else outputs
@@ -174,7 +175,10 @@ class GradScaler(torch.amp.GradScaler):
             self._take(slot)
             self._decide([other for other in self._slots.values() if self._awaits(other)])
         assert slot.verdict is not None, "just decided"
-        result = self._applied(slot, args, kwargs) if slot.verdict.applied else None
+        result = None
+        if slot.verdict.applied:
+            with self._step_of(optimizer):
+                result = slot.call(self, args, kwargs)
         self._per_optimizer_states[slot.key]["stage"] = OptState.STEPPED
         self._backward.stepped(slot.key)
         slot.note_judged()
@@ -188,20 +192,37 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        for slot in self._slots.values():
-            if slot.verdict is None and self._stage(slot) is OptState.UNSCALED:
+        waiting = [slot for slot in self._slots.values() if self._stage(slot) is OptState.UNSCALED]
+        # accelerate calls update() after each of several optimizers: those that were decided on together with the
+        # first keep their decision until the next loss is scaled.
+        owed = [slot for slot in waiting if slot.verdict is not None]
+        for slot in waiting:
+            if slot.verdict is None:
                 self._left_out(slot)
-        reasons = [slot.verdict.reason for slot in self._slots.values() if slot.verdict is not None]
-        if not reasons:
+        decided = [slot.verdict for slot in self._slots.values() if slot.verdict is not None]
+        if not decided:
             raise nothing_to_update()
-        if self.precision.scaled:
+        reasons = [report.reason for report in decided if report.attempt > self._adjusted_at]
+        if self.precision.scaled and (reasons or new_scale is not None):
             self._adjust(new_scale, reasons)
+        self._adjusted_at, self._last_scale = self.counts.attempted, None
+        self._close_window(owed)
+
+    def _close_window(self, owed: Sequence[ScalerSlot]) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._last_scale = None
         for slot in self._slots.values():
-            slot.verdict = None
+            slot.verdict = slot.verdict if slot in owed else None
+        for slot in owed:
+            self._per_optimizer_states[slot.key]["stage"] = OptState.UNSCALED
         self._backward.end()
         self._included.window_over()
+
+    def _drop_owed(self) -> None:
+        """Forget steps of the window before that never came."""
+        for slot in self._slots.values():
+            if slot.verdict is not None and not self._backward.asked:
+                slot.verdict = None
+                self._per_optimizer_states.pop(slot.key, None)
 
     def accept_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Accept gradients that the loop wrote between backward and `unscale_`, such as their sum over ranks.
@@ -346,29 +367,13 @@ class GradScaler(torch.amp.GradScaler):
         )
         for slot in slots:
             slot.verdict = self.report
-        if reason is not None:
-            self._included.restore()
-        self._included.judged()
+        self._included.decided(applied=reason is None)
         self._backward.decided()
 
     def _left_out(self, slot: ScalerSlot) -> None:
         """Close a window of which the loop stepped nothing: a skip, decided by the loop."""
         unknown = math.nan  # nothing was read, so that the host does not wait
         self._conclude([slot], NOT_STEPPED, finite=True, loss=unknown, scale=unknown, norms=[unknown])
-
-    def _applied(self, slot: ScalerSlot, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-        """Call the optimizer, and give a fused one what torch's own scaler gives it."""
-        optimizer: Any = slot.optimizer
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and self.precision.scaled
-        with self._step_of(optimizer):
-            if not fused:
-                result: float | None = optimizer.step(*args, **kwargs)
-                return result
-            if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-                kwargs = {**kwargs, "grad_scaler": self}
-            with _fused_arguments(optimizer, self._scale, unscaled=slot.unscaled):
-                result = optimizer.step(*args, **kwargs)
-        return result
 
     @contextmanager
     def _step_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -423,6 +428,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_state(state_dict)
         if "counts" in state_dict:
             self.counts.load_state_dict(state_dict["counts"])
+            self._adjusted_at = self.counts.attempted
         floor, cap = float(state_dict.get("floor", self.floor)), float(state_dict.get("cap", self.cap))
         self.floor, self.cap = floor, cap
         super().load_state_dict({**state_dict, "scale": min(max(float(state_dict["scale"]), floor), cap)})
@@ -461,19 +467,6 @@ class _StepWatch:
         scaler = self._scaler()
         if scaler is not None:
             scaler._check_foreign_step(optimizer)
-
-
-@contextmanager
-def _fused_arguments(optimizer: Any, scale: Tensor | None, *, unscaled: bool) -> Iterator[None]:
-    own = getattr(optimizer, "grad_scale", None)
-    assert scale is not None, "a loss was scaled"
-    # As torch's: the product, where the optimizer has a factor of its own.
-    optimizer.grad_scale = own if unscaled else scale * (1 if own is None else own)
-    optimizer.found_inf = torch.zeros_like(scale)
-    try:
-        yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

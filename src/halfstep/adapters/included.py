@@ -108,7 +108,7 @@ class Included:
         self._modules: list[tuple[nn.Module, ParamTracker]] = []
         self._with_state: list[Any] = []
         self._states: list[Any] = []
-        self._begun, self._seen = False, False
+        self._begun, self._seen, self._undecided = False, False, True
 
     def add(self, thing: Any) -> None:
         """Cover a module, or an object with a state; raise WrongUse for anything else."""
@@ -142,6 +142,7 @@ class Included:
             self._look_at_modules()
         self._buffers.remember()
         self._states = [copy.deepcopy(thing.state_dict()) for thing in self._with_state]
+        self._undecided = True
 
     def not_finite(self) -> Tensor | None:
         """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
@@ -155,17 +156,21 @@ class Included:
         """Look for buffers that are written silently, after the last backward."""
         self._buffers.compare()
 
-    def restore(self) -> None:
-        """Put everything back to where the window began; warn about what could not be."""
+    def decided(self, *, applied: bool) -> None:
+        """Accept what was written until now, or put everything back to where the window began."""
+        # Of several optimizers that are decided on one after another, an applied one has used what forward wrote:
+        # a later skip does not take that back.
+        if not applied and self._undecided:
+            self._restore()
+        self._undecided = self._undecided and not applied
+        self._begun = False
+
+    def _restore(self) -> None:
         lost = self._buffers.restore()
         for thing, state in zip(self._with_state, self._states, strict=True):
             thing.load_state_dict(copy.deepcopy(state))
         if lost:
             warnings.warn(str(_lost(lost)), stacklevel=4)
-
-    def judged(self) -> None:
-        """Begin anew with the next forward pass: what was written until now is decided on."""
-        self._begun = False
 
     def window_over(self) -> None:
         """Save everything now if no forward pass of this window was seen, as with a compiled inner module."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +60,20 @@ class ScalerSlot(OptimizerSlot):
     def was_judged(self) -> bool:
         """Return whether the gradients are those that the last decision was about."""
         return bool(self._judged) and self._judged.items() <= versions(self.gradients.parameters).items()
+
+    def call(self, scaler: torch.amp.GradScaler, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+        """Step the optimizer, and give a fused one what torch's own scaler gives it."""
+        optimizer: Any = self.optimizer
+        scale = scaler._get_scale_async()
+        result: float | None
+        if scale is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = optimizer.step(*args, **kwargs)
+            return result
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            kwargs = {**kwargs, "grad_scaler": scaler}
+        with _fused_arguments(optimizer, scale, unscaled=self.unscaled):
+            result = optimizer.step(*args, **kwargs)
+        return result
 
     # -- refused ------------------------------------------------------------------------------------------------
 
@@ -116,6 +132,18 @@ class ScalerSlot(OptimizerSlot):
             allowed="scaler.step(optimizer), once between two calls of update(); nothing was applied by this call",
             do="take optimizer.step() out of the loop; for a loss without scale(), zero_grad() and backward first",
         )
+
+
+@contextmanager
+def _fused_arguments(optimizer: Any, scale: Tensor, *, unscaled: bool) -> Iterator[None]:
+    own = getattr(optimizer, "grad_scale", None)
+    # As torch's: the product, where the optimizer has a factor of its own.
+    optimizer.grad_scale = own if unscaled else scale * (1 if own is None else own)
+    optimizer.found_inf = torch.zeros_like(scale)
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def nothing_to_update() -> WrongUse:

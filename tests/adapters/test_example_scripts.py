@@ -1,0 +1,87 @@
+"""The scripts of timm, diffusers and nnU-Net's shape in `examples/`: what breaks, what holds, how few lines differ."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = EXAMPLES.parent / "docs" / "adapters" / "scripts.md"
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result: dict[str, Any] = module.main()
+    sys.modules.pop("nnunet_trainer", None)
+    return result
+
+
+def lines_changed(name: str) -> list[str]:
+    """Return the lines of code that the script with halfstep has and the one without it has not."""
+    before, after = ((EXAMPLES / f"{name}{end}.py").read_text().split('"""', 2)[2] for end in ("", "_halfstep"))
+    differing = difflib.ndiff(before.splitlines(), after.splitlines())
+    return [line[2:].strip() for line in differing if line.startswith("+ ") and line[2:].strip()]
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "updates", "rate"),
+    [("timm_script", "timm", (8, 7), (0.0, 3.8060e-05)), ("diffusers_script", "diffusers", (5, 4), (0.0, 3.3333e-04))],
+)
+def test_a_script_and_the_same_with_halfstep(
+    name: str, package: str, updates: tuple[int, int], rate: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(package)
+    plain, held = run(name, monkeypatch), run(f"{name}_halfstep", monkeypatch)
+    assert not plain["finite"]
+    assert held["finite"]
+    # The schedule is where as many applied updates take it.
+    assert (plain["updates"], held["updates"]) == updates
+    assert (plain["lr"], held["lr"]) == (pytest.approx(rate[0]), pytest.approx(rate[1], rel=1e-4))
+
+
+def test_a_trainer_of_nnunets_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, held = run("nnunet_trainer", monkeypatch), run("nnunet_trainer_halfstep", monkeypatch)
+    assert not plain["finite"]
+    assert held["finite"]
+    assert (held["report"].step, held["report"].attempt) == (7, 8)
+
+
+def test_nnunets_own_train_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = pytest.importorskip("nnunetv2.training.nnUNetTrainer.nnUNetTrainer").nnUNetTrainer
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    toy = importlib.import_module("nnunet_trainer")
+    parts = vars(toy.ToyTrainer)
+
+    def without_files(self: Any) -> None:
+        self.device, self.grad_scaler = torch.device("cpu"), None
+
+    made = type("Real", (trainer,), {"__init__": without_files, "initialize": parts["initialize"]})()
+    made.initialize()
+    made.grad_scaler = halfstep.GradScaler("cpu", precision="fp32")
+    made.grad_scaler.include(made.network)
+    for batch in toy.batches():
+        made.train_step(batch)
+    assert (made.grad_scaler.counts.applied, made.grad_scaler.counts.attempted) == (7, 8)
+    assert all(bool(tensor.isfinite().all()) for tensor in made.network.state_dict().values())
+    sys.modules.pop("nnunet_trainer", None)
+
+
+@pytest.mark.parametrize("name", ["timm_script", "diffusers_script"])
+def test_few_lines_change_and_the_page_shows_them(name: str) -> None:
+    changed = lines_changed(name)
+    assert 1 <= len(changed) <= 5
+    page = PAGE.read_text()
+    assert all(line in page for line in changed), changed
