@@ -52,6 +52,29 @@ def test_a_script_and_the_same_with_halfstep(
     assert (plain["lr"], held["lr"]) == (pytest.approx(rate[0]), pytest.approx(rate[1], rel=1e-4))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_optimizers_of_an_accelerator_are_unscaled_once(fused: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = halfstep.GradScaler("cpu", init_scale=1024.0)
+    parts = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(part.parameters(), 1.0, fused=fused) for part in parts]
+    first, second, *prepared = accelerator.prepare(*parts, *optimizers)
+    for factor in (1.0, float("inf"), 1.0):
+        before = [p.detach().clone() for part in parts for p in part.parameters()]
+        accelerator.backward(second(first(torch.randn(6, 4))).square().mean() * factor)
+        accelerator.clip_grad_norm_([p for part in parts for p in part.parameters()], 0.01)
+        for optimizer in prepared:
+            optimizer.step()
+            optimizer.zero_grad()
+        after = [p for part in parts for p in part.parameters()]
+        moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]).norm().item()
+        assert moved == pytest.approx(0.01 if factor == 1.0 else 0.0, rel=1e-3)
+        assert [optimizer.step_was_skipped for optimizer in prepared] == [factor != 1.0] * 2
+    assert (accelerator.scaler.counts.applied, accelerator.scaler.counts.attempted) == (2, 3)
+
+
 def test_a_trainer_of_nnunets_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, held = run("nnunet_trainer", monkeypatch), run("nnunet_trainer_halfstep", monkeypatch)
     assert not plain["finite"]

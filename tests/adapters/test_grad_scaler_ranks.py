@@ -175,3 +175,20 @@ def test_shards_of_fsdp2_are_one_gradient(on_ranks: Ranks) -> None:
         assert reasons == [None, "gradient_overflow", None]
         assert norm == pytest.approx(whole, rel=1e-5)
         assert unchanged
+
+
+def sharded_and_clipped_too_early(rank: int) -> bool:
+    model = plain_model()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scaler = halfstep.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(batch(0, 0)).square().mean()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.report is not None
+    return scaler.report.applied
+
+
+def test_limit_clipping_too_early_is_not_noticed_under_fsdp2(on_ranks: Ranks) -> None:
+    assert on_ranks(sharded_and_clipped_too_early) == [True, True]

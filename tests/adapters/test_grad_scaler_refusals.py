@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +101,7 @@ def test_a_step_of_the_optimizer_in_a_window() -> None:
     refused(bench, bench.optimizer.step, "beside the scaler")  # the same gradients a second time
 
 
-def test_a_step_of_the_optimizer_in_the_first_window() -> None:
+def test_limit_a_step_of_the_optimizer_in_the_first_window() -> None:
     known, unknown = Bench(), Bench()
     known.scaler.include(known.optimizer)
     known.backward()
@@ -179,6 +181,27 @@ def test_a_closure() -> None:
     bench.scaler.step(bench.optimizer, None)  # as accelerate calls it
     bench.scaler.update()
     assert bench.scaler.report.applied
+
+
+@pytest.mark.parametrize(
+    ("pain", "words"),
+    [
+        ("p04_clipping_before_unscaling", "written between backward and unscale_"),
+        ("p24_optimizer_over_the_wrong_parameters", "no parameter of AdamW has a gradient"),
+        ("p36_optimizer_stepped_beside_the_scaler", "called beside the scaler"),
+        ("d20_fused_momentum_from_unset_memory", None),
+    ],
+)
+def test_plain_loops_of_the_zoo_with_the_scaler_replaced(
+    pain: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = importlib.import_module(f"zoo.{pain}.plain")
+    monkeypatch.setattr(torch.amp, "GradScaler", halfstep.GradScaler)
+    if words is None:
+        assert plain.run().good
+        return
+    with pytest.raises(WrongUse, match=words):
+        plain.run()
 
 
 # -- not mistaken for a fault -----------------------------------------------------------------------------------------
@@ -506,3 +529,63 @@ def test_limit_parameters_that_forward_writes() -> None:
     scaler.update()
     assert torch.equal(model.query.weight, query)
     assert not torch.equal(model.key.weight, key)
+
+
+def test_limit_an_optimizer_that_fails_in_the_middle_of_its_step() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["params"][0].data.add_(1.0)
+            raise MemoryError
+
+    bench = Bench(Fails)
+    before = bench.digest()
+    with pytest.raises(MemoryError):
+        bench.window()
+    assert bench.digest() != before
+
+
+def test_limit_a_schedule_that_is_told_its_position() -> None:
+    class Told:
+        position = 0
+
+        def step_update(self, num_updates: int) -> None:
+            self.position = num_updates
+
+    bench, told = Bench(precision="fp32"), Told()
+    bench.scaler.include(told)
+    positions = []
+    for number, factor in enumerate((1.0, NAN, 1.0), start=1):
+        bench.optimizer.zero_grad()
+        bench.scaler.scale(bench.loss() * factor).backward()
+        bench.scaler.step(bench.optimizer)
+        bench.scaler.update()
+        told.step_update(number)
+        positions.append(told.position)
+    assert positions == [1, 1, 3]
+    assert bench.scaler.counts.applied == 2
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_of_the_page_runs_as_it_stands() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "adapters" / "grad_scaler.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0].replace('"cuda"', '"cpu"')
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    good = [(torch.randn(6, 8), torch.randint(0, 4, (6,))) for _ in range(3)]
+    bad = (torch.full((6, 8), NAN), good[0][1])
+    names: dict[str, Any] = {
+        "torch": torch,
+        "halfstep": halfstep,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        "ema": halfstep.Ema(model),
+        "criterion": lambda out, y: nn.functional.cross_entropy(out.float(), y),
+        "loader": [good[0], bad, *good[1:]],
+    }
+    exec(code, names)
+    assert names["scaler"].counts.skipped == {"loss_not_finite": 1}
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+    assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
