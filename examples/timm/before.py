@@ -1,6 +1,8 @@
-"""The loop of timm's train.py in miniature, with halfstep: see what differs from `timm_script.py`.
+"""The loop of timm's train.py in miniature: NativeScaler, clipping, ModelEmaV3 and a schedule of updates.
 
-python examples/timm_script_halfstep.py
+    python examples/timm/before.py
+
+One batch holds a NaN. `after.py` is this script with halfstep: the lines that differ are all it takes.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3, NativeScaler, dispatch_clip_grad
 from torch import Tensor, nn
-
-import halfstep
 
 UPDATES, BAD, CLIP, AMP = 8, 4, 1.0, torch.bfloat16
 
@@ -30,9 +30,7 @@ def main(device: str = "cpu") -> dict[str, object]:
     optimizer = create_optimizer_v2(model, "adamw", lr=1e-3)
     model_ema = ModelEmaV3(model, decay=0.9)
     schedule = CosineLRScheduler(optimizer, t_initial=UPDATES, t_in_epochs=False)
-    loss_scaler = NativeScaler(device=device)
-    loss_scaler._scaler = scaler = halfstep.GradScaler(device, precision=AMP)
-    scaler.include(model, schedule, model_ema)
+    loss_scaler = NativeScaler(device=device) if AMP is torch.float16 else None
     num_updates = 0
     model.train()
     for x, y in batches():
@@ -45,7 +43,7 @@ def main(device: str = "cpu") -> dict[str, object]:
             loss.backward()
             dispatch_clip_grad(model.parameters(), CLIP)
             optimizer.step()
-        num_updates = scaler.counts.applied
+        num_updates += 1
         model_ema.update(model, step=num_updates)
         schedule.step_update(num_updates=num_updates)
     tensors = [*model.state_dict().values(), *model_ema.state_dict().values()]

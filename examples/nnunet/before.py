@@ -1,9 +1,9 @@
 """A trainer of nnU-Net's shape in miniature: what `nnUNetTrainer` calls in `initialize`, `train_step` and each epoch.
 
-    python examples/nnunet_trainer.py
+    python examples/nnunet/before.py
 
 nnU-Net itself brings some thirty packages, so this class stands in for it. One batch holds a NaN.
-`nnunet_trainer_halfstep.py` is a trainer of your own on top of it, which is how nnU-Net is extended.
+`after.py` is a trainer of your own on top of it, which is how nnU-Net is extended.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A trainer of your own for nnU-Net, with halfstep; see `nnunet_trainer.py` for the class that it stands on here.
+"""A trainer of your own for nnU-Net, with halfstep; see `before.py` for the class that it stands on here.
 
-    python examples/nnunet_trainer_halfstep.py
+    python examples/nnunet/after.py
 
 For nnU-Net itself, put the class into a file of its folder `training/nnUNetTrainer/variants`, derive it from
 `nnUNetTrainer`, and start it with `nnUNetv2_train DATASET CONFIGURATION FOLD -tr HalfstepTrainer`.
@@ -9,7 +9,7 @@ For nnU-Net itself, put the class into a file of its folder `training/nnUNetTrai
 from __future__ import annotations
 
 import torch
-from nnunet_trainer import ToyTrainer
+from before import ToyTrainer
 
 import halfstep
 
