@@ -166,10 +166,29 @@ def accelerate(steps: int, ours: bool) -> float:
     return clock.median()
 
 
+def grad_scaler(steps: int, ours: bool) -> float:
+    clock = Clock()
+    model, optimizer, schedule, data = parts(steps)
+    scaler = (halfstep if ours else torch.amp).GradScaler("cpu", init_scale=1024.0)
+    if ours:
+        scaler.include(model, schedule)
+    for batch in data:
+        optimizer.zero_grad()
+        scaler.scale(model(**batch)["loss"]).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        clock.mark()
+    return clock.median()
+
+
 LOOPS: dict[str, Callable[[int, bool], float]] = {
     "lightning": lightning,
     "transformers": transformers,
     "accelerate": accelerate,
+    "grad_scaler": grad_scaler,
 }
 
 
