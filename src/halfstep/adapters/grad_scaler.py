@@ -155,8 +155,7 @@ class GradScaler(torch.amp.GradScaler):
             if not slot.gradients.sharded:
                 # torch's kernel writes them without a new version, and they must differ from the scaled ones.
                 increment_version([p.grad for p in slot.gradients.parameters if p.grad is not None])
-        slot.unscaled = True
-        self._take_norm(slot)
+        slot.unscaled = slot.awaits = True
         state["stage"] = OptState.UNSCALED
         self._backward.unscaled(slot.key, slot.gradients.parameters)
 
@@ -173,7 +172,7 @@ class GradScaler(torch.amp.GradScaler):
         slot.check_closure([*args, *kwargs.values()])
         if slot.verdict is None or self._stage(slot) is OptState.STEPPED:
             self._take(slot)
-            self._decide([other for other in self._slots.values() if self._awaits(other)])
+            self._decide([other for other in self._slots.values() if other.awaits])
         assert slot.verdict is not None, "just decided"
         result = None
         if slot.verdict.applied:
@@ -251,10 +250,6 @@ class GradScaler(torch.amp.GradScaler):
     def _stage(self, slot: ScalerSlot) -> Any:
         return self._per_optimizer_states[slot.key]["stage"] if slot.key in self._per_optimizer_states else None
 
-    def _awaits(self, slot: ScalerSlot) -> bool:
-        """Return whether this window's gradients of an optimizer were taken, and not yet decided on."""
-        return slot.device_norm is not None
-
     def _check(self, slot: ScalerSlot, call: str) -> None:
         """Raise WrongUse for a call out of order, or for gradients that are not those of a scaled backward."""
         slot.check_turn(call, self._stage(slot), asked=self._backward.asked or not self.precision.scaled)
@@ -284,13 +279,7 @@ class GradScaler(torch.amp.GradScaler):
         # A fused optimizer divides by the scale in its kernel, as with torch's own scaler, to the same bits.
         self._check(slot, "step")
         self._check_inf_per_device(slot.optimizer)
-        slot.unscaled = False
-        self._take_norm(slot)
-
-    def _take_norm(self, slot: ScalerSlot) -> None:
-        with self._group.here():
-            # Squares can be summed over ranks; of a single rank, torch's own norm to the bit.
-            slot.take_norm(squared=self._group.size > 1)
+        slot.unscaled, slot.awaits = False, True
 
     @property
     def _group(self) -> Ranks:
@@ -312,11 +301,12 @@ class GradScaler(torch.amp.GradScaler):
     def _agree(self, slots: Sequence[ScalerSlot]) -> _Agreed:
         """Sum this rank's numbers over all ranks, and read them: the only wait of the host, and one collective."""
         ranks, total, bad = self._group, self._backward.total, self._included.not_finite()
-        norms = [slot.device_norm for slot in slots if slot.device_norm is not None]
+        with ranks.here():
+            # Squares can be summed over ranks; of a single rank, torch's own norm to the bit.
+            norms = [slot.norm_now(squared=ranks.size > 1) for slot in slots]
         device = norms[0].device
         zero = torch.zeros((), device=device)
         found = [f for slot in slots for f in self._per_optimizer_states[slot.key]["found_inf_per_device"].values()]
-        found += [(~norm.isfinite()).float() for slot in slots if (norm := slot.norm_of_written()) is not None]
         losses = [zero, zero] if total is None else [zero + 1.0, total]
         scale = zero + 1.0 if self._scale is None else self._scale
         numbers = [sum((on(device, f) for f in found), zero), *losses, zero if bad is None else bad, scale, *norms]
@@ -351,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
         self.counts.attempted += 1
         self.counts.count(reason)
         for slot, norm in zip(slots, norms, strict=True):
-            slot.norm, slot.device_norm = norm, None
+            slot.norm, slot.awaits = norm, False
             slot.attempted += 1
             slot.applied += reason is None
         self.report = StepReport(

@@ -23,13 +23,12 @@ class ScalerSlot(OptimizerSlot):
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(name, optimizer)
         self.attempted = self.applied = 0
-        self.device_norm: Tensor | None = None
-        """The norm of this window's gradients; their share of its square where there are several ranks."""
+        self.awaits = False
+        """Whether this window's gradients were unscaled, and not yet decided on."""
         self.unscaled = False
         """Whether these gradients have their true size; fused optimizers unscale in their kernel."""
         self.verdict: StepReport | None = None
         """The decision on this window, once there is one."""
-        self._taken: dict[int, Version] = {}
         self._judged: dict[int, Version] = {}
 
     @property
@@ -37,20 +36,14 @@ class ScalerSlot(OptimizerSlot):
         """The key of this optimizer in torch's own records."""
         return id(self.optimizer)
 
-    def take_norm(self, *, squared: bool) -> None:
-        """Take the norm of this window's gradients, or this rank's share of its square; the host does not wait."""
-        self.gradients.collect()  # unscaling may have replaced a sparse gradient
-        self.device_norm = self.gradients.squared_share() if squared else self.gradients.norm()
-        self._taken = versions(self.gradients.parameters)
+    def norm_now(self, *, squared: bool) -> Tensor:
+        """Return the norm of the gradients as they are, or this rank's share of its square; the host does not wait.
 
-    def norm_of_written(self) -> Tensor | None:
-        """Return the norm of gradients that were written since `take_norm`, as by clipping; None if none was.
-
-        One parameter of another optimizer whose gradient is NaN makes a common clipping norm NaN, and all gradients.
+        Of the gradients that the optimizer would get, after the loop's own clipping: one parameter of another optimizer
+        whose gradient is NaN makes a common clipping norm NaN, and all gradients.
         """
-        if versions(self.gradients.parameters) == self._taken or not self.gradients.collect():
-            return None
-        return self.gradients.norm()
+        self.gradients.collect()  # unscaling may have replaced a sparse gradient
+        return self.gradients.squared_share() if squared else self.gradients.norm()
 
     def note_judged(self) -> None:
         """Note the gradients that the last decision was about."""
