@@ -1,0 +1,87 @@
+"""Read a file as data, and the parts that every kind of configuration has. Imports no torch.
+
+Foreign files are read with the strict YAML reader, but not validated against halfstep's schema: unknown keys are
+ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halfstep.doctor.settings import Document, FoundSetting, Kind, printable
+from halfstep.errors import HalfstepError, MissingExtra
+from halfstep.precision.names import Claim, read_claims
+
+LEARNING_RATE = frozenset({"lr", "learning_rate", "base_lr", "max_lr"})
+CLIPPING = frozenset(
+    {
+        "clip_norm",
+        "clip_value",
+        "clip_grad",
+        "clip_grad_norm",
+        "grad_clip",
+        "grad_clip_norm",
+        "grad_norm_clip",
+        "gradient_clip",
+        "gradient_clip_val",
+        "gradient_clipping",
+        "max_grad_norm",
+        "max_norm",
+    }
+)
+
+
+def read_document(kind: Kind, path: str) -> Document:
+    """Read a file as plain data; recipes may be given by name.
+
+    Raise `MissingExtra` without a YAML reader, and the reader's errors for an invalid file.
+    """
+    try:
+        from halfstep.recipe.sources import is_path, recipe_text
+        from halfstep.recipe.strict_yaml import read_with_lines
+    except ModuleNotFoundError as missing:
+        raise MissingExtra(
+            f"{missing.name} is not installed, and YAML cannot be read without it",
+            allowed="an installation with the extra [train]",
+            do="pip install halfstep[train]",
+        ) from None
+
+    # A bare name is a shipped recipe to `recipe_text`; with ./ it is a file.
+    place = path if kind == "recipe" or is_path(path) else f"./{path}"
+    text = recipe_text(place)[1]
+    # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
+    read = read_with_lines(text.replace("\t", " ") if path.endswith(".json") else text, place)
+    return Document(kind, place, read.content, read.lines, text)
+
+
+def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> list[Claim]:
+    """Return the claims of these settings; an error names the file and the section."""
+    try:
+        return read_claims(settings)
+    except HalfstepError as error:
+        section = f" ({printable(prefix[:-1])})" if prefix else ""
+        raise type(error)(f"{document.place}{section}: {error.given}", allowed=error.allowed, do=error.do) from None
+
+
+def training_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
+    """Return the learning rate and clipping where they are numbers."""
+    found = []
+    for key, value in section.items():
+        # bool is a subclass of int.
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and key in LEARNING_RATE | CLIPPING:
+            what = "learning rate" if key in LEARNING_RATE else "gradient clipping"
+            found.append(document.setting(prefix + key, value, what))
+    return found
+
+
+def meaning(claim: Claim | None) -> str:
+    """Return a claim in words."""
+    if claim is None:
+        return "no effect: its switch is off, or the launcher decides"
+    if claim.says:
+        return "the device decides" if claim.meaning == "auto" else f"compute in {claim.meaning}"
+    if len(claim.denies) == 1:
+        return f"not in {next(iter(claim.denies))}"
+    return "mixed precision off: fp32" if claim.otherwise == "fp32" else "mixed precision on, no format named"
