@@ -20,7 +20,11 @@ POLICIES = ("fsdp_mixed_precision_policy", "mixed_precision_policy")
 
 def from_accelerate(path: str) -> SettingSource:
     """Read the file as `accelerate launch --config_file PATH` would."""
-    document = read_document("accelerate", path)
+    return accelerate_settings(read_document("accelerate", path))
+
+
+def accelerate_settings(document: Document) -> SettingSource:
+    """Return the settings of accelerate's file, with accelerate's own meaning."""
     content = document.content
     found = [setting for setting in (_mixed_precision(document),) if setting]
     simple = {

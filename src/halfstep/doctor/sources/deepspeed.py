@@ -19,7 +19,11 @@ def from_deepspeed(path: str) -> SettingSource:
 
     Raise `BadRecipe` where the file is not JSON.
     """
-    document = read_document("deepspeed", path)
+    return deepspeed_settings(read_document("deepspeed", path))
+
+
+def deepspeed_settings(document: Document) -> SettingSource:
+    """Return the switches of DeepSpeed's formats, its scaler words and clipping; raise `BadRecipe` if not JSON."""
     try:
         # The YAML reader accepts more than JSON, and DeepSpeed does not.
         json.loads(document.text)
@@ -32,10 +36,26 @@ def from_deepspeed(path: str) -> SettingSource:
     sections = {key: value for key, value in document.content.items() if isinstance(value, Mapping)}
     formats = {key: value for key, value in sections.items() if key in ("fp16", "bf16", _OLD_BF16)}
     found = [_switch_of(document, key, value) for key, value in formats.items() if "enabled" in value]
+    found += [setting for key, value in formats.items() for setting in _scaler_words(document, key, value)]
     stage = sections.get("zero_optimization", {}).get("stage")
     if stage is not None:
         found.append(document.setting("zero_optimization.stage", stage, "how much is sharded; no word on precision"))
     return SettingSource("deepspeed", document.place, found, training_settings(document, "", document.content))
+
+
+SCALER = {
+    "loss_scale": "0 adapts the loss scale; another number fixes it",
+    "initial_scale_power": "the first loss scale is 2 to this power",
+    "loss_scale_window": "steps without overflow before the loss scale grows",
+    "hysteresis": "overflows before the loss scale falls",
+    "min_loss_scale": "the loss scale never falls below this",
+}
+"""DeepSpeed's words for the loss scale, and their meaning."""
+
+
+def _scaler_words(document: Document, key: str, value: Mapping[str, Any]) -> list[FoundSetting]:
+    said = [word for word in SCALER if word in value]
+    return [document.setting(f"{key}.{word}", value[word], SCALER[word]) for word in said]
 
 
 def _switch_of(document: Document, key: str, value: Mapping[str, Any]) -> FoundSetting:

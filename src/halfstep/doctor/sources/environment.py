@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from halfstep.doctor.settings import FoundSetting, SettingSource, printable
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
-from halfstep.doctor.sources.reading import meaning
+from halfstep.doctor.sources.reading import lightning_claim, meaning
 from halfstep.errors import unknown_name
 from halfstep.precision.names import Claim
 
@@ -14,21 +15,33 @@ MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_CPU = "ACCELERATE_USE_CPU"
 TORCH_TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 NVIDIA_TF32 = "NVIDIA_TF32_OVERRIDE"
+LIGHTNING = "PL_TRAINER_PRECISION"
+FABRIC = "LT_PRECISION"
 
 ON = frozenset({"1", "true", "yes", "on", "y", "t"})
 
 
 def from_environment(variables: Mapping[str, str]) -> SettingSource:
     """Read the variables of accelerate, torch, NVIDIA's libraries and XLA."""
-    found = [read(name, variables[name]) for name, read in _READERS.items() if variables.get(name)]
+    found = [read_variable(name, variables[name]) for name in VARIABLES if variables.get(name)]
     return SettingSource("environment", "the environment", found)
+
+
+def read_variable(name: str, value: str) -> FoundSetting:
+    """Return the setting of one of VARIABLES; raise `UnknownName` for a word that accelerate does not know."""
+    return _READERS[name](name, value)
 
 
 def _accelerate_variable(name: str, value: str) -> FoundSetting:
     if value.lower() not in WORDS:
         raise unknown_name(name, printable(value), WORDS)
     claim = claim_of(name, value, value.lower())
-    return _setting(name, value, f"accelerate: {meaning(claim)}", claim)
+    return replace(_setting(name, value, f"accelerate: {meaning(claim)}", claim), tool="accelerate")
+
+
+def _lightning_variable(name: str, value: str) -> FoundSetting:
+    claim, means = lightning_claim(name, value)
+    return replace(_setting(name, value, means, claim), tool="lightning" if name == LIGHTNING else "fabric")
 
 
 def _nvidia_tf32(name: str, value: str) -> FoundSetting:
@@ -55,9 +68,15 @@ _READERS: dict[str, Callable[[str, str], FoundSetting]] = {
     USE_CPU: _use_cpu,
     TORCH_TF32: _torch_tf32,
     NVIDIA_TF32: _nvidia_tf32,
+    LIGHTNING: _lightning_variable,
+    FABRIC: _lightning_variable,
     "XLA_USE_BF16": _bf16_on_tpu,
     "XLA_DOWNCAST_BF16": _bf16_on_tpu,
 }
+
+
+VARIABLES = tuple(_READERS)
+"""The variables that are read."""
 
 
 def _setting(name: str, value: str, means: str, claim: Claim | None = None) -> FoundSetting:

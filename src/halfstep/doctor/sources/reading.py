@@ -7,11 +7,12 @@ ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from halfstep.doctor.settings import Document, FoundSetting, Kind, printable
 from halfstep.errors import HalfstepError, MissingExtra
-from halfstep.precision.names import Claim, read_claims
+from halfstep.precision.names import Claim, Named, read_claims
 
 LEARNING_RATE = frozenset({"lr", "learning_rate", "base_lr", "max_lr"})
 CLIPPING = frozenset(
@@ -39,20 +40,31 @@ def read_document(kind: Kind, path: str) -> Document:
     """
     try:
         from halfstep.recipe.sources import is_path, recipe_text
-        from halfstep.recipe.strict_yaml import read_with_lines
     except ModuleNotFoundError as missing:
-        raise MissingExtra(
-            f"{missing.name} is not installed, and YAML cannot be read without it",
-            allowed="an installation with the extra [train]",
-            do="pip install halfstep[train]",
-        ) from None
+        raise _missing(missing) from None
 
     # A bare name is a shipped recipe to `recipe_text`; with ./ it is a file.
     place = path if kind == "recipe" or is_path(path) else f"./{path}"
-    text = recipe_text(place)[1]
+    return document_of(kind, place, recipe_text(place)[1])
+
+
+def document_of(kind: Kind, place: str, text: str) -> Document:
+    """Return the text of a file as plain data; raise the reader's errors for anything else."""
+    try:
+        from halfstep.recipe.strict_yaml import read_with_lines
+    except ModuleNotFoundError as missing:
+        raise _missing(missing) from None
     # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
-    read = read_with_lines(text.replace("\t", " ") if path.endswith(".json") else text, place)
+    read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place)
     return Document(kind, place, read.content, read.lines, text)
+
+
+def _missing(missing: ModuleNotFoundError) -> MissingExtra:
+    return MissingExtra(
+        f"{missing.name} is not installed, and YAML cannot be read without it",
+        allowed="an installation with the extra [train]",
+        do="pip install halfstep[train]",
+    )
 
 
 def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> list[Claim]:
@@ -61,7 +73,44 @@ def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> l
         return read_claims(settings)
     except HalfstepError as error:
         section = f" ({printable(prefix[:-1])})" if prefix else ""
-        raise type(error)(f"{document.place}{section}: {error.given}", allowed=error.allowed, do=error.do) from None
+        given = f"{document.place}{section}: {error.given}{_line_of_mistake(document, prefix, settings)}"
+        raise type(error)(given, allowed=error.allowed, do=error.do) from None
+
+
+def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, Any]) -> str:
+    for key, value in settings.items():
+        try:
+            read_claims({key: value})
+        except HalfstepError:
+            line = document.lines.get(prefix + key)
+            return f" (line {line})" if line else ""
+    return ""
+
+
+_IN_FULL = {"bf16-true": "bf16", "16-true": "fp16", "transformer-engine": "fp8", "transformer-engine-float16": "fp8"}
+"""Lightning's words for weights that are themselves in a narrow format, which no recipe of halfstep may ask for."""
+
+
+def lightning_claim(key: str, value: object) -> tuple[Claim | None, str]:
+    """Return the claim of one of Lightning's words and its meaning; no claim where Lightning has no such word."""
+    word = str(value).strip().lower()
+    if word in _IN_FULL:
+        name = _IN_FULL[word]
+        return Claim(key, value, says=Named(name, "Lightning's word")), f"weights too are held in {name}"
+    try:
+        claim = read_claims({"precision": value})[0]
+    except HalfstepError as error:
+        return None, f"cannot be read: {error.given}"
+    return replace(claim, key=key, value=value), meaning(claim)
+
+
+def safe_claim(key: str, value: object) -> tuple[Claim | None, str]:
+    """Return the claim of a precision key, and its meaning; no claim, and why, where it cannot be read."""
+    try:
+        claim = next(iter(read_claims({key: value})), None)
+    except HalfstepError as error:
+        return None, f"cannot be read: {error.given}"
+    return claim, meaning(claim)
 
 
 def training_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
