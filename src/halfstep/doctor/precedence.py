@@ -1,8 +1,7 @@
 """Who wins in each tool among code, flags, files and variables; the rules are data. Imports no torch.
 
-Every rule was tried with the library itself: `tests/doctor/test_precedence.py` runs accelerate, Lightning and
-transformers on every combination of places, and holds `docs/precedence.json`, the record of all of them, against this
-table.
+Every rule was tried with the library itself: `tests/doctor/precedence.json` records what accelerate, Lightning and
+transformers made of every combination of places, and `tests/doctor/test_precedence.py` holds this table against it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,13 @@ RULES = (
     ),
     # PL_TRAINER_PRECISION fills in what Trainer(...) was not given.
     Rule("lightning", ANY, ("lightning.code", "lightning.environment")),
-    # LightningCLI gives the Trainer every argument, so that Lightning's own variable is never looked at.
-    Rule("lightning cli", ANY, ("lightning cli.flag", "lightning.file", "lightning cli.default")),
+    # LightningCLI gives the Trainer every argument, so that Lightning's own variable is never looked at. It reads its
+    # words from left to right: a flag before --config loses against the file.
+    Rule(
+        "lightning cli",
+        ANY,
+        ("lightning cli.flag", "lightning.file", "lightning cli.early flag", "lightning cli.default"),
+    ),
     # Fabric's variable wins over the code, in silence; `fabric run` sets it, and then Fabric refuses to run with both.
     Rule("fabric", (PYTHON, ACCELERATE), ("fabric.environment", "fabric.code")),
     Rule("fabric", (FABRIC,), ("fabric.flag", "fabric.code"), refuses=True),

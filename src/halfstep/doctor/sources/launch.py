@@ -21,6 +21,8 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _FILE = re.compile(r".*\.(ya?ml|json)", re.IGNORECASE)
 _HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w./]*)=(?P<value>.*)")
 _NUMBER = re.compile(r"[0-9.eE+-]+")
+EARLY = "early flag"
+"""The level of a flag of LightningCLI that stands before --config."""
 _MOST_WORDS = 2_000
 """The most words of one command; a longer one is cut."""
 
@@ -198,13 +200,17 @@ def _recipe_name(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[W
 
 def _flags(place: str, words: Sequence[Word], reader: str) -> Iterator[FoundSetting]:
     """Yield the flags that speak of precision, with the meaning that `reader` gives them."""
+    # LightningCLI reads from left to right: a file that is named after a flag wins over it.
+    config = next((index for index, word in enumerate(words) if word.text.partition("=")[0] == "--config"), 0)
+    before = [word for word in words[:config] if word.text.startswith("--trainer.")]
     for key, value, word in pairs(words):
         leaf = key.lstrip("-").replace("-", "_").removeprefix("no_")
         short = leaf.rpartition(".")[2]
         if short == "precision" and leaf not in ("precision", "trainer.precision", "fit.trainer.precision"):
             continue
         if short in PRECISION_KEYS:
-            yield _flag(place, key, value, word, reader)
+            setting = _flag(place, key, value, word, reader)
+            yield replace(setting, level=EARLY) if word in before and key.startswith("--") else setting
         elif reader == "accelerate" and key == "--cpu":
             yield FoundSetting("launch", place, key, True, "accelerate runs on the CPU", word.line, tool=reader)
 
