@@ -42,7 +42,7 @@ def run(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE|FOLDER]",
+            metavar="RECIPE|FOLDER",
             help="A recipe, any project's YAML, or a project's folder: check settings, not the device.",
         ),
     ] = None,

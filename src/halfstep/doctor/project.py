@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halfstep.doctor.located import LocatedFinding
 from halfstep.doctor.settings import SettingSource, printable
-from halfstep.doctor.sources import python
+from halfstep.doctor.sources import launch, python
 from halfstep.doctor.sources.kinds import from_configuration
 from halfstep.doctor.sources.launch import Launch, from_shell
 from halfstep.errors import HalfstepError, WrongUse
@@ -27,7 +27,6 @@ SKIPPED = frozenset(
 """Folders that hold no settings of the project: caches, environments, results."""
 _CONFIGURATIONS = (".yaml", ".yml", ".json")
 _SHELL = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job", ".env")
-_LAUNCHES = re.compile(r"accelerate|torchrun|python|deepspeed|halfstep|fabric|PRECISION|TF32|XLA_")
 _SHEBANG = re.compile(r"#!.*\b(ba|z|da)?sh\b")
 _NOT_A_CONFIGURATION = frozenset({"package.json", "package-lock.json", "tsconfig.json", "tokenizer.json", "vocab.json"})
 
@@ -90,7 +89,7 @@ def _read(project: Project, place: str) -> None:
             _python(project, place, text)
         elif suffix in _CONFIGURATIONS:
             _configuration(project, place, text)
-        elif (suffix or _SHEBANG.match(text)) and _LAUNCHES.search(text):
+        elif (suffix or _SHEBANG.match(text)) and launch.SPEAKS.search(text):
             project.launches += from_shell(place, text)
             project.texts[place] = text
     except HalfstepError as error:

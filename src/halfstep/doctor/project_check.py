@@ -71,6 +71,7 @@ def _row(run: Run) -> dict[str, Any]:
     verdict = judge(_compared(run, run.provenance()))
     return {
         "name": run.name,
+        "launched": run.launch is not None,
         "start": run.start,
         "files": list(dict.fromkeys(source.place for source in run.sources if source.precision)),
         "precision": verdict.precision,
@@ -132,7 +133,7 @@ def _ignored(project: Project, run: Run, row: Provenance, loser: FoundSetting) -
         why = f"{by}  ({by.where}) wins in {row.tool}, and runs in {row.precision}"
     if loser in row.unread:
         why = f"{_starter(run)} does not read it; {why}"
-    evidence = f"{loser}  ({loser.where}) is {'refused' if row.refuses else 'ignored'} in the run {run.name}\n{why}"
+    evidence = f"{loser}  ({loser.where}) is {'refused' if row.refuses else 'ignored'} in {run.name}\n{why}"
     edits, fix = _repair(project, run, row, loser)
     return LocatedFinding("settings.ignored", "error", evidence, fix, loser.place, loser.line, edits)
 
@@ -149,7 +150,19 @@ def _repair(project: Project, run: Run, row: Provenance, loser: FoundSetting) ->
     if aside and run.launch and run.start == ACCELERATE:
         return _name_the_file(project, run, loser)
     edits = edits_for(loser, row.precision, run.settings(), project.texts)
-    return edits, f"to keep {row.precision}, write in {loser.where}:\n    {line_for(loser, row.precision)}"
+    fix = f"to keep {row.precision}, write in {loser.where}:\n    {line_for(loser, row.precision)}"
+    return edits, fix + _other_way(row, loser)
+
+
+def _other_way(row: Provenance, loser: FoundSetting) -> str:
+    """Return what to write where the setting that is ignored should decide."""
+    asked = loser.claim.meaning if loser.claim else ""
+    if not row.winners or asked not in precision_names():
+        return ""
+    winner = row.winners[0]
+    if winner.kind == "code" and winner.argument:
+        return f"\nor: to run in {asked}, give the script --{winner.argument}, whose default wins here"
+    return f"\nor: to run in {asked}, write in {winner.where}:\n    {line_for(winner, asked)}"
 
 
 def _name_the_file(project: Project, run: Run, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
@@ -226,23 +239,36 @@ def _status(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str
     sources = list({id(s): s for run in runs for s in run.sources}.values())
     settings = [s for run in runs for s in run.settings() if s.value != NOT_GIVEN]
     precisions = {v.precision for v in verdicts.values() if v.precision not in (None, AUTO)}
-    mismatch = any(finding.id == "settings.precision_mismatch" for finding in errors)
     disputed = next((v for v in verdicts.values() if v.conflicts), None)
     one = disputed or SettingsVerdict(next(iter(precisions), None) if len(precisions) < 2 else None, [])
     status = status_of(sources, settings, one)
     if len(precisions) > 1 and not disputed:
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
         status |= {"precision": SEVERAL, "amp": each, "fp16": "as above"}
-    status |= {"aligned": not errors, "mismatch": mismatch, "errors": len(errors), "runs": len(runs)}
+    status |= {"aligned": not errors, "reason": _reason(errors), "errors": len(errors), "runs": len(runs)}
     return {**status, "final": _final(errors, status)}
+
+
+_REASONS = {
+    "settings.precision_mismatch": "precision mismatch",
+    "settings.ignored": "a setting is ignored",
+    "settings.unreadable": "a setting cannot be read",
+}
+
+
+def _reason(errors: Sequence[LocatedFinding]) -> str:
+    """Return in few words why a project is not aligned; a mismatch before anything else."""
+    ids = {finding.id for finding in errors}
+    known = next((words for name, words in _REASONS.items() if name in ids), "see the errors above")
+    return known if errors else ""
 
 
 def _final(errors: Sequence[LocatedFinding], status: Mapping[str, Any]) -> str:
     if not errors:
         return str(status["final"])
-    edits = sum(bool(finding.edits) for finding in errors)
     count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
-    return f"not ready: {count}; {f'--fix shows the patch for {edits}' if edits else 'each names its fix above'}"
+    mended = all(finding.edits for finding in errors)
+    return f"not ready: {count}; {'--fix shows the patch' if mended else 'the fix stands below each'}"
 
 
 # -- edits ------------------------------------------------------------------------------------------------------------

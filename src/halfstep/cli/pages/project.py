@@ -17,14 +17,17 @@ from halfstep.terminal import screen
 _MOST_ROWS = 60
 """Settings that a page shows; --json has all of them."""
 _START = {"accelerate": "accelerate launch", "fabric": "fabric run", "python": "python or torchrun"}
+_ASIDE = frozenset({"distributed_type", "gpu_ids", "zero_optimization.stage", "deepspeed_config.zero_stage"})
+"""Keys that say nothing of precision; --json has them."""
 
 
 def show(report: dict[str, Any]) -> None:
     """Print the whole report, the verdict last."""
     console = screen()
     heading(console, "Project", _counted(report))
-    if report["settings"]:
-        console.print(_settings(report["settings"], console))
+    settings = [row for row in report["settings"] if row["key"] not in _ASIDE]
+    if settings:
+        console.print(_settings(settings, console))
     for run in report["runs"]:
         _print_run(console, run)
     for finding in report["findings"]:
@@ -44,8 +47,8 @@ def _counted(report: dict[str, Any]) -> str:
 
 def _settings(rows: list[dict[str, Any]], console: Console) -> Table:
     table = ruled_table(console)
-    table.add_column("where", overflow="fold", max_width=26)
-    table.add_column("setting", overflow="fold", max_width=28)
+    table.add_column("where", overflow="fold", max_width=28)
+    table.add_column("setting", overflow="fold", max_width=30)
     table.add_column("means", overflow="fold")
     for row in rows[:_MOST_ROWS]:
         where = f"{row['file']}:{row['line']}" if row["line"] else row["file"]
@@ -58,7 +61,9 @@ def _settings(rows: list[dict[str, Any]], console: Console) -> Table:
 def _print_run(console: Console, run: dict[str, Any]) -> None:
     if not run["provenance"]:
         return
-    heading(console, f"Who wins in {run['name']}", f"started by {_START[run['start']]}")
+    started = f"started by {_START[run['start']]}"
+    aside = f"{run['name']}, {started}" if run["launched"] else f"no launch line, taken to be {started}"
+    heading(console, "Who wins", aside)
     table = ruled_table(console)
     table.add_column("tool", no_wrap=True)
     table.add_column("runs in", no_wrap=True)

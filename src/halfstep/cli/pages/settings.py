@@ -76,9 +76,7 @@ def _verdict(status: dict[str, Any], console: Console) -> str:
     # A terminal without Unicode cannot print the symbols.
     plain = console.options.ascii_only
     if not status["aligned"]:
-        why = (
-            "precision mismatch" if status.get("mismatch", True) else "a setting without effect, or one nobody can read"
-        )
+        why = status.get("reason", "precision mismatch")
         return f"{'NO:' if plain else '❌'} Configuration is not aligned: {why}"
     known = {
         None: "nothing speaks of precision",

@@ -21,6 +21,10 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _FILE = re.compile(r".*\.(ya?ml|json)", re.IGNORECASE)
 _HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w./]*)=(?P<value>.*)")
 _NUMBER = re.compile(r"[0-9.eE+-]+")
+SPEAKS = re.compile(r"accelerate|torchrun|python|deepspeed|halfstep|fabric|PRECISION|TF32|XLA_|ACCELERATE_USE_CPU")
+"""Words without which a line starts no training and sets no variable that is read."""
+_LONGEST = 20_000
+"""Characters. A longer line is data."""
 EARLY = "early flag"
 """The level of a flag of LightningCLI that stands before --config."""
 _MOST_WORDS = 2_000
@@ -64,15 +68,22 @@ def from_shell(place: str, text: str) -> list[Launch]:
 
 
 def commands(text: str) -> Iterator[list[Word]]:
-    """Yield the commands of a script as words with their lines; comments are left out, continued lines joined."""
-    words: list[Word] = []
+    """Yield the commands that start something or set a variable, as words with their lines; continued lines joined."""
+    lines: list[tuple[int, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        going_on = line.rstrip().endswith("\\")
-        words += [Word(word, number) for word in _split(line.rstrip().rstrip("\\") if going_on else line)]
-        if not going_on:
-            yield from _parts(words[:_MOST_WORDS])
-            words = []
-    yield from _parts(words[:_MOST_WORDS])
+        bare = line.rstrip()
+        lines.append((number, bare.removesuffix("\\")))
+        if not bare.endswith("\\"):
+            yield from _commands_in(lines)
+            lines = []
+    yield from _commands_in(lines)
+
+
+def _commands_in(lines: Sequence[tuple[int, str]]) -> Iterator[list[Word]]:
+    # Splitting into words is slow, and most lines of most scripts start nothing.
+    if any(len(line) < _LONGEST and SPEAKS.search(line) for _, line in lines):
+        words = [Word(word, number) for number, line in lines if len(line) < _LONGEST for word in _split(line)]
+        yield from _parts(words[:_MOST_WORDS])
 
 
 def _split(line: str) -> list[str]:

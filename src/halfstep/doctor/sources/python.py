@@ -48,7 +48,7 @@ def from_python(place: str, text: str) -> SettingSource:
     Raise `SyntaxError` for what is no Python, and `ValueError` or `RecursionError` for what cannot be parsed.
     """
     tree = ast.parse(text)
-    nodes = [node for node, _ in zip(ast.walk(tree), range(_MOST_NODES), strict=False)]
+    nodes = _nodes(tree)
     script = Script(place, _constants(tree))
     for node in nodes:
         if isinstance(node, ast.Call) and _called(node).endswith("add_argument"):
@@ -57,6 +57,28 @@ def from_python(place: str, text: str) -> SettingSource:
         _look(script, node)
     found = _one_autocast([*script.found, *_own_arguments(script)])
     return SettingSource("code", place, found, script.training, names=script.names, tools=frozenset(script.tools))
+
+
+_LEAVES = (ast.Name, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
+_LOOKED_AT = (ast.Call, ast.Assign, ast.Constant, ast.Import, ast.ImportFrom)
+
+
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return the nodes that may hold a setting, line by line; ast.walk, which yields all, takes most of the time."""
+    found: list[ast.AST] = []
+    waiting: list[ast.AST] = [tree]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            break
+        node = waiting.pop()
+        if isinstance(node, _LOOKED_AT):
+            found.append(node)
+        for value in vars(node).values():
+            if isinstance(value, list):
+                waiting += [child for child in value if isinstance(child, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, _LEAVES):
+                waiting.append(value)
+    return sorted(found, key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
 
 
 def _constants(tree: ast.Module) -> dict[str, object]:
