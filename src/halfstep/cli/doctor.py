@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Command, Json, OnDevice, flag, print_report, refuse_taken, storing
-from halfstep.errors import CONFIGURATION, WrongUse
+from halfstep.cli._options import Command, Json, OnDevice, flag, print_report, storing
+from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
 
 if TYPE_CHECKING:
     from halfstep.doctor.linking import Run
@@ -136,7 +136,7 @@ def _project(folder: str, fix: str | None, yes: bool, sarif: Path | None, write:
         more["files_modified"] = apply_edits(project.root, edits)
         project, runs, findings = examine_project(folder)
     if sarif:
-        _write_sarif(sarif, findings, runs)
+        _write_sarif(sarif, project.root, findings, runs)
     report = {**report_of(project, runs, findings), **more}
     if write:
         _write_recipe(write, project, runs, report)
@@ -146,23 +146,28 @@ def _project(folder: str, fix: str | None, yes: bool, sarif: Path | None, write:
         raise typer.Exit(CONFIGURATION)
 
 
-def _write_sarif(file: Path, findings: list[LocatedFinding], runs: list[Run]) -> None:
+def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs: list[Run]) -> None:
     from halfstep.doctor.sarif import to_sarif
     from halfstep.files import write_json
 
     otherwise = runs[0].name.partition(":")[0] if runs else "."
+    # Code scanning takes paths from the root of the repository, which is where CI runs.
+    here = Path.cwd()
+    below = folder.resolve().relative_to(here).as_posix() if folder.resolve().is_relative_to(here) else ""
     with storing(f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another FILE"):
-        write_json(file, to_sarif(findings, otherwise))
+        write_json(file, to_sarif(findings, otherwise, below))
 
 
 def _write_recipe(file: Path, project: Project, runs: list[Run], report: dict[str, Any]) -> None:
     from halfstep.doctor.conversion import to_recipe
+    from halfstep.doctor.project_check import SEVERAL
     from halfstep.files import write_text
 
-    refuse_taken(file, False, do="give --write another name", flag="")
-    if not report["status"]["aligned"]:
+    if file.exists():
+        raise FolderTaken(f"{file} is there already", allowed="a name that is free", do="give --write another name")
+    if not report["status"]["aligned"] or report["status"]["precision"] == SEVERAL:
         raise WrongUse(
-            f"--write {file}, where settings contradict each other",
+            f"--write {file}, where the project asks for more than one precision",
             allowed="a project whose settings agree",
             do="settle them first: halfstep doctor shows them, --fix NAME settles them",
         )

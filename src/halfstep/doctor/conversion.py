@@ -23,6 +23,8 @@ class Stated(NamedTuple):
     value: object
     place: str
     line: int | None
+    kind: str = ""
+    """The kind of its file."""
 
     @property
     def leaf(self) -> str:
@@ -77,6 +79,7 @@ _KEYS: dict[str, tuple[_Reader, tuple[str, ...]]] = {
         _whole,
         ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "train_batch_size", "batch_size"),
     ),
+    "train.global_batch": (_whole, ("global_batch_size",)),
     "train.microbatches": (
         _whole,
         ("gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulate_every", "accumulation_steps"),
@@ -85,6 +88,7 @@ _KEYS: dict[str, tuple[_Reader, tuple[str, ...]]] = {
         _number,
         ("max_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip", "clip_grad", "clip_grad_norm"),
     ),
+    "train.clip_value": (_number, ("clip_value",)),
     "train.seed": (_whole, ("seed", "seed_everything", "random_seed")),
     "train.ema": (_number, ("ema_decay",)),
     "train.checkpoint_activations": (_boolean, ("gradient_checkpointing",)),
@@ -110,6 +114,8 @@ def to_recipe(project: Project, runs: Sequence[Run], precision: str | None) -> s
             do="halfstep recipes lists recipes to begin with",
         )
     taken, left = _taken(stated)
+    for key in [key for key in taken if key.startswith("loss_scale.") and precision != "fp16"]:
+        left.append((taken.pop(key)[1], f"{precision or 'auto'} needs no loss scale"))
     _validated(taken, left)
     return _text(project, precision, taken, left)
 
@@ -139,15 +145,16 @@ def _in_file(place: str, text: str) -> Iterator[Stated]:
     kind = kind_of(document.content, text, place.endswith(".json"))
     for key, value in flat(document.content):
         if isinstance(value, (bool, int, float, str)) and not (kind == "hydra" and key.startswith("defaults")):
-            yield Stated(key, value, place, document.lines.get(key))
+            yield Stated(key, value, place, document.lines.get(key), kind)
 
 
 def _taken(stated: Sequence[Stated]) -> tuple[dict[str, tuple[Any, Stated]], list[tuple[Stated, str]]]:
     """Return our keys with their values, and what is left with the reason."""
     taken: dict[str, tuple[Any, Stated]] = {}
     left: list[tuple[Stated, str]] = []
+    by_value = any(one.leaf == "gradient_clip_algorithm" and one.value == "value" for one in stated)
     for one in stated:
-        key = _OURS.get(one.leaf)
+        key = _our_key(one, by_value)
         if key is None:
             if one.leaf not in PRECISION_KEYS and not one.key.endswith((".enabled", "distributed_type")):
                 left.append((one, "not mapped"))
@@ -157,10 +164,24 @@ def _taken(stated: Sequence[Stated]) -> tuple[dict[str, tuple[Any, Stated]], lis
             left.append((one, f"{key} is taken from {taken[key][1].place}"))
         else:
             taken.setdefault(key, (value, one))
-    if "train.steps" in taken and "train.epochs" in taken:
-        # TrainingArguments obey max_steps where both are given, and a recipe may have one of the two.
-        left.append((taken.pop("train.epochs")[1], "train.steps bounds the run"))
+    for kept, dropped in _ONE_OF_TWO.items():
+        if kept in taken and dropped in taken:
+            left.append((taken.pop(dropped)[1], f"{kept} decides"))
     return taken, left
+
+
+# TrainingArguments obey max_steps where both are given, and a recipe may have one of the two; micro-batches follow from
+# a global batch.
+_ONE_OF_TWO = {"train.steps": "train.epochs", "train.global_batch": "train.microbatches"}
+
+
+def _our_key(one: Stated, by_value: bool) -> str | None:
+    if one.kind == "deepspeed" and one.key == "train_batch_size":
+        # DeepSpeed's is over all ranks and micro-batches; other projects give the name to that of one device.
+        return "train.global_batch"
+    if one.leaf == "gradient_clip_val" and by_value:
+        return "train.clip_value"
+    return _OURS.get(one.leaf)
 
 
 def _read(key: str, value: object) -> Any:
@@ -204,7 +225,7 @@ def _text(
         f"precision: {precision or 'auto'}",
     ]
     for section in dict.fromkeys(key.partition(".")[0] for key in _KEYS):
-        own = {key: pair for key, pair in taken.items() if key.startswith(f"{section}.")}
+        own = {key: taken[key] for key in _KEYS if key in taken and key.startswith(f"{section}.")}
         lines += [f"{section}:"] if own else []
         for key, (value, one) in own.items():
             lines.append(f"  {key.partition('.')[2]}: {json.dumps(value)}  # {one}")

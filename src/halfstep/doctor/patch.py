@@ -8,6 +8,7 @@ from pathlib import Path
 
 from halfstep.doctor.fixing import rewrite
 from halfstep.doctor.located import Edit, LocatedFinding
+from halfstep.doctor.settings import lines_of
 from halfstep.errors import WrongUse
 
 
@@ -22,7 +23,7 @@ def edits_of(findings: Iterable[LocatedFinding]) -> list[Edit]:
 
 def patched(text: str, edits: Sequence[Edit]) -> str:
     """Return a file's text with its edits made; raise `WrongUse` where a line is not what it was."""
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text)
     for edit in edits:
         line = lines[edit.line - 1] if edit.line <= len(lines) else ""
         body = line.rstrip("\r\n")
@@ -41,9 +42,13 @@ def unified_diff(texts: Mapping[str, str], edits: Sequence[Edit]) -> str:
     parts = []
     for file, own in _by_file(edits).items():
         before, after = texts[file], patched(texts[file], own)
-        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), f"a/{file}", f"b/{file}", lineterm="")
+        lines = difflib.unified_diff(_bare(before), _bare(after), f"a/{file}", f"b/{file}", lineterm="")
         parts.append("\n".join(lines))
     return "\n".join(parts)
+
+
+def _bare(text: str) -> list[str]:
+    return [line.rstrip("\r\n") for line in lines_of(text)]
 
 
 def apply_edits(root: Path, edits: Sequence[Edit]) -> list[str]:

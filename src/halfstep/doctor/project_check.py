@@ -13,7 +13,7 @@ from halfstep.doctor.patch import edits_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
 from halfstep.doctor.repairs import edits_for, line_for
-from halfstep.doctor.settings import FoundSetting
+from halfstep.doctor.settings import FoundSetting, lines_of
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding, Severity
@@ -114,7 +114,8 @@ def _of_run(project: Project, run: Run) -> Iterator[LocatedFinding]:
 
 def _compared(run: Run, rows: Sequence[Provenance]) -> list[FoundSetting]:
     """Return the settings that must agree: those that win in their tool, and those that no tool ranks."""
-    lost = [setting for row in rows for setting in (*row.overrode, *row.unread)]
+    # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
+    lost = [setting for row in rows for setting in (*(row.overrode if row.winners else ()), *row.unread)]
     return [setting for setting in run.settings() if setting not in lost]
 
 
@@ -168,7 +169,7 @@ def _other_way(row: Provenance, loser: FoundSetting) -> str:
 def _name_the_file(project: Project, run: Run, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
     assert run.launch
     place, number = run.launch.source.place, run.launch.line
-    before = project.texts[place].splitlines()[number - 1]
+    before = lines_of(project.texts[place])[number - 1].rstrip("\r\n")
     after = before.replace("accelerate launch", f"accelerate launch --config_file {loser.place}", 1)
     fix = f"name it: accelerate launch --config_file {loser.place}"
     return ((Edit(place, number, before, after),) if after != before else ()), fix

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from halfstep.doctor.located import Edit
-from halfstep.doctor.settings import FoundSetting
+from halfstep.doctor.settings import FoundSetting, lines_of
 from halfstep.doctor.sources.environment import FABRIC, LIGHTNING
 from halfstep.precision.names import FLAGS
 
@@ -157,10 +157,10 @@ def _format_of(setting: FoundSetting) -> str:
 
 
 def _edit(setting: FoundSetting, precision: str, paired: bool, texts: Mapping[str, str]) -> Edit | None:
-    lines = texts.get(setting.place, "").splitlines()
+    lines = lines_of(texts.get(setting.place, ""))
     if not setting.line or setting.line > len(lines):
         return None
-    before = lines[setting.line - 1]
+    before = lines[setting.line - 1].rstrip("\r\n")
     after = _changed_line(setting, precision, paired, before)
     return None if after is None else Edit(setting.place, setting.line, before, after)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -12,15 +13,18 @@ from halfstep.doctor.located import LocatedFinding
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def to_sarif(findings: Sequence[LocatedFinding], otherwise: str) -> dict[str, Any]:
-    """Return the findings as one run of a tool; `otherwise` is the file of those that have none, as a variable's."""
+def to_sarif(findings: Sequence[LocatedFinding], otherwise: str, folder: str = "") -> dict[str, Any]:
+    """Return the findings as one run of a tool.
+
+    `otherwise` is the file of those that have none, as a variable's; `folder` is the project's place in the repository.
+    """
     ids = list(dict.fromkeys(finding.id for finding in findings))
     driver = {
         "name": "halfstep doctor",
         "semanticVersion": __version__,
         "rules": [_rule(name, next(f for f in findings if f.id == name)) for name in ids],
     }
-    results = [_result(finding, ids.index(finding.id), otherwise) for finding in findings]
+    results = [_result(finding, ids.index(finding.id), otherwise, folder) for finding in findings]
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
 
 
@@ -36,9 +40,9 @@ def _rule(name: str, example: LocatedFinding) -> dict[str, Any]:
     }
 
 
-def _result(finding: LocatedFinding, rule: int, otherwise: str) -> dict[str, Any]:
+def _result(finding: LocatedFinding, rule: int, otherwise: str, folder: str) -> dict[str, Any]:
     inside = bool(finding.line) or "/" in finding.file or "." in finding.file
-    file = finding.file if inside else otherwise
+    file = posixpath.normpath(posixpath.join(folder, finding.file if inside else otherwise))
     place = {
         "artifactLocation": {"uri": quote(file), "uriBaseId": "%SRCROOT%"},
         "region": {"startLine": finding.line or 1},

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource, lines_of
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
 from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_claim, safe_claim
@@ -70,7 +70,7 @@ def from_shell(place: str, text: str) -> list[Launch]:
 def commands(text: str) -> Iterator[list[Word]]:
     """Yield the commands that start something or set a variable, as words with their lines; continued lines joined."""
     lines: list[tuple[int, str]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of(text), 1):
         bare = line.rstrip()
         lines.append((number, bare.removesuffix("\\")))
         if not bare.endswith("\\"):
@@ -151,7 +151,7 @@ def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting
     own, script, theirs = _around_script(rest)
     if not script:
         return None
-    settings = [*variables.values(), *_flags(place, own, launcher), *_flags(place, theirs, _reader(launcher))]
+    settings = [*variables.values(), *_flags(place, own, launcher), *_flags(place, theirs, _reader(launcher, script))]
     training = list(_training(place, theirs))
     names = [script, *(word.text for word in (*own, *theirs) if _FILE.fullmatch(word.text))]
     names += [value for word in (*own, *theirs) if _FILE.fullmatch(value := word.text.partition("=")[2])]
@@ -159,8 +159,8 @@ def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting
     return Launch(source, words[0].line, launcher, script)
 
 
-def _reader(launcher: str) -> str:
-    return "halfstep" if launcher == "halfstep" else "script"
+def _reader(launcher: str, script: str) -> str:
+    return "halfstep" if "halfstep" in (launcher, script) else "script"
 
 
 _MODULES = {
