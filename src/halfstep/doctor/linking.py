@@ -8,7 +8,7 @@ is the only one of its kind in the project.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from halfstep.doctor.precedence import ACCELERATE, FABRIC, PYTHON, Provenance, provenance, tools_with_rules
@@ -101,12 +101,37 @@ def _hydra_keys(setting: FoundSetting) -> tuple[str, str]:
     return setting.key, f"{group}.{setting.key}"
 
 
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+class Places:
+    """The sources of a project, found by the names that scripts and launch lines give them."""
+
+    def __init__(self, sources: Sequence[SettingSource]) -> None:
+        self.sources = sources
+        self._by_place = {source.place: source for source in sources}
+        self._by_ending: dict[str, list[SettingSource]] = {}
+        for source in sources:
+            self._by_ending.setdefault(posixpath.basename(source.place), []).append(source)
+
+    def named(self, name: str, by: str) -> SettingSource | None:
+        """Return the file that a name means: beside the file that names it, in the root, or the only one that fits."""
+        own = posixpath.normpath(name)
+        beside = posixpath.normpath(posixpath.join(posixpath.dirname(by), name))
+        if found := self._by_place.get(beside) or self._by_place.get(own):
+            return found
+        ending = "/" + own.lstrip("./")
+        same = self._by_ending.get(posixpath.basename(own), ())
+        fitting = [source for source in same if source.place.endswith(ending)]
+        return fitting[0] if len(fitting) == 1 else None
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def runs_of(project: Project, environment: SettingSource) -> list[Run]:
     """Return the runs of a project, each with the sources that it reads."""
-    by_place = {source.place: source for source in project.sources}
+    by_place = Places(project.sources)
     launched = [launch for launch in project.launches if launch.launcher]
     runs = [_launched(launch, by_place) for launch in launched[:MOST_RUNS]]
     told = {source.place for run in runs for source in run.sources}
@@ -118,7 +143,7 @@ def runs_of(project: Project, environment: SettingSource) -> list[Run]:
     return [_with_loose(run, loose, environment) for run in runs]
 
 
-def _launched(launch: Launch, by_place: Mapping[str, SettingSource]) -> Run:
+def _launched(launch: Launch, by_place: Places) -> Run:
     names = [_module(launch.script), *launch.source.names]
     members = closure(names, launch.source.place, by_place)
     start = {"accelerate": ACCELERATE, "fabric": FABRIC}.get(launch.launcher, PYTHON)
@@ -129,40 +154,34 @@ def _module(name: str) -> str:
     return name if "/" in name or name.endswith((".py", ".yaml", ".yml", ".json")) else f"{name.replace('.', '/')}.py"
 
 
-def _started_by_hand(by_place: Mapping[str, SettingSource], told: set[str]) -> list[Run]:
+def _started_by_hand(by_place: Places, told: set[str]) -> list[Run]:
     """Return a run for each script that decides a precision and that no other script imports."""
-    scripts = [s for s in by_place.values() if s.kind == "code" and s.place not in told]
-    named = {m.place for s in scripts for m in closure(s.names, s.place, by_place) if m is not s}
+    scripts = [s for s in by_place.sources if s.kind == "code" and s.place not in told]
+    named = _named_by_others(scripts, by_place)
     roots = [s for s in scripts if s.place not in named and (s.tools or any(x.claim for x in s.precision))]
     return [Run(PYTHON, [s, *_others(s, by_place)]) for s in roots[:MOST_RUNS]]
 
 
-def _others(source: SettingSource, by_place: Mapping[str, SettingSource]) -> list[SettingSource]:
+def _named_by_others(sources: Iterable[SettingSource], by_place: Places) -> set[str]:
+    met = ((source, by_place.named(name, source.place)) for source in sources for name in source.names)
+    return {other.place for source, other in met if other and other is not source}
+
+
+def _others(source: SettingSource, by_place: Places) -> list[SettingSource]:
     return [member for member in closure(source.names, source.place, by_place) if member is not source]
 
 
-def closure(names: Iterable[str], place: str, by_place: Mapping[str, SettingSource]) -> list[SettingSource]:
+def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingSource]:
     """Return the sources that are named, and those that they name, in the order in which they were met."""
     found: dict[str, SettingSource] = {}
     waiting = [(name, place) for name in names]
     while waiting:
         name, by = waiting.pop(0)
-        met = _named(name, by, by_place)
+        met = by_place.named(name, by)
         if met and met.place not in found:
             found[met.place] = met
             waiting += [(further, met.place) for further in met.names]
     return list(found.values())
-
-
-def _named(name: str, by: str, by_place: Mapping[str, SettingSource]) -> SettingSource | None:
-    """Return the file that a name means: beside the file that names it, in the root, or the only one that fits."""
-    folder = posixpath.dirname(by)
-    for place in (posixpath.normpath(posixpath.join(folder, name)), posixpath.normpath(name)):
-        if place in by_place:
-            return by_place[place]
-    ending = "/" + posixpath.normpath(name).lstrip("./")
-    fitting = [source for place, source in by_place.items() if place.endswith(ending)]
-    return fitting[0] if len(fitting) == 1 else None
 
 
 def _loose(project: Project, told: set[str]) -> list[SettingSource]:
@@ -173,10 +192,10 @@ def _loose(project: Project, told: set[str]) -> list[SettingSource]:
     return [source for source in loose if kinds.count(source.kind) == 1 and source.precision]
 
 
-def _configurations_alone(loose: Sequence[SettingSource], by_place: Mapping[str, SettingSource]) -> list[Run]:
+def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> list[Run]:
     """Return the runs of a project without a launch line and without a script that decides a precision."""
-    scattered = [s for s in by_place.values() if s not in loose and s.kind != "code"]
-    named = {member.place for s in scattered for member in _others(s, by_place)}
+    scattered = [s for s in by_place.sources if s not in loose and s.kind != "code"]
+    named = _named_by_others(scattered, by_place)
     roots = [s for s in scattered if s.place not in named]
     alone = [[root, *_others(root, by_place)] for root in roots[:MOST_RUNS]] or [[]]
     return [Run(_start([*members, *loose]), [*members, *(s for s in loose if s not in members)]) for members in alone]

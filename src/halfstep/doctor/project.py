@@ -108,6 +108,7 @@ def _text(path: Path) -> str | None:
 
 
 def _python(project: Project, place: str, text: str) -> None:
+    project.texts[place] = text
     if not python.SPEAKS.search(text):
         return
     try:
@@ -118,8 +119,6 @@ def _python(project: Project, place: str, text: str) -> None:
         project.findings.append(
             LocatedFinding("project.not_read", "note", evidence, f"python -m py_compile {place}", place, line)
         )
-        return
-    project.texts[place] = text
 
 
 def _configuration(project: Project, place: str, text: str) -> None:

@@ -15,9 +15,9 @@ from halfstep.errors import HalfstepError
 from halfstep.precision.names import PRECISION_KEYS, SWITCHES, Claim
 
 SPEAKS = re.compile(
-    r"Accelerator\(|Trainer\(|TrainingArguments|Fabric\(|LightningCLI|SFTConfig|autocast|GradScaler|tf32|"
-    r"float32_matmul_precision|fp32_precision|\.half\(|bfloat16|float16|fp16|bf16|amp\b|mixed_precision|MIXED_PRECISION|"
-    r"PL_TRAINER_PRECISION|LT_PRECISION|hydra\.main|\.ya?ml|\.json|\blr\s*=|clip_grad|__main__|precision"
+    r"Accelerator\(|Trainer\(|TrainingArguments|Fabric\(|LightningCLI|SFTConfig|DPOConfig|GRPOConfig|autocast\(|GradScaler\(|"
+    r"allow_tf32|fp32_precision|float32_matmul_precision|\.half\(|\.bfloat16\(|add_argument\(|MIXED_PRECISION|"
+    r"PL_TRAINER_PRECISION|LT_PRECISION|TF32_|hydra\.main|\.ya?ml[\"']|\.json[\"']|\blr=|clip_grad_norm|__main__"
 )
 """Words without which a script has no setting; scripts without them are not parsed."""
 _MOST_NODES = 200_000
@@ -55,7 +55,7 @@ def from_python(place: str, text: str) -> SettingSource:
             _argument(script, node)
     for node in nodes:
         _look(script, node)
-    found = _one_autocast([*script.found, *_own_arguments(script)])
+    found = _without_alternatives([*script.found, *_own_arguments(script)])
     return SettingSource("code", place, found, script.training, names=script.names, tools=frozenset(script.tools))
 
 
@@ -409,9 +409,16 @@ def _own_arguments(script: Script) -> Iterator[FoundSetting]:
         yield replace(where, claim=claim if speaks else None, tool="script", level="default")
 
 
-def _one_autocast(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
-    """Take the claims from autocasts that name different formats: which part of the run has which is not known."""
-    named = {s.claim.meaning for s in settings if s.key.startswith("autocast") and s.claim}
-    if len(named) < 2:
-        return list(settings)
-    return [replace(s, claim=None) if s.key.startswith("autocast") else s for s in settings]
+def _without_alternatives(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
+    """Take the claims from calls of one kind that name different formats: which part of the run has which is not
+    known.
+    """
+    named: dict[str, set[str]] = {}
+    for setting in settings:
+        if setting.claim:
+            named.setdefault(_call_of(setting), set()).add(setting.claim.meaning)
+    return [replace(s, claim=None) if len(named.get(_call_of(s), ())) > 1 else s for s in settings]
+
+
+def _call_of(setting: FoundSetting) -> str:
+    return setting.key.removesuffix("(enabled)")

@@ -1,1 +1,1 @@
-print 'amp', 1
+print 'amp', autocast()
