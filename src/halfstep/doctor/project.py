@@ -109,7 +109,7 @@ def _text(path: Path) -> str | None:
 
 def _python(project: Project, place: str, text: str) -> None:
     project.texts[place] = text
-    if not python.SPEAKS.search(text):
+    if not python.speaks(text):
         return
     try:
         project.sources.append(python.from_python(place, text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,12 +15,14 @@ from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_c
 from halfstep.errors import HalfstepError
 from halfstep.precision.names import PRECISION_KEYS, SWITCHES, Claim
 
-SPEAKS = re.compile(
-    r"Accelerator\(|Trainer\(|TrainingArguments|Fabric\(|LightningCLI|SFTConfig|DPOConfig|GRPOConfig|autocast\(|GradScaler\(|"
-    r"allow_tf32|fp32_precision|float32_matmul_precision|\.half\(|\.bfloat16\(|add_argument\(|MIXED_PRECISION|"
-    r"PL_TRAINER_PRECISION|LT_PRECISION|TF32_|hydra\.main|\.ya?ml[\"']|\.json[\"']|\blr=|clip_grad_norm|__main__"
-)
+_CALLED = ("Accelerator(", "Trainer(", "Fabric(", "autocast(", "GradScaler(", ".half(", ".bfloat16(", "add_argument(")
+_NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main", "clip_grad_norm")
+_SWITCHED = ("allow_tf32", "fp32_precision", "float32_matmul_precision", *VARIABLES)
+_OPENED = tuple(f"{ending}{quote}" for ending in (".yaml", ".yml", ".json") for quote in "\"'")
+_WORDS = (*_CALLED, *_NAMED, *_SWITCHED, *_OPENED, "lr=", "__main__")
 """Words without which a script has no setting; scripts without them are not parsed."""
+_LINE_WORDS = (*_WORDS, "import ", "lr =", "learning_rate", "clip_", "_clip", "max_norm", "max_grad_norm")
+"""The same for the lines of a script that is parsed."""
 _MOST_NODES = 200_000
 """The most nodes of a syntax tree that are looked at."""
 
@@ -42,13 +45,18 @@ class Script:
         return FoundSetting("code", self.place, key, value, means, getattr(node, "lineno", None), claim, "script")
 
 
+def speaks(text: str) -> bool:
+    """Return whether a script may have a setting."""
+    return any(word in text for word in _WORDS)
+
+
 def from_python(place: str, text: str) -> SettingSource:
     """Return the settings of a script, the files and modules that it names, and the libraries that it uses.
 
     Raise `SyntaxError` for what is no Python, and `ValueError` or `RecursionError` for what cannot be parsed.
     """
     tree = ast.parse(text)
-    nodes = _nodes(tree)
+    nodes = _nodes(tree, text)
     script = Script(place, _constants(tree))
     for node in nodes:
         if isinstance(node, ast.Call) and _called(node).endswith("add_argument"):
@@ -59,26 +67,56 @@ def from_python(place: str, text: str) -> SettingSource:
     return SettingSource("code", place, found, script.training, names=script.names, tools=frozenset(script.tools))
 
 
-_LEAVES = (ast.Name, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 _LOOKED_AT = (ast.Call, ast.Assign, ast.Constant, ast.Import, ast.ImportFrom)
 
 
-def _nodes(tree: ast.Module) -> list[ast.AST]:
-    """Return the nodes that may hold a setting, line by line; ast.walk, which yields all, takes most of the time."""
+def _nodes(tree: ast.Module, text: str) -> list[ast.AST]:
+    """Return the nodes that may hold a setting, line by line.
+
+    Only what stands round a line that speaks is descended into: a walk over the whole tree takes longer than
+    parsing it.
+    """
+    lines = _speaking_lines(text)
     found: list[ast.AST] = []
     waiting: list[ast.AST] = [tree]
     for _ in range(_MOST_NODES):
         if not waiting:
             break
         node = waiting.pop()
+        if not _stands_round(node, lines):
+            continue
         if isinstance(node, _LOOKED_AT):
             found.append(node)
-        for value in vars(node).values():
-            if isinstance(value, list):
-                waiting += [child for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, ast.AST) and not isinstance(value, _LEAVES):
-                waiting.append(value)
+        waiting += ast.iter_child_nodes(node)
     return sorted(found, key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
+
+
+def _speaking_lines(text: str) -> list[int]:
+    """Return the numbers of the lines that speak of a setting or import, in order, as the parser counts them."""
+    plain = text.replace("\r\n", "\n").replace("\r", "\n")
+    lines, line, last = [], 1, 0
+    for place in sorted(place for word in _LINE_WORDS for place in _places(word, plain)):
+        line, last = line + plain.count("\n", last, place), place
+        lines.append(line)
+    return lines
+
+
+def _places(word: str, text: str) -> Iterator[int]:
+    # str.find: one expression with all words took longer than parsing.
+    place = text.find(word)
+    while place >= 0:
+        yield place
+        place = text.find(word, place + 1)
+
+
+def _stands_round(node: ast.AST, lines: Sequence[int]) -> bool:
+    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
+    if first is None or last is None:
+        return True
+    # A decorator stands above the line of its function.
+    first = min([first, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    index = bisect_left(lines, first)
+    return index < len(lines) and lines[index] <= last
 
 
 def _constants(tree: ast.Module) -> dict[str, object]:
