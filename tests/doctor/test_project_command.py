@@ -111,6 +111,24 @@ def test_fix_with_a_name_makes_every_setting_ask_for_it(name: str, wanted: str) 
     assert report["status"]["precision"] == wanted, report["patch"]
 
 
+def test_two_flags_on_one_line_are_one_edit() -> None:
+    folder = project("transformers_false_is_silent")
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("bf16=False, fp16=False", "bf16=False, fp16=True"))
+    (folder / "run.sh").write_text("#!/bin/bash\npython train.py\n")
+    report = json.loads(doctor(str(folder), "--fix", "bf16", "--json").stdout)
+    assert report["status"]["precision"] == "bf16", report["patch"]
+    assert 'TrainingArguments("out", bf16=True, fp16=False)' in script.read_text()
+
+
+def test_json_stays_json() -> None:
+    Path("own").mkdir()
+    Path("own/config.json").write_text('{\n "trainer": {"precision": "fp16"},\n "train": {"amp": false}\n}\n')
+    report = json.loads(doctor("own", "--fix", "bf16", "--json").stdout)
+    assert report["status"]["precision"] == "bf16", report
+    assert json.loads(Path("own/config.json").read_text()) == {"trainer": {"precision": "bf16"}, "train": {"amp": True}}
+
+
 def test_a_file_that_changed_meanwhile_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.doctor.located import Edit
     from halfstep.doctor.patch import apply_edits

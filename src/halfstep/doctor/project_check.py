@@ -12,7 +12,7 @@ from halfstep.doctor.located import Edit, LocatedFinding
 from halfstep.doctor.patch import edits_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
-from halfstep.doctor.repairs import edits_for, line_for
+from halfstep.doctor.repairs import edits_for, edits_to_all, line_for
 from halfstep.doctor.settings import FoundSetting, lines_of
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.errors import WrongUse
@@ -292,14 +292,9 @@ def edits_to(
 
 def _settled_edits(project: Project, runs: Sequence[Run], precision: str) -> list[Edit]:
     """Return the edits after which every setting of every run asks for `precision`."""
-    found: dict[tuple[str, int], Edit] = {}
-    for run in runs:
-        settings = run.settings()
-        for setting in settings:
-            if setting.claim and setting.value != NOT_GIVEN and _speaks_against(setting, precision):
-                for edit in edits_for(setting, precision, settings, project.texts):
-                    found.setdefault((edit.file, edit.line), edit)
-    return list(found.values())
+    said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN]
+    against = [setting for setting in said if _speaks_against(setting, precision)]
+    return list(edits_to_all(against, precision, said, project.texts))
 
 
 def _speaks_against(setting: FoundSetting, precision: str) -> bool:

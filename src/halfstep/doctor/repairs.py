@@ -141,9 +141,44 @@ def edits_for(
 
     `settings` are all of the run: a file that has both `fp16` and `bf16` gets both changed.
     """
-    siblings = [s for s in settings if s.place == setting.place and s is not setting and _are_flags(s, setting)]
-    edits = [_edit(one, precision, bool(siblings), texts) for one in (setting, *siblings)]
-    return () if None in edits else tuple(edit for edit in edits if edit and edit.before != edit.after)
+    siblings = _siblings(setting, settings)
+    return _edits((setting, *siblings), precision, bool(siblings), texts) or ()
+
+
+def edits_to_all(
+    against: Sequence[FoundSetting], precision: str, settings: Sequence[FoundSetting], texts: Mapping[str, str]
+) -> tuple[Edit, ...]:
+    """Return the edits after which all settings that are `against` it ask for `precision`, as far as a program can."""
+    found: dict[tuple[str, int], Edit] = {}
+    for setting in against:
+        siblings = _siblings(setting, settings)
+        edits = _edits((setting, *siblings), precision, bool(siblings), texts, found)
+        found |= {(edit.file, edit.line): edit for edit in edits or ()}
+    return tuple(found.values())
+
+
+def _siblings(setting: FoundSetting, settings: Sequence[FoundSetting]) -> list[FoundSetting]:
+    return [s for s in settings if s.place == setting.place and s is not setting and _are_flags(s, setting)]
+
+
+def _edits(
+    settings: Sequence[FoundSetting],
+    precision: str,
+    paired: bool,
+    texts: Mapping[str, str],
+    made: Mapping[tuple[str, int], Edit] | None = None,
+) -> tuple[Edit, ...] | None:
+    """Return one edit for each line, after those that were made before; None where a setting cannot be changed."""
+    edits = dict(made or {})
+    for setting in settings:
+        line = _line(setting, texts)
+        place = (setting.place, setting.line or 0)
+        before = edits[place].after if place in edits else line
+        after = _changed_line(setting, precision, paired, before) if before is not None else None
+        if line is None or after is None:
+            return None
+        edits[place] = Edit(*place, line, after)
+    return tuple(edit for edit in edits.values() if edit.before != edit.after)
 
 
 def _are_flags(one: FoundSetting, other: FoundSetting) -> bool:
@@ -156,13 +191,9 @@ def _format_of(setting: FoundSetting) -> str:
     return words[-1].replace("bfloat16", "bf16") if words else ""
 
 
-def _edit(setting: FoundSetting, precision: str, paired: bool, texts: Mapping[str, str]) -> Edit | None:
+def _line(setting: FoundSetting, texts: Mapping[str, str]) -> str | None:
     lines = lines_of(texts.get(setting.place, ""))
-    if not setting.line or setting.line > len(lines):
-        return None
-    before = lines[setting.line - 1].rstrip("\r\n")
-    after = _changed_line(setting, precision, paired, before)
-    return None if after is None else Edit(setting.place, setting.line, before, after)
+    return lines[setting.line - 1].rstrip("\r\n") if setting.line and setting.line <= len(lines) else None
 
 
 def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
@@ -180,7 +211,12 @@ def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str
     key, _, value = line_for(setting, precision).partition(": ")
     if " and " in value or key != setting.leaf:
         return None
+    if setting.place.endswith(".json"):
+        value = value.lower() if value in ("True", "False") else f'"{value.strip(_QUOTES)}"'
     return _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
+
+
+_QUOTES = "'\""
 
 
 def _changed_flag(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
@@ -201,9 +237,9 @@ def _changed_word(setting: FoundSetting, precision: str, line: str) -> str | Non
     target = _target(setting, precision)
     flag = re.escape(setting.key)
     if setting.value is True:
-        own = {"True": f"{setting.key[: len(setting.key) - len(_keyword(setting))]}{target.key}"}.get(target.value)
-        new = own if own else ""
-        return _once(rf"\s+{flag}(?=\s|$)", f" {new}" if new else "", line)
+        # A flag without a value is there or not.
+        new = f" {_renamed(setting, target)}" if target.value == "True" else ""
+        return _once(rf"\s+{flag}(?=\s|$)", new, line)
     return _once(rf"(?<!\S){flag}(=|\s+)[\"']?[\w.-]+[\"']?", rf"{_renamed(setting, target)}\g<1>{target.value}", line)
 
 
