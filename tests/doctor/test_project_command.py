@@ -65,6 +65,23 @@ def test_the_table_says_who_wins_over_what() -> None:
     assert [(s["file"], s["line"]) for s in row["overrode"]] == [("accelerate.yaml", 2)]
 
 
+def test_what_only_the_run_knows_is_not_called_silence() -> None:
+    result = doctor(str(project("hydra_unresolved")))
+    assert result.exit_code == 0
+    assert "aligned: what decides is known only in the run" in result.output
+
+
+def test_accelerates_own_default_file_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path.cwd() / "hf" / "accelerate" / "default_config.yaml"
+    place.parent.mkdir(parents=True)
+    place.write_text("mixed_precision: bf16\n")
+    monkeypatch.setenv("HF_HOME", str(Path.cwd() / "hf"))
+    report = json.loads(doctor(str(project("accelerate_file_not_named")), "--json").stdout)
+    assert "accelerate.default_file" in [finding["id"] for finding in report["findings"]]
+    named = json.loads(doctor(str(project("accelerate_agrees")), "--json").stdout)
+    assert named["findings"] == []
+
+
 # -- fixing -----------------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +167,7 @@ def test_a_file_that_changed_meanwhile_is_not_touched(monkeypatch: pytest.Monkey
     "words",
     [
         ["--fix"],
+        ["train.py"],
         ["recipe.yaml", "--fix"],
         ["recipe.yaml", "--yes"],
         ["recipe.yaml", "--sarif", "out.sarif"],

@@ -76,6 +76,7 @@ def run(
     with one verdict, and exit code 78 where settings contradict each other or are ignored.
     """
     folder = recipe is not None and Path(recipe).is_dir()
+    _refuse_script(recipe)
     if not folder:
         _refuse_folder_options(**{"--sarif": sarif, "--write": write, "--yes": yes, "--fix": fix == SHOWN})
     if recipe or accelerate or deepspeed:
@@ -183,6 +184,15 @@ def _refuse_folder_options(**given: Any) -> None:
             f"{', '.join(wrong)} without a folder",
             allowed="halfstep doctor FOLDER with --sarif FILE, --write RECIPE, --fix and --yes; or --fix NAME",
             do="name the project's folder: halfstep doctor .",
+        )
+
+
+def _refuse_script(recipe: str | None) -> None:
+    if recipe is not None and Path(recipe).suffix in (".py", ".sh", ".slurm", ".sbatch"):
+        raise WrongUse(
+            f"{recipe} is a script",
+            allowed="a recipe, a YAML file, or the folder of a project",
+            do=f"halfstep doctor {Path(recipe).parent}",
         )
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from halfstep.doctor.checkup import Conflict, SettingsVerdict, facts, judge, status_of
+from halfstep.doctor.checkup import Conflict, SettingsVerdict, default_file_note, facts, judge, status_of
 from halfstep.doctor.linking import Run, runs_of
 from halfstep.doctor.located import Edit, LocatedFinding
 from halfstep.doctor.patch import edits_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
 from halfstep.doctor.repairs import edits_for, edits_to_all, line_for
-from halfstep.doctor.settings import FoundSetting, lines_of
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, lines_of
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding, Severity
@@ -44,6 +45,10 @@ def examine_project(
     project = read_project(folder)
     runs = runs_of(project, from_environment(variables))
     found = [*project.findings, *_of_files(project), *(f for run in runs for f in _of_run(project, run))]
+    for run in runs:
+        notes = default_file_note(variables) if _takes_the_default(run) else []
+        fix = "name the file that is meant: accelerate launch --config_file FILE"
+        found += [replace(_located(note, run), fix=fix) for note in notes]
     unique = {(f.id, f.file, f.line, f.evidence): f for f in found}
     return project, runs, sorted(unique.values(), key=lambda f: (_ORDER[f.severity], f.file, f.line or 0, f.id))
 
@@ -112,6 +117,11 @@ def _of_run(project: Project, run: Run) -> Iterator[LocatedFinding]:
         yield from check(settings)
 
 
+def _takes_the_default(run: Run) -> bool:
+    """Return whether `accelerate launch` reads the file in its own place, which is outside of the project."""
+    return run.launch is not None and run.start == ACCELERATE and not any(s.kind == "accelerate" for s in run.sources)
+
+
 def _compared(run: Run, rows: Sequence[Provenance]) -> list[FoundSetting]:
     """Return the settings that must agree: those that win in their tool, and those that no tool ranks."""
     # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
@@ -132,7 +142,9 @@ def _ignored(project: Project, run: Run, row: Provenance, loser: FoundSetting) -
         why = f"nothing that {_starter(run)} reads names a precision: {row.tool} runs in fp32"
     else:
         why = f"{by}  ({by.where}) wins in {row.tool}, and runs in {row.precision}"
-    if loser in row.unread:
+    if any(loser in source.precision for source in run.aside) and run.start == ACCELERATE:
+        why = f"accelerate launch reads the file that --config_file names, or the default in its own place; {why}"
+    elif loser in row.unread:
         why = f"{_starter(run)} does not read it; {why}"
     evidence = f"{loser}  ({loser.where}) is {'refused' if row.refuses else 'ignored'} in {run.name}\n{why}"
     edits, fix = _repair(project, run, row, loser)
@@ -246,7 +258,14 @@ def _status(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str
     if len(precisions) > 1 and not disputed:
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
         status |= {"precision": SEVERAL, "amp": each, "fp16": "as above"}
-    status |= {"aligned": not errors, "reason": _reason(errors), "errors": len(errors), "runs": len(runs)}
+    unresolved = sum(setting.means == UNRESOLVED for setting in settings)
+    status |= {
+        "unresolved": unresolved,
+        "aligned": not errors,
+        "reason": _reason(errors),
+        "errors": len(errors),
+        "runs": len(runs),
+    }
     return {**status, "final": _final(errors, status)}
 
 

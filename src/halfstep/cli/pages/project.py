@@ -42,7 +42,8 @@ def show(report: dict[str, Any]) -> None:
 def _counted(report: dict[str, Any]) -> str:
     files = report["files"]
     more = ", and more that were not" if files["more"] else ""
-    return f"{report['folder']}: {files['read']} files looked at{more}, {files['with_settings']} with settings"
+    count = "1 file" if files["read"] == 1 else f"{files['read']:,} files"
+    return f"{report['folder']}: {count} looked at{more}, {files['with_settings']} with settings"
 
 
 def _settings(rows: list[dict[str, Any]], console: Console) -> Table:

@@ -78,10 +78,7 @@ def _verdict(status: dict[str, Any], console: Console) -> str:
     if not status["aligned"]:
         why = status.get("reason", "precision mismatch")
         return f"{'NO:' if plain else '❌'} Configuration is not aligned: {why}"
-    known = {
-        None: "nothing speaks of precision",
-        "auto": "the device decides",
-        "several": "each run in its own precision",
-    }
+    silent = "what decides is known only in the run" if status.get("unresolved") else "nothing speaks of precision"
+    known = {None: silent, "auto": "the device decides", "several": "each run in its own precision"}
     what = known.get(status["precision"], f"everything asks for {status['precision']}")
     return f"{'OK:' if plain else '✅'} Configuration is properly aligned: {what}"
