@@ -63,3 +63,17 @@ def test_every_contradiction_has_a_patch_or_says_why(project: Path, tmp_path: Pa
         assert finding.fix, finding.id
         if finding.id in ("settings.ignored", "settings.precision_mismatch"):
             assert finding.edits, f"{finding.id} at {finding.where} has no edit"
+
+
+CODE = sorted(path.parent for path in (CORPUS.parent / "corpus_code").glob("*/expected.json"))
+
+
+@pytest.mark.parametrize("project", CODE, ids=lambda path: path.name)
+def test_a_project_shows_what_its_code_has_and_no_setting_that_is_false(project: Path, tmp_path: Path) -> None:
+    rows = json.loads((project / "expected.json").read_text())
+    found = examine_project(str(copied(project, tmp_path)), variables={})[2]
+    assert sorted([f.id, f.where] for f in found) == sorted([row["id"], f"{row['file']}:{row['line']}"] for row in rows)
+
+
+def test_the_corpus_of_code_is_there() -> None:
+    assert len(CODE) >= 30

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from halfstep.doctor.checkup import Conflict, SettingsVerdict, default_file_note, facts, judge, status_of
+from halfstep.doctor.code import check_code
 from halfstep.doctor.linking import Run, runs_of
 from halfstep.doctor.located import Edit, LocatedFinding
 from halfstep.doctor.patch import edits_of
@@ -21,7 +22,7 @@ from halfstep.finding import Finding, Severity
 from halfstep.precision.names import AUTO, precision_names, read_precision
 
 Check = Callable[[str, str], list[LocatedFinding]]
-CHECKS: list[Check] = []
+CHECKS: tuple[Check, ...] = (check_code,)
 """Checks of one Python file, given its path in the project and its text; none of them imports or runs it."""
 _SAID_BY_THE_TABLE = frozenset({"accelerate.order", "recipe.not_accelerate"})
 """Notes for a single file; the table of a project says the same, for this project."""
@@ -88,8 +89,10 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def _of_files(project: Project) -> Iterator[LocatedFinding]:
+    # What could not be parsed has been said once.
+    unread = {finding.file for finding in project.findings}
     for place, text in project.texts.items():
-        if place.endswith(".py"):
+        if place.endswith(".py") and place not in unread:
             for check in CHECKS:
                 yield from check(place, text)
     for source in (*project.sources, *(launch.source for launch in project.launches)):

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from halfstep.doctor.code.script import syntax_tree
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
@@ -55,7 +56,7 @@ def from_python(place: str, text: str) -> SettingSource:
 
     Raise `SyntaxError` for what is no Python, and `ValueError` or `RecursionError` for what cannot be parsed.
     """
-    tree = ast.parse(text)
+    tree = syntax_tree(text)
     nodes = _nodes(tree, text)
     script = Script(place, _constants(tree))
     for node in nodes:
