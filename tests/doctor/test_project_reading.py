@@ -34,7 +34,7 @@ def write_many(folder: Path, files: int) -> None:
         part = folder / f"part_{number % 20}"
         part.mkdir(exist_ok=True)
         if number % 10 < 6:
-            (part / f"train_{number}.py").write_text(SCRIPT)
+            (part / f"train_{number}.py").write_text(f"{SCRIPT}# no two are the same: {number}\n")
         elif number % 10 < 9:
             (part / f"config_{number}.yaml").write_text(CONFIG)
         else:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from halfstep.doctor.code import check_code
 from halfstep.doctor.located import LocatedFinding
 from halfstep.doctor.settings import SettingSource, printable
 from halfstep.doctor.sources import launch, python
@@ -15,6 +16,8 @@ from halfstep.doctor.sources.kinds import from_configuration
 from halfstep.doctor.sources.launch import Launch, from_shell
 from halfstep.errors import HalfstepError, WrongUse
 
+CHECKS: tuple[Callable[[str, str], list[LocatedFinding]], ...] = (check_code,)
+"""Checks of one Python file, given its path in the project and its text; none of them imports or runs it."""
 LARGEST = 2**20
 """Bytes. Larger files are data."""
 MOST_FILES = 10_000
@@ -109,16 +112,19 @@ def _text(path: Path) -> str | None:
 
 def _python(project: Project, place: str, text: str) -> None:
     project.texts[place] = text
-    if not python.speaks(text):
-        return
     try:
-        project.sources.append(python.from_python(place, text))
+        if python.speaks(text):
+            project.sources.append(python.from_python(place, text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         evidence = f"{printable(place)} is not Python that this version can parse, and was not read"
         project.findings.append(
             LocatedFinding("project.not_read", "note", evidence, f"python -m py_compile {place}", place, line)
         )
+        return
+    # Right after the settings, so that the file is parsed once.
+    for check in CHECKS:
+        project.findings += check(place, text)
 
 
 def _configuration(project: Project, place: str, text: str) -> None:

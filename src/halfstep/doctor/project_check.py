@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from halfstep.doctor.checkup import Conflict, SettingsVerdict, default_file_note, facts, judge, status_of
-from halfstep.doctor.code import check_code
 from halfstep.doctor.linking import Run, runs_of
 from halfstep.doctor.located import Edit, LocatedFinding
 from halfstep.doctor.patch import edits_of
@@ -21,9 +20,6 @@ from halfstep.errors import WrongUse
 from halfstep.finding import Finding, Severity
 from halfstep.precision.names import AUTO, precision_names, read_precision
 
-Check = Callable[[str, str], list[LocatedFinding]]
-CHECKS: tuple[Check, ...] = (check_code,)
-"""Checks of one Python file, given its path in the project and its text; none of them imports or runs it."""
 _SAID_BY_THE_TABLE = frozenset({"accelerate.order", "recipe.not_accelerate"})
 """Notes for a single file; the table of a project says the same, for this project."""
 SEVERAL = "several"
@@ -45,7 +41,7 @@ def examine_project(
     """Return a folder as it was read, its runs, and all findings; raise `WrongUse` where there is no such folder."""
     project = read_project(folder)
     runs = runs_of(project, from_environment(variables))
-    found = [*project.findings, *_of_files(project), *(f for run in runs for f in _of_run(project, run))]
+    found = [*project.findings, *_unreadable(project), *(f for run in runs for f in _of_run(project, run))]
     for run in runs:
         notes = default_file_note(variables) if _takes_the_default(run) else []
         fix = "name the file that is meant: accelerate launch --config_file FILE"
@@ -88,13 +84,7 @@ def _row(run: Run) -> dict[str, Any]:
 # -- findings ---------------------------------------------------------------------------------------------------------
 
 
-def _of_files(project: Project) -> Iterator[LocatedFinding]:
-    # What could not be parsed has been said once.
-    unread = {finding.file for finding in project.findings}
-    for place, text in project.texts.items():
-        if place.endswith(".py") and place not in unread:
-            for check in CHECKS:
-                yield from check(place, text)
+def _unreadable(project: Project) -> Iterator[LocatedFinding]:
     for source in (*project.sources, *(launch.source for launch in project.launches)):
         for setting in source.precision:
             if setting.means.startswith("cannot be read"):
