@@ -1,25 +1,50 @@
-"""`halfstep doctor`: report on this device, or check whether the settings of a recipe agree with other sources."""
+"""`halfstep doctor`: report on this device, or check the settings of a recipe or of a whole project."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Json, OnDevice, flag, print_report
-from halfstep.errors import CONFIGURATION, WrongUse
+from halfstep.cli._options import Command, Json, OnDevice, flag, print_report, storing
+from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
 
 if TYPE_CHECKING:
+    from halfstep.doctor.linking import Run
+    from halfstep.doctor.located import LocatedFinding
+    from halfstep.doctor.project import Project
     from halfstep.doctor.wheel import Build
     from halfstep.precision.hardware import Device
     from halfstep.precision.probe import Measurements
 
 GROUP = "Trouble"
+SHOWN = "patch"
+"""The value of --fix where no name follows it: what would be changed is shown."""
+
+
+class _FixAlone(Command):
+    """A command whose `--fix` may stand without a name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the value that an option of typer must have."""
+        words = []
+        for index, word in enumerate(args):
+            alone = word == "--fix" and (index + 1 == len(args) or args[index + 1].startswith("-"))
+            words += [word, SHOWN] if alone else [word]
+        return super().parse_args(ctx, words)
+
+
+COMMAND = {"cls": _FixAlone}
 
 
 def run(
     recipe: Annotated[
-        str | None, typer.Argument(help="A recipe, or any project's YAML: check its settings, not the device.")
+        str | None,
+        typer.Argument(
+            metavar="RECIPE|FOLDER",
+            help="A recipe, any project's YAML, or a project's folder: check settings, not the device.",
+        ),
     ] = None,
     accelerate: Annotated[str | None, typer.Option(help="accelerate's default_config.yaml, to compare with.")] = None,
     deepspeed: Annotated[str | None, typer.Option(help="DeepSpeed's JSON configuration, to compare with.")] = None,
@@ -30,13 +55,36 @@ def run(
     formats: Annotated[bool, flag("--formats", "Instead: what fp32, bf16, fp16 and fp8 hold, and what for.")] = False,
     gpus: Annotated[bool, flag("--gpus", "Instead: the GPUs that are known, and what each should run in.")] = False,
     fix: Annotated[
-        str | None, typer.Option(help="Make all settings ask for this precision, and write the files.", metavar="NAME")
+        str | None,
+        typer.Option(
+            help="Make all settings ask for this precision, and write the files; without NAME: show a folder's patch.",
+            metavar="[NAME]",
+        ),
+    ] = None,
+    yes: Annotated[bool, flag("--yes", "With --fix and no NAME: apply the patch.")] = False,
+    sarif: Annotated[
+        Path | None, typer.Option(help="A folder: write the findings as SARIF, for CI.", metavar="FILE")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="A folder: write its settings as a recipe.", metavar="RECIPE")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what this device can do and which precision fits it; with a RECIPE, check whether its settings agree."""
+    """Show what this device can do and which precision fits it; with a RECIPE or a FOLDER, check its settings.
+
+    A folder is read file by file: configurations, launch lines and scripts. Nothing in it is imported or run. It ends
+    with one verdict, and exit code 78 where settings contradict each other or are ignored.
+    """
+    folder = recipe is not None and Path(recipe).is_dir()
+    _refuse_script(recipe)
+    if not folder:
+        _refuse_folder_options(**{"--sarif": sarif, "--write": write, "--yes": yes, "--fix": fix == SHOWN})
     if recipe or accelerate or deepspeed:
         _refuse_device_options(device, precision, strict, **{"--fresh": fresh, "--formats": formats, "--gpus": gpus})
+    if recipe is not None and folder:
+        _refuse_files(accelerate, deepspeed)
+        _project(recipe, fix, yes, sarif, write, json)
+    elif recipe or accelerate or deepspeed:
         _settings(recipe, accelerate, deepspeed, fix, json)
     elif fix:
         raise WrongUse("--fix without settings", allowed="--fix NAME after a RECIPE", do="name the file to mend")
@@ -74,6 +122,88 @@ def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None,
     print_report(report, json, show)
     if not report["status"]["aligned"]:
         raise typer.Exit(CONFIGURATION)
+
+
+def _project(folder: str, fix: str | None, yes: bool, sarif: Path | None, write: Path | None, json: bool) -> None:
+    """Check a folder; change and write what was asked for first, so that the report shows it as it is now."""
+    from halfstep.cli.pages.project import show
+    from halfstep.doctor.patch import apply_edits, unified_diff
+    from halfstep.doctor.project_check import edits_to, examine_project, report_of
+
+    project, runs, findings = examine_project(folder)
+    edits = edits_to(fix, project, runs, findings, shown=SHOWN) if fix else []
+    more: dict[str, Any] = {"patch": unified_diff(project.texts, edits)} if fix else {}
+    if fix and (yes or fix != SHOWN):
+        more["files_modified"] = apply_edits(project.root, edits)
+        project, runs, findings = examine_project(folder)
+    if sarif:
+        _write_sarif(sarif, project.root, findings, runs)
+    report = {**report_of(project, runs, findings), **more}
+    if write:
+        _write_recipe(write, project, runs, report)
+        report["written"] = str(write)
+    print_report(report, json, show)
+    if not report["status"]["aligned"]:
+        raise typer.Exit(CONFIGURATION)
+
+
+def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs: list[Run]) -> None:
+    from halfstep.doctor.sarif import to_sarif
+    from halfstep.files import write_json
+
+    otherwise = runs[0].name.partition(":")[0] if runs else "."
+    # Code scanning takes paths from the root of the repository, which is where CI runs.
+    here = Path.cwd()
+    below = folder.resolve().relative_to(here).as_posix() if folder.resolve().is_relative_to(here) else ""
+    with storing(f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another FILE"):
+        write_json(file, to_sarif(findings, otherwise, below))
+
+
+def _write_recipe(file: Path, project: Project, runs: list[Run], report: dict[str, Any]) -> None:
+    from halfstep.doctor.conversion import to_recipe
+    from halfstep.doctor.project_check import SEVERAL
+    from halfstep.files import write_text
+
+    if file.exists():
+        raise FolderTaken(f"{file} is there already", allowed="a name that is free", do="give --write another name")
+    if not report["status"]["aligned"] or report["status"]["precision"] == SEVERAL:
+        raise WrongUse(
+            f"--write {file}, where the project asks for more than one precision",
+            allowed="a project whose settings agree",
+            do="settle them first: halfstep doctor shows them, --fix NAME settles them",
+        )
+    text = to_recipe(project, runs, report["status"]["precision"])
+    with storing(f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another name"):
+        write_text(file, text)
+
+
+def _refuse_folder_options(**given: Any) -> None:
+    wrong = [name for name, value in given.items() if value]
+    if wrong:
+        raise WrongUse(
+            f"{', '.join(wrong)} without a folder",
+            allowed="halfstep doctor FOLDER with --sarif FILE, --write RECIPE, --fix and --yes; or --fix NAME",
+            do="name the project's folder: halfstep doctor .",
+        )
+
+
+def _refuse_script(recipe: str | None) -> None:
+    if recipe is not None and Path(recipe).suffix in (".py", ".sh", ".slurm", ".sbatch"):
+        raise WrongUse(
+            f"{recipe} is a script",
+            allowed="a recipe, a YAML file, or the folder of a project",
+            do=f"halfstep doctor {Path(recipe).parent}",
+        )
+
+
+def _refuse_files(accelerate: str | None, deepspeed: str | None) -> None:
+    given = [name for name, value in {"--accelerate": accelerate, "--deepspeed": deepspeed}.items() if value]
+    if given:
+        raise WrongUse(
+            f"{', '.join(given)} beside a folder",
+            allowed="a folder, whose files are found by themselves; or a RECIPE with the files to compare",
+            do="leave it out, or name the configuration instead of its folder",
+        )
 
 
 def _refuse_device_options(device: str | None, precision: str, strict: bool, **others: bool) -> None:

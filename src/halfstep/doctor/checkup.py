@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.doctor import sources as places
-from halfstep.doctor.settings import FoundSetting, SettingSource, line_for, shown
-from halfstep.finding import Finding
+from halfstep.doctor.located import LocatedFinding
+from halfstep.doctor.repairs import line_for
+from halfstep.doctor.settings import FoundSetting, SettingSource, shown
+from halfstep.finding import Finding, Severity
 from halfstep.precision.names import AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
 from halfstep.recipe.schema import GuardOptions
 
@@ -195,6 +197,10 @@ def default_file_note(variables: Mapping[str, str]) -> list[Finding]:
     return [Finding("accelerate.default_file", "note", evidence, f"add --accelerate {place}")]
 
 
+def _at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
+    return LocatedFinding(name, severity, evidence, fix, setting.place, setting.line)
+
+
 def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
     fp16 = lookup.asks("fp16")
     variable = lookup.get("environment", places.USE_CPU)
@@ -205,7 +211,7 @@ def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
         forced = variable
     if fp16 and forced:
         evidence = f"{fp16} with {forced} ({forced.where}): accelerate reports fp16 and computes in fp32, silently"
-        yield Finding("accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'")
+        yield _at(fp16, "accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'")
 
 
 def _no_without_quotes(lookup: Lookup) -> Iterator[Finding]:
@@ -214,14 +220,15 @@ def _no_without_quotes(lookup: Lookup) -> Iterator[Finding]:
         evidence = (
             f"{setting} without quotes ({setting.where}): accelerate launch reads a boolean and stops in an error"
         )
-        yield Finding("accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'")
+        yield _at(setting, "accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'")
 
 
 def _no_distributed_type(lookup: Lookup) -> Iterator[Finding]:
     place = next((s.place for s in lookup.sources if s.kind == "accelerate"), None)
     if place and not lookup.get("accelerate", places.DISTRIBUTED):
         evidence = f"{place} has no {places.DISTRIBUTED}, without which accelerate launch refuses the file"
-        yield Finding("accelerate.no_distributed_type", "warning", evidence, "add the line  distributed_type: 'NO'")
+        fix = "add the line  distributed_type: 'NO'"
+        yield LocatedFinding("accelerate.no_distributed_type", "warning", evidence, fix, place)
 
 
 def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
@@ -229,7 +236,7 @@ def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
     if variable and str(variable.value) not in places.WORDS:
         evidence = f"{variable}: under plain python accelerate knows small letters only, and computes in fp32, silently"
         fix = f"export {variable.key}={str(variable.value).lower()}"
-        yield Finding("accelerate.variable_case", "warning", evidence, fix)
+        yield _at(variable, "accelerate.variable_case", "warning", evidence, fix)
 
 
 def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
@@ -241,7 +248,7 @@ def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
         fix = (
             "in the script, give Accelerator an FSDP plugin whose mixed_precision_policy has reduce_dtype=torch.float32"
         )
-        yield Finding("accelerate.fsdp_reduces_narrow", "warning", evidence, fix)
+        yield _at(asked, "accelerate.fsdp_reduces_narrow", "warning", evidence, fix)
 
 
 def _not_read(lookup: Lookup) -> Iterator[Finding]:
@@ -254,7 +261,7 @@ def _not_read(lookup: Lookup) -> Iterator[Finding]:
         fix = (
             "use accelerate launch --downcast_bf16 (TPU only)" if tpu else "set the policy in the script's FSDP plugin"
         )
-        yield Finding("accelerate.key_not_read", "warning", evidence, fix)
+        yield _at(setting, "accelerate.key_not_read", "warning", evidence, fix)
 
 
 def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
@@ -262,21 +269,23 @@ def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
     file = lookup.get("accelerate", "deepspeed_config.deepspeed_config_file")
     if word and file:
         evidence = f"{word} ({word.where}) beside deepspeed_config_file: accelerate refuses to run with both"
-        yield Finding("accelerate.deepspeed_file", "warning", evidence, "delete mixed_precision from accelerate's file")
+        fix = "delete mixed_precision from accelerate's file"
+        yield _at(word, "accelerate.deepspeed_file", "warning", evidence, fix)
 
 
 def _fp8_may_be_fp16(lookup: Lookup) -> Iterator[Finding]:
     asked = lookup.asks("fp8")
     if asked:
         evidence = f"{asked}: on a GPU below compute capability 8.9 accelerate takes fp16 instead"
-        yield Finding("accelerate.fp8_falls_to_fp16", "note", evidence, "write mixed_precision: bf16 for such a GPU")
+        fix = "write mixed_precision: bf16 for such a GPU"
+        yield _at(asked, "accelerate.fp8_falls_to_fp16", "note", evidence, fix)
 
 
 def _tf32_behind_fp32(lookup: Lookup) -> Iterator[Finding]:
     variable = lookup.get("environment", places.TORCH_TF32)
     if variable and variable.value == "1":
         evidence = f"{variable}: what torch calls an fp32 matrix product is a tf32 one on NVIDIA GPUs since Ampere"
-        yield Finding("torch.tf32_override", "warning", evidence, f"unset {variable.key}")
+        yield _at(variable, "torch.tf32_override", "warning", evidence, f"unset {variable.key}")
 
 
 def _who_wins(lookup: Lookup) -> Iterator[Finding]:
@@ -300,7 +309,7 @@ def _same_gpus(lookup: Lookup) -> Iterator[Finding]:
         evidence = f"{setting} ({setting.where}) are accelerate's; halfstep takes all GPUs that it sees"
         count = named.count(",") + 1
         fix = f"CUDA_VISIBLE_DEVICES={named} torchrun --nproc_per_node={count} -m halfstep train {own}"
-        yield Finding("accelerate.gpu_ids", "note", evidence, fix)
+        yield _at(setting, "accelerate.gpu_ids", "note", evidence, fix)
 
 
 def _not_under_accelerate(lookup: Lookup) -> Iterator[Finding]:
@@ -355,7 +364,7 @@ def check_settings(
         "settings": [setting.as_dict() for setting in settings],
         "conflicts": [conflict.as_dict() for conflict in verdict.conflicts],
         "findings": [finding.as_dict() for finding in findings],
-        "status": _status(sources, settings, verdict),
+        "status": status_of(sources, settings, verdict),
     }
 
 
@@ -371,9 +380,10 @@ def read_sources(
     return [read(place) for read, place in readers if place is not None] + [places.from_environment(variables)]
 
 
-def _status(
+def status_of(
     sources: Sequence[SettingSource], settings: Sequence[FoundSetting], verdict: SettingsVerdict
 ) -> dict[str, Any]:
+    """Return the status check of the radio-map guide: alignment, AMP, FP16, learning rate, clipping, NaN handling."""
     return {
         "aligned": not verdict.conflicts,
         "precision": None if verdict.conflicts else verdict.precision,

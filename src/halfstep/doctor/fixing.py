@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfstep.doctor.checkup import Conflict, SettingsVerdict, judge, read_sources
-from halfstep.doctor.settings import FoundSetting, line_for
+from halfstep.doctor.repairs import line_for
+from halfstep.doctor.settings import FoundSetting
 from halfstep.errors import WrongUse
 from halfstep.files import replacing
 from halfstep.precision.names import AUTO, precision_names, read_precision
@@ -54,7 +55,7 @@ def make_agree(
         return _fix_all(verdict, wanted, originals)
     except BaseException:
         for path, content in originals.items():
-            _write(path, content)
+            rewrite(path, content)
         raise
 
 
@@ -94,11 +95,11 @@ def _fix_line(conflict: Conflict, wanted: str, originals: dict[Path, bytes]) -> 
     number = setting.line or 0
     before = lines[number - 1]
     lines[number - 1] = _changed(before, setting, wanted)
-    _write(path, "".join(lines).encode("utf-8"))
+    rewrite(path, "".join(lines).encode("utf-8"))
     return Change(setting.place, number, before.strip(), lines[number - 1].strip())
 
 
-def _write(path: Path, content: bytes) -> None:
+def rewrite(path: Path, content: bytes) -> None:
     """Replace the file behind a symlink, and keep its permissions."""
     with replacing(path.resolve()) as draft:
         draft.write_bytes(content)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from halfstep.precision.names import FLAGS, Claim
+from halfstep.precision.names import Claim
 
-Kind = Literal["recipe", "accelerate", "deepspeed", "environment"]
+Kind = Literal[
+    "recipe",
+    "accelerate",
+    "deepspeed",
+    "environment",
+    "lightning",
+    "transformers",
+    "hydra",
+    "launch",
+    "code",
+]  # fmt: skip
 LONGEST_SHOWN = 60
+UNRESOLVED = "(not known before the run)"
+"""The value of a setting that only the run itself computes: `${...}`, `$VAR`, a variable of a script."""
+
+
+_LEVELS = {"environment": "environment", "launch": "flag", "code": "code"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,12 @@ class FoundSetting:
     line: int | None = None
     claim: Claim | None = None
     """The claim about precision, if any."""
+    tool: str = ""
+    """The program that reads the setting, where it is another than the kind's own."""
+    level: str = ""
+    """Where a tool ranks it: file, environment, flag, code, or default (of a script's own argument)."""
+    argument: str = ""
+    """The script's own argument that this setting takes its value from."""
 
     @property
     def leaf(self) -> str:
@@ -34,8 +56,20 @@ class FoundSetting:
     def where(self) -> str:
         return f"{self.place}, line {self.line}" if self.line else self.place
 
+    @property
+    def owner(self) -> str:
+        """The program that reads the setting."""
+        return self.tool or self.kind
+
+    @property
+    def rank(self) -> str:
+        """Where its owner ranks the setting; a key of a file unless the reader said otherwise."""
+        return self.level or _LEVELS.get(self.kind, "file")
+
     def __str__(self) -> str:
-        equals = "=" if self.kind == "environment" else ": "
+        if self.kind == "launch":
+            return f"{self.key} {shown(self.value)}" if self.value is not True else self.key
+        equals = "=" if self.kind in ("environment", "code") else ": "
         return f"{self.key}{equals}{shown(self.value)}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,6 +98,10 @@ class SettingSource(NamedTuple):
     text: str = ""
     guard: object = None
     """The guard section of a halfstep recipe."""
+    names: Sequence[str] = ()
+    """Files and modules that it names: what a script imports, what a launch line starts."""
+    tools: frozenset[str] = frozenset()
+    """The libraries whose precision a script decides, or the launcher of a launch line."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +119,14 @@ class Document:
         return FoundSetting(self.kind, self.place, printable(key), value, means, self.lines.get(key), claim)
 
 
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text with their ends, as editors count them; str.splitlines breaks at form feeds too."""
+    return _LINES.findall(text)
+
+
 def shown(value: object) -> str:
     """Return a value as its file would show it, short and safe for a terminal."""
     # 1e-05 is shown as 1e-5, as users write it.
@@ -92,62 +138,3 @@ def printable(text: str) -> str:
     """Return text without control characters, shortened to LONGEST_SHOWN."""
     safe = text if text.isprintable() else repr(text)
     return safe if len(safe) <= LONGEST_SHOWN else f"{safe[: LONGEST_SHOWN - 3]}..."
-
-
-# -- repairs ----------------------------------------------------------------------------------------------------------
-# The exact line that makes a setting ask for another precision, in the vocabulary of its file.
-
-
-_ACCELERATE = {"fp32": "'no'", "tf32": "'no'"}
-_LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_FULL = ("fp32", "tf32")
-
-
-def line_for(setting: FoundSetting, precision: str) -> str:
-    """Return what to write so that `setting` asks for `precision`."""
-    if setting.kind == "environment":
-        return _variable(setting, precision)
-    if setting.kind == "deepspeed":
-        return _deepspeed(setting, precision)
-    if setting.kind == "accelerate":
-        return f"mixed_precision: {_ACCELERATE.get(precision, precision)}"
-    return _recipe_line(setting, precision)
-
-
-def _deepspeed(setting: FoundSetting, precision: str) -> str:
-    # A file that uses DeepSpeed's old spelling must not get both spellings.
-    old = setting.key.partition(".")[0] == "bfloat16"
-    names = {"fp16": "fp16", "bf16": "bfloat16" if old else "bf16"}
-    return ", ".join(f'"{name}": {{"enabled": {str(one == precision).lower()}}}' for one, name in names.items())
-
-
-def _variable(setting: FoundSetting, precision: str) -> str:
-    if setting.claim and setting.claim.says is None and setting.claim.denies == {"tf32"}:
-        return f"unset {setting.key}"
-    word = "no" if precision in _FULL else precision
-    return f"export {setting.key}={word}"
-
-
-def _recipe_line(setting: FoundSetting, precision: str) -> str:
-    key = setting.leaf
-    if key in ("amp", "use_amp") or (isinstance(setting.value, bool) and key == "mixed_precision"):
-        return f"{key}: {precision not in _FULL}"
-    if key in FLAGS:
-        return _flags(key, precision)
-    if key == "mixed_precision":
-        return f"{key}: {_ACCELERATE.get(precision, precision)}"
-    if key == "amp_dtype" and setting.claim is None:
-        return f"{key}: {_TORCH[precision]}"
-    # A dtype cannot switch autocast off; use_amp does.
-    if key == "amp_dtype" and precision in _FULL:
-        return "use_amp: False"
-    took = setting.claim.says.took if setting.claim and setting.claim.says else ""
-    words = _LIGHTNING if "Lightning" in took else _TORCH if "torch" in took else {}
-    return f"{key}: {words.get(precision, precision)}"
-
-
-def _flags(key: str, precision: str) -> str:
-    own = f"{key}: {key == precision}"
-    needs_another = precision in FLAGS if key == "fp32" else precision in ("fp16", "bf16")
-    return f"{own} and {precision}: True" if precision != key and needs_another else own

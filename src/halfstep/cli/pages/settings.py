@@ -30,7 +30,7 @@ def show(report: dict[str, Any]) -> None:
     if "changed" in report:
         _print_changes(console, report["changed"])
     console.print()
-    _print_status(console, report["status"])
+    print_status(console, report["status"])
 
 
 def _settings(rows: list[dict[str, Any]], console: Console) -> Table:
@@ -56,7 +56,8 @@ def _print_changes(console: Console, changes: list[dict[str, Any]]) -> None:
         console.print(indented(Text(in_line(f"Files modified: {', '.join(files)}"))))
 
 
-def _print_status(console: Console, status: dict[str, Any]) -> None:
+def print_status(console: Console, status: dict[str, Any]) -> None:
+    """Print the status check of the radio-map guide: one verdict, and what it rests on."""
     console.print(Text("=== Configuration Status Check ===", style="bold"))
     console.print(Text(_verdict(status, console), style="green" if status["aligned"] else "red"))
     lines = {
@@ -75,7 +76,9 @@ def _verdict(status: dict[str, Any], console: Console) -> str:
     # A terminal without Unicode cannot print the symbols.
     plain = console.options.ascii_only
     if not status["aligned"]:
-        return f"{'NO:' if plain else '❌'} Configuration is not aligned: precision mismatch"
-    known = {None: "nothing speaks of precision", "auto": "the device decides"}
+        why = status.get("reason", "precision mismatch")
+        return f"{'NO:' if plain else '❌'} Configuration is not aligned: {why}"
+    silent = "what decides is known only in the run" if status.get("unresolved") else "nothing speaks of precision"
+    known = {None: silent, "auto": "the device decides", "several": "each run in its own precision"}
     what = known.get(status["precision"], f"everything asks for {status['precision']}")
     return f"{'OK:' if plain else '✅'} Configuration is properly aligned: {what}"

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -266,14 +266,22 @@ class Script:
 
 def parse(file: str, text: str) -> Script:
     """Return the parsed file; raise SyntaxError, ValueError, RecursionError or MemoryError where Python cannot."""
+    return Script(file, text, syntax_tree(text))
+
+
+@lru_cache(maxsize=1)
+def syntax_tree(text: str) -> ast.Module:
+    """Return the tree of a file, without lines for IPython's shell; raise as `parse` does.
+
+    The last one is kept: settings and mistakes are looked for in the same file, one after the other.
+    """
     with warnings.catch_warnings():
         # An invalid escape such as "\d" in a stranger's file is no concern of ours, nor of an `-W error`.
         warnings.simplefilter("ignore")
         try:
-            tree = ast.parse(text)
+            return ast.parse(text)
         except SyntaxError:
-            tree = ast.parse(_MAGIC.sub(r"\1pass", text))
-    return Script(file, text, tree)
+            return ast.parse(_MAGIC.sub(r"\1pass", text))
 
 
 def path_of(node: ast.AST) -> str | None:

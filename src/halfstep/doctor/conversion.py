@@ -1,0 +1,237 @@
+"""Turn the configuration of another trainer into a recipe of halfstep, as far as it maps. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from halfstep.doctor.linking import Run
+from halfstep.doctor.project import Project
+from halfstep.doctor.settings import printable
+from halfstep.doctor.sources.kinds import kind_of
+from halfstep.doctor.sources.launch import commands, pairs
+from halfstep.doctor.sources.reading import document_of
+from halfstep.errors import WrongUse
+from halfstep.precision.names import PRECISION_KEYS
+
+
+class Stated(NamedTuple):
+    """A key of another trainer's configuration with its value and place."""
+
+    key: str
+    value: object
+    place: str
+    line: int | None
+    kind: str = ""
+    """The kind of its file."""
+
+    @property
+    def leaf(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    def __str__(self) -> str:
+        where = f"{self.place}:{self.line}" if self.line else self.place
+        return f"{printable(self.key)}: {printable(str(self.value))}  ({where})"
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(str(value))
+
+
+def _whole(value: object) -> int:
+    number = _number(value)
+    if not number.is_integer():
+        raise ValueError(value)
+    return int(number)
+
+
+def _schedule(value: object) -> str:
+    return {"cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}[str(value)]
+
+
+def _optimizer(value: object) -> str:
+    word = str(value).lower().removeprefix("torch.optim.")
+    return {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}.get(word, word)
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(value)
+    return value
+
+
+_Reader = Callable[[object], Any]
+_KEYS: dict[str, tuple[_Reader, tuple[str, ...]]] = {
+    "optimizer.name": (_optimizer, ("optim", "optimizer")),
+    "optimizer.lr": (_number, ("learning_rate", "lr", "base_lr")),
+    "optimizer.weight_decay": (_number, ("weight_decay",)),
+    "schedule.name": (_schedule, ("lr_scheduler_type", "lr_scheduler", "scheduler")),
+    "schedule.warmup_steps": (_whole, ("warmup_steps", "num_warmup_steps", "lr_warmup_steps", "warmup_num_steps")),
+    "loss_scale.init_scale": (lambda value: 2.0 ** _whole(value), ("initial_scale_power",)),
+    "loss_scale.growth_interval": (_whole, ("loss_scale_window", "growth_interval")),
+    "loss_scale.floor": (_number, ("min_loss_scale",)),
+    "train.steps": (_whole, ("max_steps", "max_train_steps", "train_num_steps", "num_steps")),
+    "train.epochs": (_whole, ("num_train_epochs", "max_epochs", "num_epochs", "epochs")),
+    "train.batch_size": (
+        _whole,
+        ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "train_batch_size", "batch_size"),
+    ),
+    "train.global_batch": (_whole, ("global_batch_size",)),
+    "train.microbatches": (
+        _whole,
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulate_every", "accumulation_steps"),
+    ),
+    "train.clip_norm": (
+        _number,
+        ("max_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip", "clip_grad", "clip_grad_norm"),
+    ),
+    "train.clip_value": (_number, ("clip_value",)),
+    "train.seed": (_whole, ("seed", "seed_everything", "random_seed")),
+    "train.ema": (_number, ("ema_decay",)),
+    "train.checkpoint_activations": (_boolean, ("gradient_checkpointing",)),
+    "train.compile": (_boolean, ("torch_compile",)),
+    "train.num_workers": (_whole, ("dataloader_num_workers", "num_workers")),
+}
+"""What maps: our key, how its value is read, and the names of others."""
+_OURS = {name: key for key, (_, names) in _KEYS.items() for name in names}
+_MOST_COMMENTS = 100
+
+
+def to_recipe(project: Project, runs: Sequence[Run], precision: str | None) -> str:
+    """Return a recipe without task, model and data, as YAML; what does not map is a comment with its place.
+
+    Raise `WrongUse` where the project has nothing to convert.
+    """
+    said = (one for run in runs for one in _stated(project, run))
+    stated = list({(s.key, str(s.value), s.place, s.line): s for s in said}.values())
+    if not stated and precision is None:
+        raise WrongUse(
+            f"--write, where {project.root} has no settings of a trainer",
+            allowed="a file of accelerate, DeepSpeed, Lightning, Hydra or TrainingArguments, or a launch line",
+            do="halfstep recipes lists recipes to begin with",
+        )
+    taken, left = _taken(stated)
+    for key in [key for key in taken if key.startswith("loss_scale.") and precision != "fp16"]:
+        left.append((taken.pop(key)[1], f"{precision or 'auto'} needs no loss scale"))
+    _validated(taken, left)
+    return _text(project, precision, taken, left)
+
+
+def _stated(project: Project, run: Run) -> Iterator[Stated]:
+    """Yield what a run says, flags first: they win over files."""
+    for source in sorted(run.sources, key=lambda source: source.kind != "launch"):
+        text = project.texts.get(source.place, "")
+        if source.kind == "launch" and run.launch:
+            for words in commands(text):
+                if words and words[0].line == run.launch.line:
+                    yield from (Stated(_bare(key), v, source.place, word.line) for key, v, word in pairs(words))
+        elif source.kind == "code":
+            yield from (Stated(s.key, s.value, source.place, s.line) for s in source.training)
+        elif text:
+            yield from _in_file(source.place, text)
+
+
+def _bare(key: str) -> str:
+    return key.lstrip("-").replace("-", "_")
+
+
+def _in_file(place: str, text: str) -> Iterator[Stated]:
+    from halfstep.recipe.strict_yaml import flat
+
+    document = document_of("recipe", place, text)
+    kind = kind_of(document.content, text, place.endswith(".json"))
+    for key, value in flat(document.content):
+        if isinstance(value, (bool, int, float, str)) and not (kind == "hydra" and key.startswith("defaults")):
+            yield Stated(key, value, place, document.lines.get(key), kind)
+
+
+def _taken(stated: Sequence[Stated]) -> tuple[dict[str, tuple[Any, Stated]], list[tuple[Stated, str]]]:
+    """Return our keys with their values, and what is left with the reason."""
+    taken: dict[str, tuple[Any, Stated]] = {}
+    left: list[tuple[Stated, str]] = []
+    by_value = any(one.leaf == "gradient_clip_algorithm" and one.value == "value" for one in stated)
+    for one in stated:
+        key = _our_key(one, by_value)
+        if key is None:
+            if one.leaf not in PRECISION_KEYS and not one.key.endswith((".enabled", "distributed_type")):
+                left.append((one, "not mapped"))
+        elif (value := _read(key, one.value)) is None:
+            left.append((one, f"not a value of {key}"))
+        elif key in taken and taken[key][0] != value:
+            left.append((one, f"{key} is taken from {taken[key][1].place}"))
+        else:
+            taken.setdefault(key, (value, one))
+    for kept, dropped in _ONE_OF_TWO.items():
+        if kept in taken and dropped in taken:
+            left.append((taken.pop(dropped)[1], f"{kept} decides"))
+    return taken, left
+
+
+# TrainingArguments obey max_steps where both are given, and a recipe may have one of the two; micro-batches follow from
+# a global batch.
+_ONE_OF_TWO = {"train.steps": "train.epochs", "train.global_batch": "train.microbatches"}
+
+
+def _our_key(one: Stated, by_value: bool) -> str | None:
+    if one.kind == "deepspeed" and one.key == "train_batch_size":
+        # DeepSpeed's is over all ranks and micro-batches; other projects give the name to that of one device.
+        return "train.global_batch"
+    if one.leaf == "gradient_clip_val" and by_value:
+        return "train.clip_value"
+    return _OURS.get(one.leaf)
+
+
+def _read(key: str, value: object) -> Any:
+    try:
+        read = _KEYS[key][0](value)
+    except (ValueError, KeyError, OverflowError):
+        return None
+    # -1 and 0 are others' words for "not set".
+    return None if isinstance(read, (int, float)) and not isinstance(read, bool) and read < 0 else read
+
+
+def _validated(taken: dict[str, tuple[Any, Stated]], left: list[tuple[Stated, str]]) -> None:
+    """Move what halfstep's own schema refuses to the comments."""
+    from pydantic import ValidationError
+
+    from halfstep.recipe import schema
+
+    sections: dict[str, type[schema.Section]] = {
+        "optimizer": schema.OptimizerOptions,
+        "schedule": schema.ScheduleOptions,
+        "loss_scale": schema.LossScaleOptions,
+        "train": schema.TrainOptions,
+    }
+    for key in list(taken):
+        section, _, name = key.partition(".")
+        try:
+            sections[section].model_validate({name: taken[key][0]})
+        except ValidationError as error:
+            left.append((taken.pop(key)[1], f"{key}: {error.errors()[0]['msg'][:80].lower()}"))
+
+
+def _text(
+    project: Project,
+    precision: str | None,
+    taken: dict[str, tuple[Any, Stated]],
+    left: Sequence[tuple[Stated, str]],
+) -> str:
+    lines = [
+        f"# From {printable(str(project.root.resolve().name))}, by halfstep doctor --write.",
+        "# task, model and data are yours to add; `halfstep recipes` lists complete recipes.",
+        f"precision: {precision or 'auto'}",
+    ]
+    for section in dict.fromkeys(key.partition(".")[0] for key in _KEYS):
+        own = {key: taken[key] for key in _KEYS if key in taken and key.startswith(f"{section}.")}
+        lines += [f"{section}:"] if own else []
+        for key, (value, one) in own.items():
+            lines.append(f"  {key.partition('.')[2]}: {json.dumps(value)}  # {one}")
+    if left:
+        lines += ["", "# Without a place in a recipe:"]
+        lines += [f"#   {one}: {why}" for one, why in left[:_MOST_COMMENTS]]
+        more = len(left) - _MOST_COMMENTS
+        lines += [f"#   and {more} more"] if more > 0 else []
+    return "\n".join(lines) + "\n"

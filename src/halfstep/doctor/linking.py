@@ -1,0 +1,220 @@
+"""Which files of a project belong to one run: what a launch line starts, what a script names. Imports no torch.
+
+Two configurations of a project need not agree: they may be for two runs. They are compared where something ties them
+together: a launch line that names both, a script that opens or imports them, a `defaults` list of Hydra; or where each
+is the only one of its kind in the project.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from halfstep.doctor.precedence import ACCELERATE, FABRIC, PYTHON, Provenance, provenance, tools_with_rules
+from halfstep.doctor.project import Project
+from halfstep.doctor.settings import FoundSetting, SettingSource
+from halfstep.doctor.sources.launch import Launch
+from halfstep.doctor.sources.reading import lightning_claim
+
+MOST_RUNS = 200
+"""Runs of a project that are compared at most."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a project: how it is started, and every source that it reads."""
+
+    start: str
+    sources: list[SettingSource]
+    launch: Launch | None = None
+    aside: tuple[SettingSource, ...] = ()
+    """Files of the project that a person may expect this run to read, and that it does not."""
+
+    @property
+    def name(self) -> str:
+        """The launch line or the file that stands for the run."""
+        if self.launch:
+            return f"{self.launch.source.place}:{self.launch.line}"
+        return self.sources[0].place if self.sources else ""
+
+    @property
+    def tools(self) -> frozenset[str]:
+        """The libraries whose precision the run decides; where no script is known, those of its files."""
+        told = frozenset().union(*(source.tools for source in self.sources if source.kind != "launch"))
+        launched = {"accelerate"} if self.start == ACCELERATE and "transformers" not in told else set()
+        files = {source.kind for source in self.sources} & {"accelerate", "transformers"}
+        scripts = any(source.kind == "code" for source in self.sources)
+        own = {"halfstep"} if any(source.halfstep for source in self.sources) else set()
+        return told | own | ((launched | files) if not scripts or "transformers" in files else launched)
+
+    def settings(self) -> list[FoundSetting]:
+        """Return every setting of the run; flags of a script stand where the script uses them."""
+        found = [setting for source in self.sources for setting in source.precision]
+        return _placed(found, self.tools)
+
+    def provenance(self) -> list[Provenance]:
+        """Return who wins in each tool of the run."""
+        aside = [setting for source in self.aside for setting in source.precision]
+        settings = self.settings()
+        tools = self.tools | {"hydra"}
+        rows = [provenance(tool, self.start, settings, aside) for tool in tools_with_rules() if tool in tools]
+        return [row for row in rows if row]
+
+
+def _placed(settings: Sequence[FoundSetting], tools: frozenset[str]) -> list[FoundSetting]:
+    flags = {s.argument: s for s in settings if s.kind == "launch" and s.tool == "script"}
+    given = {s.argument for s in settings if s.kind == "code" and s.argument in flags}
+    placed = []
+    for setting in settings:
+        if setting.kind == "code" and setting.argument in flags:
+            placed.append(_given(setting, flags[setting.argument]))
+        elif setting.argument not in given or setting.kind != "launch":
+            placed.append(_owned(setting, settings, tools))
+    return placed
+
+
+def _given(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
+    """Return what a setting of a script is once its argument is given: the flag's value, on the flag's line."""
+    if setting.key == "autocast(enabled)" and flag.claim and "fp32" in flag.claim.denies:
+        claim, means = lightning_claim(setting.key, setting.value)
+        return replace(setting, claim=claim, means=means)
+    return replace(flag, tool=setting.tool, level="" if setting.rank == "default" else "code")
+
+
+def _owned(setting: FoundSetting, settings: Sequence[FoundSetting], tools: frozenset[str]) -> FoundSetting:
+    """Return a flag of a script with the library that reads it."""
+    if setting.kind != "launch" or setting.tool != "script":
+        return setting
+    if setting.argument in ("fp16", "bf16") and "transformers" in tools:
+        return replace(setting, tool="transformers")
+    if setting.argument.endswith("trainer.precision") and "lightning cli" in tools:
+        return replace(setting, tool="lightning cli")
+    if any(other.kind == "hydra" and setting.argument in _hydra_keys(other) for other in settings):
+        return replace(setting, tool="hydra")
+    return setting
+
+
+def _hydra_keys(setting: FoundSetting) -> tuple[str, str]:
+    """Return the key as its file has it, and as the whole configuration does: conf/trainer/gpu.yaml is `trainer`."""
+    group = posixpath.basename(posixpath.dirname(setting.place))
+    return setting.key, f"{group}.{setting.key}"
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+class Places:
+    """The sources of a project, found by the names that scripts and launch lines give them."""
+
+    def __init__(self, sources: Sequence[SettingSource]) -> None:
+        self.sources = sources
+        self._by_place = {source.place: source for source in sources}
+        self._by_ending: dict[str, list[SettingSource]] = {}
+        for source in sources:
+            self._by_ending.setdefault(posixpath.basename(source.place), []).append(source)
+
+    def named(self, name: str, by: str) -> SettingSource | None:
+        """Return the file that a name means: beside the file that names it, in the root, or the only one that fits."""
+        own = posixpath.normpath(name)
+        beside = posixpath.normpath(posixpath.join(posixpath.dirname(by), name))
+        if found := self._by_place.get(beside) or self._by_place.get(own):
+            return found
+        ending = "/" + own.lstrip("./")
+        same = self._by_ending.get(posixpath.basename(own), ())
+        fitting = [source for source in same if source.place.endswith(ending)]
+        return fitting[0] if len(fitting) == 1 else None
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def runs_of(project: Project, environment: SettingSource) -> list[Run]:
+    """Return the runs of a project, each with the sources that it reads."""
+    by_place = Places(project.sources)
+    launched = [launch for launch in project.launches if launch.launcher]
+    runs = [_launched(launch, by_place) for launch in launched[:MOST_RUNS]]
+    told = {source.place for run in runs for source in run.sources}
+    runs += _started_by_hand(by_place, told) if not runs else []
+    loose = _loose(project, {source.place for run in runs for source in run.sources})
+    if not runs:
+        runs = _configurations_alone(loose, by_place)
+        loose = []
+    return [_with_loose(run, loose, environment) for run in runs]
+
+
+def _launched(launch: Launch, by_place: Places) -> Run:
+    names = [_module(launch.script), *launch.source.names]
+    members = closure(names, launch.source.place, by_place)
+    start = {"accelerate": ACCELERATE, "fabric": FABRIC}.get(launch.launcher, PYTHON)
+    return Run(start, [launch.source, *members], launch)
+
+
+def _module(name: str) -> str:
+    return name if "/" in name or name.endswith((".py", ".yaml", ".yml", ".json")) else f"{name.replace('.', '/')}.py"
+
+
+def _started_by_hand(by_place: Places, told: set[str]) -> list[Run]:
+    """Return a run for each script that decides a precision and that no other script imports."""
+    scripts = [s for s in by_place.sources if s.kind == "code" and s.place not in told]
+    named = _named_by_others(scripts, by_place)
+    roots = [s for s in scripts if s.place not in named and (s.tools or any(x.claim for x in s.precision))]
+    return [Run(PYTHON, [s, *_others(s, by_place)]) for s in roots[:MOST_RUNS]]
+
+
+def _named_by_others(sources: Iterable[SettingSource], by_place: Places) -> set[str]:
+    met = ((source, by_place.named(name, source.place)) for source in sources for name in source.names)
+    return {other.place for source, other in met if other and other is not source}
+
+
+def _others(source: SettingSource, by_place: Places) -> list[SettingSource]:
+    return [member for member in closure(source.names, source.place, by_place) if member is not source]
+
+
+def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingSource]:
+    """Return the sources that are named, and those that they name, in the order in which they were met."""
+    found: dict[str, SettingSource] = {}
+    waiting = [(name, place) for name in names]
+    while waiting:
+        name, by = waiting.pop(0)
+        met = by_place.named(name, by)
+        if met and met.place not in found:
+            found[met.place] = met
+            waiting += [(further, met.place) for further in met.names]
+    return list(found.values())
+
+
+def _loose(project: Project, told: set[str]) -> list[SettingSource]:
+    """Return the files that nothing names, where each is the only one of its kind in the project."""
+    variables = [launch.source for launch in project.launches if not launch.launcher]
+    loose = [s for s in (*project.sources, *variables) if s.place not in told and s.kind != "code"]
+    kinds = [source.kind for source in (*project.sources, *variables)]
+    return [source for source in loose if kinds.count(source.kind) == 1 and source.precision]
+
+
+def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> list[Run]:
+    """Return the runs of a project without a launch line and without a script that decides a precision."""
+    scattered = [s for s in by_place.sources if s not in loose and s.kind != "code"]
+    named = _named_by_others(scattered, by_place)
+    roots = [s for s in scattered if s.place not in named]
+    alone = [[root, *_others(root, by_place)] for root in roots[:MOST_RUNS]] or [[]]
+    return [Run(_start([*members, *loose]), [*members, *(s for s in loose if s not in members)]) for members in alone]
+
+
+def _start(sources: Sequence[SettingSource]) -> str:
+    # Without a launch line, a file of accelerate is taken for what it is there for.
+    return ACCELERATE if any(source.kind == "accelerate" for source in sources) else PYTHON
+
+
+def _with_loose(run: Run, loose: Sequence[SettingSource], environment: SettingSource) -> Run:
+    sources = [*run.sources, *(source for source in loose if source.kind != "accelerate")]
+    files = [source for source in loose if source.kind == "accelerate"]
+    start, aside = run.start, ()  # type: str, tuple[SettingSource, ...]
+    if files and run.launch is None:
+        # A script of accelerate, beside a file of accelerate, is started with accelerate launch.
+        sources, start = [*sources, *files], ACCELERATE
+    elif files and ("accelerate" in run.tools or "transformers" in run.tools):
+        aside = tuple(files)
+    own = {setting.key for source in sources for setting in source.precision if setting.kind == "environment"}
+    kept = [setting for setting in environment.precision if setting.key not in own]
+    return replace(run, start=start, sources=[*sources, environment._replace(precision=kept)], aside=aside)

@@ -1,0 +1,149 @@
+"""Walk a project's folder and read every file that a precision can come from. Imports no torch, and runs nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfstep.doctor.code import check_code
+from halfstep.doctor.located import LocatedFinding
+from halfstep.doctor.settings import SettingSource, printable
+from halfstep.doctor.sources import launch, python
+from halfstep.doctor.sources.kinds import from_configuration
+from halfstep.doctor.sources.launch import Launch, from_shell
+from halfstep.errors import HalfstepError, WrongUse
+
+CHECKS: tuple[Callable[[str, str], list[LocatedFinding]], ...] = (check_code,)
+"""Checks of one Python file, given its path in the project and its text; none of them imports or runs it."""
+LARGEST = 2**20
+"""Bytes. Larger files are data."""
+MOST_FILES = 10_000
+"""Files that are read at most; the report says when there are more."""
+SKIPPED = frozenset(
+    {".git", ".hg", ".venv", "venv", "env", "node_modules", "__pycache__", "site-packages", "build", "dist", ".tox"}
+    | {".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints"}
+    | {"runs", "outputs", "wandb", "mlruns", "lightning_logs"}
+)
+"""Folders that hold no settings of the project: caches, environments, results."""
+_CONFIGURATIONS = (".yaml", ".yml", ".json")
+_SHELL = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job", ".env")
+_SHEBANG = re.compile(r"#!.*\b(ba|z|da)?sh\b")
+_NOT_A_CONFIGURATION = frozenset({"package.json", "package-lock.json", "tsconfig.json", "tokenizer.json", "vocab.json"})
+
+
+@dataclass
+class Project:
+    """Everything that was read in a folder."""
+
+    root: Path
+    sources: list[SettingSource] = field(default_factory=list)
+    """Configurations and scripts in Python."""
+    launches: list[Launch] = field(default_factory=list)
+    findings: list[LocatedFinding] = field(default_factory=list)
+    """Files that could not be read, and what the checks of single files found."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """The text of each file that was read, by its path in the project."""
+    files: int = 0
+    more: bool = False
+    """Whether there are more files than are read."""
+
+
+def read_project(folder: str) -> Project:
+    """Read a folder; raise `WrongUse` where it is none."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise WrongUse(f"{folder} is no folder", allowed="the folder of a project", do=f"look for it with ls {folder}")
+    project = Project(root)
+    for place in _walk(root):
+        if project.files >= MOST_FILES:
+            project.more = True
+            break
+        project.files += 1
+        _read(project, place)
+    return project
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Yield the files of a folder by their path in it, in order; links are not followed out of the folder."""
+    inside = root.resolve()
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.endswith(".egg-info"))
+        for name in sorted(files):
+            path = Path(folder) / name
+            if _wanted(path) and (not path.is_symlink() or path.resolve().is_relative_to(inside)):
+                yield path.relative_to(root).as_posix()
+
+
+def _wanted(path: Path) -> bool:
+    suffix = path.suffix.lower()
+    return suffix in (".py", *_CONFIGURATIONS, *_SHELL, "") and path.name not in _NOT_A_CONFIGURATION
+
+
+def _read(project: Project, place: str) -> None:
+    text = _text(project.root / place)
+    if text is None:
+        return
+    suffix = Path(place).suffix.lower()
+    try:
+        if suffix == ".py":
+            _python(project, place, text)
+        elif suffix in _CONFIGURATIONS:
+            _configuration(project, place, text)
+        elif (suffix or _SHEBANG.match(text)) and launch.SPEAKS.search(text):
+            project.launches += from_shell(place, text)
+            project.texts[place] = text
+    except HalfstepError as error:
+        project.findings.append(_unreadable(place, error))
+
+
+def _text(path: Path) -> str | None:
+    """Return the text of a regular file of at most LARGEST bytes; None for anything else."""
+    try:
+        if not path.is_file() or path.stat().st_size > LARGEST:
+            return None
+        content = path.read_bytes()[: LARGEST + 1]
+        return None if b"\0" in content else content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _python(project: Project, place: str, text: str) -> None:
+    project.texts[place] = text
+    try:
+        if python.speaks(text):
+            project.sources.append(python.from_python(place, text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        evidence = f"{printable(place)} is not Python that this version can parse, and was not read"
+        project.findings.append(
+            LocatedFinding("project.not_read", "note", evidence, f"python -m py_compile {place}", place, line)
+        )
+        return
+    # Right after the settings, so that the file is parsed once.
+    for check in CHECKS:
+        project.findings += check(place, text)
+
+
+def _configuration(project: Project, place: str, text: str) -> None:
+    source = from_configuration(place, text)
+    if source:
+        project.sources.append(source)
+        project.texts[place] = text
+
+
+_LINE = re.compile(r"\bline (\d+)")
+
+
+def _unreadable(place: str, error: HalfstepError) -> LocatedFinding:
+    """Return a word that nobody understands as an error, and a file that this reader refuses as a note."""
+    found = _LINE.search(error.given)
+    line = int(found[1]) if found else None
+    from halfstep.errors import BadRecipe, Unsafe
+
+    refused = isinstance(error, (BadRecipe, Unsafe)) and "mixed_precision:" not in error.given
+    name, severity = ("project.not_read", "note") if refused else ("settings.unreadable", "error")
+    given = error.given.removeprefix(place).lstrip(":, ")
+    return LocatedFinding(name, severity, f"{place}: {given}", error.do, place, line)  # type: ignore[arg-type]

@@ -1,0 +1,315 @@
+"""Check a whole project: who wins in each run, what is ignored, what contradicts, and one verdict. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from halfstep.doctor.checkup import Conflict, SettingsVerdict, default_file_note, facts, judge, status_of
+from halfstep.doctor.linking import Run, runs_of
+from halfstep.doctor.located import Edit, LocatedFinding
+from halfstep.doctor.patch import edits_of
+from halfstep.doctor.precedence import ACCELERATE, Provenance
+from halfstep.doctor.project import Project, read_project
+from halfstep.doctor.repairs import edits_for, edits_to_all, line_for
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, lines_of
+from halfstep.doctor.sources import NOT_GIVEN, from_environment
+from halfstep.errors import WrongUse
+from halfstep.finding import Finding, Severity
+from halfstep.precision.names import AUTO, precision_names, read_precision
+
+_SAID_BY_THE_TABLE = frozenset({"accelerate.order", "recipe.not_accelerate"})
+"""Notes for a single file; the table of a project says the same, for this project."""
+SEVERAL = "several"
+"""The precision of a project whose runs differ in it."""
+_ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
+
+
+def check_project(folder: str, variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the report on a folder as plain data: files, settings, who wins, findings, and the status.
+
+    Raise `WrongUse` where there is no such folder.
+    """
+    return report_of(*examine_project(folder, variables))
+
+
+def examine_project(
+    folder: str, variables: Mapping[str, str] = os.environ
+) -> tuple[Project, list[Run], list[LocatedFinding]]:
+    """Return a folder as it was read, its runs, and all findings; raise `WrongUse` where there is no such folder."""
+    project = read_project(folder)
+    runs = runs_of(project, from_environment(variables))
+    found = [*project.findings, *_unreadable(project), *(f for run in runs for f in _of_run(project, run))]
+    for run in runs:
+        notes = default_file_note(variables) if _takes_the_default(run) else []
+        fix = "name the file that is meant: accelerate launch --config_file FILE"
+        found += [replace(_located(note, run), fix=fix) for note in notes]
+    unique = {(f.id, f.file, f.line, f.evidence): f for f in found}
+    return project, runs, sorted(unique.values(), key=lambda f: (_ORDER[f.severity], f.file, f.line or 0, f.id))
+
+
+def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding]) -> dict[str, Any]:
+    """Return the report as plain data."""
+    settings = {(s.place, s.line, s.key): s for source in project.sources for s in source.precision}
+    settings |= {(s.place, s.line, s.key): s for launch in project.launches for s in launch.source.precision}
+    settings |= {(s.place, s.line, s.key): s for run in runs for source in run.sources for s in source.precision}
+    return {
+        "folder": str(project.root),
+        "files": {
+            "read": project.files,
+            "with_settings": len({place for place, _, _ in settings}),
+            "more": project.more,
+        },
+        "settings": [setting.as_dict() for setting in settings.values()],
+        "runs": [_row(run) for run in runs],
+        "findings": [finding.as_dict() for finding in findings],
+        "status": _status(runs, findings),
+    }
+
+
+def _row(run: Run) -> dict[str, Any]:
+    verdict = judge(_compared(run, run.provenance()))
+    return {
+        "name": run.name,
+        "launched": run.launch is not None,
+        "start": run.start,
+        "files": list(dict.fromkeys(source.place for source in run.sources if source.precision)),
+        "precision": verdict.precision,
+        "provenance": [row.as_dict() for row in run.provenance()],
+    }
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _unreadable(project: Project) -> Iterator[LocatedFinding]:
+    for source in (*project.sources, *(launch.source for launch in project.launches)):
+        for setting in source.precision:
+            if setting.means.startswith("cannot be read"):
+                evidence = f"{setting}  ({setting.where}): {setting.means}"
+                fix = f"write one of its words, such as {line_for(setting, 'bf16')}"
+                yield LocatedFinding("settings.unreadable", "error", evidence, fix, setting.place, setting.line)
+
+
+def _of_run(project: Project, run: Run) -> Iterator[LocatedFinding]:
+    rows = run.provenance()
+    for row in rows:
+        for loser in row.disagreeing():
+            if not row.deliberate(loser):
+                yield _ignored(project, run, row, loser)
+    settings = run.settings()
+    for conflict in judge(_compared(run, rows)).conflicts:
+        if not _is_composition(conflict):
+            yield _mismatch(project, conflict, settings)
+    for finding in facts(run.sources):
+        if finding.id not in _SAID_BY_THE_TABLE:
+            yield _located(finding, run)
+    for check in _SUBSTITUTIONS:
+        yield from check(settings)
+
+
+def _takes_the_default(run: Run) -> bool:
+    """Return whether `accelerate launch` reads the file in its own place, which is outside of the project."""
+    return run.launch is not None and run.start == ACCELERATE and not any(s.kind == "accelerate" for s in run.sources)
+
+
+def _compared(run: Run, rows: Sequence[Provenance]) -> list[FoundSetting]:
+    """Return the settings that must agree: those that win in their tool, and those that no tool ranks."""
+    # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
+    lost = [setting for row in rows for setting in (*(row.overrode if row.winners else ()), *row.unread)]
+    return [setting for setting in run.settings() if setting not in lost]
+
+
+def _is_composition(conflict: Conflict) -> bool:
+    """Return whether one file of Hydra replaces what another says, which is what they are for."""
+    return conflict.one.kind == conflict.other.kind == "hydra" and conflict.one.place != conflict.other.place
+
+
+def _ignored(project: Project, run: Run, row: Provenance, loser: FoundSetting) -> LocatedFinding:
+    by = row.winners[0] if row.winners else None
+    if row.refuses:
+        why = f"{row.tool} stops in an error, because {by} ({by.where if by else ''}) says something else"
+    elif by is None:
+        why = f"nothing that {_starter(run)} reads names a precision: {row.tool} runs in fp32"
+    else:
+        why = f"{by}  ({by.where}) wins in {row.tool}, and runs in {row.precision}"
+    if any(loser in source.precision for source in run.aside) and run.start == ACCELERATE:
+        why = f"accelerate launch reads the file that --config_file names, or the default in its own place; {why}"
+    elif loser in row.unread:
+        why = f"{_starter(run)} does not read it; {why}"
+    evidence = f"{loser}  ({loser.where}) is {'refused' if row.refuses else 'ignored'} in {run.name}\n{why}"
+    edits, fix = _repair(project, run, row, loser)
+    return LocatedFinding("settings.ignored", "error", evidence, fix, loser.place, loser.line, edits)
+
+
+def _starter(run: Run) -> str:
+    if run.launch and run.launch.launcher not in ("accelerate", "fabric"):
+        return run.launch.launcher
+    return {"accelerate": "accelerate launch", "fabric": "fabric run"}.get(run.start, "python")
+
+
+def _repair(project: Project, run: Run, row: Provenance, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
+    """Return the edits that remove an ignored setting's contradiction, and the sentence that says what to write."""
+    aside = any(loser in source.precision for source in run.aside)
+    if aside and run.launch and run.start == ACCELERATE:
+        return _name_the_file(project, run, loser)
+    edits = edits_for(loser, row.precision, run.settings(), project.texts)
+    fix = f"to keep {row.precision}, write in {loser.where}:\n    {line_for(loser, row.precision)}"
+    return edits, fix + _other_way(row, loser)
+
+
+def _other_way(row: Provenance, loser: FoundSetting) -> str:
+    """Return what to write where the setting that is ignored should decide."""
+    asked = loser.claim.meaning if loser.claim else ""
+    if not row.winners or asked not in precision_names():
+        return ""
+    winner = row.winners[0]
+    if winner.kind == "code" and winner.argument:
+        return f"\nor: to run in {asked}, give the script --{winner.argument}, whose default wins here"
+    return f"\nor: to run in {asked}, write in {winner.where}:\n    {line_for(winner, asked)}"
+
+
+def _name_the_file(project: Project, run: Run, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
+    assert run.launch
+    place, number = run.launch.source.place, run.launch.line
+    before = lines_of(project.texts[place])[number - 1].rstrip("\r\n")
+    after = before.replace("accelerate launch", f"accelerate launch --config_file {loser.place}", 1)
+    fix = f"name it: accelerate launch --config_file {loser.place}"
+    return ((Edit(place, number, before, after),) if after != before else ()), fix
+
+
+def _mismatch(project: Project, conflict: Conflict, settings: Sequence[FoundSetting]) -> LocatedFinding:
+    finding, other = conflict.finding, conflict.other
+    edits = edits_for(other, conflict.ways[0].precision, settings, project.texts)
+    line = other.line
+    return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, other.place, line, edits)
+
+
+def _located(finding: Finding, run: Run) -> LocatedFinding:
+    if isinstance(finding, LocatedFinding):
+        return finding
+    return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, run.name.partition(":")[0])
+
+
+# -- substitutions ----------------------------------------------------------------------------------------------------
+
+
+def _found_at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
+    text = f"{setting}  ({setting.where}): {evidence}"
+    return LocatedFinding(name, severity, text, fix, setting.place, setting.line)
+
+
+def _lightning_on_a_cpu(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+    on_cpu = any(s.leaf == "accelerator" and s.value == "cpu" for s in settings)
+    for s in settings:
+        if on_cpu and s.owner in ("lightning", "lightning cli") and s.claim and s.claim.meaning == "fp16":
+            evidence = "with accelerator: cpu Lightning takes bf16-mixed instead"
+            yield _found_at(s, "lightning.fp16_on_cpu", "warning", evidence, "write precision: bf16-mixed")
+
+
+def _narrow_weights(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+    for s in settings:
+        if s.claim and s.means.startswith("weights too"):
+            evidence = f"{s.means}: an update below their precision is rounded away"
+            fix = f"write {s.claim.meaning}-mixed" if s.claim.meaning == "bf16" else "write 16-mixed"
+            yield _found_at(s, "lightning.narrow_weights", "warning", evidence, fix)
+
+
+def _fixed_scale(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+    for s in settings:
+        if s.kind == "deepspeed" and s.leaf == "loss_scale" and s.value not in (0, 0.0, "auto"):
+            evidence = "a fixed loss scale: gradients that overflow at it overflow again"
+            yield _found_at(s, "deepspeed.fixed_scale", "warning", evidence, 'write "loss_scale": 0, which adapts')
+
+
+def _scaler_without_fp16(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+    off = {s.place for s in settings if s.kind == "deepspeed" and s.key == "fp16.enabled" and s.value is False}
+    for s in settings:
+        if s.place in off and s.key == "fp16.initial_scale_power":
+            evidence = "fp16 is off, and with it every word on the loss scale"
+            yield _found_at(s, "deepspeed.scaler_unused", "note", evidence, "nothing, if fp16 is meant to be off")
+
+
+_SUBSTITUTIONS = (_lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
+
+
+# -- status -----------------------------------------------------------------------------------------------------------
+
+
+def _status(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str, Any]:
+    """Return the status check over all runs; where runs differ in precision, each is named."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    verdicts = {run.name: judge(_compared(run, run.provenance())) for run in runs}
+    sources = list({id(s): s for run in runs for s in run.sources}.values())
+    settings = [s for run in runs for s in run.settings() if s.value != NOT_GIVEN]
+    precisions = {v.precision for v in verdicts.values() if v.precision not in (None, AUTO)}
+    disputed = next((v for v in verdicts.values() if v.conflicts), None)
+    one = disputed or SettingsVerdict(next(iter(precisions), None) if len(precisions) < 2 else None, [])
+    status = status_of(sources, settings, one)
+    if len(precisions) > 1 and not disputed:
+        each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
+        status |= {"precision": SEVERAL, "amp": each, "fp16": "as above"}
+    unresolved = sum(setting.means == UNRESOLVED for setting in settings)
+    status |= {
+        "unresolved": unresolved,
+        "aligned": not errors,
+        "reason": _reason(errors),
+        "errors": len(errors),
+        "runs": len(runs),
+    }
+    return {**status, "final": _final(errors, status)}
+
+
+_REASONS = {
+    "settings.precision_mismatch": "precision mismatch",
+    "settings.ignored": "a setting is ignored",
+    "settings.unreadable": "a setting cannot be read",
+}
+
+
+def _reason(errors: Sequence[LocatedFinding]) -> str:
+    """Return in few words why a project is not aligned; a mismatch before anything else."""
+    ids = {finding.id for finding in errors}
+    known = next((words for name, words in _REASONS.items() if name in ids), "see the errors above")
+    return known if errors else ""
+
+
+def _final(errors: Sequence[LocatedFinding], status: Mapping[str, Any]) -> str:
+    if not errors:
+        return str(status["final"])
+    count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
+    mended = all(finding.edits for finding in errors)
+    return f"not ready: {count}; {'--fix shows the patch' if mended else 'the fix stands below each'}"
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def edits_to(
+    fix: str, project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding], shown: str
+) -> list[Edit]:
+    """Return the edits that --fix asks for: those of all findings, or those after which all ask for one precision.
+
+    Raise `WrongUse` for a word that is no precision, and `PrecisionRefused` or `UnknownName` as a recipe would.
+    """
+    if fix == shown:
+        return edits_of(findings)
+    wanted = read_precision(fix).name
+    if wanted not in precision_names():
+        raise WrongUse(f"--fix {fix}", allowed=", ".join(precision_names()), do="--fix bf16")
+    return _settled_edits(project, runs, wanted)
+
+
+def _settled_edits(project: Project, runs: Sequence[Run], precision: str) -> list[Edit]:
+    """Return the edits after which every setting of every run asks for `precision`."""
+    said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN]
+    against = [setting for setting in said if _speaks_against(setting, precision)]
+    return list(edits_to_all(against, precision, said, project.texts))
+
+
+def _speaks_against(setting: FoundSetting, precision: str) -> bool:
+    assert setting.claim
+    named = setting.claim.says is not None and setting.claim.meaning not in (precision, AUTO)
+    return named or precision in setting.claim.denies

@@ -1,0 +1,261 @@
+"""The exact line that makes a setting ask for another precision, in the vocabulary of its file. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from halfstep.doctor.located import Edit
+from halfstep.doctor.settings import FoundSetting, lines_of
+from halfstep.doctor.sources.environment import FABRIC, LIGHTNING
+from halfstep.precision.names import FLAGS
+
+_ACCELERATE = {"fp32": "'no'", "tf32": "'no'"}
+_LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_FULL = ("fp32", "tf32")
+
+
+def line_for(setting: FoundSetting, precision: str) -> str:
+    """Return what to write so that `setting` asks for `precision`."""
+    if setting.kind == "environment":
+        return _variable(setting, precision)
+    if setting.kind == "deepspeed":
+        return _deepspeed(setting, precision)
+    if setting.kind == "accelerate":
+        return f"mixed_precision: {_ACCELERATE.get(precision, precision)}"
+    if setting.kind in ("recipe", "hydra"):
+        return _recipe_line(setting, precision)
+    return _written(setting, _target(setting, precision))
+
+
+def _deepspeed(setting: FoundSetting, precision: str) -> str:
+    # A file that uses DeepSpeed's old spelling must not get both spellings.
+    old = setting.key.partition(".")[0] == "bfloat16"
+    names = {"fp16": "fp16", "bf16": "bfloat16" if old else "bf16"}
+    return ", ".join(f'"{name}": {{"enabled": {str(one == precision).lower()}}}' for one, name in names.items())
+
+
+def _variable(setting: FoundSetting, precision: str) -> str:
+    if setting.claim and setting.claim.says is None and setting.claim.denies == {"tf32"}:
+        return f"unset {setting.key}"
+    word = "no" if precision in _FULL else precision
+    if setting.key in (LIGHTNING, FABRIC):
+        word = _LIGHTNING.get(precision, precision)
+    if setting.place.endswith(".py"):
+        return f'os.environ["{setting.key}"] = "{word}"'
+    return f"export {setting.key}={word}"
+
+
+def _recipe_line(setting: FoundSetting, precision: str) -> str:
+    key = setting.leaf
+    if key in ("amp", "use_amp") or (isinstance(setting.value, bool) and key == "mixed_precision"):
+        return f"{key}: {precision not in _FULL}"
+    if key in FLAGS:
+        return _flags(key, precision)
+    if key == "mixed_precision":
+        return f"{key}: {_ACCELERATE.get(precision, precision)}"
+    if key == "amp_dtype" and setting.claim is None:
+        return f"{key}: {_TORCH[precision]}"
+    # A dtype cannot switch autocast off; use_amp does.
+    if key == "amp_dtype" and precision in _FULL:
+        return "use_amp: False"
+    took = setting.claim.says.took if setting.claim and setting.claim.says else ""
+    words = _LIGHTNING if "Lightning" in took else _TORCH if "torch" in took else {}
+    return f"{key}: {words.get(precision, precision)}"
+
+
+def _flags(key: str, precision: str) -> str:
+    own = f"{key}: {key == precision}"
+    needs_another = precision in FLAGS if key == "fp32" else precision in ("fp16", "bf16")
+    return f"{own} and {precision}: True" if precision != key and needs_another else own
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+# The same for a line of a file: its text before and after.
+
+
+class _Target(NamedTuple):
+    """What a setting should be: its key, which a flag may change, and its value as it is written there."""
+
+    key: str
+    value: str
+
+
+def _target(setting: FoundSetting, precision: str) -> _Target:
+    """Return what to write in place of a setting outside of YAML of the project's own."""
+    key = _keyword(setting)
+    if key in ("fp16", "bf16"):
+        return _flag_target(setting, key, precision)
+    if key == "mixed_precision" or setting.tool == "accelerate":
+        word = "no" if precision in _FULL else precision
+        return _Target(key, f'"{word}"' if setting.kind == "code" else word)
+    if key == "precision":
+        word = _LIGHTNING.get(precision, precision)
+        return _Target(key, f'"{word}"' if setting.kind == "code" else word)
+    if setting.kind == "code" and "autocast" in setting.key:
+        return _Target("dtype", f"torch.{_TORCH.get(precision, 'float32')}")
+    if key in ("amp", "use_amp"):
+        return _Target(key, str(precision not in _FULL))
+    return _Target(key, _TORCH.get(precision, precision))
+
+
+def _keyword(setting: FoundSetting) -> str:
+    """Return the word itself: `mixed_precision` of `Accelerator(mixed_precision)` and of `--mixed_precision`."""
+    inner = re.search(r"\((\w+)\)", setting.key)
+    if inner:
+        return inner[1]
+    words = setting.key.lstrip("-").partition(" ")[0].replace("-", "_")
+    return words.rpartition(".")[2] if setting.kind != "launch" else words
+
+
+def _flag_target(setting: FoundSetting, key: str, precision: str) -> _Target:
+    lower = setting.kind in ("transformers", "deepspeed")
+    on = setting.claim is not None and setting.claim.says is not None
+    if on and precision in ("fp16", "bf16") and precision != key:
+        # `fp16: true` becomes `bf16: true`.
+        return _Target(precision, "true" if lower else "True")
+    value = str(key == precision)
+    return _Target(key, value.lower() if lower else value)
+
+
+def _written(setting: FoundSetting, target: _Target) -> str:
+    if setting.kind == "launch":
+        dashes = "--" if setting.key.startswith("-") else ""
+        joined = " " if dashes else "="
+        if setting.value is True and target.value in ("True", "False"):
+            return f"{dashes}{target.key}" if target.value == "True" else f"nothing: delete {setting.key}"
+        return f"{dashes}{target.key}{joined}{target.value}"
+    if setting.kind == "code":
+        outer = setting.key.partition("(")[0]
+        return f"default={target.value}" if " default" in setting.key else f"{outer}({target.key}={target.value})"
+    quote = '"' if setting.place.endswith(".json") else ""
+    return f"{quote}{target.key}{quote}: {target.value}"
+
+
+def edits_for(
+    setting: FoundSetting, precision: str, settings: Sequence[FoundSetting], texts: Mapping[str, str]
+) -> tuple[Edit, ...]:
+    """Return the edits after which `setting` asks for `precision`; none where a program cannot make them safely.
+
+    `settings` are all of the run: a file that has both `fp16` and `bf16` gets both changed.
+    """
+    siblings = _siblings(setting, settings)
+    return _edits((setting, *siblings), precision, bool(siblings), texts) or ()
+
+
+def edits_to_all(
+    against: Sequence[FoundSetting], precision: str, settings: Sequence[FoundSetting], texts: Mapping[str, str]
+) -> tuple[Edit, ...]:
+    """Return the edits after which all settings that are `against` it ask for `precision`, as far as a program can."""
+    found: dict[tuple[str, int], Edit] = {}
+    for setting in against:
+        siblings = _siblings(setting, settings)
+        edits = _edits((setting, *siblings), precision, bool(siblings), texts, found)
+        found |= {(edit.file, edit.line): edit for edit in edits or ()}
+    return tuple(found.values())
+
+
+def _siblings(setting: FoundSetting, settings: Sequence[FoundSetting]) -> list[FoundSetting]:
+    return [s for s in settings if s.place == setting.place and s is not setting and _are_flags(s, setting)]
+
+
+def _edits(
+    settings: Sequence[FoundSetting],
+    precision: str,
+    paired: bool,
+    texts: Mapping[str, str],
+    made: Mapping[tuple[str, int], Edit] | None = None,
+) -> tuple[Edit, ...] | None:
+    """Return one edit for each line, after those that were made before; None where a setting cannot be changed."""
+    edits = dict(made or {})
+    for setting in settings:
+        line = _line(setting, texts)
+        place = (setting.place, setting.line or 0)
+        before = edits[place].after if place in edits else line
+        after = _changed_line(setting, precision, paired, before) if before is not None else None
+        if line is None or after is None:
+            return None
+        edits[place] = Edit(*place, line, after)
+    return tuple(edit for edit in edits.values() if edit.before != edit.after)
+
+
+def _are_flags(one: FoundSetting, other: FoundSetting) -> bool:
+    names = {_format_of(one), _format_of(other)}
+    return names == {"fp16", "bf16"} and one.key.count(".") == other.key.count(".")
+
+
+def _format_of(setting: FoundSetting) -> str:
+    words = re.findall(r"fp16|bf16|bfloat16", setting.key)
+    return words[-1].replace("bfloat16", "bf16") if words else ""
+
+
+def _line(setting: FoundSetting, texts: Mapping[str, str]) -> str | None:
+    lines = lines_of(texts.get(setting.place, ""))
+    return lines[setting.line - 1].rstrip("\r\n") if setting.line and setting.line <= len(lines) else None
+
+
+def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
+    if setting.kind == "environment":
+        new = line_for(setting, precision).partition("=")[2].strip()
+        if setting.place.endswith(".py"):
+            return _once(rf"({setting.key}.\]\s*=\s*)[\"'][\w-]+[\"']", rf"\g<1>{new}", line)
+        return _once(rf"(?<!\w)({setting.key}=)([\"']?)[\w-]+\2", rf"\g<1>{new}", line) if new else None
+    if _format_of(setting) and setting.kind != "launch":
+        return _changed_flag(setting, precision, paired, line)
+    if setting.kind == "launch":
+        return _changed_word(setting, precision, line)
+    if setting.kind == "code":
+        return _changed_keyword(setting, precision, line)
+    key, _, value = line_for(setting, precision).partition(": ")
+    if " and " in value or key != setting.leaf:
+        return None
+    if setting.place.endswith(".json"):
+        value = value.lower() if value in ("True", "False") else f'"{value.strip(_QUOTES)}"'
+    return _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
+
+
+_QUOTES = "'\""
+
+
+def _changed_flag(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
+    own, on = _format_of(setting), setting.claim is not None and setting.claim.says is not None
+    key = "enabled" if setting.leaf == "enabled" else own
+    rename = on and not paired and precision in ("fp16", "bf16") and precision != own
+    if rename and key == "enabled":
+        # Only where the section says nothing else: words on the loss scale have no place below bf16.
+        return _once(rf'"{own}"(\s*:\s*{{\s*"enabled"\s*:\s*true\s*}})', rf'"{precision}"\g<1>', line)
+    new = precision if rename else key
+    value = rename or own == precision
+    written = str(value) if setting.kind == "code" or "True" in line or "False" in line else str(value).lower()
+    equals = r"\s*=\s*" if setting.kind == "code" else r"[\"']?\s*:\s*"
+    return _once(rf"(?<!\w){key}({equals})(true|false|True|False|\"auto\")", rf"{new}\g<1>{written}", line)
+
+
+def _changed_word(setting: FoundSetting, precision: str, line: str) -> str | None:
+    target = _target(setting, precision)
+    flag = re.escape(setting.key)
+    if setting.value is True:
+        # A flag without a value is there or not.
+        new = f" {_renamed(setting, target)}" if target.value == "True" else ""
+        return _once(rf"\s+{flag}(?=\s|$)", new, line)
+    return _once(rf"(?<!\S){flag}(=|\s+)[\"']?[\w.-]+[\"']?", rf"{_renamed(setting, target)}\g<1>{target.value}", line)
+
+
+def _renamed(setting: FoundSetting, target: _Target) -> str:
+    return setting.key.replace(_keyword(setting), target.key) if target.key in ("fp16", "bf16") else setting.key
+
+
+def _changed_keyword(setting: FoundSetting, precision: str, line: str) -> str | None:
+    target = _target(setting, precision)
+    key = "default" if " default" in setting.key else target.key
+    if key == "default" and setting.value in (True, False):
+        target = target._replace(value=str(precision not in _FULL))
+    literal = r"(\"[^\"]*\"|'[^']*'|True|False|torch\.\w+|\d+)"
+    return _once(rf"(?<!\w)({key}\s*=\s*){literal}", rf"\g<1>{target.value}", line)
+
+
+def _once(pattern: str, new: str, line: str) -> str | None:
+    """Return the line with the only match replaced; None where there is none, or more than one."""
+    return re.sub(pattern, new, line) if len(re.findall(pattern, line)) == 1 else None

@@ -1,0 +1,125 @@
+"""accelerate's configuration file, interpreted as accelerate does. Imports neither accelerate nor torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from halfstep.doctor.settings import Document, FoundSetting, SettingSource, shown
+from halfstep.doctor.sources.reading import read_document, training_settings
+from halfstep.errors import BadRecipe
+from halfstep.precision.names import Claim, read_claims
+
+WORDS = ("no", "fp16", "bf16", "fp8")
+DISTRIBUTED = "distributed_type"
+NOT_GIVEN = "(not given)"
+POLICIES = ("fsdp_mixed_precision_policy", "mixed_precision_policy")
+
+
+def from_accelerate(path: str) -> SettingSource:
+    """Read the file as `accelerate launch --config_file PATH` would."""
+    return accelerate_settings(read_document("accelerate", path))
+
+
+def accelerate_settings(document: Document) -> SettingSource:
+    """Return the settings of accelerate's file, with accelerate's own meaning."""
+    content = document.content
+    found = [setting for setting in (_mixed_precision(document),) if setting]
+    simple = {
+        "downcast_bf16": "TPU only",
+        DISTRIBUTED: "how processes work together; no word on precision",
+        "gpu_ids": "the GPUs that accelerate launch uses",
+        "use_cpu": "accelerate runs on the CPU" if content.get("use_cpu") is True else "accelerate picks the device",
+    }
+    found += [document.setting(key, content[key], means) for key, means in simple.items() if key in content]
+    clipping = _section(content, "deepspeed_config")
+    return SettingSource(
+        "accelerate",
+        document.place,
+        found + _nested(document),
+        training_settings(document, "deepspeed_config.", clipping),
+        text=document.text,
+    )
+
+
+def default_place(variables: Mapping[str, str]) -> Path:
+    """Return the file `accelerate launch` reads without --config_file."""
+    # The same lookup as in huggingface_hub and accelerate.
+    cache = variables.get("XDG_CACHE_HOME") or "~/.cache"
+    home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
+
+
+def reads_a_boolean(text: str) -> bool:
+    """Return whether accelerate's YAML 1.1 parser reads a boolean where a word should be: `no` needs quotes."""
+    import yaml
+
+    try:
+        # Safe: the strict reader has accepted the text, so it is short, shallow, and without aliases and tags.
+        return isinstance(yaml.safe_load(text).get("mixed_precision"), bool)
+    except (ValueError, yaml.YAMLError):
+        return False
+
+
+def _mixed_precision(document: Document) -> FoundSetting | None:
+    content = document.content
+    if content.get("mixed_precision") is not None:
+        return _said(document, "mixed_precision", _word(document, content["mixed_precision"]))
+    # A key of old versions of accelerate, which the launcher still reads.
+    if content.get("fp16") is True:
+        return _said(document, "fp16", "fp16")
+    if _deepspeed_file(content):
+        return None
+    claim = claim_of("mixed_precision", NOT_GIVEN, "no")
+    return document.setting("mixed_precision", NOT_GIVEN, "accelerate takes this for 'no': fp32", claim)
+
+
+def _word(document: Document, value: object) -> str:
+    """Return accelerate's word as its launcher reads it; YAML 1.1 turns an unquoted `no` into false."""
+    word = "no" if value is False else str(value).lower()
+    if word not in WORDS:
+        line = document.lines.get("mixed_precision")
+        raise BadRecipe(
+            f"{document.place}, line {line}: mixed_precision: {shown(value)}",
+            allowed=", ".join(WORDS),
+            do="write mixed_precision: bf16, or mixed_precision: 'no' with its quotes",
+        )
+    return word
+
+
+def _said(document: Document, key: str, word: str) -> FoundSetting:
+    means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
+    return document.setting(key, document.content[key], means, claim_of(key, document.content[key], word))
+
+
+def claim_of(key: str, value: object, word: str) -> Claim:
+    """Return the claim that one of accelerate's words makes about precision."""
+    return replace(read_claims({"mixed_precision": word})[0], key=key, value=value)
+
+
+def _nested(document: Document) -> list[FoundSetting]:
+    found = []
+    fsdp = _section(document.content, "fsdp_config")
+    for key in POLICIES:
+        if key in fsdp:
+            found.append(document.setting(f"fsdp_config.{key}", fsdp[key], "not read by accelerate launch"))
+    deepspeed = _section(document.content, "deepspeed_config")
+    if _deepspeed_file(document.content):
+        means = "DeepSpeed's file decides the precision; give it with --deepspeed"
+        key = "deepspeed_config_file"
+        found.append(document.setting(f"deepspeed_config.{key}", deepspeed[key], means))
+    elif "zero_stage" in deepspeed:
+        means = "how much is sharded; no word on precision"
+        found.append(document.setting("deepspeed_config.zero_stage", deepspeed["zero_stage"], means))
+    return found
+
+
+def _deepspeed_file(content: Mapping[str, object]) -> bool:
+    return bool(_section(content, "deepspeed_config").get("deepspeed_config_file"))
+
+
+def _section(content: Mapping[str, object], key: str) -> Mapping[str, object]:
+    section = content.get(key)
+    return section if isinstance(section, Mapping) else {}

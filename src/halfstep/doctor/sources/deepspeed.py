@@ -1,0 +1,64 @@
+"""DeepSpeed's configuration file. Imports neither DeepSpeed nor torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from halfstep.doctor.settings import Document, FoundSetting, SettingSource
+from halfstep.doctor.sources.reading import claims_in, meaning, read_document, training_settings
+from halfstep.errors import BadRecipe
+
+_OLD_BF16 = "bfloat16"
+"""DeepSpeed's former spelling of bf16, which it still reads."""
+
+
+def from_deepspeed(path: str) -> SettingSource:
+    """Read `fp16.enabled` and `bf16.enabled` of a DeepSpeed JSON file; `auto` leaves them to the launcher.
+
+    Raise `BadRecipe` where the file is not JSON.
+    """
+    return deepspeed_settings(read_document("deepspeed", path))
+
+
+def deepspeed_settings(document: Document) -> SettingSource:
+    """Return the switches of DeepSpeed's formats, its scaler words and clipping; raise `BadRecipe` if not JSON."""
+    try:
+        # The YAML reader accepts more than JSON, and DeepSpeed does not.
+        json.loads(document.text)
+    except ValueError as error:
+        raise BadRecipe(
+            f"{document.place} is not JSON: {error}"[:300],
+            allowed="DeepSpeed's configuration, one JSON object",
+            do="mend the line, and try it with python -m json.tool " + document.place,
+        ) from None
+    sections = {key: value for key, value in document.content.items() if isinstance(value, Mapping)}
+    formats = {key: value for key, value in sections.items() if key in ("fp16", "bf16", _OLD_BF16)}
+    found = [_switch_of(document, key, value) for key, value in formats.items() if "enabled" in value]
+    found += [setting for key, value in formats.items() for setting in _scaler_words(document, key, value)]
+    stage = sections.get("zero_optimization", {}).get("stage")
+    if stage is not None:
+        found.append(document.setting("zero_optimization.stage", stage, "how much is sharded; no word on precision"))
+    return SettingSource("deepspeed", document.place, found, training_settings(document, "", document.content))
+
+
+SCALER = {
+    "loss_scale": "0 adapts the loss scale; another number fixes it",
+    "initial_scale_power": "the first loss scale is 2 to this power",
+    "loss_scale_window": "steps without overflow before the loss scale grows",
+    "hysteresis": "overflows before the loss scale falls",
+    "min_loss_scale": "the loss scale never falls below this",
+}
+"""DeepSpeed's words for the loss scale, and their meaning."""
+
+
+def _scaler_words(document: Document, key: str, value: Mapping[str, Any]) -> list[FoundSetting]:
+    said = [word for word in SCALER if word in value]
+    return [document.setting(f"{key}.{word}", value[word], SCALER[word]) for word in said]
+
+
+def _switch_of(document: Document, key: str, value: Mapping[str, Any]) -> FoundSetting:
+    claim = next(iter(claims_in(document, key + ".", {"bf16" if key == _OLD_BF16 else key: value})), None)
+    means = meaning(claim) if claim else "left to the launcher"
+    return document.setting(f"{key}.enabled", value["enabled"], means, claim)

@@ -1,0 +1,50 @@
+"""A file of Hydra or OmegaConf, read as data: `${trainer.precision}` is shown and never evaluated. Imports neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from halfstep.doctor.settings import UNRESOLVED, Document, FoundSetting, SettingSource
+from halfstep.doctor.sources.reading import lightning_claim, safe_claim, training_settings
+from halfstep.doctor.sources.recipe import SPEAK_OF_TRAINING, sections
+from halfstep.precision.names import PRECISION_KEYS
+
+
+def hydra_settings(document: Document) -> SettingSource:
+    """Return precision keys at the top and one level down, and the files that the `defaults` list selects."""
+    found, training = [], []
+    for prefix, section in sections(document.content):
+        found += list(_hydra_section(document, prefix, section))
+        training += training_settings(document, prefix, section)
+    tools = frozenset({"lightning"} if _is_lightning(document.content) else ())
+    names = list(_selected(document.content.get("defaults")))
+    return SettingSource("hydra", document.place, found, training, names=names, tools=tools)
+
+
+def _hydra_section(document: Document, prefix: str, section: Mapping[str, Any]) -> Iterator[FoundSetting]:
+    for key, value in section.items():
+        if key not in PRECISION_KEYS or value is None or isinstance(value, Mapping):
+            continue
+        if key == "precision" and prefix and prefix[:-1].lower() not in SPEAK_OF_TRAINING:
+            continue
+        if "${" in str(value):
+            yield document.setting(prefix + key, value, UNRESOLVED)
+            continue
+        claim, means = lightning_claim(prefix + key, value) if key == "precision" else safe_claim(key, value)
+        yield document.setting(prefix + key, value, means, claim)
+
+
+def _is_lightning(content: Mapping[str, Any]) -> bool:
+    targets = [str(section.get("_target_", "")) for _, section in sections(content)]
+    return any("lightning" in target and target.endswith("Trainer") for target in targets)
+
+
+def _selected(defaults: object) -> Iterator[str]:
+    """Yield `group/option` for each entry of a defaults list; what an interpolation selects is not known."""
+    for entry in defaults if isinstance(defaults, list) else ():
+        pairs = entry.items() if isinstance(entry, Mapping) else [("", entry)]
+        for group, option in pairs:
+            if isinstance(option, str) and option != "_self_" and "${" not in f"{group}{option}":
+                place = str(group).removeprefix("override ").removeprefix("optional ").partition("@")[0]
+                yield f"{place}/{option}".lstrip("/").removesuffix(".yaml") + ".yaml"

@@ -1,0 +1,126 @@
+"""Recognise what a file is by its content, and read it. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from halfstep.doctor.settings import Document, Kind, SettingSource
+from halfstep.doctor.sources.accelerate import accelerate_settings
+from halfstep.doctor.sources.deepspeed import deepspeed_settings
+from halfstep.doctor.sources.hydra import hydra_settings
+from halfstep.doctor.sources.lightning import SUBCOMMANDS, lightning_settings
+from halfstep.doctor.sources.reading import document_of
+from halfstep.doctor.sources.recipe import recipe_settings
+from halfstep.doctor.sources.training_arguments import ARGUMENTS, arguments_settings
+
+SPEAKS = re.compile(
+    r"\b(amp|use_amp|amp_dtype|fp16|bf16|bfloat16|fp32|mixed_precision|precision|precision_type|tf32|lr|learning_rate|"
+    r"\w{0,20}clip\w{0,20}|max_grad_norm|distributed_type|compute_environment|defaults)[\"']?\s*:"
+)
+"""Keys without which a configuration has no setting; files without them are not parsed."""
+_ACCELERATE = ("compute_environment", "distributed_type", "downcast_bf16", "machine_rank", "fsdp_config")
+_DEEPSPEED = (
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "zero_allow_untested_optimizer",
+    "wall_clock_breakdown",
+)
+_LIGHTNING = frozenset(
+    {
+        "accelerator",
+        "devices",
+        "strategy",
+        "num_nodes",
+        "max_epochs",
+        "max_steps",
+        "accumulate_grad_batches",
+        "gradient_clip_val",
+        "gradient_clip_algorithm",
+        "limit_train_batches",
+        "val_check_interval",
+        "log_every_n_steps",
+        "enable_checkpointing",
+        "precision",
+    }
+)
+_ENOUGH = 2
+"""How many of a tool's keys make a file one of its own."""
+
+
+def kind_of(content: Mapping[str, Any], text: str, json: bool) -> Kind:
+    """Return what a configuration is; `recipe` is also the YAML of any project."""
+    if "task" in content and not json:
+        return "recipe"
+    for kind, is_one in _KINDS.items():
+        if is_one(content, text, json):
+            return kind
+    return "recipe"
+
+
+def _is_accelerate(content: Mapping[str, Any], text: str, json: bool) -> bool:
+    own = [key for key in _ACCELERATE if key in content]
+    return bool(own) and not {"trainer", "model", "train_batch_size"} & set(content)
+
+
+def _is_deepspeed(content: Mapping[str, Any], text: str, json: bool) -> bool:
+    switches = [content.get(key) for key in ("fp16", "bf16", "bfloat16")]
+    return json and (
+        any(key in content for key in _DEEPSPEED) or any(isinstance(s, Mapping) and "enabled" in s for s in switches)
+    )
+
+
+def _is_hydra(content: Mapping[str, Any], text: str, json: bool) -> bool:
+    return not json and (
+        isinstance(content.get("defaults"), list)
+        or "hydra" in content
+        or "_target_:" in text
+        or "# @package" in text
+        or "${" in text
+    )
+
+
+def _is_lightning(content: Mapping[str, Any], text: str, json: bool) -> bool:
+    holders = [content, *(content[name] for name in SUBCOMMANDS if isinstance(content.get(name), Mapping))]
+    trainers = [holder.get("trainer") for holder in holders]
+    # Keys of other projects' trainers, as in `trainer: {amp: True, lr: 1e-5}`, which Lightning's has not.
+    own = [set(t) & _LIGHTNING for t in trainers if isinstance(t, Mapping) and not {"amp", "fp16", "lr"} & set(t)]
+    told = "seed_everything" in content or "class_path:" in text
+    return any(len(keys) >= _ENOUGH or (keys and told) for keys in own)
+
+
+def _is_arguments(content: Mapping[str, Any], text: str, json: bool) -> bool:
+    return len(ARGUMENTS & set(content)) >= _ENOUGH
+
+
+_KINDS: dict[Kind, Callable[[Mapping[str, Any], str, bool], bool]] = {
+    "accelerate": _is_accelerate,
+    "deepspeed": _is_deepspeed,
+    "hydra": _is_hydra,
+    "lightning": _is_lightning,
+    "transformers": _is_arguments,
+}
+_READERS: dict[Kind, Callable[[Document], SettingSource]] = {
+    "recipe": recipe_settings,
+    "accelerate": accelerate_settings,
+    "deepspeed": deepspeed_settings,
+    "hydra": hydra_settings,
+    "lightning": lightning_settings,
+    "transformers": arguments_settings,
+}
+
+
+def from_configuration(place: str, text: str) -> SettingSource | None:
+    """Return the settings of a YAML or JSON file, None where it has none.
+
+    Raise the reader's errors for what is no plain data, and for a precision that cannot be read.
+    """
+    if not SPEAKS.search(text):
+        return None
+    json = place.lower().endswith(".json")
+    document = document_of("recipe", place, text)
+    kind = kind_of(document.content, text, json)
+    source = _READERS[kind](Document(kind, place, document.content, document.lines, text))
+    return source if source.precision or source.training or source.names or source.halfstep else None

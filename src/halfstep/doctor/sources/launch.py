@@ -1,0 +1,280 @@
+"""Launch lines in shell and Slurm scripts: the launcher, its flags, the script's flags, and variables. Runs nothing."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource, lines_of
+from halfstep.doctor.sources.accelerate import WORDS, claim_of
+from halfstep.doctor.sources.environment import VARIABLES, read_variable
+from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_claim, safe_claim
+from halfstep.errors import HalfstepError
+from halfstep.precision.names import FLAGS, PRECISION_KEYS, SWITCHES
+
+_ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
+_WRAPPERS = frozenset({"srun", "nohup", "time", "exec", "env", "mpirun", "then", "else", "do", "uv", "poetry", "run"})
+_PYTHON = re.compile(r"(.*/)?python[0-9.]*")
+_FILE = re.compile(r".*\.(ya?ml|json)", re.IGNORECASE)
+_HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w./]*)=(?P<value>.*)")
+_NUMBER = re.compile(r"[0-9.eE+-]+")
+SPEAKS = re.compile(r"accelerate|torchrun|python|deepspeed|halfstep|fabric|PRECISION|TF32|XLA_|ACCELERATE_USE_CPU")
+"""Words without which a line starts no training and sets no variable that is read."""
+_LONGEST = 20_000
+"""Characters. A longer line is data."""
+EARLY = "early flag"
+"""The level of a flag of LightningCLI that stands before --config."""
+_MOST_WORDS = 2_000
+"""The most words of one command; a longer one is cut."""
+
+
+class Word(NamedTuple):
+    """A word of a command, and its line."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One command of a script that starts a training."""
+
+    source: SettingSource
+    """Flags of the launcher and of the script, and the variables that are set where the command runs."""
+    line: int
+    launcher: str
+    """accelerate, torchrun, python, deepspeed, fabric or halfstep."""
+    script: str
+    """The script or module that it starts; for halfstep, the recipe."""
+
+
+def from_shell(place: str, text: str) -> list[Launch]:
+    """Return the launch lines of a script; one that only sets variables is returned with an empty launcher."""
+    variables: dict[str, FoundSetting] = {}
+    launches = []
+    for words in commands(text):
+        exported, command = _assignments(words)
+        settings = {s.key: s for s in (_variable(place, word) for word in exported) if s}
+        if not command:
+            variables |= settings
+        elif launch := _launch(place, command, {**variables, **settings}):
+            launches.append(launch)
+    if not launches and variables:
+        return [Launch(SettingSource("launch", place, list(variables.values())), 1, "", "")]
+    return launches
+
+
+def commands(text: str) -> Iterator[list[Word]]:
+    """Yield the commands that start something or set a variable, as words with their lines; continued lines joined."""
+    lines: list[tuple[int, str]] = []
+    for number, line in enumerate(lines_of(text), 1):
+        bare = line.rstrip()
+        lines.append((number, bare.removesuffix("\\")))
+        if not bare.endswith("\\"):
+            yield from _commands_in(lines)
+            lines = []
+    yield from _commands_in(lines)
+
+
+def _commands_in(lines: Sequence[tuple[int, str]]) -> Iterator[list[Word]]:
+    # Splitting into words is slow, and most lines of most scripts start nothing.
+    if any(len(line) < _LONGEST and SPEAKS.search(line) for _, line in lines):
+        words = [Word(word, number) for number, line in lines if len(line) < _LONGEST for word in _split(line)]
+        yield from _parts(words[:_MOST_WORDS])
+
+
+def _split(line: str) -> list[str]:
+    # A quote that ends on another line belongs to no launch line that this reader knows.
+    try:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+        lexer.whitespace_split = True
+        return list(lexer)
+    except ValueError:
+        return []
+
+
+def _parts(words: Sequence[Word]) -> Iterator[list[Word]]:
+    part: list[Word] = []
+    for word in words:
+        if word.text and set(word.text) <= set(";&|()<>"):
+            yield part
+            part = []
+        else:
+            part.append(word)
+    yield part
+
+
+def _assignments(words: Sequence[Word]) -> tuple[list[Word], list[Word]]:
+    """Return the variables that a command sets, and what is left of it."""
+    left = list(words)
+    if left and left[0].text in ("export", "declare", "set"):
+        return [word for word in left[1:] if _ASSIGNMENT.fullmatch(word.text)], []
+    found = []
+    while left and (_ASSIGNMENT.fullmatch(left[0].text) or left[0].text in _WRAPPERS):
+        word = left.pop(0)
+        found += [word] if _ASSIGNMENT.fullmatch(word.text) else []
+        # `srun --ntasks 2 python`: the wrapper's own options end where a launcher begins.
+        while word.text in _WRAPPERS and left and not _begins_launch(left[0].text):
+            if _ASSIGNMENT.fullmatch(left[0].text) or left[0].text in _WRAPPERS:
+                break
+            left.pop(0)
+    return found, left
+
+
+def _begins_launch(text: str) -> bool:
+    return text in ("accelerate", "torchrun", "deepspeed", "fabric", "halfstep") or bool(_PYTHON.fullmatch(text))
+
+
+def _variable(place: str, word: Word) -> FoundSetting | None:
+    found = _ASSIGNMENT.fullmatch(word.text)
+    if not found or found["name"] not in VARIABLES or not found["value"]:
+        return None
+    if "$" in found["value"]:
+        return FoundSetting("environment", place, found["name"], found["value"], UNRESOLVED, word.line)
+    try:
+        return replace(read_variable(found["name"], found["value"]), place=place, line=word.line)
+    except HalfstepError as error:
+        means = f"cannot be read: {error.given}"
+        return FoundSetting("environment", place, found["name"], found["value"], means, word.line)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting]) -> Launch | None:
+    launcher, rest = _launcher(words)
+    if not launcher:
+        return None
+    own, script, theirs = _around_script(rest)
+    if not script:
+        return None
+    settings = [*variables.values(), *_flags(place, own, launcher), *_flags(place, theirs, _reader(launcher, script))]
+    training = list(_training(place, theirs))
+    names = [script, *(word.text for word in (*own, *theirs) if _FILE.fullmatch(word.text))]
+    names += [value for word in (*own, *theirs) if _FILE.fullmatch(value := word.text.partition("=")[2])]
+    source = SettingSource("launch", place, settings, training, names=names, tools=frozenset({launcher}))
+    return Launch(source, words[0].line, launcher, script)
+
+
+def _reader(launcher: str, script: str) -> str:
+    return "halfstep" if "halfstep" in (launcher, script) else "script"
+
+
+_MODULES = {
+    "accelerate.commands.launch": "accelerate",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "lightning": "fabric",
+}
+
+
+def _launcher(words: Sequence[Word]) -> tuple[str, Sequence[Word]]:
+    """Return who starts the script, and the words after that; an empty name for any other command."""
+    texts = [word.text for word in words]
+    if texts[:2] in (["accelerate", "launch"], ["fabric", "run"], ["halfstep", "train"]):
+        return texts[0], words[2:]
+    if texts[:1] in (["torchrun"], ["deepspeed"]):
+        return texts[0], words[1:]
+    if not texts or not _PYTHON.fullmatch(texts[0]):
+        return "", ()
+    if texts[1:3] == ["-m", "halfstep"] and texts[3:4] == ["train"]:
+        return "halfstep", words[4:]
+    if texts[1:2] == ["-m"] and len(texts) > 2:
+        module = _MODULES.get(texts[2])
+        return (module, words[3:]) if module else ("python", words[1:])
+    return "python", words[1:]
+
+
+def _around_script(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[Word]]:
+    """Return the launcher's words, the script or module, and the script's words."""
+    for index, word in enumerate(words):
+        if word.text in ("-m", "--module") and index + 1 < len(words):
+            # torchrun -m halfstep train RECIPE
+            if words[index + 1].text == "halfstep" and [w.text for w in words[index + 2 : index + 3]] == ["train"]:
+                return words[:index], "halfstep", words[index + 3 :]
+            return words[:index], words[index + 1].text, words[index + 2 :]
+        if word.text.endswith(".py") or (index == 0 and _FILE.fullmatch(word.text)):
+            return words[:index], word.text, words[index + 1 :]
+    return _recipe_name(words)
+
+
+def _recipe_name(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[Word]]:
+    first = words[0].text if words else ""
+    return ((), first, words[1:]) if first and not first.startswith("-") else ((), "", ())
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+
+def _flags(place: str, words: Sequence[Word], reader: str) -> Iterator[FoundSetting]:
+    """Yield the flags that speak of precision, with the meaning that `reader` gives them."""
+    # LightningCLI reads from left to right: a file that is named after a flag wins over it.
+    config = next((index for index, word in enumerate(words) if word.text.partition("=")[0] == "--config"), 0)
+    before = [word for word in words[:config] if word.text.startswith("--trainer.")]
+    for key, value, word in pairs(words):
+        leaf = key.lstrip("-").replace("-", "_").removeprefix("no_")
+        short = leaf.rpartition(".")[2]
+        if short == "precision" and leaf not in ("precision", "trainer.precision", "fit.trainer.precision"):
+            continue
+        if short in PRECISION_KEYS:
+            setting = _flag(place, key, value, word, reader)
+            yield replace(setting, level=EARLY) if word in before and key.startswith("--") else setting
+        elif reader == "accelerate" and key == "--cpu":
+            yield FoundSetting("launch", place, key, True, "accelerate runs on the CPU", word.line, tool=reader)
+
+
+def pairs(words: Sequence[Word]) -> Iterator[tuple[str, object, Word]]:
+    """Yield flags with their values: `--a b`, `--a=b`, `--a` and Hydra's `a=b`."""
+    for index, word in enumerate(words):
+        text = word.text
+        if text.startswith("--"):
+            key, equals, value = text.partition("=")
+            following = words[index + 1].text if index + 1 < len(words) else "--"
+            yield key, value if equals else (True if following.startswith("-") else following), word
+        elif hydra := _HYDRA.fullmatch(text):
+            yield hydra["key"], hydra["value"], word
+
+
+def _flag(place: str, key: str, value: object, word: Word, reader: str) -> FoundSetting:
+    name = key.lstrip("-").replace("-", "_")
+    off = name.startswith("no_")
+    short = name.removeprefix("no_").rpartition(".")[2]
+    if short in (*SWITCHES, *FLAGS) and not _says(short, value):
+        # `--bf16 data/`: the word after a switch is the next argument.
+        value = True
+    setting = FoundSetting("launch", place, key, value, UNRESOLVED, word.line, tool=reader, argument=name)
+    if "$" in str(value):
+        return setting
+    if reader == "accelerate":
+        return _of_accelerate(setting)
+    if short == "precision":
+        claim, means = lightning_claim(key, value)
+    else:
+        claim, means = safe_claim(short, False if off else value)
+    return replace(setting, claim=replace(claim, key=key, value=value) if claim else None, means=means)
+
+
+def _says(short: str, value: object) -> bool:
+    if value is True or "$" in str(value):
+        return True
+    return safe_claim(short, value)[0] is not None
+
+
+def _of_accelerate(setting: FoundSetting) -> FoundSetting:
+    word = str(setting.value).lower()
+    if word not in WORDS:
+        return replace(setting, means=f"cannot be read: accelerate knows {', '.join(WORDS)}")
+    claim = claim_of(setting.key, setting.value, word)
+    means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
+    return replace(setting, claim=claim, means=means)
+
+
+def _training(place: str, words: Sequence[Word]) -> Iterator[FoundSetting]:
+    for key, value, word in pairs(words):
+        short = key.lstrip("-").replace("-", "_").rpartition(".")[2]
+        if short in LEARNING_RATE | CLIPPING and _NUMBER.fullmatch(str(value)):
+            what = "learning rate" if short in LEARNING_RATE else "gradient clipping"
+            yield FoundSetting("launch", place, short, value, what, word.line)

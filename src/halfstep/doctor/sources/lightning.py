@@ -1,0 +1,41 @@
+"""A file of Lightning's command line, read as data. Imports no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from halfstep.doctor.settings import Document, FoundSetting, SettingSource
+from halfstep.doctor.sources.reading import lightning_claim, training_settings
+
+_ON_CPU = ("cpu",)
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+
+def lightning_settings(document: Document) -> SettingSource:
+    """Return what a file of LightningCLI says under `trainer`, also below a subcommand such as `fit`."""
+    found, training = [], []
+    for prefix, trainer in _trainers(document.content):
+        found += _trainer_settings(document, prefix, trainer)
+        training += training_settings(document, prefix, trainer)
+    return SettingSource("lightning", document.place, found, training, tools=frozenset({"lightning cli"}))
+
+
+def _trainers(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for outer in ("", *SUBCOMMANDS):
+        holder = content.get(outer, {}) if outer else content
+        trainer = holder.get("trainer") if isinstance(holder, Mapping) else None
+        if isinstance(trainer, Mapping):
+            yield f"{outer}.trainer.".lstrip("."), trainer
+
+
+def _trainer_settings(document: Document, prefix: str, trainer: Mapping[str, Any]) -> list[FoundSetting]:
+    found = []
+    if trainer.get("precision") is not None:
+        key = f"{prefix}precision"
+        claim, means = lightning_claim(key, trainer["precision"])
+        found.append(document.setting(key, trainer["precision"], means, claim))
+    if trainer.get("accelerator") is not None:
+        means = "Lightning runs on the CPU" if trainer["accelerator"] in _ON_CPU else "Lightning's choice of device"
+        found.append(document.setting(f"{prefix}accelerator", trainer["accelerator"], means))
+    return found

@@ -1,0 +1,140 @@
+"""Read a file as data, and the parts that every kind of configuration has. Imports no torch.
+
+Foreign files are read with the strict YAML reader, but not validated against halfstep's schema: unknown keys are
+ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from halfstep.doctor.settings import Document, FoundSetting, Kind, printable
+from halfstep.errors import HalfstepError, MissingExtra
+from halfstep.precision.names import Claim, Named, read_claims
+
+LEARNING_RATE = frozenset({"lr", "learning_rate", "base_lr", "max_lr"})
+CLIPPING = frozenset(
+    {
+        "clip_norm",
+        "clip_value",
+        "clip_grad",
+        "clip_grad_norm",
+        "grad_clip",
+        "grad_clip_norm",
+        "grad_norm_clip",
+        "gradient_clip",
+        "gradient_clip_val",
+        "gradient_clipping",
+        "max_grad_norm",
+        "max_norm",
+    }
+)
+
+
+def read_document(kind: Kind, path: str) -> Document:
+    """Read a file as plain data; recipes may be given by name.
+
+    Raise `MissingExtra` without a YAML reader, and the reader's errors for an invalid file.
+    """
+    try:
+        from halfstep.recipe.sources import is_path, recipe_text
+    except ModuleNotFoundError as missing:
+        raise _missing(missing) from None
+
+    # A bare name is a shipped recipe to `recipe_text`; with ./ it is a file.
+    place = path if kind == "recipe" or is_path(path) else f"./{path}"
+    return document_of(kind, place, recipe_text(place)[1])
+
+
+def document_of(kind: Kind, place: str, text: str) -> Document:
+    """Return the text of a file as plain data; raise the reader's errors for anything else."""
+    try:
+        import yaml
+
+        from halfstep.recipe.strict_yaml import read_with_lines
+    except ModuleNotFoundError as missing:
+        raise _missing(missing) from None
+    # A project has hundreds of files: libyaml's parser, where PyYAML was built with it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
+    read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, loader)
+    return Document(kind, place, read.content, read.lines, text)
+
+
+def _missing(missing: ModuleNotFoundError) -> MissingExtra:
+    return MissingExtra(
+        f"{missing.name} is not installed, and YAML cannot be read without it",
+        allowed="an installation with the extra [train]",
+        do="pip install halfstep[train]",
+    )
+
+
+def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> list[Claim]:
+    """Return the claims of these settings; an error names the file and the section."""
+    try:
+        return read_claims(settings)
+    except HalfstepError as error:
+        section = f" ({printable(prefix[:-1])})" if prefix else ""
+        given = f"{document.place}{section}: {error.given}{_line_of_mistake(document, prefix, settings)}"
+        raise type(error)(given, allowed=error.allowed, do=error.do) from None
+
+
+def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, Any]) -> str:
+    for key, value in settings.items():
+        try:
+            read_claims({key: value})
+        except HalfstepError:
+            line = document.lines.get(prefix + key)
+            return f" (line {line})" if line else ""
+    return ""
+
+
+_IN_FULL = {"bf16-true": "bf16", "16-true": "fp16", "transformer-engine": "fp8", "transformer-engine-float16": "fp8"}
+"""Lightning's words for weights that are themselves in a narrow format, which no recipe of halfstep may ask for."""
+
+
+def lightning_claim(key: str, value: object) -> tuple[Claim | None, str]:
+    """Return the claim of one of Lightning's words and its meaning; no claim where Lightning has no such word."""
+    word = str(value).strip().lower()
+    if word in _IN_FULL:
+        name = _IN_FULL[word]
+        return Claim(key, value, says=Named(name, "Lightning's word")), f"weights too are held in {name}"
+    try:
+        claim = read_claims({"precision": value})[0]
+    except HalfstepError as error:
+        return None, f"cannot be read: {error.given}"
+    return replace(claim, key=key, value=value), meaning(claim)
+
+
+def safe_claim(key: str, value: object) -> tuple[Claim | None, str]:
+    """Return the claim of a precision key, and its meaning; no claim, and why, where it cannot be read."""
+    try:
+        claim = next(iter(read_claims({key: value})), None)
+    except HalfstepError as error:
+        return None, f"cannot be read: {error.given}"
+    return claim, meaning(claim)
+
+
+def training_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
+    """Return the learning rate and clipping where they are numbers."""
+    found = []
+    for key, value in section.items():
+        # bool is a subclass of int.
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and key in LEARNING_RATE | CLIPPING:
+            what = "learning rate" if key in LEARNING_RATE else "gradient clipping"
+            found.append(document.setting(prefix + key, value, what))
+    return found
+
+
+def meaning(claim: Claim | None) -> str:
+    """Return a claim in words."""
+    if claim is None:
+        return "no effect: its switch is off, or the launcher decides"
+    if claim.says:
+        return "the device decides" if claim.meaning == "auto" else f"compute in {claim.meaning}"
+    if len(claim.denies) == 1:
+        return f"not in {next(iter(claim.denies))}"
+    return "mixed precision off: fp32" if claim.otherwise == "fp32" else "mixed precision on, no format named"

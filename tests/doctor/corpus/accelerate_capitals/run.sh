@@ -1,0 +1,2 @@
+#!/bin/bash
+ACCELERATE_MIXED_PRECISION=BF16 python train.py

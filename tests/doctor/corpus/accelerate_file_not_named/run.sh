@@ -1,0 +1,3 @@
+#!/bin/bash
+accelerate launch \
+  train.py --epochs 3

@@ -1,0 +1,3 @@
+#!/bin/bash
+export ACCELERATE_MIXED_PRECISION=bf16
+accelerate launch train.py

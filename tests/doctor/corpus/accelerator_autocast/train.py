@@ -1,0 +1,5 @@
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+with accelerator.autocast():
+    pass

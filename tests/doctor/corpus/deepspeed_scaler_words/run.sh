@@ -1,0 +1,2 @@
+#!/bin/bash
+deepspeed train.py --deepspeed --deepspeed_config ds.json

@@ -1,0 +1,2 @@
+#!/bin/bash
+fabric run --precision 16-mixed train.py

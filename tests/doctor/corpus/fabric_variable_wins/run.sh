@@ -1,0 +1,3 @@
+#!/bin/bash
+export LT_PRECISION=16-mixed
+python train.py

@@ -1,0 +1,2 @@
+#!/bin/bash
+halfstep train recipe.yaml --fp16

@@ -1,0 +1,2 @@
+#!/bin/bash
+python main.py fit --config config.yaml

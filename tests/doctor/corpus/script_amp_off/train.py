@@ -1,0 +1,4 @@
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--amp", default=False)

@@ -1,0 +1,5 @@
+import torch
+
+scaler = torch.amp.GradScaler(enabled=False)
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    pass

@@ -1,0 +1,2 @@
+#!/bin/bash
+accelerate launch --mixed_precision bf16 train.py

@@ -1,0 +1,5 @@
+import sys
+
+from transformers import HfArgumentParser, TrainingArguments
+
+parser = HfArgumentParser(TrainingArguments)

@@ -1,0 +1,3 @@
+from transformers import TrainingArguments
+
+arguments = TrainingArguments("out", fp16=True)

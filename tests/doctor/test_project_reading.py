@@ -1,0 +1,137 @@
+"""Reading a folder: what is skipped, what is bounded, how long it takes, and that nothing in it is run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from halfstep.doctor import project as reading
+from halfstep.doctor.project_check import check_project
+from halfstep.errors import WrongUse
+
+SCRIPT = (
+    "import torch\nfrom torch import nn\n\n\n"
+    + "".join(
+        f"class Block{i}(nn.Module):\n    def forward(self, x, scale=1.0):\n        return x.relu() * scale + {i}\n\n\n"
+        for i in range(30)
+    )
+    + 'def main():\n    with torch.autocast("cuda", dtype=torch.bfloat16):\n        pass\n'
+)
+CONFIG = "model:\n  layers: [1, 2, 3]\n  width: 128\ntrainer:\n  amp: true\n  lr: 1e-4\n" + "".join(
+    f"  key_{i}: {i}\n" for i in range(40)
+)
+LAUNCH = "#!/bin/bash\n" + "echo preparing\n" * 30 + "torchrun --nproc_per_node 8 train_{}.py --bf16 --lr 1e-4\n"
+
+
+def write_many(folder: Path, files: int) -> None:
+    """Write a project of this many files: six tenths scripts, three tenths configurations, one tenth launch lines."""
+    for number in range(files):
+        part = folder / f"part_{number % 20}"
+        part.mkdir(exist_ok=True)
+        if number % 10 < 6:
+            (part / f"train_{number}.py").write_text(f"{SCRIPT}# no two are the same: {number}\n")
+        elif number % 10 < 9:
+            (part / f"config_{number}.yaml").write_text(CONFIG)
+        else:
+            (part / f"run_{number}.sh").write_text(LAUNCH.format(number - 5))
+
+
+def test_a_thousand_files_in_five_seconds(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """In CI a tenth of them in a tenth of the time, with a margin for what else the machine does; all with --full."""
+    files = 1000 if request.config.getoption("--full") else 100
+    write_many(tmp_path, files)
+    begun = time.process_time()
+    report = check_project(str(tmp_path), variables={})
+    seconds = time.process_time() - begun
+    print(f"{files} files in {seconds:.2f} s")
+    assert report["files"]["read"] == files
+    assert seconds < 5.0 * files / 1000 * (1 if files == 1000 else 2)
+
+
+def test_what_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = tmp_path / "outside"
+    inside = tmp_path / "project"
+    for folder in (".git", ".venv", "node_modules", "__pycache__", "runs", "sub"):
+        (inside / folder).mkdir(parents=True)
+        (inside / folder / "config.yaml").write_text("amp: true\n")
+    outside.mkdir()
+    (outside / "config.yaml").write_text("amp: false\n")
+    (inside / "linked.yaml").symlink_to(outside / "config.yaml")
+    (inside / "linked").symlink_to(outside)
+    (inside / "large.yaml").write_text("amp: false\n" + "#" * reading.LARGEST)
+    (inside / "binary.yaml").write_bytes(b"amp: false\n\0")
+    (inside / "latin.yaml").write_bytes(b"amp: false # \xe9\n")
+    report = check_project(str(inside), variables={})
+    assert {setting["file"] for setting in report["settings"]} == {"sub/config.yaml"}
+    monkeypatch.setattr(reading, "MOST_FILES", 2)
+    assert check_project(str(inside), variables={})["files"]["more"] is True
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="no folder"):
+        check_project(str(tmp_path / "none"))
+
+
+TOUCH = "import os\nos.system('touch pwned')\nopen('pwned', 'w').close()\n"
+HOSTILE: dict[str, str | bytes] = {
+    "train.py": TOUCH + "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16): pass\n",
+    "setup.py": TOUCH + "# mixed_precision",
+    "conftest.py": TOUCH + "# bf16",
+    "sitecustomize.py": TOUCH + "# bf16",
+    "yaml.py": TOUCH + "# bf16",
+    "torch.py": TOUCH + "# bf16",
+    "accelerate.py": TOUCH + "Accelerator(mixed_precision=__import__('os').system('touch pwned'))\n",
+    "metaclass.py": "class M(type):\n    def __new__(c, *a): open('pwned', 'w')\nclass T(metaclass=M): bf16 = 1\n",
+    "decorated.py": "@__import__('os').system('touch pwned')\ndef main(): autocast()\n",
+    "default.py": "parser.add_argument('--amp', default=open('pwned', 'w'))\n",
+    "parentheses.py": "autocast" + "(" * 50_000,
+    "minus.py": "bf16 = " + "-" * 50_000 + "1\n",
+    "attributes.py": "autocast" + ".a" * 50_000 + "()\n",
+    "digits.py": "fp16 = " + "9" * 100_000 + "\n",
+    "nul.py": b"autocast\0()",
+    "encoding.py": b"# -*- coding: rot13 -*-\nvzcbeg bf # bf16\n",
+    "tag.yaml": "amp: !!python/object/apply:os.system ['touch pwned']\n",
+    "new.yaml": "precision: !!python/object/new:os.system [touch pwned]\n",
+    "laughs.yaml": "a: &a [lol, lol]\nb: &b [*a, *a]\namp: [*b, *b]\n",
+    "deep.yaml": "amp: " + "[" * 10_000 + "\n",
+    "repeated.yaml": "amp: true\namp: false\n",
+    "hydra.yaml": "precision: ${oc.env:HOME}\ndefaults: ['${oc.decode:x}']\nmodel: {_target_: os.system, amp: true}\n",
+    "deep.json": '{"fp16": ' + '{"enabled": ' * 10_000 + "}" * 10_001,
+    "numbers.json": '{"fp16": {"enabled": true, "loss_scale": 1' + "0" * 5_000 + "}}",
+    "run.sh": "$(touch pwned)\n`touch pwned`\npython $(touch pwned) --bf16\n",
+    "export.sh": "export ACCELERATE_MIXED_PRECISION=$(touch pwned)\naccelerate launch `touch pwned` --fp16\n",
+    "quotes.sh": "python train.py --bf16 'never closed\n" + "\\\n" * 5_000,
+    "words.sh": "python train.py --fp16 " + "x " * 9_000 + "\n",
+    "clips.yaml": "clip" * 200_000 + "\n",
+    "escape.yaml": 'trainer: {amp: "\\e[2J\\e[31m"}\n',
+}  # fmt: skip
+
+
+def test_hostile_files_are_neither_run_nor_waited_for(tmp_path: Path) -> None:
+    assert len(HOSTILE) >= 25
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name, content in HOSTILE.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    os.mkfifo(folder / "pipe.yaml")
+    (folder / "endless.sh").symlink_to("/dev/zero")
+    # The installed command, whose own folder stands first in sys.path; not `python -m`, which puts this one there.
+    code = (
+        "import sys; sys.path = [p for p in sys.path if p]; import halfstep.doctor.project_check as check, json\n"
+        "report = check.check_project('.', variables={})\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(json.dumps(report)); print(check.__file__, file=sys.stderr)"
+    )
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert time.monotonic() - begun < 60
+    assert not (folder / "pwned").exists()
+    assert "\x1b" not in done.stdout
