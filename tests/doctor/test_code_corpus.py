@@ -15,8 +15,7 @@ import pytest
 
 from halfstep.doctor.code import check_code, check_file
 from halfstep.doctor.code.checking import all_rules, check_untried
-from halfstep.doctor.code.patch import patched
-from halfstep.doctor.located import LocatedFinding
+from halfstep.doctor.located import LocatedFinding, patched
 
 CORPUS = Path(__file__).parent / "corpus_code"
 PROJECTS = sorted(path.parent for path in CORPUS.glob("*/expected.json"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.doctor.code import check_code
-from halfstep.doctor.code.patch import patched
+from halfstep.doctor.located import patched
 
 CORPUS = Path(__file__).parent / "corpus_code"
 BATCHES = list(torch.randn(8, 2, 4))

@@ -171,3 +171,17 @@ def test_hostile_files_give_nothing(tmp_path: Path) -> None:
     found = {finding.id for finding in check_checkpoint(tmp_path, "folder")}
     assert found <= {"checkpoint.unread", "checkpoint.weights_in_16_bits"}
     assert read_header(tmp_path / "length.safetensors") is None
+
+
+def test_a_project_is_told_about_the_checkpoints_in_it(tmp_path: Path) -> None:
+    from halfstep.doctor.project_check import check_project
+
+    (tmp_path / "weights").mkdir()
+    save_file({"norm.running_var": torch.tensor([1.0, torch.nan])}, tmp_path / "weights" / "last.safetensors")
+    pickled = tmp_path / "old.pt"
+    marker = tmp_path / "executed"
+    pickled.write_bytes(pickle.dumps(Canary(marker)))
+    report = check_project(str(tmp_path), {})
+    found = {(finding["id"], finding["file"]) for finding in report["findings"]}
+    assert ("checkpoint.not_finite", "weights/last.safetensors") in found
+    assert not marker.exists()

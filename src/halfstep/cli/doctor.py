@@ -54,6 +54,9 @@ def run(
     fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
     formats: Annotated[bool, flag("--formats", "Instead: what fp32, bf16, fp16 and fp8 hold, and what for.")] = False,
     gpus: Annotated[bool, flag("--gpus", "Instead: the GPUs that are known, and what each should run in.")] = False,
+    known_bad: Annotated[
+        bool, flag("--known-bad", "Instead: what is known to be bad in the libraries that are installed.")
+    ] = False,
     fix: Annotated[
         str | None,
         typer.Option(
@@ -80,7 +83,8 @@ def run(
     if not folder:
         _refuse_folder_options(**{"--sarif": sarif, "--write": write, "--yes": yes, "--fix": fix == SHOWN})
     if recipe or accelerate or deepspeed:
-        _refuse_device_options(device, precision, strict, **{"--fresh": fresh, "--formats": formats, "--gpus": gpus})
+        tables = {"--formats": formats, "--gpus": gpus, "--known-bad": known_bad}
+        _refuse_device_options(device, precision, strict, **{"--fresh": fresh, **tables})
     if recipe is not None and folder:
         _refuse_files(accelerate, deepspeed)
         _project(recipe, fix, yes, sarif, write, json)
@@ -88,8 +92,8 @@ def run(
         _settings(recipe, accelerate, deepspeed, fix, json)
     elif fix:
         raise WrongUse("--fix without settings", allowed="--fix NAME after a RECIPE", do="name the file to mend")
-    elif formats or gpus:
-        _tables(formats, gpus, json)
+    elif formats or gpus or known_bad:
+        _tables(formats, gpus, known_bad, json)
     else:
         _device(examine(device, precision, strict=strict, fresh=fresh), json)
 
@@ -103,10 +107,12 @@ def _device(report: dict[str, Any], json: bool) -> None:
         raise typer.Exit(CONFIGURATION)
 
 
-def _tables(formats: bool, gpus: bool, json: bool) -> None:
+def _tables(formats: bool, gpus: bool, known_bad: bool, json: bool) -> None:
     from halfstep.cli.pages import known
+    from halfstep.doctor.machine import check_machine, read_machine
 
     report = {**({"formats": known.format_rows()} if formats else {}), **({"gpus": known.gpu_rows()} if gpus else {})}
+    report |= {"known_bad": [finding.as_dict() for finding in check_machine(read_machine())]} if known_bad else {}
     print_report(report, json, known.show)
 
 
@@ -223,7 +229,8 @@ def examine(
     """Return the whole device report as plain data; `build` stands for another torch and other GPUs than those
     present.
     """
-    from halfstep.doctor.wheel import check_build, read_build
+    from halfstep.doctor.machine import check_machine, read_machine
+    from halfstep.doctor.wheel import read_build
     from halfstep.precision import flags
     from halfstep.precision.hardware import describe, facts
     from halfstep.precision.probe import measure
@@ -232,6 +239,8 @@ def examine(
     here, build = describe(device), build or read_build()
     measured = measure(here, fresh=fresh)
     choice = choose_precision(precision, device=here, strict=strict, measured=measured)
+    # Notes are about libraries that are installed, whether or not a run uses them: `--known-bad` lists them.
+    machine = [finding for finding in check_machine(read_machine(build), build) if finding.severity != "note"]
     return {
         "device": {"name": here.name, "kind": here.kind, "place": here.place, "facts": facts(here)},
         "formats": _formats(here, measured),
@@ -245,7 +254,7 @@ def examine(
             "rungs": [rung._asdict() for rung in choice.rungs],
         },
         "build": build.as_dict(),
-        "findings": [finding.as_dict() for finding in (*check_build(build), *choice.findings)],
+        "findings": [finding.as_dict() for finding in (*machine, *choice.findings)],
     }
 
 

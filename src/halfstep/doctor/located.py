@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from halfstep.errors import WrongUse
 from halfstep.finding import Finding
+
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 class Edit(NamedTuple):
@@ -34,3 +39,29 @@ class LocatedFinding(Finding):
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
         return {**super().as_dict(), "edits": [edit._asdict() for edit in self.edits]}
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text with their ends, as editors count them; str.splitlines breaks at form feeds too."""
+    return _LINES.findall(text)
+
+
+def patched(text: str, edits: Iterable[Edit]) -> str:
+    """Return a file's text with its edits made; the ends of all other lines stay as they are.
+
+    Raises WrongUse where a line is not what it was.
+    """
+    lines = lines_of(text)
+    for edit in edits:
+        line = lines[edit.line - 1] if edit.line <= len(lines) else ""
+        body = line.rstrip("\r\n")
+        if body != edit.before:
+            raise WrongUse(
+                f"{edit.file}, line {edit.line} is not what it was when it was read",
+                allowed="files that nobody changes in the meantime",
+                do="run halfstep doctor again",
+            )
+        end = line[len(body) :]
+        # New lines end as the line that they come with; the last one of a file may have no end.
+        lines[edit.line - 1] = edit.after.replace("\n", end or "\n") + end if edit.after else ""
+    return "".join(lines)

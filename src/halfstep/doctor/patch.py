@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from halfstep.doctor.fixing import rewrite
-from halfstep.doctor.located import Edit, LocatedFinding
-from halfstep.doctor.settings import lines_of
-from halfstep.errors import WrongUse
+from halfstep.doctor.located import Edit, LocatedFinding, lines_of, patched
 
 
 def edits_of(findings: Iterable[LocatedFinding]) -> list[Edit]:
@@ -19,22 +17,6 @@ def edits_of(findings: Iterable[LocatedFinding]) -> list[Edit]:
         if not any((edit.file, edit.line) in found for edit in finding.edits):
             found |= {(edit.file, edit.line): edit for edit in finding.edits}
     return list(found.values())
-
-
-def patched(text: str, edits: Sequence[Edit]) -> str:
-    """Return a file's text with its edits made; raise `WrongUse` where a line is not what it was."""
-    lines = lines_of(text)
-    for edit in edits:
-        line = lines[edit.line - 1] if edit.line <= len(lines) else ""
-        body = line.rstrip("\r\n")
-        if body != edit.before:
-            raise WrongUse(
-                f"{edit.file}, line {edit.line} is not what it was when it was read",
-                allowed="files that nobody changes in the meantime",
-                do="run halfstep doctor again",
-            )
-        lines[edit.line - 1] = edit.after + line[len(body) :] if edit.after else ""
-    return "".join(lines)
 
 
 def unified_diff(texts: Mapping[str, str], edits: Sequence[Edit]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from halfstep.doctor.checkpoints import PICKLED, check_checkpoint
 from halfstep.doctor.code import check_code
 from halfstep.doctor.located import LocatedFinding
 from halfstep.doctor.settings import SettingSource, printable
@@ -30,6 +31,7 @@ SKIPPED = frozenset(
 """Folders that hold no settings of the project: caches, environments, results."""
 _CONFIGURATIONS = (".yaml", ".yml", ".json")
 _SHELL = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job", ".env")
+_CHECKPOINTS = (".safetensors", *PICKLED)
 _SHEBANG = re.compile(r"#!.*\b(ba|z|da)?sh\b")
 _NOT_A_CONFIGURATION = frozenset({"package.json", "package-lock.json", "tsconfig.json", "tokenizer.json", "vocab.json"})
 
@@ -79,10 +81,14 @@ def _walk(root: Path) -> Iterator[str]:
 
 def _wanted(path: Path) -> bool:
     suffix = path.suffix.lower()
-    return suffix in (".py", *_CONFIGURATIONS, *_SHELL, "") and path.name not in _NOT_A_CONFIGURATION
+    wanted = (".py", *_CONFIGURATIONS, *_SHELL, *_CHECKPOINTS, "")
+    return suffix in wanted and path.name not in _NOT_A_CONFIGURATION
 
 
 def _read(project: Project, place: str) -> None:
+    if Path(place).suffix.lower() in _CHECKPOINTS:
+        project.findings += check_checkpoint(project.root / place, place)
+        return
     text = _text(project.root / place)
     if text is None:
         return

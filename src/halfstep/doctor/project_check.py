@@ -9,12 +9,12 @@ from typing import Any
 
 from halfstep.doctor.checkup import Conflict, SettingsVerdict, default_file_note, facts, judge, status_of
 from halfstep.doctor.linking import Run, runs_of
-from halfstep.doctor.located import Edit, LocatedFinding
+from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.patch import edits_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
 from halfstep.doctor.repairs import edits_for, edits_to_all, line_for
-from halfstep.doctor.settings import UNRESOLVED, FoundSetting, lines_of
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding, Severity

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from halfstep.doctor.located import Edit
-from halfstep.doctor.settings import FoundSetting, lines_of
+from halfstep.doctor.located import Edit, lines_of
+from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources.environment import FABRIC, LIGHTNING
 from halfstep.precision.names import FLAGS
 

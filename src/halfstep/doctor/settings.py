@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -117,14 +116,6 @@ class Document:
     def setting(self, key: str, value: object, means: str, claim: Claim | None = None) -> FoundSetting:
         """Return the setting of a key, with its line."""
         return FoundSetting(self.kind, self.place, printable(key), value, means, self.lines.get(key), claim)
-
-
-_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-
-
-def lines_of(text: str) -> list[str]:
-    """Return the lines of a text with their ends, as editors count them; str.splitlines breaks at form feeds too."""
-    return _LINES.findall(text)
 
 
 def shown(value: object) -> str:

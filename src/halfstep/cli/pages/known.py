@@ -1,4 +1,4 @@
-"""Print tables of number formats and known GPUs, independent of this machine."""
+"""Print tables of what is known: number formats, GPUs, and what is bad in the installed libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
+from halfstep.cli.pages.layout import heading, indented, pairs, print_finding, ruled_table
 from halfstep.terminal import screen
 
 _SHOWN = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
@@ -79,6 +79,10 @@ def show(report: dict[str, Any]) -> None:
     if "gpus" in report:
         heading(console, "GPUs", "what auto takes without measuring; halfstep estimate RECIPE --device NAME for memory")
         console.print(_gpus(report["gpus"], console))
+    if "known_bad" in report:
+        heading(console, "Known to be bad", "in the versions that are installed here")
+        for finding in report["known_bad"]:
+            print_finding(console, finding)
 
 
 def _show_formats(rows: list[dict[str, Any]], console: Console) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from halfstep.doctor.code import rules
 from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.patch import patched
 from halfstep.doctor.code.script import parse
-from halfstep.doctor.located import LocatedFinding
+from halfstep.doctor.located import LocatedFinding, patched
 
 LARGEST = 1_000_000
 """Characters. A larger file is data or generated; parsing takes more than a second for each million."""

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from halfstep.doctor.located import Edit
 
-_NEWLINE = re.compile(r"\r\n|\r|\n")
 _BLOCKS = ("body", "orelse", "finalbody")
-
-
-def lines_of(text: str) -> list[str]:
-    """Return the lines as Python counts them: a form feed or a Unicode separator ends none."""
-    return _NEWLINE.split(text)
-
-
-def patched(text: str, edits: Iterable[Edit]) -> str:
-    """Return a text with edits made; the ends of all other lines stay as they are."""
-    ends = [*_NEWLINE.findall(text), ""]
-    lines = [line + end for line, end in zip(lines_of(text), ends, strict=True)]
-    for edit in edits:
-        end = ends[edit.line - 1]
-        new = "".join(line + (end or "\n") for line in edit.after.split("\n")) if edit.after else ""
-        lines[edit.line - 1] = new if end else new.removesuffix("\n")
-    return "".join(lines)
 
 
 class Patch:

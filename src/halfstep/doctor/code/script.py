@@ -11,8 +11,8 @@ from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from halfstep.doctor.code.patch import Patch, lines_of
-from halfstep.doctor.located import LocatedFinding
+from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.located import LocatedFinding, lines_of
 from halfstep.finding import Severity
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -54,7 +54,7 @@ class Script:
     """A parsed file, and answers about it."""
 
     def __init__(self, file: str, text: str, tree: ast.Module) -> None:
-        self.file, self.lines, self.tree = file, lines_of(text), tree
+        self.file, self.lines, self.tree = file, [line.rstrip("\r\n") for line in lines_of(text)], tree
         self.parents: dict[ast.AST, ast.AST] = {}
         self.scopes: dict[ast.AST, ast.AST] = {}
         self._by_type: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)

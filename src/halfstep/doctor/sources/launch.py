@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource, lines_of
+from halfstep.doctor.located import lines_of
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
 from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_claim, safe_claim
