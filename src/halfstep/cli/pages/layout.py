@@ -106,9 +106,13 @@ def _print_choice(console: Console, choice: dict[str, Any]) -> None:
     console.print(Padding(ladder, (1, 0, 0, 2), expand=False))
 
 
-def print_finding(console: Console, finding: dict[str, str]) -> None:
-    """Print a finding with its evidence and its fix."""
+def print_finding(console: Console, finding: dict[str, Any]) -> None:
+    """Print a finding with its place, if it has one, its evidence and its fix."""
     words = Text(f"{finding['severity']} {finding['id']}", style=_STYLE[finding["severity"]])
+    if finding.get("file"):
+        words.append(
+            f"  {finding['file']}{':' + str(finding['line']) if finding.get('line') else ''}", style="not bold"
+        )
     console.print()
     console.print(words)
     console.print(indented(Text(f"{finding['evidence']}\ndo: {finding['fix']}")))

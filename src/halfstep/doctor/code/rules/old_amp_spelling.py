@@ -27,12 +27,13 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     calls.sort(key=lambda call: call.lineno)
     old = min(script.names(calls[0].func))
     device, name = old.split(".")[1], old.rpartition(".")[2]
-    lines = ", ".join(str(call.lineno) for call in calls[:10])
+    others = ", ".join(str(call.lineno) for call in calls[1:11])
+    also = f"; also in lines {others}" if others else ""
     yield script.finding(
         "old_amp_spelling",
         "note",
         calls[0],
-        f"`{old}` is deprecated since torch 2.4, and says so in a FutureWarning at every call (lines {lines})",
+        f"`{old}` is deprecated since torch 2.4, and says so in a FutureWarning at every call{also}",
         f'write torch.amp.{name}("{device}", ...)',
         _respelled(script, calls),
     )
