@@ -77,7 +77,7 @@ def from_accelerate(
 def _check_prepared(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     """Raise WrongUse for objects that accelerate does not place and save."""
     for what, given, known in (
-        ("model", _uncompiled(model), accelerator._models),
+        ("model", _kept(model), accelerator._models),
         ("optimizer", optimizer, accelerator._optimizers),
     ):
         if not any(given is one for one in known):
@@ -88,16 +88,15 @@ def _check_prepared(accelerator: Accelerator, model: nn.Module, optimizer: Any) 
             )
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model that accelerate keeps and saves: what it has compiled, it returns in another module."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+def _kept(model: nn.Module) -> nn.Module:
+    """Return the module that accelerate keeps and saves of a prepared model: without what it was wrapped in after."""
+    return unwrapped(getattr(model, "_orig_mod", model))
 
 
 def _retire(accelerator: Accelerator, model: nn.Module) -> None:
     """Take out what an earlier Stepper of this model, or of one that accelerate has freed, placed."""
     for own in [one for one in accelerator._custom_objects if isinstance(one, _OwnState)]:
-        if own.model is _uncompiled(model) or not any(own.model is known for known in accelerator._models):
+        if own.model is _kept(model) or not any(own.model is known for known in accelerator._models):
             accelerator._custom_objects.remove(own)
             for handle in own.handles:
                 handle.remove()
@@ -212,7 +211,7 @@ class _OwnState:
 
     def __init__(self, stepper: Stepper, schedule: _OwnSchedule | None, *, saves_schedule: bool) -> None:
         self._stepper, self._schedule, self._saves_schedule = stepper, schedule, saves_schedule
-        self.model = _uncompiled(stepper.model)
+        self.model = _kept(stepper.model)
         self.handles: list[Any] = []
         """Of the hooks that belong to the Stepper."""
 
@@ -221,7 +220,9 @@ class _OwnState:
         place = next((place for place, model in enumerate(models) if model is self.model), None)
         if self._stepper.in_window and place is not None:
             for name, buffer in self._stepper.buffers_to_keep().items():
-                if (own := name.removeprefix("_orig_mod.")) in weights[place] and buffer is not None:
+                if (own := name.removeprefix("_orig_mod.").removeprefix("module.")) in weights[
+                    place
+                ] and buffer is not None:
                     weights[place][own] = buffer.clone()
 
     def state_dict(self) -> dict[str, Any]:
