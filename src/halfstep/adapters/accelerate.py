@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.adapters.hosted_step import unwrapped
-from halfstep.errors import WrongUse
+from halfstep.errors import WrongUse, same_keys
 from halfstep.finding import Finding
+from halfstep.step.optimizer_slot import checked_schedule
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
@@ -28,7 +29,7 @@ _OTHER_ENGINES = (
 def from_accelerate(
     accelerator: Accelerator,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Any,
     scheduler: Any = None,
     *,
     precision: str | None = None,
@@ -45,10 +46,13 @@ def from_accelerate(
     are stepped by the Stepper alone, and counts and loss scale are saved and loaded by `accelerator.save_state` and
     `load_state`.
 
-    Raises WrongUse for engines with an optimizer of their own, such as DeepSpeed, and like `Stepper`.
+    Raises WrongUse for engines with an optimizer of their own, such as DeepSpeed, for a model or an optimizer that was
+    not prepared, and like `Stepper`.
     """
     refuse_other_engines(accelerator)
-    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    _check_prepared(accelerator, model, optimizer)
+    _retire(accelerator, model)
+    inner = optimizer.optimizer
     had_autocast = take_off_autocast(accelerator, model)
     asked = precision or precision_of(accelerator)
     schedule = None if scheduler is None else _OwnSchedule(scheduler, inner)
@@ -60,9 +64,42 @@ def from_accelerate(
         stepper.findings.append(
             Finding("accelerate.autocast", "note", evidence, "evaluate inside stepper.evaluating()")
         )
-    stepper.guards.append(_CalledTwice(inner, schedule, stepper))
-    accelerator.register_for_checkpointing(_OwnState(stepper, schedule))
+    twice = _CalledTwice(inner, schedule, stepper)
+    stepper.guards.append(twice)
+    own = _OwnState(
+        stepper, schedule, saves_schedule=scheduler is not None and scheduler not in accelerator._schedulers
+    )
+    own.handles = [twice.handle, accelerator.register_save_state_pre_hook(own.before_save)]
+    accelerator.register_for_checkpointing(own)
     return stepper
+
+
+def _check_prepared(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    """Raise WrongUse for objects that accelerate does not place and save."""
+    for what, given, known in (
+        ("model", _kept(model), accelerator._models),
+        ("optimizer", optimizer, accelerator._optimizers),
+    ):
+        if not any(given is one for one in known):
+            raise WrongUse(
+                f"from_accelerate with a {type(given).__name__} that is no prepared {what} of this Accelerator",
+                allowed="one model and one optimizer as accelerator.prepare returned them",
+                do="model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
+            )
+
+
+def _kept(model: nn.Module) -> nn.Module:
+    """Return the module that accelerate keeps and saves of a prepared model: without what it was wrapped in after."""
+    return unwrapped(getattr(model, "_orig_mod", model))
+
+
+def _retire(accelerator: Accelerator, model: nn.Module) -> None:
+    """Take out what an earlier Stepper of this model, or of one that accelerate has freed, placed."""
+    for own in [one for one in accelerator._custom_objects if isinstance(one, _OwnState)]:
+        if own.model is _kept(model) or not any(own.model is known for known in accelerator._models):
+            accelerator._custom_objects.remove(own)
+            for handle in own.handles:
+                handle.remove()
 
 
 def precision_of(accelerator: Accelerator) -> str:
@@ -97,11 +134,27 @@ class _OwnSchedule:
         self._scheduler, self.optimizer = scheduler, optimizer
         # accelerate's scheduler advances torch's several times a step on several ranks.
         self._counted = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        if not hasattr(self._counted, "step"):
+            raise WrongUse(
+                f"a {type(scheduler).__name__} as the scheduler",
+                allowed="one scheduler",
+                do="torch.optim.lr_scheduler.ChainedScheduler([...]), or SequentialLR",
+            )
+        owner = getattr(self._counted, "optimizer", optimizer)
+        ours = isinstance(owner, AcceleratedOptimizer) and owner.optimizer is optimizer
+        checked_schedule(self._counted, owner if ours else optimizer)
         self.look()
 
     def step(self) -> None:
         """Advance the schedule after an applied update."""
-        self._scheduler.step()
+        if not isinstance(self._scheduler, AcceleratedScheduler):
+            self._scheduler.step()
+        else:
+            # It stands still inside what `accumulate` takes for a window, but an update was applied.
+            accumulation, was = self._scheduler.gradient_state, self._scheduler.gradient_state.sync_gradients
+            accumulation._set_sync_gradients(True)
+            self._scheduler.step()
+            accumulation._set_sync_gradients(was)
         self.look()
 
     def look(self) -> None:
@@ -132,7 +185,7 @@ class _CalledTwice:
 
     def __init__(self, optimizer: Optimizer, schedule: _OwnSchedule | None, stepper: Stepper) -> None:
         self._schedule, self._stepper = schedule, stepper
-        optimizer.register_step_pre_hook(self._before_step)
+        self.handle = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: object) -> None:
         if not self._stepper.in_window:
@@ -156,15 +209,32 @@ def _twice(call: str) -> WrongUse:
 class _OwnState:
     """What accelerate's checkpoints lack: counts, loss scale and average, under the names that it calls."""
 
-    def __init__(self, stepper: Stepper, schedule: _OwnSchedule | None) -> None:
-        self._stepper, self._schedule = stepper, schedule
+    def __init__(self, stepper: Stepper, schedule: _OwnSchedule | None, *, saves_schedule: bool) -> None:
+        self._stepper, self._schedule, self._saves_schedule = stepper, schedule, saves_schedule
+        self.model = _kept(stepper.model)
+        self.handles: list[Any] = []
+        """Of the hooks that belong to the Stepper."""
+
+    def before_save(self, models: list[nn.Module], weights: list[dict[str, Any]], _: str) -> None:
+        """Save the buffers of before an open window, like everything else of the step."""
+        place = next((place for place, model in enumerate(models) if model is self.model), None)
+        if self._stepper.in_window and place is not None:
+            for name, buffer in self._stepper.buffers_to_keep().items():
+                if (own := name.removeprefix("_orig_mod.").removeprefix("module.")) in weights[
+                    place
+                ] and buffer is not None:
+                    weights[place][own] = buffer.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Stepper's own state."""
-        return self._stepper.own_state()
+        """Return the Stepper's own state, and that of a schedule that accelerate does not save."""
+        schedule = self._schedule.state_dict() if self._schedule is not None and self._saves_schedule else None
+        return {"stepper": self._stepper.own_state(), "schedule": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the Stepper's own state; accelerate has loaded the schedule's just before."""
-        self._stepper.load_own_state(state)
+        """Load a state of `state_dict()`; accelerate has loaded the schedule that it saves just before."""
+        same_keys("the state of from_accelerate", ["stepper", "schedule"], state)
+        self._stepper.load_own_state(state["stepper"])
         if self._schedule is not None:
+            if state["schedule"] is not None:
+                self._schedule.load_state_dict(state["schedule"])
             self._schedule.look()

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from halfstep.adapters.hosted_step import HostedStep, Options, unwrapped
 from halfstep.errors import WrongUse
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # The same library is published under two names with classes of their own; a script uses one of them.
-if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+_imported = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+if _imported or find_spec("lightning") is None:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.plugins.precision import Precision
     from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
@@ -52,10 +56,12 @@ class HalfstepPrecision(Precision):
 
     def __init__(self, precision: str = "auto", **options: Unpack[Options]) -> None:
         """Take halfstep's own name of a precision, or any alias such as `bf16-mixed`; see `Options` for the rest."""
+        if not _imported and "pytorch_lightning" in sys.modules and Precision.__module__.startswith("lightning."):
+            warnings.warn("HalfstepPrecision is lightning's; for pytorch_lightning, import that first", stacklevel=2)
         self._asked, self._options = precision, options
         self.callback = HalfstepCallback(self)
         self.hosted: HostedStep | None = None
-        """The step of the current fit; None while only validating, testing or predicting."""
+        """The step of the current or last fit."""
         self.inputs: tuple[Any, ...] | None = None
         """The arguments of the current training_step, if they are known."""
         self.concluded = False
@@ -70,15 +76,18 @@ class HalfstepPrecision(Precision):
     # -- building -----------------------------------------------------------------------------------------------
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
-        """Build the Stepper; raise WrongUse for a Trainer or a module that bypasses the plugin."""
-        self.hosted, self._last, self._owes_backward = None, False, False
+        """Build the Stepper of a fit; raise WrongUse for a Trainer or a module that bypasses the plugin."""
+        module: Any = unwrapped(model)
+        self._last = self._owes_backward = False
         self._device = next(model.parameters(), torch.empty(0)).device
-        if not optimizers:  # validation, test or prediction alone
+        # Lightning keeps the optimizers of a fit, and shows them again when it validates, tests or predicts after it.
+        if module.trainer.state.fn != "fit":
             strict = self._options.get("strict", False)
             self._choice = choose_precision(self._asked, device=self._device, strict=strict)
         else:
-            module = unwrapped(model)
+            self._progress = module.trainer.fit_loop.epoch_loop.automatic_optimization
             _check_supported(module, optimizers, self)
+            self._optimizer = optimizers[0]
             self._clipping = _clipping(module)
             self.hosted = HostedStep(
                 model,
@@ -92,10 +101,23 @@ class HalfstepPrecision(Precision):
         self.precision = _WORDS[self._choice.precision.name]
         return model, optimizers, lr_schedulers
 
+    @property
+    def moved(self) -> bool:
+        """Whether the last window moved the weights."""
+        return self.hosted is not None and self.hosted.moved
+
+    def drop_open_window(self) -> None:
+        """Drop a window that will not be concluded, as if it had never begun."""
+        self._owes_backward = False
+        if self.hosted is not None and self.hosted.stepper.in_window:
+            self.hosted.drop()
+
     # -- one window ---------------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager[None]:
         """Return the context of a training step: the forward pass of one micro-batch."""
+        if self._progress._skip_backward:
+            return self.forward_context()
         if self._owes_backward:
             raise WrongUse(
                 "training_step returned None inside an accumulation window",
@@ -115,18 +137,29 @@ class HalfstepPrecision(Precision):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the last micro-batch, which is the closure, and conclude the window; raise Diverged to end the run."""
+        if optimizer is not self._optimizer:
+            raise _unsupported(
+                f"another {type(optimizer).__name__} than when fit began",
+                "the optimizer of configure_optimizers",
+                "optimizer.add_param_group(...), or write to its param_groups",
+            )
         # Lightning calls the closure of other micro-batches by itself: only the last one arrives here.
         self._last = True
         try:
             loss = closure()
         finally:
             self._last = False
-        self.concluded = True
-        if loss is None:
+        if loss is None or self._progress._skip_backward:
             self._owes_backward = False
             self._hosted.drop()
         else:
             self._hosted.apply()
+            self.concluded = True
+        if not self._hosted.moved:
+            # Lightning is about to count this call of the optimizer in `global_step`; done here, so that every hook
+            # after it, and code of the module after `optimizer.step()`, sees the right number. The Guardian ends a run
+            # that only skips.
+            self._progress.optim_progress.optimizer.step.increment_by(-1)
         return loss
 
     def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
@@ -170,6 +203,12 @@ class HalfstepCallback(Callback):
     def __init__(self, plugin: HalfstepPrecision) -> None:
         self._plugin = plugin
         self._averaged: AbstractContextManager[None] | None = None
+        self._frequencies: list[tuple[Any, int]] = []
+        """The schedules whose frequency is counted here, in batches of applied steps, during a fit."""
+        self._held = self._batches = 0
+        """The batches of this epoch that were in skipped steps, and those of the current window."""
+        self._validated = False
+        """Whether a validation ran after the current batch."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a Trainer that has the callback without its plugin."""
@@ -186,47 +225,95 @@ class HalfstepCallback(Callback):
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
             config = next(config for config in trainer.lr_scheduler_configs if config.scheduler is scheduler)
-            moved = self._plugin.hosted is None or self._plugin.hosted.moved
-            if config.interval == "epoch" or moved:
+            if config.interval == "epoch" or self._due(config, trainer.fit_loop.batch_idx + 1):
                 advance(scheduler, metric)
 
         # On the instance, and taken off at the end: Lightning looks the hook up there, and a module that overrides it
         # keeps its own. Writing to the scheduler instead would end up in its state_dict.
         pl_module.lr_scheduler_step = lr_scheduler_step
+        for config in trainer.lr_scheduler_configs:
+            # Lightning counts batches for it, those of skipped steps too.
+            if config.interval == "step" and not config.reduce_on_plateau and config.frequency > 1:
+                self._frequencies.append((config, config.frequency))
+                config.frequency = 1
+
+    def _due(self, config: Any, batches: int) -> bool:
+        """Return whether a schedule that advances per step advances after this batch of the epoch."""
+        if config.reduce_on_plateau:
+            # A validation is news, even after a skip; the loss of a skipped step is not.
+            return self._validated or self._plugin.moved
+        frequency = next((number for known, number in self._frequencies if known is config), 1)
+        return self._plugin.concluded and self._plugin.moved and (batches - self._held) % frequency == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove what `on_train_start` placed."""
+        """Remove what `on_train_start` placed, and drop a window that was not concluded."""
         vars(pl_module).pop("lr_scheduler_step", None)
+        for config, frequency in self._frequencies:
+            config.frequency = frequency
+        self._frequencies = []
+        self._plugin.drop_open_window()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the module as it was: its own hooks and its own weights."""
-        self.on_train_end(trainer, pl_module)
         self._put_back()
+        self.on_train_end(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the arguments of the training step, so that a skipped one can be run again."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            # Lightning clears the gradients here. A window is still open after an epoch that was cut short, or where
+            # the module calls the closure without the optimizer.
+            self._plugin.drop_open_window()
+            self._batches = 0
+        if batch_idx == 0:
+            self._held = 0
+        self._batches += 1
+        self._validated = False
         self._plugin.inputs = _arguments(pl_module, batch, batch_idx)
         self._plugin.concluded = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take a skipped step out of `global_step`, and log the counts."""
+        """Log the counts."""
         hosted = self._plugin.hosted
-        if hosted is None or not self._plugin.concluded or hosted.report is None:
+        if hosted is None or not self._plugin.concluded:
             return
-        if not hosted.moved:
-            # Lightning counts every call of the optimizer. The Guardian ends a run that only skips.
-            trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_by(-1)
-        if not hosted.moved or trainer.global_step % trainer.log_every_n_steps == 0:
-            pl_module.log_dict({f"halfstep/{name}": number for name, number in hosted.numbers.items()})
+        # The next batch may be None, for which Lightning calls no hook that would say that it begins.
+        self._plugin.concluded = False
+        self._held += 0 if hosted.moved else self._batches
+        every = trainer.log_every_n_steps  # 0: no log at all
+        if every and (not hosted.moved or trainer.global_step % every == 0):
+            numbers = {f"halfstep/{name}": number for name, number in hosted.numbers.items()}
+            pl_module.log_dict(numbers, batch_size=1)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many batches of this epoch were in skipped steps, for schedules with a frequency."""
+        return {"held": self._held}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `state_dict()`."""
+        self._held = int(state_dict["held"])
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the buffers of before an open window, like everything else of the step."""
+        if self._plugin.hosted is not None and self._plugin.hosted.stepper.in_window:
+            weights = checkpoint["state_dict"]
+            for name, buffer in self._plugin.hosted.stepper.buffers_to_keep().items():
+                if (own := name.removeprefix("module.")) in weights and buffer is not None:
+                    weights[own] = buffer.clone()
 
     # -- the average --------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate with the averaged weights, if there is an average."""
+        """Validate with the averaged weights during a fit, if there is an average.
+
+        `Trainer.validate` alone is asked about the module's own weights, which may be those of any checkpoint.
+        """
         hosted = self._plugin.hosted
-        if hosted is None or hosted.stepper.ema is None:
+        if trainer.state.fn != "fit" or hosted is None or hosted.stepper.ema is None:
             return
         if hosted.stepper.in_window:
             raise WrongUse(
@@ -239,6 +326,7 @@ class HalfstepCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the weights that are trained, before anything is saved."""
+        self._validated = True
         self._put_back()
 
     def _put_back(self) -> None:
@@ -296,7 +384,7 @@ def _arguments(module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any
 def _training_loss(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Run training_step without its log, and return its loss."""
     module: Any = unwrapped(model)
-    with _without_log(module):
+    with _without_log(module), _with_metrics_kept(module):
         output = module.training_step(*inputs)
     return output["loss"] if isinstance(output, Mapping) else output
 
@@ -312,3 +400,22 @@ def _without_log(module: Any) -> Iterator[None]:
         for name in ("log", "log_dict"):
             del vars(module)[name]
         vars(module).update(own)
+
+
+@contextmanager
+def _with_metrics_kept(module: nn.Module) -> Iterator[None]:
+    """Leave the module's metrics as they are: a rerun must not be counted in them."""
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    # Their numbers rather than deep copies of the metrics: those crash Python 3.11's garbage collector here.
+    kept = [({name: _copied(state) for name, state in m.metric_state.items()}, m._update_count) for m in metrics]
+    try:
+        yield
+    finally:
+        for metric, (states, count) in zip(metrics, kept, strict=True):
+            for name, state in states.items():
+                setattr(metric, name, state)
+            metric._update_count, metric._computed = count, None
+
+
+def _copied(state: Any) -> Any:
+    return state.detach().clone() if isinstance(state, Tensor) else list(state)

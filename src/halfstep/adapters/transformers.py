@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from halfstep.adapters.accelerate import refuse_other_engines
@@ -54,9 +55,25 @@ class HalfstepMixin(_Trainer):
         """The step of the current `train`."""
         self._resumed_from: str | None = None
         self._in_step = False
+        self._again = False
         self._inputs: tuple[Any, Any] | None = None
         self._losses: list[float] = []
+        """The losses of applied steps since the last line of the log."""
+        self._loss_of_all, self._of_steps = 0.0, 0
+        """The sum of the losses of all applied steps of a run, and their number."""
         super().__init__(*args, **kwargs)
+        self.add_callback(_Times(self))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse the bases in the other order, where the Trainer's own methods would hide those of the mixin."""
+        super().__init_subclass__(**kwargs)
+        names = [base.__name__ for base in cls.__mro__]
+        if "Trainer" in names[: names.index(HalfstepMixin.__name__)]:
+            raise WrongUse(
+                f"class {cls.__name__} with HalfstepMixin after the Trainer",
+                allowed="the mixin first",
+                do=f"class {cls.__name__}(HalfstepMixin, Trainer)",
+            )
 
     @property
     def report(self) -> StepReport | None:
@@ -74,11 +91,22 @@ class HalfstepMixin(_Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train; resume as the Trainer does, with the Stepper's own state."""
         found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        self.hosted, self._resumed_from, self._losses = None, found or None, []
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._resumed_from = found or None
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def begin(self) -> None:
+        """Begin a run, with everything prepared; the Trainer may begin one again, with a smaller batch."""
+        self.hosted, self._losses, self._loss_of_all, self._of_steps = None, [], 0.0, 0
+        self._host(self.model_wrapped)
+
+    def drop_open_window(self) -> None:
+        """Drop a window that the Trainer has left without a step of the optimizer."""
+        if self.hosted is not None and self.hosted.stepper.in_window:
+            self.hosted.drop()
 
     def _host(self, model: nn.Module) -> HostedStep:
-        """Return the step of this run; it is built with the first batch, when the Trainer has prepared everything."""
+        """Return the step of this run."""
         if self.hosted is None:
             _check_supported(self)
             limit = self.args.max_grad_norm
@@ -132,26 +160,40 @@ class HalfstepMixin(_Trainer):
     def _backward(self, loss: Tensor, **_: Any) -> None:
         # The Trainer has divided the loss, by micro-batches or by items; the Stepper divides at the end of the window.
         many = self.current_gradient_accumulation_steps
-        assert self.hosted is not None, "built by training_step"
+        if self.hosted is None or not self._in_step:
+            raise WrongUse(
+                f"{type(self).__name__}.training_step without that of HalfstepMixin",
+                allowed="compute_loss overridden, or a training_step that calls super().training_step(...)",
+                do="call super().training_step(model, inputs, num_items_in_batch)",
+            )
         self.hosted.stepper.backward(loss if many == 1 else loss * many)
 
     def _loss_again(self, model: nn.Module, batch: Any) -> Any:
         """Run the forward pass of a micro-batch again, outside of the Trainer's loop."""
         (inputs, num_items), many = batch
-        loss = self.compute_loss(unwrapped(model), self._prepare_inputs(inputs), num_items_in_batch=num_items)
+        self._again = True
+        try:
+            loss = self.compute_loss(unwrapped(model), self._prepare_inputs(inputs), num_items_in_batch=num_items)
+        finally:
+            self._again = False
         by_items = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
         return loss * many if by_items else loss
 
     def _after(self, report: StepReport) -> None:
         if report.applied:
             self._losses.append(report.loss)
+            self._loss_of_all, self._of_steps = self._loss_of_all + report.loss, self._of_steps + 1
 
     # -- log and checkpoints ------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the loss of applied steps, the real gradient norm, and how many steps were applied and skipped."""
-        if self.hosted is not None and self.hosted.report is not None and "loss" in logs:
-            # The Trainer's own figure replaces a NaN by 0 or by the mean of other steps.
+        if self._again:
+            return
+        # The Trainer's own figures replace a NaN by 0 or by the mean of other steps.
+        if self.hosted is not None and "train_loss" in logs:
+            logs["train_loss"] = self._loss_of_all / self._of_steps if self._of_steps else math.nan
+        if self.hosted is not None and self.hosted.report is not None and {"loss", "learning_rate"} <= logs.keys():
             logs["loss"] = sum(self._losses) / len(self._losses) if self._losses else math.nan
             logs["grad_norm"] = self.hosted.report.grad_norm
             logs |= {f"halfstep_{name}": number for name, number in self.hosted.numbers.items()}
@@ -163,6 +205,21 @@ class HalfstepMixin(_Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.hosted is not None and self.args.should_save:
             _write(Path(output_dir), self.hosted.state_dict())
+
+
+class _Times(TrainerCallback):
+    """What the Trainer asks only callbacks for: when a run begins, and when an epoch is over, however it ends."""
+
+    def __init__(self, trainer: HalfstepMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Build the step, so that nothing is trained without it."""
+        self._trainer.begin()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Drop an open window before anything is evaluated or saved."""
+        self._trainer.drop_open_window()
 
 
 class _HostedOptimizer(AcceleratedOptimizer):
