@@ -353,3 +353,19 @@ def test_gradients_are_edited_before_the_step_and_not_after_backward() -> None:
 
     with pytest.raises(WrongUse, match="between backward"):
         run(Edits(ONE))
+
+
+def test_a_closure_that_is_run_twice_is_refused() -> None:
+    """As by SAM: Lightning clears the gradients in between, and the Stepper would divide by two."""
+    case = Case("fp32", 1, "loss", 1)
+
+    class Twice(Module):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+            optimizer_closure()
+            optimizer.step(closure=optimizer_closure)
+
+    module = Twice(case)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(WrongUse, match="2 times for an update of 1"):
+        trainer(case, plugin(case)).fit(module, loader(case.microbatches(bad=False)))
+    assert same(before, dict(module.state_dict()))

@@ -67,6 +67,7 @@ class HalfstepPrecision(Precision):
         self.concluded = False
         """Whether the current batch ended a window."""
         self._last = self._owes_backward = False
+        self._microbatches = 0
 
     @property
     def report(self) -> StepReport | None:
@@ -125,6 +126,8 @@ class HalfstepPrecision(Precision):
                 do="return a loss, such as 0.0 * loss for a batch to leave out",
             )
         self._owes_backward = True
+        # An accumulation schedule changes the number between windows only.
+        self._microbatches = self._microbatches + 1 if self._hosted.stepper.in_window else 1
         rerun = None if self.inputs is None else (_training_loss, self.inputs)
         return self._hosted.forward(last=self._last, rerun=rerun)
 
@@ -133,6 +136,13 @@ class HalfstepPrecision(Precision):
         self._owes_backward = False
         # Lightning has divided the loss by the number of micro-batches; the Stepper divides at the end of the window.
         many = model.trainer.accumulate_grad_batches
+        if self._microbatches > many:
+            self.drop_open_window()
+            raise _unsupported(
+                f"training_step run {self._microbatches} times for an update of {many}",
+                "each batch once; optimizers such as SAM, which run the closure twice, need a loop of their own",
+                "a halfstep.Stepper with manual forward passes",
+            )
         self._hosted.stepper.backward(tensor if many == 1 else tensor * many)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
