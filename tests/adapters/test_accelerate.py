@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,12 @@ class Loop:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_skip_changes_nothing_and_the_run_goes_on_as_if_it_had_not_been(case: Case) -> None:
-    check_contract(Loop(case).train().seen, Loop(case, bad=False).train().seen)
+    check_contract(Loop(case).train().seen, without_trouble(case.without_trouble))
+
+
+@cache
+def without_trouble(case: Case) -> Seen:
+    return Loop(case, bad=False).train().seen
 
 
 def test_healthy_steps_are_accelerates_own_to_the_bit() -> None:

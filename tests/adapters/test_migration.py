@@ -30,7 +30,7 @@ def test_few_lines_change(library: str) -> None:
     assert gone <= MOST_CHANGED
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_script_with_halfstep_trains(library: str) -> None:
     script = EXAMPLES / library / "after.py"

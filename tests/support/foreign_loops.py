@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -71,6 +71,11 @@ class Case:
     def optimizer_of(self, model: nn.Module) -> Any:
         return OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
 
+    @property
+    def without_trouble(self) -> Case:
+        """The case whose run without the bad window is this one's too."""
+        return replace(self, trouble=TROUBLES[0])
+
     def microbatches(self, *, bad: bool = True) -> list[dict[str, Tensor]]:
         """The data of a run; without its bad window where `bad` is False."""
         generator = torch.Generator().manual_seed(7)
@@ -94,9 +99,12 @@ class Case:
             microbatch["x"][0, 0] = torch.nan
 
 
+KINDS = list(product(("fp32", "bf16", "fp16"), (1, 2)))
 CASES = [
+    # One optimizer for all troubles of a kind, so that they share the run without any.
     Case(precision, accumulate, trouble, number % len(OPTIMIZERS))
-    for number, (precision, accumulate, trouble) in enumerate(product(("fp32", "bf16", "fp16"), (1, 2), TROUBLES))
+    for number, (precision, accumulate) in enumerate(KINDS)
+    for trouble in TROUBLES
 ]
 assert len(CASES) == 30
 

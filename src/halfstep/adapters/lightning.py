@@ -219,6 +219,8 @@ class HalfstepCallback(Callback):
         """The batches of this epoch that were in skipped steps, and those of the current window."""
         self._validated = False
         """Whether a validation ran after the current batch."""
+        self._inputs = 0
+        """The number of arguments of training_step that a rerun needs; 0 where it cannot be run again."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a Trainer that has the callback without its plugin."""
@@ -231,6 +233,7 @@ class HalfstepCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hold schedules that advance per step back after a skip."""
+        self._inputs = _arguments(pl_module)
         advance = pl_module.lr_scheduler_step
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
@@ -279,7 +282,7 @@ class HalfstepCallback(Callback):
             self._held = 0
         self._batches += 1
         self._validated = False
-        self._plugin.inputs = _arguments(pl_module, batch, batch_idx)
+        self._plugin.inputs = None if self._inputs == 0 else (batch, batch_idx)[: self._inputs]
         self._plugin.concluded = False
 
     def on_train_batch_end(
@@ -383,12 +386,10 @@ def _clipping(module: LightningModule) -> dict[str, float | None]:
 # -- running a step again ---------------------------------------------------------------------------------------------
 
 
-def _arguments(module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...] | None:
-    """Return the arguments that Lightning passes to training_step; None where it passes the iterator itself."""
+def _arguments(module: LightningModule) -> int:
+    """Return how many of batch and index Lightning passes to training_step; 0 where it passes the iterator itself."""
     names = inspect.signature(module.training_step).parameters
-    if "dataloader_iter" in names:
-        return None
-    return (batch, batch_idx)[: max(1, len(names))]
+    return 0 if "dataloader_iter" in names else max(1, len(names))
 
 
 def _training_loss(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
