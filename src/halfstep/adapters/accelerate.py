@@ -11,7 +11,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.hosted_step import unwrapped
+from halfstep.adapters.hosted_step import put_buffers_before_window, unwrapped
 from halfstep.errors import WrongUse, same_keys
 from halfstep.finding import Finding
 from halfstep.step.optimizer_slot import checked_schedule
@@ -218,12 +218,8 @@ class _OwnState:
     def before_save(self, models: list[nn.Module], weights: list[dict[str, Any]], _: str) -> None:
         """Save the buffers of before an open window, like everything else of the step."""
         place = next((place for place, model in enumerate(models) if model is self.model), None)
-        if self._stepper.in_window and place is not None:
-            for name, buffer in self._stepper.buffers_to_keep().items():
-                if (own := name.removeprefix("_orig_mod.").removeprefix("module.")) in weights[
-                    place
-                ] and buffer is not None:
-                    weights[place][own] = buffer.clone()
+        if place is not None:
+            put_buffers_before_window(self._stepper, weights[place])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Stepper's own state, and that of a schedule that accelerate does not save."""

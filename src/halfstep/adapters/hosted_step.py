@@ -14,6 +14,7 @@ from halfstep.errors import same_presence
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent, Level, warn
+from halfstep.observe.recorder import as_written
 from halfstep.step.ema import Ema
 from halfstep.step.loss import LossScale
 from halfstep.step.report import StepReport
@@ -139,6 +140,15 @@ def _guardian(stepper: Stepper, model: nn.Module, options: Options) -> Guardian 
         Path(folder).mkdir(parents=True, exist_ok=True)
         record = recording(Path(folder), model, said)
     return Guardian(stepper, mode=mode, limits=options.get("limits", Limits()), tell=tell, record=record)
+
+
+def put_buffers_before_window(stepper: Stepper, weights: dict[str, Any]) -> None:
+    """Put the buffers of before an open window into weights that are saved inside it, by the model's own names."""
+    if stepper.in_window:
+        for name, buffer in stepper.buffers_to_keep().items():
+            own = as_written(name).removeprefix("module.")
+            if own in weights and buffer is not None:
+                weights[own] = buffer.clone()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from halfstep.adapters.hosted_step import HostedStep, Options, unwrapped
+from halfstep.adapters.hosted_step import HostedStep, Options, put_buffers_before_window, unwrapped
 from halfstep.errors import WrongUse
 from halfstep.precision.select import choose_precision
 from halfstep.step.report import StepReport
@@ -312,11 +312,8 @@ class HalfstepCallback(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the buffers of before an open window, like everything else of the step."""
-        if self._plugin.hosted is not None and self._plugin.hosted.stepper.in_window:
-            weights = checkpoint["state_dict"]
-            for name, buffer in self._plugin.hosted.stepper.buffers_to_keep().items():
-                if (own := name.removeprefix("module.")) in weights and buffer is not None:
-                    weights[own] = buffer.clone()
+        if self._plugin.hosted is not None:
+            put_buffers_before_window(self._plugin.hosted.stepper, checkpoint["state_dict"])
 
     # -- the average --------------------------------------------------------------------------------------------
 
