@@ -4,9 +4,10 @@
 
 The same model in the same loop, once as its library runs it and once with halfstep's adapter: four Linear layers of 512
 with BatchNorm, batch 128, AdamW, clipping by norm and a schedule per step, in fp32, where the least time passes outside
-of Python. The adapters check loss, gradients and buffers, keep what a rollback needs, and have a Guardian; the loops of
-their own guard nothing. Runs of both kinds alternate; a run's figure is the median of its steps without the first five,
-and the median over the pairs of runs is told. `aa` is a library's loop against itself.
+of Python, on one thread and in processor time. The adapters check loss, gradients and buffers, keep what a rollback
+needs, and have a Guardian; the loops of their own guard nothing. Runs of both kinds alternate; a run's figure is the
+median of its steps without the first five, and the median over the pairs of runs is told. `aa` is a library's loop
+against itself.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def parts(steps: int) -> tuple[Model, Any, Any, list[Batch]]:
 
 
 class Clock:
-    """The times between two marks."""
+    """The processor time between two marks: on one thread it is the step's own, whatever else the machine does."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def mark(self) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(time.process_time())
 
     def median(self) -> float:
         return statistics.median(b - a for a, b in zip(self.times[WARM_UP:], self.times[WARM_UP + 1 :], strict=False))
@@ -223,6 +224,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     before, found = conditions(), {}
     for name in given.only or LOOPS:
         begun = time.monotonic()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 import halfstep  # noqa: E402
 from halfstep.errors import WrongUse  # noqa: E402
 from halfstep.step.loss import StaticScale  # noqa: E402
-from tests.support.foreign_loops import BAD, CASES, WINDOWS, Case, Model, Seen, check_contract, same  # noqa: E402
+from tests.support.foreign_loops import CASES, ON_RANKS, WINDOWS, Case, Model, Seen, check_contract, check_ranks, same  # noqa: E402
 from tests.support.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -148,28 +148,14 @@ def test_fp16_on_a_cpu_is_fp16() -> None:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def _train_on(rank: int, case: Case, bad_rank: int) -> Any:
-    good, place = case.microbatches(bad=False), BAD * case.accumulate
-    healthy = [*good[:place], *good[: case.accumulate], *good[place:]]
-    mine = {bad_rank: case.microbatches(), 1 - bad_rank: healthy}
-    # accelerate deals one batch to each rank in turn.
-    data = [batch for pair in zip(mine[0], mine[1], strict=True) for batch in pair]
-    loop = Loop(case, data=data).train()
+def _train_on(rank: int, case: Case) -> Any:
+    loop = Loop(case, data=case.dealt()).train()
     return loop.seen, loop.stepper.counts.state_dict()
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("bf16", 1, "loss", 1), Case("fp32", 2, "gradient", 0)], ids=str)
-def test_two_ranks_skip_together(case: Case) -> None:
-    ranks = Ranks(backend=None)
-    try:
-        (seen, counts), (other, other_counts) = ranks(_train_on, case, 1)
-    finally:
-        ranks.stop()
-    assert len(seen.states) == WINDOWS
-    assert same(seen.states[BAD], seen.states[BAD - 1])
-    assert not same(seen.states[-1], seen.states[BAD])
+@pytest.mark.parametrize("case", ON_RANKS, ids=str)
+def test_two_ranks_skip_together(two_ranks: Ranks, case: Case) -> None:
+    (seen, counts), (other, other_counts) = two_ranks(_train_on, case)
+    check_ranks(seen, other)
     assert counts == other_counts
-    for name in ("first.weight", "last.bias"):
-        ours, theirs = ([state["model"][name] for state in one.states] for one in (seen, other))
-        assert same(ours, theirs), name

@@ -18,7 +18,18 @@ from halfstep.adapters.lightning import HalfstepPrecision  # noqa: E402
 from halfstep.errors import Diverged, WrongUse  # noqa: E402
 from halfstep.guard.streak import Limits  # noqa: E402
 from halfstep.step.loss import StaticScale  # noqa: E402
-from tests.support.foreign_loops import BAD, CASES, WINDOWS, Case, Model, Seen, check_contract, same  # noqa: E402
+from tests.support.foreign_loops import (  # noqa: E402
+    BAD,
+    CASES,
+    ON_RANKS,
+    WINDOWS,
+    Case,
+    Model,
+    Seen,
+    check_contract,
+    check_ranks,
+    same,
+)
 from tests.support.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -274,36 +285,20 @@ def test_what_it_cannot_protect() -> None:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def _fit_on(rank: int, case: Case, bad_rank: int) -> Any:
+def _fit_on(rank: int, case: Case) -> Any:
     torch.manual_seed(0)
     module, step = Module(case), plugin(case)
-    good = case.microbatches(bad=False)
-    data = (
-        case.microbatches()
-        if rank == bad_rank
-        else [*good[: BAD * case.accumulate], *good[: case.accumulate], *good[BAD * case.accumulate :]]
-    )
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
     running = trainer(case, step, **settings)
-    running.fit(module, loader(data))
+    running.fit(module, loader(case.microbatches_of(rank)))
     assert step.hosted is not None
     return module.seen, step.hosted.stepper.counts.state_dict(), running.global_step
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("bf16", 1, "loss", 1), Case("fp32", 2, "gradient", 0)], ids=str)
-def test_two_ranks_skip_together(case: Case) -> None:
-    ranks = Ranks(backend=None)
-    try:
-        (seen, counts, steps), (other, other_counts, _) = ranks(_fit_on, case, 1)
-    finally:
-        ranks.stop()
-    assert same(seen.states[BAD], seen.states[BAD - 1])
-    assert not same(seen.states[-1], seen.states[BAD])
+@pytest.mark.parametrize("case", ON_RANKS, ids=str)
+def test_two_ranks_skip_together(two_ranks: Ranks, case: Case) -> None:
+    (seen, counts, steps), (other, other_counts, _) = two_ranks(_fit_on, case)
+    check_ranks(seen, other)
     assert counts == other_counts
     assert steps == WINDOWS - 1
-    for ours, theirs in zip(seen.states, other.states, strict=True):
-        assert same(
-            {k: v for k, v in ours["model"].items() if "weight" in k},
-            {k: v for k, v in theirs["model"].items() if "weight" in k},
-        )

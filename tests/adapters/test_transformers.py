@@ -25,7 +25,18 @@ from halfstep.adapters.transformers import STATE, HalfstepMixin
 from halfstep.errors import Diverged, StateMismatch, WrongUse
 from halfstep.guard.streak import Limits
 from halfstep.step.loss import StaticScale
-from tests.support.foreign_loops import BAD, CASES, WINDOWS, Case, Model, Seen, check_contract, same
+from tests.support.foreign_loops import (
+    BAD,
+    CASES,
+    ON_RANKS,
+    WINDOWS,
+    Case,
+    Model,
+    Seen,
+    check_contract,
+    check_ranks,
+    same,
+)
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -237,32 +248,20 @@ def test_what_it_cannot_protect(tmp_path: Path) -> None:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def _train_on(rank: int, folder: str, case: Case, bad_rank: int) -> Any:
+def _train_on(rank: int, folder: str, case: Case) -> Any:
     trainer, seen = build(Path(folder), case)
-    good, place = case.microbatches(bad=False), BAD * case.accumulate
-    healthy = [*good[:place], *good[: case.accumulate], *good[place:]]
-    mine = {bad_rank: case.microbatches(), 1 - bad_rank: healthy}
-    # accelerate deals one batch to each rank in turn.
-    trainer.train_dataset = [batch for pair in zip(mine[0], mine[1], strict=True) for batch in pair]
+    trainer.train_dataset = case.dealt()
     trainer.train()
     return seen, trainer.hosted.stepper.counts.state_dict(), logged(trainer, "halfstep_applied") if rank == 0 else []
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("bf16", 1, "loss", 1), Case("fp32", 2, "gradient", 0)], ids=str)
-def test_two_ranks_skip_together(tmp_path: Path, case: Case) -> None:
-    ranks = Ranks(backend=None)
-    try:
-        (seen, counts, applied), (other, other_counts, _) = ranks(_train_on, str(tmp_path), case, 1)
-    finally:
-        ranks.stop()
-    assert same(seen.states[BAD], seen.states[BAD - 1])
-    assert not same(seen.states[-1], seen.states[BAD])
+@pytest.mark.parametrize("case", ON_RANKS, ids=str)
+def test_two_ranks_skip_together(tmp_path: Path, two_ranks: Ranks, case: Case) -> None:
+    (seen, counts, applied), (other, other_counts, _) = two_ranks(_train_on, str(tmp_path), case)
+    check_ranks(seen, other)
     assert counts == other_counts
     assert applied == [1, 2, 2, 3, 4, 5]
-    for name in ("first.weight", "last.bias"):
-        ours, theirs = ([state["model"][name] for state in one.states] for one in (seen, other))
-        assert same(ours, theirs), name
 
 
 def test_the_model_is_untouched_by_accelerates_autocast(tmp_path: Path) -> None:

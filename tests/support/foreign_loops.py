@@ -90,6 +90,17 @@ class Case:
                 self._spoil(microbatch, place % self.accumulate)
         return [{k: v for k, v in m.items() if k != "bad"} for m in found if bad or "bad" not in m]
 
+    def microbatches_of(self, rank: int) -> list[dict[str, Tensor]]:
+        """The data of one of two ranks, of which the second has the bad window, and the first a healthy one for it."""
+        if rank == 1:
+            return self.microbatches()
+        good, place = self.microbatches(bad=False), BAD * self.accumulate
+        return [*good[:place], *good[: self.accumulate], *good[place:]]
+
+    def dealt(self) -> list[dict[str, Tensor]]:
+        """The data of both ranks as accelerate deals it: one batch to each in turn."""
+        return [batch for pair in zip(*map(self.microbatches_of, range(2)), strict=True) for batch in pair]
+
     def _spoil(self, microbatch: dict[str, Any], place: int) -> None:
         if self.trouble == "gradient":
             microbatch["flag"] = torch.full((4,), 1.0)
@@ -107,6 +118,8 @@ CASES = [
     for trouble in TROUBLES
 ]
 assert len(CASES) == 30
+ON_RANKS = [Case("bf16", 1, "loss", 1), Case("fp32", 2, "gradient", 0)]
+"""The cases that two ranks go through."""
 
 
 @dataclass
@@ -153,3 +166,15 @@ def check_contract(with_bad: Seen, without: Seen) -> None:
     assert same(healthy, without.states), "the rest is not what it is without the bad window"
     finite = [torch.isfinite(value).all() for value in with_bad.states[-1]["model"].values()]
     assert all(finite)
+
+
+def check_ranks(one: Seen, other: Seen) -> None:
+    """Both ranks skipped the window that was bad on one, and have the same weights after every window."""
+    for seen in (one, other):
+        assert len(seen.states) == WINDOWS
+        assert same(seen.states[BAD], seen.states[BAD - 1]), "the skip changed something"
+        assert not same(seen.states[-1], seen.states[BAD]), "nothing was trained after it"
+    for ours, theirs in zip(one.states, other.states, strict=True):
+        for name in ("first.weight", "norm.weight", "last.weight", "last.bias"):
+            [mine], [its] = ([v for k, v in state["model"].items() if k.endswith(name)] for state in (ours, theirs))
+            assert same(mine, its), name
