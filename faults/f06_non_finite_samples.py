@@ -18,20 +18,22 @@ from tests.support.tiny_task import Tiny
 
 ID = "F06"
 WHAT = "a sample that is not finite skips one step on every rank, changes no bit, is named, and is not used again"
-POISONS, PLACES, PRECISIONS, RANKS = ("nan", "inf", "-inf"), (0, 1), ("fp32", "bf16", "fp16"), (1, 2)
+POISONS, PLACES, PRECISIONS = ("nan", "inf", "-inf"), (0, 1), ("fp32", "bf16", "fp16")
 GUILTY, SAMPLES, WINDOW = 5, 16, 4
 SEEDS = {False: 1, True: 3}
+ON_RANKS = {False: 5, True: 1}
+"""Of how many faults one is tried on two ranks too: by fives each poison, place and precision is still met."""
 
 
 def run(full: bool) -> Outcome:
     faults = list(itertools.product(POISONS, PLACES, PRECISIONS, range(SEEDS[full])))
     found = [judge(0, *fault) for fault in faults]
-    ranks = Ranks(2)
+    on_ranks, ranks = faults[:: ON_RANKS[full]], Ranks(2)
     try:
-        found += [_both(ranks(judge, *fault)) for fault in faults]
+        found += [_both(ranks(judge, *fault)) for fault in on_ranks]
     finally:
         ranks.stop()
-    wrong = [f"{fault}: {text}" for fault, text in zip(faults * 2, found, strict=True) if text]
+    wrong = [f"{fault}: {text}" for fault, text in zip(faults + on_ranks, found, strict=True) if text]
     return Outcome(len(found) - len(wrong), len(found), wrong[0] if wrong else "0 bits moved")
 
 
