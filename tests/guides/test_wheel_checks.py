@@ -32,18 +32,18 @@ def test_a_machine_that_is_well_has_no_findings() -> None:
 @pytest.mark.parametrize(
     ("build", "found", "fix"),
     [
-        (Build("2.13.0+cpu", driver=(12, 8), boards=(RTX4090,)), "wheel.cpu_only", "whl/cu128"),
-        (Build("2.13.0+cpu", boards=(RTX4090,)), "wheel.cpu_only", "whl/cu130"),
-        (Build("2.13.0+cpu", driver=(12, 4), boards=(V100,)), "wheel.cpu_only", "whl/cu126"),
+        (Build("2.13.0+cpu", driver=(12, 8), boards=(RTX4090,)), "wheel.cpu_only", "--torch-backend cu128"),
+        (Build("2.13.0+cpu", boards=(RTX4090,)), "wheel.cpu_only", "--torch-backend cu130"),
+        (Build("2.13.0+cpu", driver=(12, 4), boards=(V100,)), "wheel.cpu_only", "--torch-backend cu126"),
         (Build("2.13.0+cpu", driver=(10, 2), boards=(V100,)), "wheel.cpu_only", "newer NVIDIA driver"),
         (replace(WELL, driver=(12, 8)), "wheel.driver_too_old", "newer NVIDIA driver; or pip install"),
-        (replace(WELL, boards=(V100,)), "wheel.no_kernels", "whl/cu126"),
+        (replace(WELL, boards=(V100,)), "wheel.no_kernels", "--torch-backend cu126"),
         (
             replace(WELL, boards=(Board("GeForce RTX 5090", (12, 0)),), architectures=("sm_80", "sm_90")),
             "wheel.no_kernels",
-            "whl/cu130",
+            "--torch-backend cu130",
         ),
-        (Build("1.4.0", (10, 1), driver=(12, 8), boards=(RTX4090,)), "wheel.cuda_too_old", "whl/cu128"),
+        (Build("1.4.0", (10, 1), driver=(12, 8), boards=(RTX4090,)), "wheel.cuda_too_old", "--torch-backend cu128"),
         (replace(WELL, hidden=True), "wheel.gpu_hidden", "CUDA_VISIBLE_DEVICES"),
     ],
 )
@@ -121,7 +121,7 @@ def test_the_page_shows_the_build_and_a_gpu_left_idle_ends_in_78(monkeypatch: py
     page = " ".join(done.output.split())
     assert "built for CPUs only" in page
     assert "error wheel.cpu_only" in page
-    assert "--index-url https://download.pytorch.org/whl/cu128" in page
+    assert "uv pip install --reinstall torch torchvision --torch-backend cu128" in page
     assert max(map(len, done.output.splitlines())) <= 80
     monkeypatch.setattr(wheel, "read_build", lambda: WELL)
     done = CliRunner().invoke(main.build(), ["doctor", "--json"])

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.precision.precision import precision_named
 from zoo.outcome import Outcome
 from zoo.p07_updates_lost_in_bf16_weights.plain import make_model
+
+BF16 = precision_named("bf16")
+"""The precision itself, not its name: that would become fp32 on a CPU that only emulates bf16."""
 
 
 def run() -> Outcome:
@@ -29,7 +33,7 @@ def run() -> Outcome:
 
 
 def make_stepper(model: nn.Module) -> halfstep.Stepper:
-    return halfstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-5), precision="bf16")
+    return halfstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-5), precision=BF16)
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:

@@ -6,14 +6,18 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.precision.precision import precision_named
 from zoo.outcome import Outcome
 from zoo.p12_one_nan_gradient_in_bf16.plain import Recommender, judge, loss_of
+
+BF16 = precision_named("bf16")
+"""The precision itself, not its name: that would become fp32 on a CPU that only emulates bf16."""
 
 
 def run() -> Outcome:
     torch.manual_seed(0)
     model = Recommender()
-    stepper = halfstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision="bf16", clip_norm=1.0)
+    stepper = halfstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision=BF16, clip_norm=1.0)
     bad = stepper.step(loss_fn, torch.arange(16))
     outcome = judge(model, bad.loss)
     clean = stepper.step(loss_fn, torch.arange(1, 17))

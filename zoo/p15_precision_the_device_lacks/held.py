@@ -28,7 +28,7 @@ def run() -> Outcome:
     (wheel,) = check_build(NEWER)
     reason = choices["Tesla T4"].findings[0].evidence
     return Outcome(
-        good=took == LADDER and here == "fp32" and "download.pytorch.org" in wheel.fix,
+        good=took == LADDER and here == "fp32" and "--torch-backend cu128" in wheel.fix,
         seen=f"bf16 becomes {took}; {reason}; tf32 on this CPU trains in {here}; "
         f"{wheel.evidence.split(':')[0]}: {wheel.fix}",
     )

@@ -6,12 +6,16 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.precision.precision import precision_named
 from zoo.outcome import Outcome
 from zoo.p19_positions_collapse_in_bf16.plain import TIMESTEPS, batch, cast_loss, distinct, model
 
+BF16 = precision_named("bf16")
+"""The precision itself, not its name: that would become fp32 on a CPU that only emulates bf16."""
+
 
 def run() -> Outcome:
-    found = halfstep.audit(model(), cast_loss, batch(), precision="bf16")
+    found = halfstep.audit(model(), cast_loss, batch(), precision=BF16)
     evidence = [one.finding.evidence for one in found.spotted]
     about = [words for words in evidence if "plain.py:" in words and f"up to {TIMESTEPS - 1}" in words]
     kept = _kept()
@@ -26,7 +30,7 @@ def _kept() -> int:
     net = halfstep.island(model(), "unet.time_proj", "unet.time_embedding")
     seen: list[int] = []
     net.unet.time_embedding.register_forward_hook(lambda module, given, out: seen.append(distinct(out)))
-    stepper = halfstep.Stepper(net, torch.optim.SGD(net.parameters(), lr=0.01), precision="bf16")
+    stepper = halfstep.Stepper(net, torch.optim.SGD(net.parameters(), lr=0.01), precision=BF16)
     stepper.step(whole_loss, batch())
     return seen[0]
 

@@ -112,8 +112,9 @@ def _install(build: Build) -> str:
     fitting = [cuda for cuda, since in _WHEELS if cuda[0] <= newest and oldest >= since]
     if not fitting:
         return "install a newer NVIDIA driver; torch's own page lists builds for other GPUs: pytorch.org/get-started"
-    index = "https://download.pytorch.org/whl/cu" + "".join(map(str, fitting[0]))
-    return f"pip install --force-reinstall torch torchvision --index-url {index}"
+    # pip has to be told where builds for other versions of CUDA are; uv knows them by name.
+    backend = "cu" + "".join(map(str, fitting[0]))
+    return f"pip install uv && uv pip install --reinstall torch torchvision --torch-backend {backend}"
 
 
 def has_kernels(capability: Version, architectures: Iterable[str]) -> bool:
