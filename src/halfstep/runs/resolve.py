@@ -22,7 +22,7 @@ from halfstep.recipe.names import Override, key_for, read_flags, retyped
 from halfstep.recipe.resolve import ChosenSetting, Resolved, resolve
 from halfstep.recipe.schema import NO_FILE, WEIGHTS
 from halfstep.recipe.sources import RawRecipe, read_recipe
-from halfstep.runs.registry import task_options, task_schema
+from halfstep.runs.registry import task_names, task_options, task_schema
 from halfstep.tasks import sizing
 from halfstep.terminal import progress
 from halfstep.train.run_folder import NEW, check_run
@@ -104,7 +104,11 @@ def _facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
 def _named_task(found: RawRecipe) -> str:
     named = found.raw.get("task")
     if not isinstance(named, str):
-        raise WrongUse(f"{found.label} names no task", allowed="task: segmentation", do="add a line `task: NAME`")
+        raise WrongUse(
+            f"{found.label} names no task",
+            allowed=", ".join(task_names()),
+            do="add a line such as `task: segmentation`; `halfstep recipes` lists complete recipes",
+        )
     return named
 
 
