@@ -119,6 +119,34 @@ def test_every_extra_that_an_error_names_is_there() -> None:
     assert {"train", "vision"} <= named <= set(PROJECT["optional-dependencies"])
 
 
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "pynvml": "nvidia-ml-py", "huggingface_hub": "timm"}
+DISTRIBUTIONS |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "pytorch_lightning": "lightning"}
+DISTRIBUTIONS |= {"torchmetrics": "lightning", "typing_extensions": "torch"}
+"""Packages by what is imported of them, where the names differ; or a package that cannot be installed without them."""
+
+
+def test_every_package_that_is_imported_is_asked_for() -> None:
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    asked = {re.split(r"[<>=!~\[ ]", need)[0] for group in groups for need in group}
+    imported = {
+        name.partition(".")[0]
+        for path in (ROOT / "src" / "halfstep").rglob("*.py")
+        for name in re.findall(r"^\s*(?:import|from) ([\w.]+)(?= import|$| as|,)", path.read_text(), flags=re.MULTILINE)
+    } - set(sys.stdlib_module_names)
+    assert {"torch", "numpy", "yaml"} <= imported
+    assert {DISTRIBUTIONS.get(name, name) for name in imported - {"halfstep"}} <= asked
+
+
+def test_a_missing_package_of_an_extra_is_named_with_its_extra() -> None:
+    from halfstep.errors import _EXTRAS
+
+    names = {DISTRIBUTIONS.get(name, name) for packages in _EXTRAS.values() for name in packages}
+    extras = {name: group for name, group in PROJECT["optional-dependencies"].items() if name in _EXTRAS}
+    asked = {re.split(r"[<>=!~\[ ]", need)[0] for group in extras.values() for need in group}
+    # Without the last there are no figures of a GPU's load, and no error.
+    assert names == asked - {"nvidia-ml-py"}
+
+
 CHOICE = "halfstep.precision.select.Choice"
 USER = """
 import halfstep

@@ -140,7 +140,11 @@ def subject(text: str, settings: Sequence[str]) -> Subject:
         raise WrongUse(f"{text} where RECIPE should be", allowed="RECIPE or CASE first", do=f"put {text} after it")
     from halfstep.measure.subject import Subject
 
-    return Subject(text, tuple(settings))
+    named = Subject(text, tuple(settings))
+    if not named.is_own_code:
+        # Recipes need the extra `train`: said here, before a process that measures fails for want of it.
+        import halfstep.recipe.sources  # noqa: F401
+    return named
 
 
 def print_json(report: dict[str, Any]) -> None:
