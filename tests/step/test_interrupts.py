@@ -192,7 +192,8 @@ def test_steps_in_other_threads_work() -> None:
     found: list[bool] = []
 
     def work() -> None:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             _model, stepper = make()
             found.append(stepper.step(mse, batch()).applied)
 
@@ -240,7 +241,8 @@ def test_ctrl_c_inside_forward_drops_the_window() -> None:
 def test_what_somebody_else_does_between_backward_and_apply_is_noticed(what: str, precision: str) -> None:
     model = nn.Linear(16, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         stepper = Stepper(model, optimizer, precision=precision)
     with stepper.forward():
         loss = mse(model, batch())

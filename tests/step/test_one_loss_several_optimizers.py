@@ -283,7 +283,8 @@ def test_an_optimizer_in_backward_is_refused() -> None:
 
 def test_torchs_own_optimizer_in_backward_is_refused() -> None:
     model = nn.Linear(16, 4)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         from torch.distributed.optim import _apply_optimizer_in_backward
 
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})

@@ -19,7 +19,8 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 def stepper_in(precision: str | Precision, scale: DynamicScale | None = None) -> Stepper:
     model = plain_model()
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return Stepper(
             model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision, loss_scale=scale, observe=False
         )

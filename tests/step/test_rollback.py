@@ -22,7 +22,8 @@ BAD = torch.full((8, 16), float("nan"))
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 
