@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,13 @@ def scale_never_falls(replace: Replace) -> None:
     from halfstep.step.loss import DynamicScale
 
     replace(DynamicScale, "update", lambda self, *, overflow: None)
+
+
+def driver_crashes(replace: Replace) -> None:
+    from halfstep.step.loss import DynamicScale
+
+    # As a driver does: no exception, no exit code of Python's.
+    replace(DynamicScale, "update", lambda self, *, overflow: os.abort())
 
 
 def autocast_off(replace: Replace) -> None:
@@ -178,6 +186,7 @@ ALL = {
     "nothing taken back after an error": Sabotage("transaction", "ended in an error moved", error_swallowed),
     "loss scale left in the update": Sabotage("scale", "differs from fp32's by", scale_left_in),
     "loss scale that never falls": Sabotage("scale", "instead of", scale_never_falls),
+    "the driver crashes": Sabotage("scale", "the process of this part died", driver_crashes, here=False),
     "autocast silently fp32": Sabotage("observed", "bf16 was asked for", autocast_off),
     "autocast silently fp32, unseen": Sabotage("observed", "output was torch.float32", autocast_off_unseen),
     "a format without a kernel": Sabotage("probe", "bf16 is native here, but conv2d failed", kernel_missing),

@@ -1,4 +1,4 @@
-"""A defect in halfstep makes the self-test fail, and it names the part. What a part says without one is asserted too."""
+"""A defect in halfstep makes the self-test fail, and it names the part; without one, each part passes."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +24,9 @@ class _MayLackFile(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words, with `-` after a `--json` that no file follows."""
         words: list[str] = []
-        for word, following in zip(args, [*args[1:], "--"], strict=True):
-            words.append(word)
-            if word == "--json" and following.startswith("-") and following != _STDOUT:
-                words.append(_STDOUT)
+        for word, following in pairwise([*args, "--"]):
+            is_alone = following.startswith("-") and following != _STDOUT
+            words += [word, _STDOUT] if word == "--json" and is_alone else [word]
         return super().parse_args(ctx, words)
 
 

@@ -24,8 +24,8 @@ _PLAIN = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE", "TORC
 """Variables that change what is measured and that hold no path and no name."""
 _NAMED = "HALFSTEP_"
 """Variables of which only the name is told: they may hold a path."""
-_SHORTEST = 3
-"""A shorter name of a host or a user would be found in ordinary words."""
+_SHORTEST = 2
+"""A name of one letter would be found in ordinary text."""
 
 
 def about(device: Device) -> dict[str, Any]:
