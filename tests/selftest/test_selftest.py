@@ -291,7 +291,7 @@ def test_a_device_passes_and_says_nothing_private(path: Path) -> None:
 def test_a_file_of_anything_else_is_refused_and_a_hostile_one_harmless() -> None:
     for wrong in (None, [], {"form": 2}, {**report_of(), "parts": []}, {**report_of(), "interrupted": True}):
         with pytest.raises(BadData, match="not the whole self-test"):
-            table.page({"x.json": wrong})  # type: ignore[dict-item]
+            table.page({"x.json": wrong})
     hostile = report_of(ranks=FAILED)
     hostile["device"]["name"] = "A100 | <script>alert(1)</script> [x](javascript:1)\n# heading"
     hostile["parts"][0]["figure"] = "a|b\n| c"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ What `halfstep selftest` found on devices that people have. This page is made fr
 """
 
 
-def page(reports: dict[str, dict[str, Any]]) -> str:
+def page(reports: Mapping[str, Any]) -> str:
     """Return the page for reports by file name; raise BadData for one that is not a whole self-test."""
     for name, report in reports.items():
         _check(name, report)
@@ -48,7 +48,7 @@ def _title(report: dict[str, Any]) -> str:
     return f"{count} × {report['device']['name']}" if count > 1 else str(report["device"]["name"])
 
 
-def _overview(reports: dict[str, dict[str, Any]]) -> list[str]:
+def _overview(reports: Mapping[str, Any]) -> list[str]:
     lines = ["| device | native | torch | driver | passed | skipped | failed | seconds |"]
     lines += ["|---|---|---|---|---:|---:|---|---:|"]
     for name in sorted(reports):
