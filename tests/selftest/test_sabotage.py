@@ -16,7 +16,7 @@ from halfstep.precision.hardware import describe
 from halfstep.selftest import worker
 from halfstep.selftest.names import PARTS
 from halfstep.selftest.part import PartFailed, Place
-from halfstep.selftest.parts import overhead, ranks
+from halfstep.selftest.parts import overhead, parity, ranks
 from tests.selftest.sabotages import ALL, Sabotage
 from tests.support.ranks import Ranks
 
@@ -30,7 +30,10 @@ def row(part: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "_PAIRS", 10)
+    """Take fewer pairs and seeds than the command does, which all run under --full."""
+    monkeypatch.setattr(overhead, "_PAIRS", 6)
+    monkeypatch.setattr(overhead, "_ROUNDS", 2)
+    monkeypatch.setattr(parity, "SEEDS", 3)
 
 
 def test_there_are_enough_of_them() -> None:

@@ -6,6 +6,7 @@ import getpass
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import types
@@ -24,7 +25,7 @@ from halfstep.selftest import names, table, worker
 from halfstep.selftest.facts import about, without_names
 from halfstep.selftest.names import FAILED, PARTS, PASSED, SKIPPED, what
 from halfstep.selftest.part import Measured, PartFailed, PartSkipped, Place
-from halfstep.selftest.parts import memory, ranks
+from halfstep.selftest.parts import memory, overhead, parity, plan, ranks, scale
 from halfstep.selftest.run import selftest
 from tests.selftest.test_sabotage import ROOT
 from tests.support.devices import cuda
@@ -126,10 +127,14 @@ def test_what_cannot_run_is_skipped_and_never_passed(monkeypatch: pytest.MonkeyP
     assert ended(monkeypatch, ModuleNotFoundError("No module named 'torch.gone'", name="torch"))["result"] == FAILED
 
 
-def test_resume_without_a_folder_is_skipped() -> None:
+def test_resume_without_a_folder_or_room_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = worker._do(Place(describe("cpu"), folder=None), {"do": "resume"})[1]
     assert row["result"] == SKIPPED
     assert "TMPDIR" in row["figure"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: types.SimpleNamespace(free=3 * 2**20))
+    row = worker._do(Place(describe("cpu"), folder=tmp_path), {"do": "resume"})[1]
+    assert row["result"] == SKIPPED
+    assert "3 of 64 MiB free" in row["figure"]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +192,28 @@ def test_wrong_words_end_before_anything_runs(
     assert result.exit_code in (73, 74, 78), result.output
     assert said in result.output.replace("\n", " ")
     assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
+
+
+def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = invoked([])
+    assert result.exit_code == 78
+    assert "without torchrun" in result.output
+
+
+def test_the_page_tells_the_bounds_that_hold() -> None:
+    page = (ROOT / "docs" / "selftest.md").read_text()
+    for words in (
+        f"a factor of {memory.WITHIN} ",
+        f"at most {overhead.MOST} times",
+        f"{overhead._PAIRS} interleaved pairs",
+        f"{parity.STEPS} updates",
+        f"over {parity.SEEDS} seeds",
+        f"a plan of {plan.SECONDS:.0f} seconds",
+        f"to {scale._TOLERANCE:.0%} of its norm".replace("%", " %"),
+    ):
+        assert words in page, words
+    assert re.findall(r"^\| (\w+) \| (?!means)", page.partition("passes where")[2], re.M)[: len(PARTS)] == [*PARTS]
 
 
 def report_of(**results: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ def run(
     if list:
         page.show_list({name: what(name) for name in PARTS})
         return
+    _refuse_ranks()
     names = _chosen(only, PARTS)
     file = _file(json)
     from halfstep.selftest.run import selftest
@@ -80,6 +82,15 @@ def _chosen(only: list[str] | None, parts: tuple[str, ...]) -> list[str]:
         if name not in parts:
             raise unknown_name("part", name, parts)
     return [name for name in parts if not only or name in only]
+
+
+def _refuse_ranks() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise WrongUse(
+            "halfstep selftest as one of several ranks",
+            allowed="one process: it starts torchrun by itself",
+            do="halfstep selftest, without torchrun or srun",
+        )
 
 
 def _file(given: str | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from halfstep.precision.hardware import Device, ability
 from halfstep.precision.names import precision_names
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import choose_precision
+
+ROOM = 64 * 2**20
+"""Bytes that a part may write, with much to spare."""
 
 
 class PartFailed(Exception):
@@ -35,9 +39,12 @@ class Place:
         return torch.device(self.described.place)
 
     def written(self, name: str) -> Path:
-        """Return a new folder; raise PartSkipped where nothing can be written."""
+        """Return a new folder; raise PartSkipped where nothing can be written, or little."""
         if self.folder is None:
             raise PartSkipped("no temporary folder can be written: set TMPDIR to one that can")
+        free = shutil.disk_usage(self.folder).free
+        if free < ROOM:
+            raise PartSkipped(f"the temporary folder has {free >> 20} of {ROOM >> 20} MiB free: set TMPDIR to another")
         folder = self.folder / name
         folder.mkdir()
         return folder

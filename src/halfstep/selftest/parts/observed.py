@@ -35,7 +35,7 @@ def check(place: Place) -> Measured:
         if precision.casts:
             _refused(precision, place.device)
     words = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return Measured(f"of the work: {words}", {"shares": shares})
+    return Measured(f"{words} of the work", {"shares": shares})
 
 
 def _share(precision: Precision, device: torch.device) -> float:

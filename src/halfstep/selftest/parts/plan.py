@@ -23,7 +23,7 @@ def check(place: Place) -> Measured:
     speedup = speed.speedup if speed else 1.0
     timed = sum(cell.speed is not None for cell in found.ladder)
     figures = {"choice": choice, "speedup": speedup, "timed": timed, "parity": found.parity.verdict}
-    return Measured(f"{choice}: {speedup:.2f}x fp32, of {timed} settings timed", figures)
+    return Measured(f"{choice}: {speedup:.2f}x fp32; {timed} settings timed", figures)
 
 
 def _check(found: Plan, native: list[str]) -> None:

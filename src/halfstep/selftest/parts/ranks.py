@@ -1,7 +1,4 @@
-"""Several ranks take one decision: a NaN or an error on one of them is everyone's.
-
-torchrun starts this file once more on each rank.
-"""
+"""Several ranks take one decision: a NaN or an error on one of them is everyone's."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -83,7 +78,7 @@ def _under_torchrun(kind: str, ranks: int) -> dict[int, dict[str, Any]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # Not in a session of its own: whoever ends this process group ends torchrun with it.
     ended = subprocess.run(
-        [*torchrun, "-m", __name__, kind],
+        [*torchrun, "-m", "halfstep.selftest.rank", str(os.getpid()), kind],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -133,9 +128,8 @@ def _weights(model: nn.Module) -> list[str]:
     return [float(p.detach().double().sum()).hex() for p in model.parameters()]
 
 
-def main(kind: str) -> None:
-    """Be one rank under torchrun: take the windows, and print how they ended."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+def answer(kind: str) -> None:
+    """Join the ranks that torchrun started, take the windows, and print how they ended."""
     device = torch.device(kind)
     backend = "gloo"
     if kind != "cpu":
@@ -150,14 +144,3 @@ def main(kind: str) -> None:
         found = {"rank": dist.get_rank(), "error": in_one_line(error)}
     print(f"{_ANSWER}{json.dumps(found)}", flush=True)
     dist.destroy_process_group()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when torchrun is gone: it starts every rank in a session that nobody else ends."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
