@@ -38,11 +38,11 @@ def check(place: Place) -> Measured:
         words = f"{name}: {predicted / 2**20:.1f} MiB were predicted, and {counted / 2**20:.1f} MiB counted"
         require(factor <= WITHIN, f"{words}, more than a factor of {WITHIN} apart")
     words = "; ".join(
-        f"{name} {predicted / 2**20:.1f} MiB, {predicted / counted - 1:+.1%}"
+        f"{name} {predicted / 2**20:.1f} MiB predicted, {predicted / counted - 1:+.1%}"
         for name, (predicted, counted) in pairs.items()
     )
     figures = {name: {"predicted": predicted, "counted": counted} for name, (predicted, counted) in pairs.items()}
-    return Measured(f"predicted {words} of what was counted", figures)
+    return Measured(words, figures)
 
 
 def _pair(case: Case, precision: Precision, place: Place) -> tuple[int, int]:

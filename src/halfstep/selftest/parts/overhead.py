@@ -46,7 +46,7 @@ def check(place: Place) -> Measured:
     require(found.median <= MOST, f"a step takes {found.median:.2f} times as long as by hand, more than {MOST}")
     added = found.added_seconds * 1e6
     figures = {"ratio": found.median, "against_itself": itself.median, "added_us": added, "pairs": found.pairs}
-    words = f"{found.median:.3f}x in {precision} (itself {itself.median:.3f}x), {added:+.0f} us a step"
+    words = f"{found.median:.3f}x of by hand in {precision} (aa {itself.median:.3f}x)"
     return Measured(words, figures | {"precision": precision.name})
 
 

@@ -32,10 +32,10 @@ def check(place: Place) -> Measured:
     found = parity(base, other, margin, higher_is_better=False)
     mean = sum(base) / SEEDS
     apart = (sum(other) / SEEDS - mean) / mean
-    words = f"{narrow}: loss {apart:+.2%} of fp32's, margin {margin.size / mean:.1%}"
+    words = f"{narrow} loss {apart:+.2%} of fp32's, margin {margin.size / mean:.1%}"
     require(found.verdict == "same", f"{words}: {found.verdict} ({found.note or 'outside of the margin'})")
     figures = {"fp32": base, narrow.name: other, "margin": margin.size, "verdict": found.verdict}
-    return Measured(f"{words}: same", figures)
+    return Measured(words, figures)
 
 
 def _trained(device: torch.device, precision: Precision, seed: int) -> float:

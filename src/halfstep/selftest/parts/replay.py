@@ -63,7 +63,7 @@ def check(place: Place) -> Measured:
     require(bool(islands), "no island was found to cure an overflow of fp16")
     _named(_verdict(_Logarithm(), place.chosen(), place.device), "aten.log", CODE)
     figures = {"planted": 2, "place": _PLACE, "cure": islands[0].target}
-    return Measured(f"2 of 2 named, at {_PLACE}; an island cures the overflow", figures)
+    return Measured("2 of 2 named, and an island as the cure", figures)
 
 
 def _verdict(planted: nn.Module, precision: Precision, device: torch.device) -> Verdict:

@@ -40,7 +40,7 @@ def check(place: Place) -> Measured:
     words = f"{len(other)} of {len(names)} tensors differ from an unbroken run's after a kill: {', '.join(other[:3])}"
     require(not other, words)
     figures = {"tensors": len(names), "killed_at": _KILLED_AT, "saved_at": saved, "steps": training.STEPS}
-    return Measured(f"killed at step {_KILLED_AT}, resumed at {saved}: {len(names)} tensors bitwise", figures)
+    return Measured(f"killed at {_KILLED_AT}, resumed at {saved}, {len(names)} bitwise", figures)
 
 
 @contextmanager

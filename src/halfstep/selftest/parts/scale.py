@@ -36,7 +36,7 @@ def check(place: Place) -> Measured:
     require(error <= _TOLERANCE, f"an update in fp16 differs from fp32's by {error:.1%} of its norm")
     falls = _followed(place.device)
     figures = {"update_error": error, "falls": falls}
-    return Measured(f"update {error:.2%} from fp32's, {falls} halvings to a clean step", figures)
+    return Measured(f"update {error:.2%} off fp32's, {falls} halvings", figures)
 
 
 def _update_error(device: torch.device) -> float:
