@@ -59,7 +59,7 @@ LATER = ("halfstep.cli._", "halfstep.cli.pages", "halfstep.recipe", "halfstep.da
          "halfstep.checkpoint", "halfstep.train", "halfstep.runs", "halfstep.tasks",
          "halfstep.draw", "halfstep.doctor", "halfstep.__main__", "halfstep.measure.recipe_case",
          "halfstep.adapters.accelerate", "halfstep.adapters.lightning", "halfstep.adapters.transformers",
-         "halfstep.adapters.replay")
+         "halfstep.adapters.replay", "halfstep.selftest.training", "halfstep.selftest.parts.resume")
 found = [m.name for m in pkgutil.walk_packages(halfstep.__path__, "halfstep.", onerror=lambda name: None)]
 names = [name for name in found if not name.startswith(LATER)]
 for name in names:

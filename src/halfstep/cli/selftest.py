@@ -1,0 +1,130 @@
+"""`halfstep selftest`: check on this device what halfstep promises, and write a JSON that an issue can have."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from halfstep.cli._options import Command, OnDevice, end, flag, print_json, storing
+from halfstep.errors import SOFTWARE, FolderTaken, WrongUse, unknown_name
+
+GROUP = "Files"
+_STDOUT = "-"
+
+
+class _MayLackFile(Command):
+    """A command whose `--json` may stand without a file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words, with `-` after a `--json` that no file follows."""
+        words: list[str] = []
+        for word, following in pairwise([*args, "--"]):
+            is_alone = following.startswith("-") and following != _STDOUT
+            words += [word, _STDOUT] if word == "--json" and is_alone else [word]
+        return super().parse_args(ctx, words)
+
+
+COMMAND = {"cls": _MayLackFile}
+
+
+def run(
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="PART", help="Run this part alone; may be repeated.")
+    ] = None,
+    device: OnDevice = None,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="[FILE]", help="Write the result to FILE as JSON; print it if FILE is left out."),
+    ] = None,
+    list: Annotated[bool, flag("--list", "List the parts, and run nothing.")] = False,
+) -> None:
+    """Check on this device what halfstep promises: a few minutes, one table, and a JSON for an issue.
+
+    Exit code 0: no part failed; a part that cannot run here is skipped, with the reason. 70: a part failed, and is
+    named. 130: interrupted.
+    """
+    from halfstep.cli.pages import selftest as page
+    from halfstep.selftest.names import PARTS, what
+
+    if list:
+        page.show_list({name: what(name) for name in PARTS})
+        return
+    _refuse_ranks()
+    names = _chosen(only, PARTS)
+    file = _file(json)
+    from halfstep.selftest.run import selftest
+
+    with _ended_as_by_ctrl_c(), page.progress() as on_part:
+        report = selftest(names, device=device, on_part=on_part)
+    if json == _STDOUT:
+        print_json(report)
+    else:
+        page.show(report)
+    if file is not None:
+        _write(file, report)
+    if json != _STDOUT:
+        page.show_next(report, file)
+    end(report)
+    if not report["passed"]:
+        raise typer.Exit(SOFTWARE)
+
+
+def _chosen(only: list[str] | None, parts: tuple[str, ...]) -> list[str]:
+    """Return the parts to run, in their own order; raise UnknownName for another name."""
+    for name in only or ():
+        if name not in parts:
+            raise unknown_name("part", name, parts)
+    return [name for name in parts if not only or name in only]
+
+
+def _refuse_ranks() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise WrongUse(
+            "halfstep selftest as one of several ranks",
+            allowed="one process: it starts torchrun by itself",
+            do="halfstep selftest, without torchrun or srun",
+        )
+
+
+def _file(given: str | None) -> Path | None:
+    """Return the file to write; fail before anything runs where it cannot be written."""
+    if given is None or given == _STDOUT:
+        return None
+    file = Path(given)
+    if file.suffix != ".json":
+        raise WrongUse(f"--json {given}", allowed="a name that ends in .json", do=f"--json {given}.json")
+    if file.is_dir() or file.is_symlink():
+        raise FolderTaken(f"{given} is a {'folder' if file.is_dir() else 'link'}", allowed="a file", do="another name")
+    with storing(
+        f"{given} cannot be written", allowed="a folder that this user can write to", do="another --json FILE"
+    ):
+        draft = file.with_name(f".{file.name}.draft")
+        draft.touch()
+        draft.unlink()
+    return file
+
+
+def _write(file: Path, report: dict[str, Any]) -> None:
+    from halfstep.files import write_json
+
+    with storing(f"{file} cannot be written", allowed="a folder that this user can write to", do="another --json FILE"):
+        write_json(file, report)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Take SIGTERM and SIGHUP as Ctrl-C, so that processes and folders go with the command."""
+    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""The self-test: what halfstep promises, checked on the device that is here, one part after another."""

@@ -1,0 +1,102 @@
+"""What a reader of a self-test must know about the device and its software. No name of a host or a user, no path."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from halfstep._version import __version__
+from halfstep.precision.flags import read_flags
+from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, facts
+from halfstep.train.machine import cores
+
+PACKAGES = ("numpy", "pydantic", "safetensors", "torchvision", "triton")
+_PLAIN = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Variables that change what is measured and that hold no path and no name."""
+_NAMED = "HALFSTEP_"
+"""Variables of which only the name is told: they may hold a path."""
+_SHORTEST = 2
+"""A name of one letter would be found in ordinary text."""
+
+
+def about(device: Device) -> dict[str, Any]:
+    """Return the device, the versions, the flags and the settings of this process as plain data."""
+    return {
+        "device": {
+            "kind": device.kind,
+            "name": device.name,
+            "count": 1 if device.kind == "cpu" else torch.accelerator.device_count(),
+            "memory": _memory(device),
+            "native": [name for name in FORMAT_NAMES if ability(device, name).native],
+            **facts(device),
+        },
+        "versions": {
+            "halfstep": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "nccl": _nccl(),
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "flags": {**read_flags(), "mkldnn.available": str(torch.backends.mkldnn.is_available())},
+        "threads": torch.get_num_threads(),
+        "cores": cores(),
+        # Windows has no load average.
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "settings": _settings(os.environ),
+    }
+
+
+def _settings(environment: Mapping[str, str]) -> dict[str, str]:
+    plain = {name: without_names(environment[name]) for name in _PLAIN if name in environment}
+    return plain | {name: "set" for name in sorted(environment) if name.startswith(_NAMED)}
+
+
+def _memory(device: Device) -> int | None:
+    if device.kind in ("cuda", "rocm"):
+        return int(torch.cuda.get_device_properties(device.place).total_memory)
+    return None
+
+
+def _nccl() -> str | None:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# -- without names ----------------------------------------------------------------------------------------------------
+
+
+_PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][^\s\\/:'\"<>|,;()]+){2,}|~(?:[\\/][^\s'\",;()]+)+")
+
+
+def without_names(text: str) -> str:
+    """Return the text with only the last part of each path, and without the names of this host and this user."""
+    text = _PATH.sub(lambda found: re.split(r"[\\/]", found[0])[-1], text)
+    for name, word in ((socket.gethostname(), "host"), (_user(), "user")):
+        if len(name) >= _SHORTEST:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", f"({word})", text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # an id without a name, as in many containers
+        return ""

@@ -1,0 +1,73 @@
+"""A part of the self-test: the place where it runs, and the three ways in which it ends."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.precision.hardware import Device, ability
+from halfstep.precision.names import precision_names
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.select import choose_precision
+
+ROOM = 64 * 2**20
+"""Bytes that a part may write, with much to spare."""
+
+
+class PartFailed(Exception):
+    """Something that was promised does not hold here; the message says what."""
+
+
+class PartSkipped(Exception):
+    """The part cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part runs."""
+
+    described: Device
+    folder: Path | None = None
+    """A folder that may be written; None where there is none."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.described.place)
+
+    def written(self, name: str) -> Path:
+        """Return a new folder; raise PartSkipped where nothing can be written, or little."""
+        if self.folder is None:
+            raise PartSkipped("no temporary folder can be written: set TMPDIR to one that can")
+        free = shutil.disk_usage(self.folder).free
+        if free < ROOM:
+            raise PartSkipped(f"the temporary folder has {free >> 20} of {ROOM >> 20} MiB free: set TMPDIR to another")
+        folder = self.folder / name
+        folder.mkdir()
+        return folder
+
+    def native(self) -> list[Precision]:
+        """Return the precisions that the device computes in natively, fp32 first."""
+        names = [name for name in precision_names() if ability(self.described, name).native]
+        return [precision_named(name) for name in sorted(names, key=lambda name: name != "fp32")]
+
+    def chosen(self) -> Precision:
+        """Return the precision that `auto` chooses."""
+        return choose_precision(device=self.device).precision
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The end of a part that passed: a few words for the table, and the figures behind them."""
+
+    figure: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raise PartFailed with the words of `otherwise`, unless it holds."""
+    if not holds:
+        raise PartFailed(otherwise)

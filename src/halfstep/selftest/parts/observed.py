@@ -1,0 +1,68 @@
+"""The first step runs in what was asked for, and a step that does not is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import PrecisionNotObserved
+from halfstep.observe.precision_check import SHARE_REQUIRED
+from halfstep.precision.precision import Precision
+from halfstep.selftest.part import Measured, PartFailed, Place, require
+from halfstep.selftest.small import batch, classified, convolutional
+from halfstep.step.stepper import Stepper
+
+WHAT = "the first step runs in the precision that was asked for; one that does not is refused"
+
+
+class _WithoutAutocast(nn.Module):
+    """A module that switches autocast off around itself, as code does that nobody remembers."""
+
+    def __init__(self, inner: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.inner, self._kind = inner, device.type
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.autocast(self._kind, enabled=False):
+            found: Tensor = self.inner(images)
+            return found
+
+
+def check(place: Place) -> Measured:
+    """Look at what every native precision of the device runs in."""
+    shares = {precision.name: _share(precision, place.device) for precision in place.native()}
+    for precision in place.native():
+        if precision.casts:
+            _refused(precision, place.device)
+    words = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return Measured(f"{words} of the work", {"shares": shares})
+
+
+def _share(precision: Precision, device: torch.device) -> float:
+    model = convolutional(device)
+    # Seen with nothing of halfstep's: the format in which a layer's output arrives.
+    seen: set[torch.dtype] = set()
+    next(model.children()).register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision)
+    stepper.step(classified, batch(device))
+    wanted = precision.narrow or torch.float32
+    require(seen == {wanted}, f"{precision}: a convolution's output was {', '.join(map(str, seen))}, not {wanted}")
+    found = stepper.observed
+    if found is None or found.share is None:
+        raise PartFailed(f"{precision}: nothing was observed")
+    require(found.expected == precision.computes.name, f"{precision}: {found.expected} was expected of it")
+    require(found.share >= SHARE_REQUIRED, f"{precision}: only {found.share:.0%} of the work ran in it")
+    return found.share
+
+
+def _refused(precision: Precision, device: torch.device) -> None:
+    model = _WithoutAutocast(convolutional(device), device)
+    before = [p.detach().clone() for p in model.parameters()]
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision)
+    try:
+        stepper.step(classified, batch(device))
+    except PrecisionNotObserved:
+        same = all(map(torch.equal, before, model.parameters()))
+        require(same, f"{precision}: a step that was refused moved the weights")
+    else:
+        raise PartFailed(f"{precision}: a model that switches autocast off was trained in fp32 without a word")

@@ -1,0 +1,86 @@
+"""What a step costs beside the same step written by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from halfstep import clock
+from halfstep.measure.timing import Stopwatch
+from halfstep.precision.precision import Precision
+from halfstep.selftest.part import Measured, Place, require
+from halfstep.selftest.small import Batch, batch, classified, convolutional
+from halfstep.step.stepper import Stepper
+
+WHAT = "a step against the same step written by hand, interleaved"
+MOST = 1.5
+"""The median of the pairs may not exceed this: far above what is measured anywhere, so that only a defect does."""
+_PAIRS, _WARM = 30, 3
+_ROUNDS = 3
+"""A burst of other work can last for all pairs; a defect is there in every round."""
+_SIZES = {"cpu": (8, 32)}
+_LARGE = (64, 64)
+
+
+def check(place: Place) -> Measured:
+    """Time both, in the precision that `auto` chooses, and the one written by hand against itself."""
+    device, precision = place.device, place.chosen()
+    samples, size = _SIZES.get(device.type, _LARGE)
+    data = batch(device, samples=samples, size=size)
+    arms = {
+        "by hand": _by_hand(device, precision, data),
+        "again": _by_hand(device, precision, data),
+        "stepper": _stepped(device, precision, data),
+    }
+    for arm in arms.values():
+        for _ in range(_WARM):
+            arm()
+    for _ in range(_ROUNDS):
+        found, itself = _raced(arms, Stopwatch(device))
+        if found.median <= MOST:
+            break
+    require(found.median <= MOST, f"a step takes {found.median:.2f} times as long as by hand, more than {MOST}")
+    added = found.added_seconds * 1e6
+    figures = {"ratio": found.median, "against_itself": itself.median, "added_us": added, "pairs": found.pairs}
+    words = f"{found.median:.3f}x of by hand in {precision} (aa {itself.median:.3f}x)"
+    return Measured(words, figures | {"precision": precision.name})
+
+
+def _raced(arms: Mapping[str, Callable[[], object]], watch: Stopwatch) -> tuple[clock.Ratio, clock.Ratio]:
+    """Return the ratios of the Stepper and of the second loop by hand to the first."""
+    turns = list(clock.interleaved({name: partial(watch.seconds, arm) for name, arm in arms.items()}, _PAIRS))
+    base = [times["by hand"] for times in turns]
+    found, itself = (clock.compare([times[name] for times in turns], base) for name in ("stepper", "again"))
+    return found, itself
+
+
+def _by_hand(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:
+    model, optimizer = _trained(device, precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        with precision.autocast(device):
+            loss = classified(model, data)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.detach())  # as a loop reads its loss; a step reads the device once, too
+
+    return step
+
+
+def _stepped(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:
+    model, optimizer = _trained(device, precision)
+    stepper = Stepper(model, optimizer, precision=precision)
+    return lambda: stepper.step(classified, data)
+
+
+def _trained(device: torch.device, precision: Precision) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = copy.deepcopy(convolutional(device, width=32))
+    precision.prepare(model, device)
+    return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True)

@@ -1,0 +1,35 @@
+"""A small plan: settings are measured, and the choice is one of them."""
+
+from __future__ import annotations
+
+import torch
+
+from halfstep.measure.plan.plan import Plan, plan
+from halfstep.selftest.part import Measured, Place, require
+from halfstep.selftest.small import batch, classified, convolutional
+
+WHAT = "a plan of a few seconds: what it chooses was measured, is native and trains as fp32 does"
+SECONDS = 12.0
+
+
+def check(place: Place) -> Measured:
+    """Plan for a small model, all settings in this process."""
+    host = torch.device("cpu")
+    model, data = convolutional(host, width=32), batch(host, samples=16, size=32)
+    found = plan(model, classified, data, seconds=SECONDS, device=place.described.place)
+    require(not found.interrupted, "the plan was interrupted")
+    _check(found, [precision.name for precision in place.native()])
+    choice, speed = str(found.choice.setting), found.choice.speed
+    speedup = speed.speedup if speed else 1.0
+    timed = sum(cell.speed is not None for cell in found.ladder)
+    figures = {"choice": choice, "speedup": speedup, "timed": timed, "parity": found.parity.verdict}
+    return Measured(f"{choice}: {speedup:.2f}x fp32; {timed} settings timed", figures)
+
+
+def _check(found: Plan, native: list[str]) -> None:
+    choice, speed = found.choice.setting, found.choice.speed
+    require(choice in [cell.setting for cell in found.ladder], f"{choice} was chosen and is none of the settings")
+    require(choice.precision in native, f"{choice} was chosen, and is not native here")
+    require(found.parity.verdict != "fails", f"{choice} was chosen, and trains worse than fp32: {found.parity.why}")
+    if choice != found.baseline:
+        require(speed is not None and speed.speedup > 1.0, f"{choice} was chosen, and is not faster than fp32: {speed}")

@@ -1,0 +1,146 @@
+"""Several ranks take one decision: a NaN or an error on one of them is everyone's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.errors import HalfstepError, RankFailed, in_one_line
+from halfstep.selftest.part import Measured, PartFailed, PartSkipped, Place, require
+from halfstep.selftest.small import Batch, batch, classified, convolutional
+from halfstep.step.report import LOSS_NOT_FINITE
+from halfstep.step.stepper import Stepper
+
+WHAT = "several ranks under torchrun: a NaN or an error on one is everyone's, and all keep the same weights"
+MOST_RANKS = 8
+PATIENCE = 300.0
+"""Seconds that a rank waits for another one. Loading torch takes long where many processes do."""
+_ANSWER = "halfstep-selftest "
+
+
+class _Planted(Exception):
+    """The error of one rank's loss function."""
+
+
+def check(place: Place) -> Measured:
+    """Start the ranks with torchrun, one for each device, or two on a CPU, and compare what they say."""
+    ranks, backend = _world(place.device)
+    answers = _under_torchrun(place.device.type, ranks)
+    require(sorted(answers) == list(range(ranks)), f"{len(answers)} of {ranks} ranks answered")
+    agreed(answers)
+    return Measured(f"{ranks} ranks on {backend}: 4 of 4 decisions alike", {"ranks": ranks, "backend": backend})
+
+
+def agreed(answers: dict[int, dict[str, Any]]) -> None:
+    """Raise PartFailed where the ranks did not decide alike, or did not decide right."""
+    wanted = {"clean": None, "nan": LOSS_NOT_FINITE, "again": None}
+    for rank, answer in sorted(answers.items()):
+        if "error" in answer:
+            raise PartFailed(f"rank {rank}: {answer['error']}")
+        for window, reason in wanted.items():
+            found = answer[window]["reason"]
+            require(found == reason, f"rank {rank}: a {window} window ended as {found or 'applied'}")
+        require(answer["nan"]["weights"] == answer["clean"]["weights"], f"rank {rank}: a skipped window moved")
+        raised = "RankFailed" if rank != max(answers) else "_Planted"
+        require(answer["error_of_one"] == raised, f"rank {rank}: an error of one rank was {answer['error_of_one']}")
+    for window in wanted:
+        weights = {str(answer[window]["weights"]) for answer in answers.values()}
+        require(len(weights) == 1, f"after a {window} window the ranks have different weights")
+    first = answers[0]
+    require(
+        first["clean"]["weights"] != first["again"]["weights"], "an applied window left the weights where they were"
+    )
+
+
+def _world(device: torch.device) -> tuple[int, str]:
+    """Return the number of ranks and the backend; raise PartSkipped where several ranks cannot run."""
+    if not dist.is_available():
+        raise PartSkipped("this torch was built without torch.distributed")
+    if device.type == "cpu":
+        return 2, "gloo"
+    count = torch.accelerator.device_count()
+    if count < 2:
+        raise PartSkipped("one device only")
+    backend = dist.get_default_backend_for_device(device)
+    return min(count, MOST_RANKS), str(backend)
+
+
+def _under_torchrun(kind: str, ranks: int) -> dict[int, dict[str, Any]]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    # Not in a session of its own: whoever ends this process group ends torchrun with it.
+    ended = subprocess.run(
+        [*torchrun, "-m", "halfstep.selftest.rank", str(os.getpid()), kind],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    lines = [line.partition(_ANSWER)[2] for line in ended.stdout.splitlines() if _ANSWER in line]
+    answers = {answer["rank"]: answer for answer in map(json.loads, lines)}
+    if not answers:
+        last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise PartFailed(f"torchrun ended with {ended.returncode}: {last[-300:]}")
+    return answers
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def decisions(device: torch.device) -> dict[str, Any]:
+    """Take the windows on this rank of a process group, and return how each ended, as plain data."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    model = convolutional(device)
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision="fp32")
+    found: dict[str, Any] = {"rank": rank}
+    for seed, window in enumerate(("clean", "nan", "again")):
+        images, classes = batch(device, seed=10 * seed + rank)
+        if window == "nan" and rank == last:
+            images = images * float("nan")
+        report = stepper.step(classified, (images, classes))
+        found[window] = {"reason": report.reason, "weights": _weights(model)}
+    try:
+        stepper.step(partial(_raising, fails=rank == last), batch(device, seed=rank))
+        found["error_of_one"] = "lost"
+    except (_Planted, RankFailed) as error:
+        found["error_of_one"] = type(error).__name__
+    return found
+
+
+def _raising(model: nn.Module, data: Batch, fails: bool) -> Tensor:
+    loss = classified(model, data)
+    if fails:
+        raise _Planted
+    return loss
+
+
+def _weights(model: nn.Module) -> list[str]:
+    """Return sums of the parameters to the last bit; buffers are each rank's own, as batch statistics are."""
+    return [float(p.detach().double().sum()).hex() for p in model.parameters()]
+
+
+def answer(kind: str) -> None:
+    """Join the ranks that torchrun started, take the windows, and print how they ended."""
+    device = torch.device(kind)
+    backend = "gloo"
+    if kind != "cpu":
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device)}"
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
+    try:
+        found = decisions(device)
+    except HalfstepError as error:
+        found = {"rank": dist.get_rank(), "error": in_one_line(error)}
+    print(f"{_ANSWER}{json.dumps(found)}", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,94 @@
+"""A planted overflow, and the operation that the diagnosis of the failed step names."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.guard.diagnosis.diagnoser import diagnose
+from halfstep.guard.verdict import CODE, PRECISION, Cause, Verdict
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.selftest.part import Measured, Place, require
+from halfstep.step.loss import StaticScale
+from halfstep.step.report import LOSS_NOT_FINITE
+from halfstep.step.stepper import Stepper
+
+WHAT = "an overflow of fp16 and a logarithm of 0 are planted: the diagnosis names their operation and module"
+_PLACE = "middle.planted"
+
+
+class _Overflow(nn.Module):
+    """A product that fp32 holds and fp16 does not; what comes out is small again, so that an island cures it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden + 2.0) * 6e4 / 6e4
+
+
+class _Logarithm(nn.Module):
+    """A logarithm of 0, which no format holds."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.log(hidden * 0.0)
+
+
+class _Around(nn.Module):
+    """A block with the planted module inside, so that its path has two parts."""
+
+    def __init__(self, planted: nn.Module) -> None:
+        super().__init__()
+        self.before, self.planted = nn.Linear(16, 16), planted
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.planted(torch.tanh(self.before(hidden)))
+        return found
+
+
+class _Model(nn.Module):
+    def __init__(self, planted: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 16), _Around(planted), nn.Linear(16, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.last(self.middle(self.first(inputs)))
+        return hidden
+
+
+def check(place: Place) -> Measured:
+    """Plant both, and compare what is named with what was planted."""
+    overflow = _verdict(_Overflow(), precision_named("fp16"), place.device)
+    _named(overflow, "aten.mul", PRECISION)
+    islands = [cure for cure in overflow.cures if cure.kind == "island" and cure.works]
+    require(bool(islands), "no island was found to cure an overflow of fp16")
+    _named(_verdict(_Logarithm(), place.chosen(), place.device), "aten.log", CODE)
+    figures = {"planted": 2, "place": _PLACE, "cure": islands[0].target}
+    return Measured("2 of 2 named, and an island as the cure", figures)
+
+
+def _verdict(planted: nn.Module, precision: Precision, device: torch.device) -> Verdict:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _Model(planted).to(device)
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    scale = StaticScale(1.0) if precision.scaled else None
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision, loss_scale=scale)
+    report = stepper.step(_loss, inputs)
+    kind = type(planted).__name__.strip("_").lower()
+    require(report.reason == LOSS_NOT_FINITE, f"a planted {kind} ended as {report.reason or 'applied'}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the cost of the reruns
+        return diagnose(stepper, report)
+
+
+def _loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss: Tensor = model(inputs).float().square().mean()
+    return loss
+
+
+def _named(verdict: Verdict, operation: str, cause: Cause) -> None:
+    found = verdict.culprit
+    where = f"{found.operation or found.outside} in {found.module or 'the model'}" if found else "nothing"
+    right = found is not None and found.operation.startswith(operation) and found.module == _PLACE
+    require(right, f"{operation} was planted in {_PLACE}, and {where} was named")
+    require(verdict.cause == cause, f"{operation} in {_PLACE} was taken for {verdict.cause}, and it is {cause}")

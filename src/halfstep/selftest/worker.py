@@ -1,0 +1,84 @@
+"""The process in which the parts run: a crash of the device's driver ends it, and not the self-test."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import HalfstepError, in_one_line, missing_extra, reason_in
+from halfstep.measure.worker import main
+from halfstep.selftest.names import FAILED, PASSED, SKIPPED
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
+"""What a launcher leaves in the environment, by which torch would take this process for one rank of several."""
+
+
+def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
+        del os.environ[name]
+    if question["folder"] is not None:
+        # What torch and its children write, such as compiled code, goes with the folder.
+        os.environ["TMPDIR"] = tempfile.tempdir = question["folder"]
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    import torch
+
+    from halfstep.precision.hardware import describe
+    from halfstep.selftest.facts import about
+    from halfstep.selftest.part import Place
+
+    device = describe(question["device"])
+    if device.kind == "cpu":
+        # Several threads wait for one another where other work runs, and models as small as these gain nothing.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+    place = Place(device, Path(question["folder"]) if question["folder"] is not None else None)
+    return place, about(device)
+
+
+def _do(place: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    began = time.perf_counter()
+    row = {"part": question["do"], "figure": "", "figures": {}, "error": None, **_ended(place, question["do"])}
+    return place, row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _ended(place: Any, name: str) -> dict[str, Any]:
+    """Run a part and return how it ended."""
+    from halfstep.selftest.facts import without_names
+    from halfstep.selftest.part import PartFailed, PartSkipped
+
+    try:
+        # Findings about a device that computes slowly are no news here, and would break the table's progress line.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = importlib.import_module(f"halfstep.selftest.parts.{name}").check(place)
+        return {"result": PASSED, "figure": without_names(found.figure), "figures": found.figures}
+    except PartSkipped as skipped:
+        return {"result": SKIPPED, "figure": without_names(str(skipped))}
+    except ImportError as error:
+        extra = missing_extra(error) or (error if isinstance(error, HalfstepError) else None)
+        if extra is not None:
+            return {"result": SKIPPED, "figure": without_names(f"{reason_in(extra)}: {extra.do}")}
+        return {"result": FAILED, "error": without_names(in_one_line(error))}
+    except PartFailed as failed:
+        return {"result": FAILED, "error": without_names(str(failed))}
+    except Exception as error:  # anything that the device, its driver or halfstep raises
+        return {"result": FAILED, "error": without_names(f"{in_one_line(error)} ({_line(error)})")}
+
+
+def _line(error: BaseException) -> str:
+    """Return the file and the line that raised, without its folder."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return f"{Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}" if at else "no line"
+
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True  # the folder of an installed package may be read-only
+    main(_open, _do)
