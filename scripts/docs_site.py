@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = "repository/"
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#:]+)(?P<rest>(?:#[^)\s]*)?\))")
 GRAPH = re.compile(r"^```mermaid\ngraph TD\n(?P<edges>.*?)^```$", re.MULTILINE | re.DOTALL)
+FETCHED = re.compile(r'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]*)|<link[^>]*\shref="(https?:[^"]*)')
 PICTURES = {".png", ".svg", ".jpg"}
 WIDTH, HEIGHT, ROW, MARGIN = 116, 34, 78, 24
 
@@ -53,6 +54,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return GRAPH.sub(
         lambda found: graph(found["edges"]), _outside_fences(markdown, lambda text: LINK.sub(pointed, text))
     )
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site that would fetch something from a network."""
+    for path in Path(config.site_dir).rglob("*.html"):
+        fetched = FETCHED.findall(path.read_text(encoding="utf-8"))
+        if fetched:
+            raise PluginError(f"{path.name} would fetch {fetched[0]}")
 
 
 def graph(edges: str) -> str:
