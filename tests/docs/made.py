@@ -5,6 +5,8 @@ A page marks such a part by `<!-- made: NAME -->` and `<!-- end of NAME -->`.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -95,6 +97,18 @@ def _mutants() -> str:
     return _table(["defect", "what it does", "seen by"], rows)
 
 
+def _diff(example: str) -> str:
+    """Return what differs between the two files of an example; their first lines, which describe them, are left out."""
+    before, after = (_code(ROOT / "examples" / example / f"{name}.py") for name in ("before", "after"))
+    lines = [line for line in difflib.unified_diff(before, after, n=2, lineterm="") if line[:3] not in ("---", "+++")]
+    body = "\n".join("..." if line.startswith("@@") else line for line in lines)
+    return f"```diff\n{body}\n```"
+
+
+def _code(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").partition("from __future__ import annotations\n")[2].splitlines()
+
+
 def _plain(worst: str) -> str:
     return worst.replace(",", ", ").replace("|", "\\|")
 
@@ -114,6 +128,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "zoo": _zoo,
     "faults": _faults,
     "mutants": _mutants,
+    **{f"diff_{name}": functools.partial(_diff, name) for name in ("accelerate", "lightning", "transformers", "timm")},
 }
 
 
