@@ -41,7 +41,14 @@ def old() -> list[Path]:
 
 def _gpus() -> str:
     rows = [
-        [row["name"], f"`{row['id']}`", f"{row['gib']:.0f} GiB", ", ".join(row["native"]) or "-", row["precision"], _why(row)]
+        [
+            row["name"],
+            f"`{row['id']}`",
+            f"{row['gib']:.0f} GiB",
+            ", ".join(row["native"]) or "-",
+            row["precision"],
+            _why(row),
+        ]
         for row in gpu_rows()
     ]
     return _table(["GPU", "`--device`", "memory", "native", "`auto` takes", "because"], rows)
@@ -67,7 +74,15 @@ def _formats() -> str:
         ]
         for row in format_rows()
     ]
-    titles = ["format", "bits", "sign + exponent + fraction", "largest", "smallest above zero", "decimal digits", "counts to"]
+    titles = [
+        "format",
+        "bits",
+        "sign + exponent + fraction",
+        "largest",
+        "smallest above zero",
+        "decimal digits",
+        "counts to",
+    ]
     return _table(titles, rows)
 
 
@@ -92,7 +107,8 @@ def _faults() -> str:
 
 def _mutants() -> str:
     rows = [
-        [row["mutant"], row["what"], ", ".join(row["by"]) if row["killed"] else "not seen"] for row in _record()["mutants"]
+        [row["mutant"], row["what"], ", ".join(row["by"]) if row["killed"] else "not seen"]
+        for row in _record()["mutants"]
     ]
     return _table(["defect", "what it does", "seen by"], rows)
 
@@ -102,7 +118,7 @@ def _diff(example: str) -> str:
     before, after = (_code(ROOT / "examples" / example / f"{name}.py") for name in ("before", "after"))
     lines = [line for line in difflib.unified_diff(before, after, n=2, lineterm="") if line[:3] not in ("---", "+++")]
     body = "\n".join("..." if line.startswith("@@") else line for line in lines)
-    return f"```diff\n{body}\n```"
+    return f"<!-- run: no: a difference of two files, not code -->\n```diff\n{body}\n```"
 
 
 def _code(path: Path) -> list[str]:

@@ -91,7 +91,9 @@ def _flow() -> str:
             if i:
                 parts.append(_arrow(140 + 120 * i - 30, top + 21, 140 + 120 * i - 3, top + 21))
         parts.append(_path(f"M 664 {top + 42} v 18 H 304 v -15"))
-        parts.append(_text(484, top + 75, f"weights, in fp32{', cast to 16 bits for each product' * row}", "soft small mid"))
+        parts.append(
+            _text(484, top + 75, f"weights, in fp32{', cast to 16 bits for each product' * row}", "soft small mid")
+        )
     return _svg("How numbers flow in fp32 and in mixed precision", 246, parts)
 
 
