@@ -77,7 +77,7 @@ def _formats() -> str:
     titles = [
         "format",
         "bits",
-        "sign + exponent + fraction",
+        "s + e + f",
         "largest",
         "smallest above zero",
         "decimal digits",
