@@ -15,7 +15,6 @@ import re
 import sys
 import time
 import tokenize
-import tomllib
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -34,6 +33,12 @@ from tests.support.ranks import Ranks
 PATIENCE = 170.0
 """Seconds for a block; with `--full` ten times as long."""
 TRAINING = {"train", "bench", "plan", "profile"}
+RUNNERS = {
+    "python": "_run_python",
+    "commands": "_run_commands",
+    "file": "_write",
+    "output": "_look_at_output",
+}
 LITERAL = re.compile(r"(True|False|None|[-+\d.(\[{'\"]|tensor)")
 
 
@@ -49,27 +54,36 @@ class Page:
 
     def run(self, block: Block) -> None:
         """Run one block, or compare it with what the one before it printed; raise AssertionError where it fails."""
-        where, began = f"{block.page}:{block.line}", time.monotonic()
-        if block.kind == "output":
-            if not block.value:
-                _compare(where, block.text, self._said)
-        elif block.when and not (self.full and block.when == "full"):
+        began = time.monotonic()
+        if block.when and not (self.full and block.when == "full"):
             self._said = ""
-            if block.kind == "python":
-                compile(block.text, where, "exec")
-        elif block.kind == "file":
-            (self.folder / block.value).write_text(block.text + "\n", encoding="utf-8")
-            if block.language == "python":
-                compile(block.text, where, "exec")
-        elif block.kind == "data":
-            _parse(block)
-        elif block.kind == "python":
-            self._said = self._exec(block)
-        elif block.kind == "commands":
-            self._said = "\n".join(self._type(where, _shortened(words, block)) for words in block.commands)
-            if block.shown:
-                _compare(where, block.shown, self._said)
+        else:
+            getattr(self, RUNNERS.get(block.kind, "_only_read"))(f"{block.page}:{block.line}", block)
         self.seconds[block.line] = time.monotonic() - began
+
+    def _only_read(self, where: str, block: Block) -> None:
+        if block.language == "python":
+            compile(block.text, where, "exec")
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
+
+    def _look_at_output(self, where: str, block: Block) -> None:
+        if not block.value:
+            _compare(where, block.text, self._said)
+
+    def _write(self, where: str, block: Block) -> None:
+        self._only_read(where, block)
+        (self.folder / block.value).write_text(block.text + "\n", encoding="utf-8")
+
+    def _run_python(self, where: str, block: Block) -> None:
+        self._said = self._exec(block)
+
+    def _run_commands(self, where: str, block: Block) -> None:
+        self._said = "\n".join(self._type(where, _shortened(words, block)) for words in block.commands)
+        if block.shown:
+            _compare(where, block.shown, self._said)
 
     def close(self) -> None:
         """End the page's process."""
@@ -115,7 +129,8 @@ class Page:
         """Be torchrun on this machine: `--nproc_per_node=N -m halfstep ...`."""
         processes = next(int(word.split("=")[1]) for word in words if re.match("--nproc[-_]per[-_]node=", word))
         module = words.index("-m")
-        assert words[module + 1] == "halfstep" and processes <= 4, f"{where}: torchrun of something else"
+        assert words[module + 1] == "halfstep", f"{where}: torchrun of something else"
+        assert processes <= 4, f"{where}: too many processes for a test"
         ranks = Ranks(processes, backend=None, deadline=PATIENCE)
         try:
             ended = ranks(typed, *words[module + 2 :])
@@ -193,7 +208,7 @@ def _execute(name: str, text: str, namespace: dict[str, Any]) -> tuple[str, str]
 
 
 def _contradicted(text: str, said: Mapping[int, str]) -> list[str]:
-    """Compare what was printed with the comment beside its `print`, where that begins like a value; `...` is anything."""
+    """Compare what was printed with the comment beside its `print` that begins like a value; `...` is anything."""
     found = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         comment = token.string.removeprefix("#").strip()
@@ -208,20 +223,14 @@ def _contradicted(text: str, said: Mapping[int, str]) -> list[str]:
 
 def _check_install(where: str, words: list[str]) -> str:
     """Hold an installation against pyproject.toml, without installing anything."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
+    extras = set(re.findall(r"^([\w-]+) = \[", project.split("\n[")[0], flags=re.MULTILINE))
     for word in words[1:]:
         named = re.fullmatch(r"(?:halfstep|\.)(?:\[([\w,-]+)\])?", word)
         assert named, f"{where}: pip install {word} is not checked; say why with <!-- run: no: ... -->"
-        unknown = set(filter(None, (named[1] or "").split(","))) - set(project["optional-dependencies"])
+        unknown = set(filter(None, (named[1] or "").split(","))) - extras
         assert not unknown, f"{where}: no such extra: {unknown}"
     return ""
-
-
-def _parse(block: Block) -> None:
-    if block.language == "json":
-        json.loads(block.text)
-    elif block.language == "yaml":
-        yaml.safe_load(block.text)
 
 
 def _compare(where: str, shown: str, said: str) -> None:

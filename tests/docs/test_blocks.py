@@ -10,8 +10,8 @@ What a page may say about a block, in a comment on the line before it:
     <!-- output: REASON -->     what something else printed; shown, not compared
     <!-- file: NAME -->         a file that later blocks use; so is Python that begins with `# name.py`
 
-and `<!-- setup`, Python, `-->` or `<!-- setup: commands`, commands, `-->` for what a reader has already: run like a block,
-and not shown.
+and `<!-- setup`, Python, `-->` or `<!-- setup: commands`, commands, `-->` for what a reader has already: run like a
+block, and not shown.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def _with_full_blocks() -> list[str]:
     return [page for page in pages() if any(block.when == "full" for block in blocks(page))]
 
 
-def _run(page: str, folder: Path, full: bool) -> None:
+def _run(page: str, folder: Path, full: bool, text: str | None = None) -> None:
     running = Page(folder, full)
     try:
-        for block in blocks(page):
+        for block in blocks(page, text):
             running.run(block)
     finally:
         running.close()
@@ -77,11 +77,8 @@ def test_also_the_long_blocks_of(page: str, tmp_path: Path, monkeypatch: pytest.
 )
 def test_a_wrong_block_is_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    running = Page(tmp_path, full=False)
     with pytest.raises((AssertionError, ValueError)):
-        for block in blocks("docs/wrong.md", text):
-            running.run(block)
-    running.close()
+        _run("docs/wrong.md", tmp_path, full=False, text=text)
 
 
 def test_what_cannot_be_told_is_unknown() -> None:

@@ -1,12 +1,13 @@
 """Every relative link and anchor of the pages leads somewhere, the API pages have every public name, lists are lists.
 
-`scripts/docs` checks the same of the built site. These are the files as the repository's host shows them, and those that
-are no pages of the site.
+`scripts/docs` checks the same of the built site. These are the files as the repository's host shows them, and those
+that are no pages of the site.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_list_begins_after_an_empty_line(page: str) -> None:
     lines = _text(ROOT / page).splitlines()
     joined = [
         line
-        for before, line in zip(lines, lines[1:], strict=False)
+        for before, line in pairwise(lines)
         if ITEM.match(line) and before.strip() and not ITEM.match(before) and not before.startswith((" ", "#", "<"))
     ]
     assert joined == []
