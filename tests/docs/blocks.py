@@ -59,6 +59,11 @@ class Block:
         return self.value.removeprefix("with ").split() if self.value.startswith("with ") else []
 
     @property
+    def codes(self) -> list[int]:
+        """Return the exit codes that its commands should end with, one after another; 0 for those that come later."""
+        return [int(code) for code in re.findall(r"\d+", self.value)] if self.value.startswith("ends with ") else []
+
+    @property
     def reason(self) -> str:
         """Return why it is never run."""
         return self.value.removeprefix("no").lstrip(": ")

@@ -81,7 +81,11 @@ class Page:
         self._said = self._exec(block)
 
     def _run_commands(self, where: str, block: Block) -> None:
-        self._said = "\n".join(self._type(where, _shortened(words, block)) for words in block.commands)
+        codes = [*block.codes, *[0] * len(block.commands)]
+        self._said = "\n".join(
+            self._type(where, _shortened(words, block), code)
+            for words, code in zip(block.commands, codes, strict=False)
+        )
         if block.shown:
             _compare(where, block.shown, self._said)
 
@@ -105,7 +109,7 @@ class Page:
         assert not failure, f"{block.page}:{block.line}:\n{failure}\n{printed}"
         return str(printed)
 
-    def _type(self, where: str, words: list[str]) -> str:
+    def _type(self, where: str, words: list[str], ends: int) -> str:
         program, *rest = words
         if program == "export":
             self._environment.update(word.split("=", 1) for word in rest)  # type: ignore[arg-type]
@@ -116,13 +120,13 @@ class Page:
             return self._launch(where, rest)
         if program == "python":
             if rest[:2] != ["-m", "halfstep"]:
-                return self._finish(where, words, Command(before=_Script(rest), environment=self._variables()))
+                return self._finish(where, words, Command(before=_Script(rest), environment=self._variables()), ends)
             rest = rest[2:]
-        return self._finish(where, words, Command(*rest, environment=self._variables()))
+        return self._finish(where, words, Command(*rest, environment=self._variables()), ends)
 
-    def _finish(self, where: str, words: list[str], command: Command) -> str:
+    def _finish(self, where: str, words: list[str], command: Command, ends: int) -> str:
         code, out, err = command.ended(within=PATIENCE * (10 if self.full else 1))
-        assert code == 0, f"{where}: {' '.join(words)} ended with {code}\n{out}\n{err}"
+        assert code == ends, f"{where}: {' '.join(words)} ended with {code}\n{out}\n{err}"
         return f"{out}\n{err}"
 
     def _launch(self, where: str, words: list[str]) -> str:

@@ -4,6 +4,7 @@ What a page may say about a block, in a comment on the line before it:
 
     <!-- run: full -->          takes over 20 seconds: run with --full
     <!-- run: with WORDS -->    run with these words added to each command, so that it ends sooner
+    <!-- run: ends with 79 -->  run, and ends with this exit code
     <!-- run: gpu -->           needs a GPU: not run here
     <!-- run: no: REASON -->    hours, a network, a placeholder
     <!-- output -->             what the block before it prints; numbers may differ
