@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -61,3 +62,18 @@ def test_every_pain_of_the_zoo_is_a_symptom() -> None:
     named = set(re.findall(r"\b[pd]\d\d\w?\b", TROUBLE))
     assert {pain.number for pain in pains() if pain.number.startswith("p")} <= named
     assert named <= {pain.number for pain in pains()}
+
+
+def test_the_exercise_has_the_figures_of_its_record() -> None:
+    page = " ".join((DOCS / "exercises" / "three-precisions.md").read_text(encoding="utf-8").split())
+    record = json.loads((DOCS / "exercises" / "three_precisions.json").read_text(encoding="utf-8"))
+    emulated = record["bf16_emulated"]["rows"]
+    assert record["command"] in page
+    assert all(verdict in page for verdict in record["verdicts"])
+    for row in [*record["rows"], *emulated]:
+        if not row["failed"]:
+            assert f"{row['metric']['mean']:.4f} ± {row['metric']['sd']:.4f}" in page
+            assert f"{row['memory'] / 2**20:.1f} MiB" in page
+    (parity,) = (row["parity"] for row in emulated)
+    spread = (parity["high"] - parity["low"]) / 2
+    assert f"difference {100 * parity['difference']:+.2f} ± {100 * spread:.2f} points" in page
