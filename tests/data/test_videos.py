@@ -195,7 +195,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MissingExtra) as caught:
         VideoFiles(tmp_path)
-    assert "pip install halfstep[video]" in caught.value.do
+    assert "pip install 'halfstep[video]'" in caught.value.do
 
 
 class Misled:

@@ -39,6 +39,14 @@ GROUPS = ("Run", "Choose", "Trouble", "Files")
 class Commands(HelpWithoutValue, TyperGroup):
     """The group of all commands; a `HalfstepError` is printed without a traceback."""
 
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options; those that typer adds for completion are shown without a value, as ours are."""
+        params = super().get_params(ctx)
+        for param in params:
+            if param.name in ("install_completion", "show_completion"):
+                param.metavar = ""
+        return params
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command; print errors that explain themselves, and exit with their code."""
         try:
@@ -122,7 +130,7 @@ def _options(
 def application(names: Iterable[str]) -> typer.Typer:
     """Return the application with one command per file name."""
     # `Commands` prints errors itself, so typer's own tracebacks are off.
-    app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_options)
     commands = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in names}
     for name, command in sorted(commands.items(), key=lambda item: GROUPS.index(item[1].GROUP)):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from halfstep.cli._completion import recipes, run_folders
 from halfstep.errors import INTERRUPTED, FolderTaken, StorageFailed, WrongUse
 from halfstep.precision.names import read_settings
 from halfstep.terminal import say, screen
@@ -85,7 +86,12 @@ class TakesSettings(Command):
 # Options of commands that load a run.
 
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/segmentation_tiny.")]
+RunFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="The folder of a run, such as runs/segmentation_tiny.", autocompletion=run_folders
+    ),
+]
 Weights = Annotated[str, typer.Option(help="best, last, or a .safetensors file.")]
 Precision = Annotated[str | None, typer.Option(help="Another precision than the run's.")]
 Bf16 = Annotated[bool, flag("--bf16", "The same as --precision bf16.")]
@@ -123,6 +129,7 @@ RecipeOrCase = Annotated[
     typer.Argument(
         metavar="RECIPE|CASE",
         help="A recipe, then settings of it; or `module:callable`, which returns (model, loss_fn, batch).",
+        autocompletion=recipes,
     ),
 ]
 
@@ -133,7 +140,11 @@ def subject(text: str, settings: Sequence[str]) -> Subject:
         raise WrongUse(f"{text} where RECIPE should be", allowed="RECIPE or CASE first", do=f"put {text} after it")
     from halfstep.measure.subject import Subject
 
-    return Subject(text, tuple(settings))
+    named = Subject(text, tuple(settings))
+    if not named.is_own_code:
+        # Recipes need the extra `train`: said here, before a process that measures fails for want of it.
+        import halfstep.recipe.sources  # noqa: F401
+    return named
 
 
 def print_json(report: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfstep.cli._completion import recipes
 from halfstep.cli._options import Json, print_json
 from halfstep.errors import FolderTaken, WrongUse, unknown_name
 from halfstep.printable import in_line
@@ -23,7 +24,10 @@ ACTIONS = ("list", "explain", "copy", "schema")
 
 def run(
     action: Annotated[str, typer.Argument(help="list, explain, copy or schema.", metavar="ACTION")] = "list",
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A name from the list, or a path.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="A name from the list, or a path.", autocompletion=recipes),
+    ] = None,
     more: Annotated[
         str | None,
         typer.Argument(

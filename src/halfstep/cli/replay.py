@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfstep.cli._completion import run_folders
 from halfstep.cli._options import Json, OwnTask, end, flag, print_json
 from halfstep.errors import BadData, HalfstepError, reason_in
 
@@ -21,7 +22,9 @@ def run(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="A run's folder, or one failed step of it: RUN/failed_steps/step-00000123.0001."
+            metavar="RUN",
+            help="A run's folder, or one failed step of it: RUN/failed_steps/step-00000123.0001.",
+            autocompletion=run_folders,
         ),
     ],
     attempt: Annotated[

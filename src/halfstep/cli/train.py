@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfstep.cli._completion import recipes
 from halfstep.cli._options import TAKES_SETTINGS, TakesSettings, flag, print_json
 from halfstep.errors import Diverged, NotBegun, OutOfMemory, Stopped, WrongUse
 from halfstep.host_memory import keep_freed_memory, nothing_collected
@@ -28,7 +29,10 @@ COMMAND = {"cls": TakesSettings, **TAKES_SETTINGS}
 
 def run(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `halfstep recipes`, or a path.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help="A name from `halfstep recipes`, or a path.", autocompletion=recipes),
+    ],
     new: Annotated[bool, flag("--new", "Number another folder where the run's own is taken.")] = False,
     task: Annotated[Path | None, typer.Option(help="A Python file with a task of your own.", metavar="FILE")] = None,
     accept_data_change: Annotated[

@@ -106,7 +106,9 @@ try:
     from PIL import Image, UnidentifiedImageError
 except ImportError as error:
     raise MissingExtra(
-        "reading images without the package pillow", allowed="pillow 12.2 or newer", do="pip install halfstep[vision]"
+        "reading images without the package pillow",
+        allowed="pillow 12.2 or newer",
+        do="pip install 'halfstep[train,vision]'",
     ) from error
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP")

@@ -278,7 +278,7 @@ def _av() -> Any:
         import av
     except ImportError as error:
         raise MissingExtra(
-            "reading videos without the package av", allowed="av", do="pip install halfstep[video]"
+            "reading videos without the package av", allowed="av", do="pip install 'halfstep[video]'"
         ) from error
     return av
 

@@ -17,7 +17,7 @@ except ImportError as missing:
     raise MissingExtra(
         "matplotlib, which is not installed",
         allowed="drawing bars with matplotlib",
-        do="pip install halfstep[train]",
+        do="pip install 'halfstep[train]'",
     ) from missing
 
 Rows = Sequence[Mapping[str, Any]]

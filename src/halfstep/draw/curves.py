@@ -21,7 +21,7 @@ except ImportError as missing:
     raise MissingExtra(
         "matplotlib, which is not installed",
         allowed="drawing curves with matplotlib",
-        do="pip install halfstep[train]",
+        do="pip install 'halfstep[train]'",
     ) from missing
 
 # Okabe and Ito's palette, distinguishable with any color vision; lines differ in their markers too.

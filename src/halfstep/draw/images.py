@@ -16,7 +16,7 @@ try:
     from PIL import Image, ImageDraw, ImageFont
 except ImportError as error:
     raise MissingExtra(
-        "writing into a picture without the package pillow", allowed="pillow", do="pip install halfstep[vision]"
+        "writing into a picture without the package pillow", allowed="pillow", do="pip install 'halfstep[vision]'"
     ) from error
 
 Array = np.ndarray[Any, Any]

@@ -87,7 +87,7 @@ except ImportError as missing:
     raise MissingExtra(
         "psutil, which is not installed",
         allowed="training with the packages that it reads the machine with",
-        do="pip install halfstep[train]",
+        do="pip install 'halfstep[train]'",
     ) from missing
 
 

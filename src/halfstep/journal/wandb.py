@@ -17,7 +17,7 @@ except ImportError as missing:
     raise MissingExtra(
         "tracker wandb, which is not installed",
         allowed="none, mlflow, and tensorboard or wandb where they are installed",
-        do="pip install halfstep[wandb], or run.tracker=tensorboard",
+        do="pip install 'halfstep[wandb]', or run.tracker=tensorboard",
     ) from missing
 
 OFFLINE_MODE = "offline"

@@ -143,7 +143,6 @@ class Ema:
         return any(id(p) in own for p in model.parameters())
 
     @contextmanager
-    @torch.no_grad()
     def in_place(self) -> Iterator[None]:
         """Put the averages into the model inside the context, and restore its own weights afterwards."""
         self._catch_up()
@@ -201,6 +200,8 @@ class Ema:
         self._copies, self._sources = _clones(state["buffers"]), []
         self._large = []
 
+    # Not on `in_place`: round a generator torch (2.10 to 2.15) raises with a call that Python 3.12 deprecates.
+    @torch.no_grad()
     def _put(self, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
         for target, value in zip(self._parameters, parameters, strict=True):
             # Into the parameters themselves: the optimizer and DistributedDataParallel hold references to them.

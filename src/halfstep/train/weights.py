@@ -280,7 +280,7 @@ def _numbers_only(path: Path, start: bytes) -> dict[str, Tensor]:
         from safetensors.torch import load_file
     except ImportError as error:
         raise MissingExtra(
-            f"{path} without the package safetensors", allowed="safetensors", do="pip install halfstep[train]"
+            f"{path} without the package safetensors", allowed="safetensors", do="pip install 'halfstep[train]'"
         ) from error
     try:
         return load_file(path)

@@ -67,7 +67,7 @@ def _missing(missing: ModuleNotFoundError) -> MissingExtra:
     return MissingExtra(
         f"{missing.name} is not installed, and YAML cannot be read without it",
         allowed="an installation with the extra [train]",
-        do="pip install halfstep[train]",
+        do="pip install 'halfstep[train]'",
     )
 
 

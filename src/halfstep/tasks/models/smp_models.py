@@ -85,6 +85,6 @@ def _package() -> Any:
         raise MissingExtra(
             "a model of segmentation-models-pytorch, which is not installed",
             allowed="model.name=unet, or halfstep with the extra vision",
-            do="pip install halfstep[vision]",
+            do="pip install 'halfstep[train,vision]'",
         ) from error
     return segmentation_models_pytorch

@@ -83,7 +83,7 @@ def _package(name: str) -> Any:
         raise MissingExtra(
             "a model of timm, which is not installed",
             allowed="halfstep with the extra vision",
-            do="pip install halfstep[vision]",
+            do="pip install 'halfstep[train,vision]'",
         ) from error
     check_timms_name("model.name", name)
     return timm

@@ -1,0 +1,55 @@
+"""What a shell offers after Tab: the recipes and folders of runs that fit what has been typed. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+MOST = 1000
+"""Entries of a folder that are looked at: a key press must not wait for a large one."""
+RUNS = "runs"
+"""The folder where `halfstep train` places runs."""
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Return the names of the recipes that begin with what was typed, then files and folders that lead to others."""
+    try:
+        from halfstep.recipe.sources import recipe_names
+    except ImportError:  # without the extra `train` there is nothing to run
+        return []
+    names = [name for name in recipe_names() if name.startswith(incomplete)]
+    return names + [
+        _written(path) for path in _below(incomplete) if path.suffix in (".yaml", ".yml") or _is_folder(path)
+    ]
+
+
+def run_folders(incomplete: str) -> list[str]:
+    """Return the folders of runs that begin with what was typed, or the folders on the way to one."""
+    # Nothing typed yet: the runs themselves, not the folder that holds them.
+    found = list(_below(incomplete or f"{RUNS}/")) or list(_below(incomplete))
+    runs = [path for path in found if (path / "recipe.yaml").is_file()]
+    return [str(path) for path in runs] or [_written(path) for path in found if _is_folder(path)]
+
+
+def _below(incomplete: str) -> Iterator[Path]:
+    """Yield the entries of a folder whose names begin with what was typed; none that a terminal could not show."""
+    folder, _, name = incomplete.rpartition("/")
+    place = Path(f"{folder}/" if "/" in incomplete else ".").expanduser()
+    try:
+        with os.scandir(place) as entries:
+            found = sorted(entry.name for entry in islice(entries, MOST))
+    except OSError:
+        return
+    for entry in found:
+        if entry.startswith(name) and entry.isprintable() and (name or not entry.startswith(".")):
+            yield place / entry if "/" in incomplete else Path(entry)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.name.endswith(".egg-info")
+
+
+def _written(path: Path) -> str:
+    return f"{path}/" if path.is_dir() else str(path)
