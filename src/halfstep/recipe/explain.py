@@ -190,6 +190,12 @@ A recipe is a YAML file: one complete run, as data. `scripts/docs` writes this p
 halfstep recipes                      # what there is
 halfstep recipes explain unet         # a recipe, and every setting that it can have
 halfstep recipes copy unet            # your own copy: unet.yaml
+```
+
+Then, with your `data/images` and `data/masks`:
+
+<!-- run: no: data of your own; docs/data.md runs such a command -->
+```
 halfstep train unet.yaml --bf16 train.batch_size=4 --lr 0.1
 ```
 

@@ -1,0 +1,156 @@
+"""Parts of the documentation that are made from data: `python -m tests.docs.made` writes them, a test compares them.
+
+A page marks such a part by `<!-- made: NAME -->` and `<!-- end of NAME -->`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from halfstep.cli.pages.known import format_rows, gpu_rows
+from halfstep.measure.memory.devices import device_named
+from tests.docs.pictures import pictures
+from zoo import Pain, pains
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PICTURES = DOCS / "concepts" / "pictures"
+_PART = re.compile(r"(<!-- made: (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+
+
+def made() -> dict[Path, str]:
+    """Return every file that has a made part, with what it should contain."""
+    found = {PICTURES / name: drawn for name, drawn in pictures().items()}
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if _PART.search(text):
+            found[page] = _PART.sub(lambda part: f"{part[1]}\n{PARTS[part['name']]()}\n{part[3]}", text)
+    return found
+
+
+def old() -> list[Path]:
+    """Return the files that differ from what their data say."""
+    return [path for path, text in made().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+
+
+def _gpus() -> str:
+    rows = [
+        [
+            row["name"],
+            f"`{row['id']}`",
+            f"{row['gib']:.0f} GiB",
+            ", ".join(row["native"]) or "-",
+            row["precision"],
+            _why(row),
+        ]
+        for row in gpu_rows()
+    ]
+    return _table(["GPU", "`--device`", "memory", "native", "`auto` takes", "because"], rows)
+
+
+def _why(row: dict[str, Any]) -> str:
+    """Return why this precision; where it is fp32, why no lower one."""
+    if row["precision"] != "fp32":
+        return str(row["why"])
+    return device_named(row["id"]).ability("fp16").reason
+
+
+def _formats() -> str:
+    rows = [
+        [
+            row["name"],
+            str(row["bits"]),
+            f"{row['sign']} + {row['exponent']} + {row['fraction']}",
+            f"{row['largest']:.5g}",
+            f"{row['smallest']:.1g}",
+            str(row["digits"] or "<1"),
+            f"{row['counts_to']:,}",
+        ]
+        for row in format_rows()
+    ]
+    titles = [
+        "format",
+        "bits",
+        "s + e + f",
+        "largest",
+        "smallest above zero",
+        "decimal digits",
+        "counts to",
+    ]
+    return _table(titles, rows)
+
+
+def _zoo() -> str:
+    return "\n\n".join(_pain(pain) for pain in pains())
+
+
+def _pain(pain: Pain) -> str:
+    """One card of the gallery: what one sees, what halfstep does, and the code of both."""
+    files = [f"[`{arm}.py`](../zoo/{pain.folder}/{arm}.py)" for arm in ("plain", "held")]
+    seen, done = pain.sentence("**You see**"), pain.sentence("**halfstep**")
+    return (
+        f"### {pain.title}\n\n*You see* {seen}\n\n*halfstep* {done[0].lower()}{done[1:]}\n\n"
+        f"{files[0]}, {files[1]}, [why]({f'../zoo/{pain.folder}/README.md'})"
+    )
+
+
+def _faults() -> str:
+    rows = [[row["id"], row["what"], f"{row['pass']} of {row['n']}", _plain(row["worst"])] for row in _record()["rows"]]
+    return _table(["row", "what must hold", "held", "worst"], rows)
+
+
+def _mutants() -> str:
+    rows = [
+        [row["mutant"], row["what"], ", ".join(row["by"]) if row["killed"] else "not seen"]
+        for row in _record()["mutants"]
+    ]
+    return _table(["defect", "what it does", "seen by"], rows)
+
+
+def _diff(example: str) -> str:
+    """Return what differs between the two files of an example; their first lines, which describe them, are left out."""
+    before, after = (_code(ROOT / "examples" / example / f"{name}.py") for name in ("before", "after"))
+    lines = [line for line in difflib.unified_diff(before, after, n=2, lineterm="") if line[:3] not in ("---", "+++")]
+    body = "\n".join("..." if line.startswith("@@") else line for line in lines)
+    return f"<!-- run: no: a difference of two files, not code -->\n```diff\n{body}\n```"
+
+
+def _code(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").partition("from __future__ import annotations\n")[2].splitlines()
+
+
+def _plain(worst: str) -> str:
+    return worst.replace(",", ", ").replace("|", "\\|")
+
+
+def _record() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((DOCS / "faults.json").read_text(encoding="utf-8"))
+    return read
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [titles, ["---"] * len(titles), *rows])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "gpus": _gpus,
+    "formats": _formats,
+    "zoo": _zoo,
+    "faults": _faults,
+    "mutants": _mutants,
+    **{f"diff_{name}": functools.partial(_diff, name) for name in ("accelerate", "lightning", "transformers", "timm")},
+}
+
+
+if __name__ == "__main__":
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for path in old():
+        text = made()[path]
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")

@@ -1,0 +1,78 @@
+"""Check what a page cites: files, tests and headings that exist, and commands whose options and settings are known."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from halfstep.cli._commands import command_names
+from halfstep.cli.main import build
+from halfstep.recipe.names import read_flags
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.registry import task_schema
+from tests.guides.items import ROOT
+
+TAKE_A_RECIPE = ("train", "bench", "plan", "estimate", "profile", "audit", "doctor")
+
+
+def kind(shown: str) -> str:
+    """Return `command`, `file`, or nothing for a word that is only quoted."""
+    if shown.startswith("halfstep "):
+        return "command"
+    return "file" if "/" in shown.partition("#")[0] or shown in ("README.md", "pyproject.toml") else ""
+
+
+def check_file(shown: str) -> None:
+    """Raise AssertionError unless the file is there, with the test or the heading that is named."""
+    path, _, test = shown.partition("::")
+    path, _, heading = path.partition("#")
+    assert (ROOT / path).exists(), f"{path} is not there"
+    if test:
+        assert test in _functions(ROOT / path), f"{path} has no {test}"
+    if heading:
+        titles = [_slug(line) for line in (ROOT / path).read_text().splitlines() if line.startswith("#")]
+        assert heading in titles, f"{path} has no heading {heading}"
+
+
+def check_command(words: list[str]) -> None:
+    """Raise unless there is this command with these options, and the rest are settings of its recipe."""
+    name, *rest = words
+    own = known_options(name, rest)
+    if name in TAKE_A_RECIPE and own:
+        found = read_recipe(own[0])
+        read_flags(own[1:], task_schema(str(found.raw["task"])))
+    else:
+        assert not own, f"halfstep {name} does not know {own}"
+
+
+def known_options(name: str, rest: list[str]) -> list[str]:
+    """Return the words that are neither options of the command nor their values; it must be one that there is."""
+    assert name in command_names(), f"there is no command {name}"
+    switches = {text: one.is_flag for one in _commands()[name].params for text in one.opts if text.startswith("--")}
+    own, waiting = [], list(rest)
+    while waiting:
+        word = waiting.pop(0)
+        if word not in switches:
+            own.append(word)
+        elif not switches[word]:
+            del waiting[:1]
+    return own
+
+
+def _slug(line: str) -> str:
+    letters = line.lstrip("# ").lower().replace(" ", "-")
+    return "".join(letter for letter in letters if letter.isalnum() or letter in "-_")
+
+
+@functools.cache
+def _functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
+def _commands() -> Any:
+    return typer.main.get_command(build()).commands  # type: ignore[attr-defined]
