@@ -30,9 +30,10 @@ LAYERS: list[tuple[str, tuple[str, ...], str]] = [
     ("tasks", ("train",), "segmentation, classification, diffusion, slots, and their models"),
     ("runs", ("tasks",), "a run as commands see it: started, opened again, exported, replayed"),
     ("measure", ("runs",), "audit, bench, estimate, plan, profile, survival"),
+    ("report", ("measure",), "one page to look at, from plain data: of runs, benches and plans"),
     ("doctor", ("recipe",), "settings from every source, and where they contradict each other"),
     ("adapters", ("train",), "halfstep in the loops of other libraries"),
-    ("cli", ("measure", "doctor", "adapters"), "commands, and the pages that they print"),
+    ("cli", ("report", "doctor", "adapters"), "commands, and the pages that they print"),
 ]
 # Tasks return pictures as arrays; who draws them is decided above and below.
 NEVER = {"tasks": {"draw"}}
