@@ -29,6 +29,8 @@ FEW = 40
 """Points up to which each gets a dot."""
 LOG_FROM = 50.0
 """The ratio of the largest to the smallest number from which a logarithmic axis is used."""
+SMALLEST = 1e-300
+"""Smaller numbers get no logarithmic axis: its low end would be zero."""
 Form = Callable[[float], str]
 Scale = Literal["auto", "linear", "zero", "log2"]
 
@@ -170,7 +172,7 @@ class Axis:
     def fitting(cls, values: Numbers, scale: Scale) -> Axis:
         """Return the axis on which these finite numbers can be told apart."""
         low, high = float(values.min()), float(values.max())
-        if low > 0 and (scale == "log2" or (scale == "auto" and high / low > LOG_FROM)):
+        if low > SMALLEST and (scale == "log2" or (scale == "auto" and high / low > LOG_FROM)):
             return cls._logarithmic(low, high, 2.0 if scale == "log2" else 10.0)
         if scale == "zero":
             low, high = min(low, 0.0), max(high, 0.0)

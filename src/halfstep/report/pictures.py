@@ -93,7 +93,7 @@ def _at_most(image: Any, width: int) -> Any:
 def _smallest(image: Any) -> tuple[str, bytes]:
     """Return the picture without loss, or as JPEG where that is far smaller: masks stay sharp, photographs small."""
     exact, lossy = io.BytesIO(), io.BytesIO()
-    image.save(exact, "PNG", optimize=True)
+    image.save(exact, "PNG")
     image.save(lossy, "JPEG", quality=88)
     if len(exact.getvalue()) <= 3 * len(lossy.getvalue()):
         return "png", exact.getvalue()

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 MISSING = math.nan
+LARGEST = 1e300
+"""Larger numbers count as missing: an axis multiplies and subtracts them, and must stay finite."""
 
 
 def number(value: object) -> float:
-    """Return a finite number; NaN for anything else, such as a missing field or the word NaN."""
+    """Return a number that is neither infinite nor near it; NaN for anything else, such as a missing field."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return MISSING
     try:
         found = float(value)
     except (ValueError, OverflowError):
         return MISSING
-    return found if math.isfinite(found) else MISSING
+    return found if abs(found) < LARGEST else MISSING
 
 
 def known(value: float) -> bool:
