@@ -61,7 +61,10 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def later(seconds: float) -> None:
         pages.append((folder / "report.html").read_text())
-        write_run(folder, [*events, step(2)] if len(pages) == 1 else whole(), **running)
+        if len(pages) == 1:
+            write_run(folder, [*events, step(2)], **running)
+        else:
+            write_run(folder, whole(), **{**running, "state": "ended", "code": 0})
 
     monkeypatch.setattr(command.time, "sleep", later)
     done = report(folder, "--watch")

@@ -51,7 +51,7 @@ def test_skips_are_marked_with_their_reasons(tmp_path: Path) -> None:
 
 def test_a_thousand_skips_are_as_many_marks_as_can_be_told_apart(tmp_path: Path) -> None:
     events = [start(), *(step(n, reason="loss_not_finite", loss="NaN") for n in range(1, 1001))]
-    page = looked_at(write_run(tmp_path / "run", events, state="ended", reason="it failed"))
+    page = looked_at(write_run(tmp_path / "run", events, state="ended", reason="it failed", code=70))
     marks = [title for title in page.titles if "loss not finite" in title]
     charts = 1  # the gradient norm; no loss is finite, so that there is no chart of it
     assert MARKS <= len(marks) <= charts * (MARKS + 1)
@@ -61,7 +61,7 @@ def test_a_thousand_skips_are_as_many_marks_as_can_be_told_apart(tmp_path: Path)
 
 
 def test_what_was_not_recorded_is_said_and_nothing_is_drawn_for_it(tmp_path: Path) -> None:
-    page = looked_at(write_run(tmp_path / "run", [start(git=None), step(1), step(2)], state="ended", reason="killed"))
+    page = looked_at(write_run(tmp_path / "run", [start(git=None), step(1), step(2)], state="ended", reason="killed", code=70))
     for words in ("No prediction was recorded", "was not recorded", "Not measured: a run measures every", "drew none"):
         assert words in page.text, words
     assert "--examine" in page.text
@@ -82,9 +82,9 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path: Path) -> None:
     running = {"state": "running", "host": socket.gethostname(), "phase": "computing"}
     alive = read_run(write_run(tmp_path / "alive", events, pid=os.getpid(), **running))
     gone = read_run(write_run(tmp_path / "gone", events, pid=2**22 + 1, **running))
-    assert (alive.state.word, alive.state.is_over) == ("running", False)
+    assert (alive.state.word, alive.is_over) == ("running", False)
     assert alive.verdict.startswith("Running, at step 2 of 40")
-    assert (gone.state.word, gone.state.is_over) == ("killed", True)
+    assert (gone.state.word, gone.is_over) == ("killed", True)
     assert 'http-equiv="refresh"' in page_of([alive], refresh=60)
 
 
@@ -113,7 +113,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     lines = (folder / "journal.jsonl").read_text().splitlines()
     lines[5] = lines[5][:20]
     (folder / "journal.jsonl").write_text("\n".join(lines) + '\n{"event":"st')
-    assert len(read_run(folder).recorded.attempt) == 39
+    assert (read_run(folder).recorded.attempts, read_run(folder).recorded.damaged) == (39, 1)
 
 
 def wrong_events() -> list[dict[str, Any]]:

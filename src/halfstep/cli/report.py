@@ -96,7 +96,7 @@ def _write(paths: Sequence[Path], format: str, file: Path, watch: bool) -> tuple
 def _goes_on(sources: Sequence[Any]) -> bool:
     from halfstep.report.run_facts import RunFacts
 
-    return any(isinstance(source, RunFacts) and not source.state.is_over for source in sources)
+    return any(isinstance(source, RunFacts) and not source.is_over for source in sources)
 
 
 def _tell(sources: Sequence[Source], file: Path, size: int, json: bool) -> None:
@@ -113,6 +113,6 @@ def _tell(sources: Sequence[Source], file: Path, size: int, json: bool) -> None:
     for said in [comparison] if comparison else sources:
         say(said.verdict)
     for source in runs:
-        if not source.state.is_over:
+        if not source.is_over:
             say(f"{source.folder} goes on; --watch writes this page anew every minute")
     say(f"{file} ({size / 1000:,.0f} kB)")

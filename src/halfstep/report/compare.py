@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from halfstep.errors import HalfstepError
 from halfstep.journal import numbers
-from halfstep.journal.jsonl import JOURNAL
 from halfstep.report.bars import Intervals, intervals
 from halfstep.report.plain import known, number
 from halfstep.report.run_facts import RunFacts, spelled
+from halfstep.runs.listing import FINISHED
 
 SEED = "train.seed"
 _ASIDE = ("run.", "about")
@@ -122,22 +121,29 @@ Arms = dict[str, list[Any]]
 
 
 def _arms(named: list[tuple[str, RunFacts]]) -> tuple[Arms, list[str]]:
-    from halfstep.measure.bench.comparison import RunFailed
-    from halfstep.measure.bench.runs import result_of_journal
-
-    kinds: dict[Any, list[tuple[str, RunFacts, Any]]] = {}
+    kinds: dict[Any, list[tuple[str, RunFacts]]] = {}
     notes = []
     for name, run in named:
-        seed = number(run.recipe.get(SEED))
-        try:
-            found = result_of_journal(run.folder / JOURNAL, int(seed) if known(seed) else 0, None)
-            kinds.setdefault(_kind(run), []).append((name, run, found))
-        except (RunFailed, HalfstepError, KeyError, TypeError, ValueError, AttributeError) as error:
-            notes.append(f"{name} is left out of the test: {error or 'its journal lacks what a finished run has'}")
+        if run.state.word == FINISHED and known(run.final):
+            kinds.setdefault(_kind(run), []).append((name, run))
+        else:
+            why = "it has no result" if run.state.word == FINISHED else f"it is {run.state.word}"
+            notes.append(f"{name} is left out of the test: {why}.")
     # Strict fp32 is what others are compared with, as in a bench; without it, the first run that was given.
     ordered = sorted(kinds.values(), key=lambda found: found[0][1].chosen != "fp32")
-    labels = _kind_names([[(name, run) for name, run, _ in found] for found in ordered])
-    return {label: [one for *_, one in found] for label, found in zip(labels, ordered, strict=True)}, notes
+    return {
+        name: [_result(run) for _, run in kind] for name, kind in zip(_kind_names(ordered), ordered, strict=True)
+    }, notes
+
+
+def _result(run: RunFacts) -> Any:
+    """Return a run as `bench` has its results."""
+    from halfstep.measure.bench.comparison import RunResult
+
+    seed, rate = number(run.recipe.get(SEED)), run.samples_per_second
+    return RunResult(
+        int(seed) if known(seed) else 0, run.final, run.recorded.seconds, None, rate if known(rate) else None
+    )
 
 
 def _kind_names(kinds: list[list[tuple[str, RunFacts]]]) -> list[str]:

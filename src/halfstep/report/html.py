@@ -21,6 +21,7 @@ from halfstep.report.pictures import pictures_of
 from halfstep.report.plain import fields, known, number, rows, text
 from halfstep.report.plan_facts import HEADS as PLANNED
 from halfstep.report.plan_facts import PlanFacts, condition_rows
+from halfstep.report.recorded import values
 from halfstep.report.run_charts import compared, curves_of, headroom_of, memory_of, not_finite, speed_of
 from halfstep.report.run_facts import RunFacts, figure_rows, incidents, precision_rows, provenance
 from halfstep.report.sources import Source
@@ -137,6 +138,7 @@ def _run(run: RunFacts) -> dict[str, Any]:
         "model": _model(audit),
         "audit": audit,
         "headroom": headroom_of(run),
+        "tightest": sorted(run.recorded.headroom.items(), key=lambda item: item[1].value)[:MOST_MODULES],
         "modules": _modules(audit),
         "incidents": incidents(run),
         "outlook": outlook_of_run(run),
@@ -148,8 +150,7 @@ def _run(run: RunFacts) -> dict[str, Any]:
 
 
 def _memory(run: RunFacts) -> list[Bar]:
-    peaks = [number(one.memory.get("device_peak_bytes")) for one in run.recorded.speeds]
-    measured = max(filter(known, peaks), default=number(None))
+    measured = max(values(run.recorded.speeds, "memory.device_peak_bytes").y, default=number(None))
     columns = [(text(fields(c.get("setting")).get("precision"), 20), c) for c in estimate_columns(run.examined)]
     uses = [
         MemoryUse(name, fields(column.get("at_peak")), measured if name == run.chosen else number(None))
@@ -163,8 +164,7 @@ def _memory(run: RunFacts) -> list[Bar]:
 def _memory_notes(run: RunFacts) -> list[str]:
     savings = rows(fields(fields(run.examined.get("estimate")).get("verdict")).get("savings"))
     why = [f"{text(row.get('precision'), 20)}: {text(row.get('why'), 400)}." for row in savings if row.get("why")]
-    on_device = any(known(number(one.memory.get("device_peak_bytes"))) for one in run.recorded.speeds)
-    if not on_device:
+    if not values(run.recorded.speeds, "memory.device_peak_bytes").y:
         why.append(
             "The device's own allocator was not there to be read: on a CPU only the memory of the whole process is "
             "measured, most of which are libraries: the curve above."

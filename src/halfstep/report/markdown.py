@@ -14,6 +14,7 @@ from halfstep.draw.series import thinned
 from halfstep.printable import in_line
 from halfstep.report.compare import HEADS, compare
 from halfstep.report.html import TEMPLATES, view_of
+from halfstep.report.recorded import values
 from halfstep.report.run_facts import RunFacts
 from halfstep.report.sources import Source
 
@@ -31,7 +32,7 @@ def markdown_of(sources: Sequence[Source]) -> str:
         "comparison": comparison,
         "differences": comparison.differences if comparison else None,
         "compared": HEADS,
-        "sparks": {str(run.folder): sparkline(run.recorded.curves["loss"]) for run in runs},
+        "sparks": {str(run.folder): sparkline(values(run.recorded.steps, "loss").y) for run in runs},
     }
     return _environment().get_template("page.md.j2").render(content)
 

@@ -6,12 +6,12 @@ Every line comes from a measurement, an estimate or a setting, and names it; wha
 from __future__ import annotations
 
 import shlex
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from halfstep.journal import numbers
 from halfstep.report.plain import fields, known, number, rows, text, texts
+from halfstep.report.recorded import Values, values
 from halfstep.report.run_facts import RunFacts
 
 LOW, WATCH, HIGH = "low", "watch", "high"
@@ -124,18 +124,16 @@ def _range(precision: Mapping[str, Any]) -> Iterator[str]:
 
 def _seen_risks(run: RunFacts) -> Iterator[Risk]:
     recorded = run.recorded
-    steps, skipped = len(recorded.attempt), sum(recorded.skipped.values())
+    steps, skipped = recorded.attempts, sum(recorded.skipped.values())
     if steps:
-        share = skipped / steps
-        level = HIGH if share > 0.25 else WATCH if skipped else LOW
+        level = HIGH if skipped / steps > 0.25 else WATCH if skipped else LOW
         yield Risk("Steps that do not count", level, f"{skipped:,} of {steps:,} steps were skipped")
-    bits = [(number(one.meters.get("headroom_bits")), one) for one in recorded.speeds]
-    bits = [one for one in bits if known(one[0])]
-    if bits:
-        least, one = min(bits, key=lambda pair: pair[0])
-        level = HIGH if least < NEAR_THE_END else WATCH if least < SOME_HEADROOM else LOW
-        where = text(one.meters.get("headroom_module"), 200)
-        yield Risk("Overflow", level, f"{least:.1f} bits were left in {where}, the tightest module that was sampled")
+    least = min(recorded.headroom.items(), key=lambda item: item[1].value, default=None)
+    if least is not None:
+        module, (attempt, bits) = least
+        level = HIGH if bits < NEAR_THE_END else WATCH if bits < SOME_HEADROOM else LOW
+        said = f"{bits:.1f} bits were left in {module} at step {attempt:,}, the least of all that was sampled"
+        yield Risk("Overflow", level, said)
     yield from _meter_risk(run, "gradient_zero_share", "Gradients that vanish", "of the sampled gradients were zero")
     yield from _meter_risk(
         run, "lost_update_share", "Updates lost to rounding", "of the sampled updates changed nothing"
@@ -143,7 +141,7 @@ def _seen_risks(run: RunFacts) -> Iterator[Risk]:
 
 
 def _meter_risk(run: RunFacts, key: str, what: str, said: str) -> Iterator[Risk]:
-    found = [value for one in run.recorded.speeds if known(value := number(one.meters.get(key)))]
+    found = values(run.recorded.speeds, f"meters.{key}").y
     if found:
         worst = max(found)
         level = HIGH if worst > 0.5 else WATCH if worst > 0.05 else LOW
@@ -167,27 +165,34 @@ def _finding_risks(run: RunFacts) -> Iterator[Risk]:
 
 def _seen(run: RunFacts) -> Iterator[tuple[str, str]]:
     """Yield what this run did, which is what the next one of its kind will do."""
-    rates = sorted(value for one in run.recorded.speeds[1:] if known(value := one.samples_per_second))
-    if len(rates) > 3:
-        low, high = rates[len(rates) // 10], rates[-1 - len(rates) // 10]
-        yield "Throughput", f"{numbers.speed(low)} to {numbers.speed(high)} samples/s, nine times in ten"
+    speeds, epochs = run.recorded.speeds, run.recorded.epochs
+    rates = values(speeds, "samples_per_second")
+    if len(rates.y) > 3:
+        yield "Throughput", _usual(rates)
     if known(run.wait_share):
         yield "Waiting for data", f"{numbers.share(run.wait_share)} of the time, by the median"
-    seconds = [one.seconds for one in run.recorded.epochs if known(one.seconds)]
-    if seconds:
-        yield "An epoch", f"{numbers.duration(statistics.median(seconds))}, without its evaluation"
-    memory = [number(one.memory.get("device_peak_bytes")) for one in run.recorded.speeds]
-    host = [number(one.memory.get("host_bytes")) for one in run.recorded.speeds]
-    for name, values in (("Device memory", memory), ("Memory of the process", host)):
-        if any(map(known, values)):
-            yield name, f"up to {numbers.size(max(filter(known, values)))}"
-    busy = [value for one in run.recorded.speeds if known(value := number(one.gpu.get("utilisation")))]
-    if busy:
-        yield "GPU utilisation", f"{numbers.share(statistics.median(busy))} by the median"
-    losses = [number(one.val.get("loss")) for one in run.recorded.epochs if one.val]
-    if any(map(known, losses)):
-        first, last = (next(filter(known, way)) for way in (losses, reversed(losses)))
-        yield "Validation loss", f"from {numbers.value(first)} after the first epoch to {numbers.value(last)}"
+    seconds = values(epochs, "seconds")
+    if seconds.y:
+        yield "An epoch", f"{numbers.duration(seconds.median)}, without its evaluation"
+    for name, key in (("Device memory", "memory.device_peak_bytes"), ("Memory of the process", "memory.host_bytes")):
+        sizes = values(speeds, key).y
+        if sizes:
+            yield name, f"up to {numbers.size(max(sizes))}"
+    busy = values(speeds, "gpu.utilisation")
+    if busy.y:
+        yield "GPU utilisation", f"{numbers.share(busy.median)} by the median"
+    losses = values(epochs, "val.loss").y
+    if losses:
+        yield "Validation loss", f"from {numbers.value(losses[0])} after the first epoch to {numbers.value(losses[-1])}"
+
+
+def _usual(rates: Values) -> str:
+    """Return the range of throughput; of a long run only the extremes of its spans are known."""
+    found = sorted(rates.without_first())
+    if not rates.is_whole:
+        return f"{numbers.speed(found[0])} to {numbers.speed(found[-1])} samples/s, at all times"
+    low, high = found[len(found) // 10], found[-1 - len(found) // 10]
+    return f"{numbers.speed(low)} to {numbers.speed(high)} samples/s, eight times in ten"
 
 
 # -- plan -------------------------------------------------------------------------------------------------------------

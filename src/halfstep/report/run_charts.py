@@ -9,8 +9,7 @@ import numpy as np
 from halfstep.journal import numbers
 from halfstep.journal.text import named
 from halfstep.report.charts import Chart, Curve, Scale, line_chart
-from halfstep.report.plain import known, number
-from halfstep.report.recorded import Recorded
+from halfstep.report.recorded import Summary, Values, values
 from halfstep.report.run_facts import RunFacts
 
 TRAIN, VAL = 0, 1
@@ -30,114 +29,115 @@ def curves_of(run: RunFacts) -> list[Chart]:
 def not_finite(run: RunFacts) -> list[str]:
     """Return the curves of steps in which no number was finite, so that nothing is drawn."""
     names = {"loss": "loss", "grad_norm": "gradient norm"}
-    curves = run.recorded.curves
-    return [word for name, word in names.items() if run.recorded.attempt and not any(map(known, curves[name]))]
+    return [word for key, word in names.items() if run.recorded.attempts and not _of_steps(run.recorded, key).y]
 
 
 def speed_of(run: RunFacts) -> list[Chart]:
     """Return the charts of the machine: throughput, waiting for data, and the GPU's work."""
-    speeds = run.recorded.speeds
-    x = [one.attempt for one in speeds]
-    rate = Curve("samples/s", x, [one.samples_per_second for one in speeds])
-    wait = Curve("share", x, [100 * one.wait_share for one in speeds])
-    busy = Curve("share", x, [100 * number(one.gpu.get("utilisation")) for one in speeds])
+    rate, wait, busy = (_speeds(run, name) for name in ("samples_per_second", "wait_share", "gpu.utilisation"))
     charts = [
-        line_chart("Throughput", [rate], unit="samples/s", form=numbers.speed, scale="zero"),
-        line_chart("Waiting for data", [wait], unit="% of the time", form=_percent, scale="zero"),
-        line_chart("GPU utilisation", [busy], unit="%", form=_percent, scale="zero"),
+        line_chart(
+            "Throughput", [Curve("samples/s", rate.x, rate.y)], unit="samples/s", form=numbers.speed, scale="zero"
+        ),
+        line_chart("Waiting for data", [_in_percent(wait)], unit="% of the time", form=_percent, scale="zero"),
+        line_chart("GPU utilisation", [_in_percent(busy)], unit="%", form=_percent, scale="zero"),
     ]
     return [chart for chart in charts if chart is not None]
 
 
+def _in_percent(shares: Values) -> Curve:
+    return Curve("share", shares.x, [100 * share for share in shares.y])
+
+
 def memory_of(run: RunFacts) -> Chart | None:
     """Return the memory of the device and of the process while the run went on."""
-    speeds, x = run.recorded.speeds, [one.attempt for one in run.recorded.speeds]
-    mebibytes = {
-        name: [number(one.memory.get(key)) / 2**20 for one in speeds]
-        for name, key in (("on the device", "device_bytes"), ("of the process", "host_bytes"))
-    }
-    curves = [Curve(name, x, values, n == 1, n) for n, (name, values) in enumerate(mebibytes.items())]
+    names = {"on the device": "memory.device_bytes", "of the process": "memory.host_bytes"}
+    found = [(name, _speeds(run, key)) for name, key in names.items()]
+    curves = [Curve(name, one.x, [value / 2**20 for value in one.y], n == 1, n) for n, (name, one) in enumerate(found)]
     return line_chart("Memory while it ran", curves, unit="MiB", form=_mebibytes, scale="zero")
 
 
 def headroom_of(run: RunFacts) -> Chart | None:
     """Return how many bits were left in the tightest module, as the guard's monitors sampled it."""
-    found = [(one.attempt, number(one.meters.get("headroom_bits"))) for one in run.recorded.speeds]
-    found = [one for one in found if known(one[1])]
-    curve = Curve("tightest module", [at for at, _ in found], [bits for _, bits in found])
+    bits = _speeds(run, "meters.headroom_bits")
+    curve = Curve("tightest module", bits.x, bits.y)
     return line_chart("Headroom", [curve], unit="bits to the format's end", form=_bits, scale="zero")
 
 
 def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Chart]:
     """Return the curves of several named runs over one another."""
-    numbered = list(enumerate(runs))
-    loss = [
-        Curve(name, run.recorded.attempt, smooth(run.recorded.curves["loss"]), color=n, dashed=n % 2 == 1)
-        for n, (name, run) in numbered
-    ]
-    metric = [Curve(name, *_validated(run), color=n, dashed=n % 2 == 1) for n, (name, run) in numbered]
+    metric = runs[0][1].metric
     charts = [
-        line_chart("Training loss", loss, unit="mean of the steps around each"),
-        line_chart(f"Validation {named(runs[0][1].metric)}", metric),
+        line_chart(
+            "Training loss", [_smoothed(n, *run, "loss") for n, run in enumerate(runs)], unit="mean of those around"
+        ),
+        line_chart(
+            f"Validation {named(metric)}",
+            [_one_of(n, name, values(run.recorded.epochs, f"val.{metric}")) for n, (name, run) in enumerate(runs)],
+        ),
     ]
     for key in ("grad_norm", "lr"):
-        curves = [
-            Curve(name, run.recorded.attempt, smooth(run.recorded.curves[key]), color=n, dashed=n % 2 == 1)
-            for n, (name, run) in numbered
-        ]
+        curves = [_smoothed(n, *run, key) for n, run in enumerate(runs)]
         charts.append(line_chart(LABELS[key], curves, form=FORMS[key], scale=SCALES[key]))
-    speed = [
-        Curve(name, [s.attempt for s in r.recorded.speeds[1:]], [s.samples_per_second for s in r.recorded.speeds[1:]],
-              color=n, dashed=n % 2 == 1)
-        for n, (name, r) in numbered
-    ]  # fmt: skip
+    speed = [_one_of(n, name, _speeds(run, "samples_per_second")) for n, (name, run) in enumerate(runs)]
     charts.append(line_chart("Throughput", speed, unit="samples/s", form=numbers.speed, scale="zero"))
     return [chart for chart in charts if chart is not None]
 
 
-def smooth(values: Sequence[float]) -> list[float]:
+def _one_of(n: int, name: str, found: Values) -> Curve:
+    return Curve(name, found.x, found.y, n % 2 == 1, n)
+
+
+def _smoothed(n: int, name: str, run: RunFacts, key: str) -> Curve:
+    found = _of_steps(run.recorded, key)
+    return Curve(name, found.x, smooth(found.y), n % 2 == 1, n)
+
+
+def smooth(given: Sequence[float]) -> list[float]:
     """Return the mean over a fiftieth of the run before and after each number, so that curves can be told apart."""
-    found = np.array(values, float)
-    width = max(1, len(found) // 50)
-    known_ = np.isfinite(found)
-    ones = np.ones(2 * width + 1)
-    sums = np.convolve(np.where(known_, found, 0.0), ones, "same")[: len(found)]
-    counts = np.convolve(known_.astype(float), ones, "same")[: len(found)]
-    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    return [float(one) for one in means]
+    found = np.array(given, float)
+    ones = np.ones(2 * max(1, len(found) // 50) + 1)
+    sums, counts = (np.convolve(one, ones, "same") for one in (found, np.ones_like(found)))
+    # Of fewer numbers than the window is long, `same` has the length of the window.
+    return [float(one) for one in (sums / counts)[: len(found)]]
 
 
-def _loss(recorded: Recorded) -> Chart | None:
-    epochs = [one for one in recorded.epochs if one.val]
-    curves = [
-        Curve("train", recorded.attempt, recorded.curves["loss"], color=TRAIN),
-        Curve("val", [e.attempt for e in epochs], [number(e.val.get("loss")) for e in epochs], True, VAL),
-    ]
-    return line_chart("Loss", curves, skips=recorded.skips)
+def _loss(recorded: Summary) -> Chart | None:
+    train, val = _of_steps(recorded, "loss"), values(recorded.epochs, "val.loss")
+    curves = [Curve("train", train.x, train.y, color=TRAIN), Curve("val", val.x, val.y, True, VAL)]
+    return line_chart("Loss", curves, skips=_skips(recorded))
 
 
 def _metric(run: RunFacts) -> Chart | None:
     if run.metric == "loss":
         return None
-    epochs = run.recorded.epochs
-    train = Curve("train", [e.attempt for e in epochs], [number(e.train.get(run.metric)) for e in epochs], color=TRAIN)
-    return line_chart(named(run.metric), [train, Curve("val", *_validated(run), True, VAL)])
+    train, val = (values(run.recorded.epochs, f"{part}.{run.metric}") for part in ("train", "val"))
+    curves = [Curve("train", train.x, train.y, color=TRAIN), Curve("val", val.x, val.y, True, VAL)]
+    return line_chart(named(run.metric), curves)
 
 
-def _validated(run: RunFacts) -> tuple[list[float], list[float]]:
-    found = [(one.attempt, number(one.val.get(run.metric))) for one in run.recorded.epochs if one.val]
-    return [at for at, _ in found], [value for _, value in found]
-
-
-def _steps(recorded: Recorded, name: str) -> Chart | None:
-    skips = recorded.skips if name != "lr" else ()
-    curve = Curve("each step", recorded.attempt, recorded.curves[name])
+def _steps(recorded: Summary, name: str) -> Chart | None:
+    found = _of_steps(recorded, name)
+    skips = _skips(recorded) if name != "lr" else []
+    curve = Curve("each step", found.x, found.y)
     return line_chart(LABELS[name], [curve], form=FORMS[name], skips=skips, scale=SCALES[name])
 
 
-def _moves(recorded: Recorded, name: str) -> bool:
+def _skips(recorded: Summary) -> list[tuple[float, str]]:
+    return [(float(skip.attempt), skip.reason) for skip in recorded.skips]
+
+
+def _moves(recorded: Summary, name: str) -> bool:
     """Return whether a curve is worth its place: without a loss scale, it is 1 all the way."""
-    return name != "loss_scale" or any(known(value) and value != 1.0 for value in recorded.curves[name])
+    return name != "loss_scale" or any(value != 1.0 for value in _of_steps(recorded, name).y)
+
+
+def _of_steps(recorded: Summary, name: str) -> Values:
+    return values(recorded.steps, name)
+
+
+def _speeds(run: RunFacts, name: str) -> Values:
+    return values(run.recorded.speeds, name)
 
 
 def _percent(value: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from halfstep.journal.text import named
 from halfstep.recipe.strict_yaml import flat
 from halfstep.report.examined import read_examined
 from halfstep.report.plain import fields, known, number, rows, setting, text, texts
-from halfstep.report.recorded import Recorded, read_recorded
-from halfstep.report.run_state import FINISHED, GAVE_UP, KILLED, RUNNING, STOPPED, RunState, state_of, status_of
+from halfstep.report.recorded import Summary, read_recorded, values
+from halfstep.runs.listing import FINISHED, GIVEN_UP, KILLED, RUNNING, STATUS, STOPPED, RunState, state_of
 from halfstep.train.run_folder import RESULT, recipe_in
 
 NOT_RECORDED, NONE_YET = "not recorded", "no evaluation"
@@ -29,7 +28,7 @@ class RunFacts:
     """One run, as plain data and words."""
 
     folder: Path
-    recorded: Recorded
+    recorded: Summary
     state: RunState
     result: dict[str, Any]
     examined: dict[str, Any] = field(default_factory=dict)
@@ -65,35 +64,36 @@ class RunFacts:
     @property
     def samples_per_second(self) -> float:
         """Return the median over epochs, without the first, which includes warm-up; NaN where there is none."""
-        of_epochs = [one.samples_per_second for one in self.recorded.epochs]
-        found = of_epochs[1:] or of_epochs or [one.samples_per_second for one in self.recorded.speeds[1:]]
-        return statistics.median(list(filter(known, found)) or [number(None)])
+        of_epochs = values(self.recorded.epochs, "samples_per_second").median
+        return of_epochs if known(of_epochs) else values(self.recorded.speeds, "samples_per_second").median
 
     @property
     def wait_share(self) -> float:
         """Return the median share of time spent waiting for data; NaN where it was not measured."""
-        shares = [one.wait_share for one in self.recorded.speeds[1:] or self.recorded.speeds]
-        return statistics.median(list(filter(known, shares)) or [number(None)])
+        return values(self.recorded.speeds, "wait_share").median
 
     @property
     def best(self) -> tuple[float, float]:
         """Return the best value of the metric and its epoch; NaN where there is none."""
-        if self.recorded.end or self.result:
-            best = fields((self.recorded.end or self.result).get("best"))
-            return number(best.get("value")), number(best.get("epoch"))
-        found = [(number(one.val.get(self.metric)), one.epoch) for one in self.recorded.epochs]
-        found = [one for one in found if known(one[0])]
-        pick = max if self.higher_is_better else min
-        return pick(found, default=(number(None), number(None)))
+        best = fields((self.recorded.end or self.result or self.recorded.epoch).get("best"))
+        return number(best.get("value")), number(best.get("epoch"))
 
     @property
     def final(self) -> float:
         """Return the metric of the last evaluation; NaN where there is none."""
         found = number(fields(self.recorded.end.get("metrics")).get(self.metric))
-        return found if known(found) else number(next(iter(self._evaluated()), {}).get(self.metric))
+        last = values(self.recorded.epochs, f"val.{self.metric}").y[-1:]
+        return found if known(found) or not last else last[0]
 
-    def _evaluated(self) -> list[dict[str, Any]]:
-        return [one.val for one in reversed(self.recorded.epochs) if one.val]
+    @property
+    def why(self) -> str:
+        """Return how the run came to its end, in full; empty where it did not."""
+        return text(self.recorded.end.get("error")) or self.state.why
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is added to the run unless it is started again."""
+        return self.state.word != RUNNING
 
     @property
     def verdict(self) -> str:
@@ -111,7 +111,7 @@ class RunFacts:
             "run": str(self.folder),
             "label": self.label,
             "state": self.state.word,
-            "why": self.state.why,
+            "why": self.why,
             "verdict": self.verdict,
             "precision": dict(precision_rows(self)),
             "figures": dict(figure_rows(self)),
@@ -129,9 +129,9 @@ def read_run(folder: Path) -> RunFacts:
     Raises BadData where it holds no run, or one that wrote nothing that can be read.
     """
     recipe_in(folder)
-    recorded = read_recorded(folder, text(status_of(folder).get("reason"), 300))
+    recorded = read_recorded(folder, text(fields(read_json(folder / STATUS)).get("reason"), 300))
     result = fields(read_json(folder / RESULT))
-    return RunFacts(folder, recorded, state_of(folder, recorded), result, read_examined(folder))
+    return RunFacts(folder, recorded, state_of(folder, recorded.end), result, read_examined(folder))
 
 
 # -- verdict ----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _opening(run: RunFacts) -> str:
     words = {
         FINISHED: "Finished" if run.recorded.end.get("reason") != "early_stopping" else f"Stopped early at {at}",
         STOPPED: f"Stopped at {at}, and can be resumed",
-        GAVE_UP: f"Given up at {at}",
+        GIVEN_UP: f"Given up at {at}",
         KILLED: f"Killed at {at}",
         RUNNING: f"Running, at {at}",
     }
@@ -163,8 +163,8 @@ def _outcome(run: RunFacts) -> str:
     if known(value):
         when = f" (epoch {epoch:.0f})" if known(epoch) else ""
         return f"best {spelled(run.metric)} {numbers.value(value)}{when} after {numbers.duration(run.recorded.seconds)}"
-    if run.state.word not in (FINISHED, RUNNING) and run.state.why:
-        return _first_clause(run.state.why)
+    if run.state.word not in (FINISHED, RUNNING) and run.why:
+        return _first_clause(run.why)
     return f"no evaluation yet after {numbers.duration(run.recorded.seconds)}"
 
 
@@ -175,16 +175,17 @@ def _first_clause(said: str) -> str:
 
 
 def _observed_aside(run: RunFacts) -> str:
-    share = number(run.recorded.check.get("share"))
+    share = number(run.recorded.precision_check.get("share"))
     return f" ({numbers.share(share)} of the work observed in it)" if known(share) else ""
 
 
-def _skips(recorded: Recorded) -> str:
+def _skips(recorded: Summary) -> str:
     total = sum(recorded.skipped.values())
     if not total:
         return "no step skipped"
-    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in recorded.skipped.most_common(3))
-    return f"{total:,} of {len(recorded.attempt):,} steps skipped ({reasons})"
+    most = sorted(recorded.skipped.items(), key=lambda item: (-item[1], item[0]))[:3]
+    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in most)
+    return f"{total:,} of {recorded.attempts:,} steps skipped ({reasons})"
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def precision_rows(run: RunFacts) -> Pairs:
     found = run.precision
     asked = text(found.get("asked"), 80) or NOT_RECORDED
     took = text(found.get("took"), 80)
-    observed = text(run.recorded.check.get("text"), 200)
+    observed = text(run.recorded.precision_check.get("text"), 200)
     return [
         ("Asked for", f"{asked}, taken for {took}" if took else asked),
         ("Chosen", f"{run.chosen}: {text(found.get('summary'), 300)}".rstrip(": ")),
@@ -217,7 +218,7 @@ def figure_rows(run: RunFacts) -> Pairs:
         ("Waiting for data", numbers.share(wait) if known(wait) else "not measured"),
         ("Checkpoints", f"{recorded.checkpoints:,} written, {len(generations(run.folder / 'checkpoints')):,} kept"),
     ]
-    return pairs + ([("Launches", f"{recorded.launches:,}")] if recorded.launches > 1 else [])
+    return pairs + ([("Launches", f"{recorded.launch_count:,}")] if recorded.launch_count > 1 else [])
 
 
 def provenance(run: RunFacts) -> Pairs:
@@ -261,7 +262,7 @@ def incidents(run: RunFacts) -> list[dict[str, Any]]:
     """Return the failed steps with the verdict of their replay, and what was done about each."""
     kept = {one.attempt for one in generations(run.folder / FAILED_STEPS)}
     found: list[dict[str, Any]] = []
-    for event in run.recorded.guard:
+    for _, event in run.recorded.guard:
         facts = fields(event.get("facts"))
         if event.get("kind") == "verdict":
             found.append(_incident(run, facts, text(event.get("text")), kept))
@@ -270,7 +271,7 @@ def incidents(run: RunFacts) -> list[dict[str, Any]]:
         else:
             found.append({"attempt": None, "cause": text(event.get("kind"), 40), "sentence": text(event.get("text"))})
             found[-1] |= {"culprit": [], "cures": [], "evidence": [], "done": [], "replay": ""}
-    if found and run.state.word == GAVE_UP:
+    if found and run.state.word == GIVEN_UP:
         found[-1]["done"].append(_given_up(run))
     for incident in found:
         incident["done"] = incident["done"] or ["the step was skipped: nothing of it reached the weights"]
