@@ -37,6 +37,12 @@ def test_a_spike_gets_a_logarithmic_axis_and_is_kept_among_a_million_points() ->
     assert len(chart.hovers) <= HOVERS
 
 
+def test_a_loss_scale_is_labelled_by_its_powers_of_two() -> None:
+    chart = line_chart("a", [Curve("c", [0, 1], [1024.0, 65536.0])], scale="log2")
+    assert chart is not None
+    assert [tick.label for tick in chart.y_ticks] == ["2¹⁰", "2¹²", "2¹⁴", "2¹⁶"]
+
+
 def test_numbers_that_are_not_finite_are_left_out() -> None:
     assert len(drawn(1.0, math.nan, 2.0, math.inf)) == 2
     assert line_chart("a", [Curve("c", [1, 2], [math.nan, math.inf])]) is None

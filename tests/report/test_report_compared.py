@@ -44,6 +44,13 @@ def test_runs_are_judged_by_the_test_of_bench(tmp_path: Path, finals: tuple[floa
     assert drawing.rows[0].verdict == word
 
 
+def test_a_difference_that_is_only_rounding_is_said_to_be_none(tmp_path: Path) -> None:
+    finals = tuple(final + shift for final, shift in zip(FP32, (0.002, -0.001, -0.001), strict=True))
+    found = compare([*three_seeds(tmp_path, "fp32", FP32), *three_seeds(tmp_path, "bf16", finals)])
+    assert sum(finals) - sum(FP32) != 0.0
+    assert "(difference +0.00 ±" in found.verdict
+
+
 def test_only_the_settings_that_differ_are_listed(tmp_path: Path) -> None:
     runs = [*three_seeds(tmp_path, "fp32", FP32[:2]), *three_seeds(tmp_path, "bf16", BF16[:1])]
     heads, rows = compare(runs).differences

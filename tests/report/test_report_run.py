@@ -61,7 +61,9 @@ def test_a_thousand_skips_are_as_many_marks_as_can_be_told_apart(tmp_path: Path)
 
 
 def test_what_was_not_recorded_is_said_and_nothing_is_drawn_for_it(tmp_path: Path) -> None:
-    page = looked_at(write_run(tmp_path / "run", [start(git=None), step(1), step(2)], state="ended", reason="killed", code=70))
+    page = looked_at(
+        write_run(tmp_path / "run", [start(git=None), step(1), step(2)], state="ended", reason="killed", code=70)
+    )
     for words in ("No prediction was recorded", "was not recorded", "Not measured: a run measures every", "drew none"):
         assert words in page.text, words
     assert "--examine" in page.text

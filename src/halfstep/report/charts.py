@@ -31,6 +31,7 @@ LOG_FROM = 50.0
 """The ratio of the largest to the smallest number from which a logarithmic axis is used."""
 SMALLEST = 1e-300
 """Smaller numbers get no logarithmic axis: its low end would be zero."""
+_RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 Form = Callable[[float], str]
 Scale = Literal["auto", "linear", "zero", "log2"]
 
@@ -207,6 +208,8 @@ class Axis:
 
     def label(self, value: float) -> str:
         """Return a number with as many decimals as its neighbors need."""
+        if self.base == 2.0:
+            return f"2{str(round(math.log2(value))).translate(_RAISED)}"
         return short(value, abs(self.high - self.low) if not self.base else None)
 
 

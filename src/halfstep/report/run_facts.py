@@ -165,7 +165,8 @@ def _outcome(run: RunFacts) -> str:
         return f"best {spelled(run.metric)} {numbers.value(value)}{when} after {numbers.duration(run.recorded.seconds)}"
     if run.state.word not in (FINISHED, RUNNING) and run.why:
         return _first_clause(run.why)
-    return f"no evaluation yet after {numbers.duration(run.recorded.seconds)}"
+    last = f"last {spelled(run.metric)} {numbers.value(run.final)}" if known(run.final) else NONE_YET
+    return f"{last} after {numbers.duration(run.recorded.seconds)}"
 
 
 def _first_clause(said: str) -> str:
