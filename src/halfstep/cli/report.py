@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfstep.cli._completion import run_folders
 from halfstep.cli._options import Json, flag, print_json, storing
 from halfstep.errors import INTERRUPTED, UnknownName, WrongUse
 from halfstep.terminal import progress, say
@@ -28,6 +29,7 @@ def run(
         typer.Argument(
             metavar="RUN|BENCH|PLAN...",
             help="Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.",
+            autocompletion=run_folders,
         ),
     ],
     format: Annotated[str, typer.Option(help="html: one file with everything in it; md: for a pull request.")] = "html",

@@ -10,6 +10,7 @@ from halfstep.checkpoint.paths import generations
 from halfstep.files import read_json
 from halfstep.journal import numbers
 from halfstep.journal.text import named
+from halfstep.printable import number as figure
 from halfstep.recipe.strict_yaml import flat
 from halfstep.report.examined import read_examined
 from halfstep.report.plain import fields, known, number, rows, setting, text, texts
@@ -306,8 +307,8 @@ def _culprit(found: dict[str, Any]) -> Pairs:
         ("Operation", text(found.get("operation")) or text(found.get("outside"))),
         ("Module", text(found.get("module")) or "the model's own forward"),
         ("Line", text(found.get("line")) or "not known"),
-        ("Largest input", f"{number(found.get('largest_input')):,.4g}"),
-        ("Limit of the format", f"{number(found.get('limit')):,.4g} in {text(found.get('format'), 20)}"),
+        ("Largest input", figure(number(found.get("largest_input")))),
+        ("Limit of the format", f"{figure(number(found.get('limit')))} in {text(found.get('format'), 20)}"),
     ]
     return [(name, value) for name, value in pairs if value]
 
