@@ -30,10 +30,11 @@ LAYERS: list[tuple[str, tuple[str, ...], str]] = [
     ("tasks", ("train",), "segmentation, classification, diffusion, slots, and their models"),
     ("runs", ("tasks",), "a run as commands see it: started, opened again, exported, replayed"),
     ("measure", ("runs",), "audit, bench, estimate, plan, profile, survival"),
+    ("report", ("measure",), "one page to look at, from plain data: of runs, benches and plans"),
     ("selftest", ("measure",), "what is promised, checked on the device that is here, part by part"),
     ("doctor", ("recipe",), "settings from every source, and where they contradict each other"),
     ("adapters", ("train",), "halfstep in the loops of other libraries"),
-    ("cli", ("selftest", "doctor", "adapters"), "commands, and the pages that they print"),
+    ("cli", ("selftest", "report", "doctor", "adapters"), "commands, and the pages that they print"),
 ]
 # Tasks return pictures as arrays; who draws them is decided above and below.
 NEVER = {"tasks": {"draw"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from halfstep.checkpoint.packing import pack, unpack
 from halfstep.errors import StateMismatch
-from halfstep.train.environment import check_generators, read_generators, seed_all, set_generators
+from halfstep.train.environment import check_generators, git_revision, read_generators, seed_all, set_generators
 from halfstep.train.process_group import rng_preserved
 from tests.support.digest import digest_of
 
@@ -69,3 +70,39 @@ def test_a_state_of_another_form_is_refused_and_nothing_moves(name: str) -> None
     with pytest.raises(StateMismatch):
         check_generators(WRONG[name], HERE)
     assert digest_of(read_generators(HERE)) == before
+
+
+# -- git --------------------------------------------------------------------------------------------------------------
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def repository(folder: Path, head: str, **files: str) -> Path:
+    (folder / ".git").mkdir(parents=True)
+    for name, text in {"HEAD": head, **files}.items():
+        place = folder / ".git" / name.replace("__", "/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"{text}\n")
+    return folder
+
+
+def test_the_commit_is_read_from_gits_own_files(tmp_path: Path) -> None:
+    branch = repository(tmp_path / "branch", "ref: refs/heads/main", refs__heads__main=COMMIT)
+    packed = repository(tmp_path / "packed", "ref: refs/heads/a/b", **{"packed-refs": f"# x\n{COMMIT} refs/heads/a/b"})
+    detached = repository(tmp_path / "detached", COMMIT)
+    (tmp_path / "tree").mkdir()
+    repository(tmp_path / "tree_of", "ref: refs/heads/other", commondir="../../branch/.git")
+    (tmp_path / "branch" / ".git" / "refs" / "heads" / "other").write_text(COMMIT)
+    (tmp_path / "tree" / ".git").write_text(f"gitdir: {tmp_path / 'tree_of' / '.git'}\n")
+    (branch / "src" / "deep").mkdir(parents=True)
+    assert git_revision(branch / "src" / "deep") == {"commit": COMMIT, "branch": "main"}
+    assert git_revision(packed) == {"commit": COMMIT, "branch": "a/b"}
+    assert git_revision(detached) == {"commit": COMMIT, "branch": ""}
+    assert git_revision(tmp_path / "tree") == {"commit": COMMIT, "branch": "other"}
+
+
+def test_what_is_no_commit_is_none(tmp_path: Path) -> None:
+    for number, head in enumerate(["", "ref: refs/heads/none", "<script>", "ref: ../../../etc/passwd", "\x00"]):
+        assert git_revision(repository(tmp_path / str(number), head)) is None
+    assert git_revision(tmp_path) is None

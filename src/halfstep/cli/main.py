@@ -19,7 +19,7 @@ from halfstep.status_line import clear, show, tell
 if TYPE_CHECKING:
     import typer
 
-QUICK = ("recipes",)
+QUICK = ("recipes", "runs")
 """Commands that load nothing slow."""
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from halfstep.draw.figures import as_label, write_figure
-from halfstep.draw.series import Numbers, Series, series_of
+from halfstep.draw.series import Numbers, Series, series_of, thinned
 from halfstep.errors import MissingExtra
 
 try:
@@ -27,7 +26,7 @@ except ImportError as missing:
 # Okabe and Ito's palette, distinguishable with any color vision; lines differ in their markers too.
 _TRAIN, _VAL, _SKIP, _GRID = "#0072B2", "#D55E00", "#CC79A7", "#DDDDDD"
 _WIDTH, _HEIGHT, _DPI = 9.0, 6.0, 100
-_BINS, _TICKS = 600, 100
+_TICKS = 100
 _LOG_FROM = 50.0
 _FEW = 60
 
@@ -164,17 +163,3 @@ def _finish(axes: Axes, last: float) -> None:
     axes.margins(y=0.12)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8, frameon=True, framealpha=0.8, loc="best")
-
-
-def thinned(x: Numbers, y: Numbers, bins: int = _BINS) -> tuple[Numbers, Numbers]:
-    """Return at most two finite points per bin, its minimum and maximum in order, so that spikes survive."""
-    # Steps with a non-finite loss are marked as skipped; a gap for each would hide the points between them.
-    keep = np.isfinite(y)
-    x, y = x[keep], y[keep]
-    if len(x) <= 2 * bins:
-        return x, y
-    chosen: list[int] = []
-    for begin, end in pairwise(np.linspace(0, len(x), bins + 1).astype(int).tolist()):
-        part = y[begin:end]
-        chosen += sorted({begin + int(part.argmin()), begin + int(part.argmax())})
-    return x[chosen], y[chosen]

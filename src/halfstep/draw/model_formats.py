@@ -27,7 +27,7 @@ COLOURS = {"bf16": "#56B4E9", "fp16": "#009E73", "fp32": "#E69F00", "tf32": "#F0
 OTHER = "#CC79A7"
 _ISLAND, _EDGE, _TEXT = "#B2182B", "#FFFFFF", "#222222"
 _WIDTH, _ROW, _ABOVE, _BELOW, _DPI = 14.0, 0.42, 0.5, 0.45, 100
-_DEEPEST = 12
+DEEPEST = 12
 _NARROWEST = 0.0015
 """The least share of the width: narrower modules appear only in their parent's colors."""
 _LETTER = 0.0049
@@ -85,7 +85,7 @@ def tree(rows: Sequence[Mapping[str, Any]], name: str) -> Node:
 def draw_model_formats(report: Mapping[str, Any], path: Path) -> None:
     """Write a picture of an audit's plain data atomically."""
     root = tree(report["modules"], "the model")
-    depth = min(_depth(root), _DEEPEST)
+    depth = min(depth_of(root), DEEPEST)
     height = _ABOVE + _ROW * depth + _BELOW
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI)
     axes = figure.add_axes((0.015, _BELOW / height, 0.97, _ROW * depth / height))
@@ -93,7 +93,7 @@ def draw_model_formats(report: Mapping[str, Any], path: Path) -> None:
     axes.set_ylim(depth, 0)
     axes.axis("off")
     if root.total:
-        for node, left, width, level in _placed(root, 0.0, 1.0, 0, depth):
+        for node, left, width, level in placed(root, 0.0, 1.0, 0, depth):
             _draw(axes, node, left, width, level)
     else:
         axes.text(0.5, depth / 2, "no matrix product or convolution was seen", ha="center", color=_TEXT)
@@ -108,11 +108,12 @@ def draw_model_formats(report: Mapping[str, Any], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _depth(node: Node) -> int:
-    return 1 + max((_depth(child) for child in node.children.values() if child.total), default=0)
+def depth_of(node: Node) -> int:
+    """Return the levels of modules with work in them."""
+    return 1 + max((depth_of(child) for child in node.children.values() if child.total), default=0)
 
 
-def _placed(node: Node, left: float, width: float, level: int, depth: int) -> Iterator[tuple[Node, float, float, int]]:
+def placed(node: Node, left: float, width: float, level: int, depth: int) -> Iterator[tuple[Node, float, float, int]]:
     """Yield each node with its position: parents above children, each as wide as its share of the FLOPs."""
     yield node, left, width, level
     # Deeper modules appear in the colors of their parents.
@@ -121,7 +122,7 @@ def _placed(node: Node, left: float, width: float, level: int, depth: int) -> It
     for child in node.children.values():
         part = width * child.total / node.total if node.total else 0.0
         if part >= _NARROWEST:
-            yield from _placed(child, left, part, level + 1, depth)
+            yield from placed(child, left, part, level + 1, depth)
         left += part
 
 
@@ -146,7 +147,7 @@ def _legend(figure: Figure, root: Node) -> None:
     total = root.total or 1
     shown = sorted(root.flops.items(), key=lambda item: -item[1])
     handles = [Patch(color=COLOURS.get(name, OTHER), label=f"{name} {_percent(n / total)}") for name, n in shown]
-    if any(node.island for node, *_ in _placed(root, 0.0, 1.0, 0, _DEEPEST)):
+    if any(node.island for node, *_ in placed(root, 0.0, 1.0, 0, DEEPEST)):
         handles.append(Patch(facecolor="white", edgecolor=_ISLAND, linewidth=2, label="island"))
     if handles:
         title = "width: share of FLOPs, forward and backward      "

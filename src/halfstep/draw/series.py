@@ -5,10 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+BINS = 600
+"""Bins of a curve that is thinned, each with up to two points: as many as a picture can show."""
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 _LARGEST = 1e300
 """Larger numbers are not drawn: an axis adds margins to its data, which must stay finite."""
@@ -67,3 +70,17 @@ def _real(value: Any) -> float:
     """Return a number, or NaN where it is non-finite or too large for an axis."""
     number = float("nan") if value is None else float(value)
     return number if abs(number) < _LARGEST else float("nan")
+
+
+def thinned(x: Numbers, y: Numbers, bins: int = BINS) -> tuple[Numbers, Numbers]:
+    """Return at most two finite points per bin, its minimum and maximum in order, so that spikes survive."""
+    # Steps with a non-finite loss are marked as skipped; a gap for each would hide the points between them.
+    keep = np.isfinite(y)
+    x, y = x[keep], y[keep]
+    if len(x) <= 2 * bins:
+        return x, y
+    chosen: list[int] = []
+    for begin, end in pairwise(np.linspace(0, len(x), bins + 1).astype(int).tolist()):
+        part = y[begin:end]
+        chosen += sorted({begin + int(part.argmin()), begin + int(part.argmax())})
+    return x[chosen], y[chosen]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -42,7 +42,7 @@ def listeners(
         trackers.append(Prometheus(dir / METRICS if prometheus is True else Path(prometheus)))
     every_listener = [*files, *screen, *trackers, Curves(dir)]
     if resumed_at is not None:
-        _replay_events(every_listener, dir / JOURNAL)
+        recall(every_listener, dir / JOURNAL)
     return every_listener
 
 
@@ -69,13 +69,17 @@ def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) ->
     return []
 
 
-def _replay_events(every_listener: list[Listener], path: Path) -> None:
-    remembering = [listener for listener in every_listener if isinstance(listener, StatefulListener)]
+def recall(every_listener: Sequence[Listener], path: Path) -> None:
+    """Tell those listeners that need them the events of earlier launches."""
+    remembering = [listener.restore_event for listener in every_listener if isinstance(listener, StatefulListener)]
     for event in saved_events(path):
-        for listener in remembering:
-            # An event from a damaged line may lack fields; that is no reason not to train.
-            with contextlib.suppress(Exception):
-                listener.restore_event(event)
+        for restore_event in remembering:
+            # An event from a damaged line may lack fields; that is no reason not to train. `suppress` would take as
+            # long as the listener does.
+            try:  # noqa: SIM105
+                restore_event(event)
+            except Exception:
+                pass
 
 
 def console_listener(console: Console) -> Listener:

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from halfstep.formats import FORMATS, is_narrow
 from halfstep.journal import numbers
 from halfstep.journal.events import Event
 from halfstep.journal.latest import Checkpoint, Latest
@@ -71,8 +70,17 @@ def named(metric: str) -> str:
 
 def is_mixed(precision: str) -> bool:
     """Return whether a precision computes in fewer than 32 bits."""
+    # It loads torch, and those who only read a journal do without.
+    from halfstep.formats import FORMATS, is_narrow
+
     known = FORMATS.get(precision)
     return known is not None and known.dtype is not None and is_narrow(known.dtype)
+
+
+def _dtype(precision: str) -> str:
+    from halfstep.formats import FORMATS
+
+    return str(FORMATS[precision].dtype).removeprefix("torch.")
 
 
 def precision(start: Event) -> str:
@@ -81,7 +89,7 @@ def precision(start: Event) -> str:
     ending = f", asked for {clean(asked)}" if str(asked) != chosen else ", as asked for"
     if not is_mixed(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
-    return f"Mixed precision training: {chosen} ({str(FORMATS[chosen].dtype).removeprefix('torch.')}){ending}"
+    return f"Mixed precision training: {chosen} ({_dtype(chosen)}){ending}"
 
 
 def mark(start: Event, observed: float | None) -> str:

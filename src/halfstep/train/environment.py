@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,53 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+_LONGEST_REF = 4096
+
+
+def git_revision(folder: Path) -> dict[str, str] | None:
+    """Return the commit and branch that `folder` has checked out; None outside of a repository.
+
+    Read from git's own files: a run need not have git installed, and starts no process for it. Whether files were
+    changed since the commit is not known from them.
+    """
+    for place in (folder, *folder.parents):
+        try:
+            if (place / ".git").exists():
+                return _revision_in(_git_folder(place / ".git"))
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def _git_folder(found: Path) -> Path:
+    """Return git's folder; of another work tree it is named in a file."""
+    return found if found.is_dir() else found.parent / _line(found).removeprefix("gitdir: ")
+
+
+def _revision_in(git: Path) -> dict[str, str] | None:
+    head = _line(git / "HEAD")
+    if not head.startswith("ref: "):
+        return _revision(head, "")
+    ref = head.removeprefix("ref: ")
+    shared = git / _line(git / "commondir") if (git / "commondir").exists() else git
+    for place in (git / ref, shared / ref):
+        if place.is_file():
+            return _revision(_line(place), ref)
+    packed = shared / "packed-refs"
+    lines = packed.read_text("utf-8", "replace").splitlines() if packed.is_file() else []
+    return next((_revision(line.split(" ")[0], ref) for line in lines if line.endswith(f" {ref}")), None)
+
+
+def _revision(commit: str, ref: str) -> dict[str, str] | None:
+    is_digest = len(commit) in (40, 64) and all(letter in "0123456789abcdef" for letter in commit)
+    return {"commit": commit, "branch": ref.removeprefix("refs/heads/")} if is_digest else None
+
+
+def _line(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline(_LONGEST_REF).strip()
 
 
 # -- auto choices -----------------------------------------------------------------------------------------------------

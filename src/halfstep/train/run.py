@@ -25,7 +25,7 @@ from halfstep.journal.telemetry import Telemetry
 from halfstep.precision import flags
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
-from halfstep.train.environment import AutoChoices
+from halfstep.train.environment import AutoChoices, git_revision
 from halfstep.train.give_up import OUT_OF_MEMORY, give_up, out_of_memory_error
 from halfstep.train.guarding import Guarding
 from halfstep.train.loaders import make_loaders
@@ -254,6 +254,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
         },
         "flags": flags.read_flags(),
         "versions": {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "git": git_revision(Path.cwd()),
         "metric": {"name": task.metric, "higher_is_better": task.higher_is_better},
         "findings": [finding.as_dict() for finding in loop.stepper.findings],
     }

@@ -109,9 +109,14 @@ def _unit(metric: BenchMetric) -> tuple[float, str]:
     return (POINTS, " points") if metric.higher_is_better else (1.0, "")
 
 
+_ROUNDING = 1e-12
+"""Differences that come from rounding: of metrics that are equal, the mean is not exactly zero."""
+
+
 def _near(number: float, sign: bool = False) -> str:
     """Return a difference with two decimals, or two significant digits if it is smaller."""
     plus = "+" if sign else ""
+    number = 0.0 if abs(number) < _ROUNDING else number
     return f"{number:{plus}.2f}" if abs(number) >= 0.01 or number == 0 else f"{number:{plus}.2g}"
 
 

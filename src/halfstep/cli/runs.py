@@ -1,0 +1,92 @@
+"""`halfstep runs`: list the runs of a folder with their state, the newest first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli._options import Json, print_json
+from halfstep.printable import in_line
+from halfstep.terminal import say, screen
+
+if TYPE_CHECKING:
+    from halfstep.runs.listing import Listing, RunRow
+
+GROUP = "Run"
+LONGEST_NAME = 40
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of runs, or one run.")] = Path("runs"),
+    most: Annotated[int, typer.Option(min=1, max=10_000, help="Runs to list at most, the newest first.")] = 50,
+    json: Json = False,
+) -> None:
+    """List the runs of a folder: state, precision, metric, steps, skips, the time taken and when they wrote last."""
+    from halfstep.runs.listing import list_runs
+
+    found = list_runs(folder, most)
+    if json:
+        print_json(_as_dict(found))
+    else:
+        _show(found)
+
+
+def _as_dict(found: Listing) -> dict[str, Any]:
+    rows = [row._asdict() for row in found.runs]
+    return {"folder": str(found.folder), "runs": rows, "more": found.more, "other_folders": found.others}
+
+
+def _show(found: Listing) -> None:
+    from rich.table import Table
+
+    if found.runs:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name, side in _COLUMNS.items():
+            table.add_column(name, justify=side, no_wrap=True, overflow="ellipsis")
+        for row in found.runs:
+            table.add_row(*_cells(row))
+        screen().print(table)
+    for line in _rest(found):
+        say(line)
+
+
+_COLUMNS: dict[str, Any] = {"run": "left", "state": "left", "precision": "left", "metric": "left", "steps": "right"}
+_COLUMNS |= {"skips": "right", "took": "right", "wrote": "right"}
+
+
+def _cells(row: RunRow) -> list[str]:
+    from halfstep.journal import numbers
+
+    name = in_line(row.name)
+    metric = "" if row.metric is None else in_line(row.metric)[:12]
+    value = "" if row.value is None else f" {numbers.value(row.value)}"
+    steps = "" if row.steps is None else f"{row.steps:,}" + (f"/{row.planned:,}" if row.planned else "")
+    return [
+        name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…",
+        row.state,
+        in_line(row.precision or "")[:12],
+        f"{metric}{value}",
+        steps,
+        "" if row.skips is None else f"{row.skips:,}",
+        "" if row.seconds is None else numbers.clock(row.seconds),
+        _ago(row.age),
+    ]
+
+
+def _ago(seconds: float) -> str:
+    """Return an age in its largest unit."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "now" if seconds < 10 else f"{seconds:.0f} s ago"
+
+
+def _rest(found: Listing) -> list[str]:
+    lines = [] if found.runs else [f"no runs in {in_line(found.folder)}"]
+    if found.more:
+        lines.append(f"{found.more:,} more: --most {found.more + len(found.runs)}")
+    if found.others:
+        lines.append(f"{found.others:,} {'folder is' if found.others == 1 else 'folders are'} no run")
+    return lines

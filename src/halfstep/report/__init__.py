@@ -1,0 +1,1 @@
+"""One page to look at: reports of runs, benches and plans, from plain data."""

@@ -1,0 +1,199 @@
+"""Compare several runs: what differs in their recipes, what came of it, and which is better by the test of `bench`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from halfstep.journal import numbers
+from halfstep.report.bars import Intervals, intervals
+from halfstep.report.plain import known, number
+from halfstep.report.run_facts import RunFacts, spelled
+from halfstep.runs.listing import FINISHED
+
+SEED = "train.seed"
+_ASIDE = ("run.", "about")
+"""Settings in which two runs may differ and be of one kind: where they write and what they draw."""
+HEADS = ["Run", "State", "Precision", "Best", "Last", "Steps", "Skipped", "Samples/s", "Time"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Which of several runs is better, and how far that is known."""
+
+    verdicts: list[str]
+    drawing: Intervals | None
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs side by side."""
+
+    runs: list[tuple[str, RunFacts]]
+    """The runs, each with a name of its own."""
+    judgement: Judgement
+
+    @property
+    def verdict(self) -> str:
+        """Return the comparison in one sentence."""
+        first = next(iter(self.judgement.verdicts), "nothing could be compared")
+        return f"{len(self.runs)} runs side by side: {first.rstrip('.')}."
+
+    @property
+    def differences(self) -> tuple[list[str], list[list[str]]]:
+        """Return the heads and rows of the settings in which the recipes differ."""
+        recipes = [run.recipe for _, run in self.runs]
+        keys = dict.fromkeys(key for recipe in recipes for key in recipe if not key.startswith(_ASIDE))
+        rows = [[key, *(recipe.get(key, "-") for recipe in recipes)] for key in keys]
+        return ["Setting", *(name for name, _ in self.runs)], [row for row in rows if len(set(row[1:])) > 1]
+
+    @property
+    def table(self) -> list[list[str]]:
+        """Return a row of figures for each run."""
+        return [_row(name, run) for name, run in self.runs]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can represent."""
+        heads, rows = self.differences
+        return {
+            "verdict": self.verdict,
+            "verdicts": self.judgement.verdicts,
+            "notes": self.judgement.notes,
+            "differences": [dict(zip(heads, row, strict=True)) for row in rows],
+            "table": [dict(zip(HEADS, row, strict=True)) for row in self.table],
+        }
+
+
+def compare(runs: Sequence[RunFacts]) -> Comparison:
+    """Return the comparison of two runs or more."""
+    named = list(zip(_names(runs), runs, strict=True))
+    return Comparison(named, _judge(named))
+
+
+def _names(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the folders' names, or as much of their paths as tells them apart."""
+    parts = [run.folder.absolute().parts for run in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-length:]) for path in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({n})" for n, name in enumerate(names, 1)]
+
+
+def _row(name: str, run: RunFacts) -> list[str]:
+    (best, _), rate = run.best, run.samples_per_second
+    return [
+        name,
+        run.state.word,
+        run.chosen,
+        f"{spelled(run.metric)} {numbers.value(best)}" if known(best) else "no evaluation",
+        numbers.value(run.final) if known(run.final) else "-",
+        f"{run.recorded.applied:,}",
+        f"{sum(run.recorded.skipped.values()):,}",
+        numbers.speed(rate) if known(rate) else "-",
+        numbers.duration(run.recorded.seconds),
+    ]
+
+
+# -- judgement --------------------------------------------------------------------------------------------------------
+
+
+def _kind(run: RunFacts) -> tuple[tuple[str, str], ...]:
+    """Return the settings that runs of one kind share: all but the seed and their places."""
+    return tuple((k, v) for k, v in sorted(run.recipe.items()) if k != SEED and not k.startswith(_ASIDE))
+
+
+def _judge(named: list[tuple[str, RunFacts]]) -> Judgement:
+    metrics = {run.metric for _, run in named}
+    if len(metrics) > 1:
+        return Judgement([f"their metrics differ ({', '.join(sorted(metrics))}), so that none is better"], None, [])
+    arms, notes = _arms(named)
+    if len(arms) < 2:
+        return Judgement([_alike(list(arms.values()), named)], None, notes)
+    return _tested(arms, named[0][1], notes)
+
+
+Arms = dict[str, list[Any]]
+"""The results of the runs of each kind, by a name for the kind."""
+
+
+def _arms(named: list[tuple[str, RunFacts]]) -> tuple[Arms, list[str]]:
+    kinds: dict[Any, list[tuple[str, RunFacts]]] = {}
+    notes = []
+    for name, run in named:
+        if run.state.word == FINISHED and known(run.final):
+            kinds.setdefault(_kind(run), []).append((name, run))
+        else:
+            why = "it has no result" if run.state.word == FINISHED else f"it is {run.state.word}"
+            notes.append(f"{name} is left out of the test: {why}.")
+    # Strict fp32 is what others are compared with, as in a bench; without it, the first run that was given.
+    ordered = sorted(kinds.values(), key=lambda found: found[0][1].chosen != "fp32")
+    return {
+        name: [_result(run) for _, run in kind] for name, kind in zip(_kind_names(ordered), ordered, strict=True)
+    }, notes
+
+
+def _result(run: RunFacts) -> Any:
+    """Return a run as `bench` has its results."""
+    from halfstep.measure.bench.comparison import RunResult
+
+    seed, rate = number(run.recipe.get(SEED)), run.samples_per_second
+    return RunResult(
+        int(seed) if known(seed) else 0, run.final, run.recorded.seconds, None, rate if known(rate) else None
+    )
+
+
+def _kind_names(kinds: list[list[tuple[str, RunFacts]]]) -> list[str]:
+    """Return the precision of each kind where that tells them apart, else the name of its first run."""
+    chosen = [found[0][1].chosen for found in kinds]
+    if len(set(chosen)) == len(chosen):
+        return chosen
+    return [found[0][0] for found in kinds]
+
+
+def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
+    if not arms:
+        return "none of them has ended with a result, so that there is nothing to test"
+    values = [one.metric for one in arms[0]]
+    seeds = Counter(one.seed for one in arms[0])
+    spread = f"{numbers.value(min(values))} to {numbers.value(max(values))}"
+    what = "one recipe with different seeds" if len(seeds) > 1 else "one recipe with one seed"
+    return f"all that ended are of {what}; their {spelled(named[0][1].metric)} goes from {spread}"
+
+
+def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
+    from halfstep.measure.bench.comparison import BenchMetric, margin_over, rows_of
+    from halfstep.measure.bench.report import difference, margin_said, sentence
+
+    metric = BenchMetric(first.metric, first.higher_is_better)
+    base, *_ = arms
+    found = rows_of(arms, {}, metric, {}, {}, {})
+    rows = [replace(row, parity=_of_base(row.parity, base)) for row in found[1:]]
+    margin = margin_over(arms[base], metric)
+    shared = len({one.seed for one in arms[base]})
+    verdicts = [f"against {base}, {sentence(row, metric, shared)}" for row in rows]
+    laid = [
+        (
+            row.name,
+            difference(t, metric).removeprefix("difference "),
+            t.verdict,
+            number(t.low),
+            number(t.difference),
+            number(t.high),
+        )
+        for row in rows
+        if (t := row.parity) is not None
+    ]
+    points = metric.higher_is_better
+    unit = f"{'points' if points else metric.name}, better to the right"
+    drawing = intervals(laid, around=0.0, unit=unit, scale=100.0 if points else 1.0, margin=margin.size)
+    said = margin_said(margin, metric).replace("fp32", base)
+    return Judgement(verdicts, drawing, [f"The test is that of halfstep bench: {said}.", *notes])
+
+
+def _of_base(test: Any, base: str) -> Any:
+    """Return a test whose note names the baseline: outside of a bench it need not be fp32."""
+    return None if test is None else replace(test, note=test.note.replace("fp32", base))

@@ -1,0 +1,75 @@
+"""Examine the model of a run once, and keep the findings beside it: formats, headroom, memory, survival.
+
+A report itself only reads. What the journal cannot know, because it costs a model that is built again, is found on
+request, with random weights and the recipe's own data, and stays in the run's folder for every later report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import HalfstepError
+from halfstep.files import read_json, write_json
+from halfstep.report.plain import fields
+from halfstep.train.run_folder import recipe_in
+
+EXAMINED = "examined.json"
+FORMAT = 1
+PARTS = ("estimate", "audit", "survival")
+
+
+def read_examined(run: Path) -> dict[str, Any]:
+    """Return what was found about the model of this run's present recipe; empty where nothing was."""
+    found = fields(read_json(run / EXAMINED))
+    if found.get("format") != FORMAT or found.get("recipe") != _digest(run):
+        return {}
+    return {part: found[part] for part in (*PARTS, "failed") if part in found}
+
+
+def examine(run: Path, precision: str, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Build the model of a run's recipe, find formats, headroom, memory and survival, and keep them in its folder.
+
+    A part that fails is left out, with the reason under `failed`: a task of the user's own needs its file.
+    """
+    found: dict[str, Any] = {"format": FORMAT, "recipe": _digest(run), "precision": precision, "failed": {}}
+    for done, (part, look) in enumerate(_LOOKS.items()):
+        on_progress(done, len(_LOOKS))
+        try:
+            found[part] = look(str(recipe_in(run)), precision)
+        except HalfstepError as error:
+            found["failed"][part] = error.given
+    write_json(run / EXAMINED, found)
+    return read_examined(run)
+
+
+def _digest(run: Path) -> str:
+    return hashlib.sha256(recipe_in(run).read_bytes()).hexdigest()
+
+
+def _estimate(recipe: str, precision: str) -> dict[str, Any]:
+    from halfstep.measure.memory.report import EstimateOptions, report_of
+    from halfstep.measure.subject import Subject
+
+    return report_of(Subject(recipe).open, EstimateOptions(precisions=("fp32", precision)))
+
+
+def _audit(recipe: str, precision: str) -> dict[str, Any]:
+    from halfstep.measure.audit.audit import audit
+    from halfstep.measure.subject import Subject
+
+    return audit(Subject(recipe), precision=precision).as_dict()
+
+
+def _survival(recipe: str, precision: str) -> list[dict[str, Any]]:
+    from halfstep.measure.subject import Subject
+    from halfstep.measure.survival import survival
+
+    case = Subject(recipe).open()
+    narrow = [name for name in dict.fromkeys([precision, "fp16"]) if name in ("bf16", "fp16")]
+    return [survival(case, format_name=name).as_dict() for name in narrow]
+
+
+_LOOKS: dict[str, Callable[[str, str], Any]] = {"estimate": _estimate, "audit": _audit, "survival": _survival}

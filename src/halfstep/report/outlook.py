@@ -1,0 +1,280 @@
+"""Say what a precision means: for speed and memory, the benefits, the risks, and what to expect while it trains.
+
+Every line comes from a measurement, an estimate or a setting, and names it; what nobody measured is said to be so.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from halfstep.journal import numbers
+from halfstep.report.plain import fields, known, number, rows, text, texts
+from halfstep.report.recorded import Values, values
+from halfstep.report.run_facts import RunFacts
+
+LOW, WATCH, HIGH = "low", "watch", "high"
+"""Levels of a risk."""
+NEAR_THE_END, SOME_HEADROOM = 1.0, 3.0
+"""Bits of headroom: the guard warns below the first; below the second, training may use them up."""
+
+
+class Risk(NamedTuple):
+    """One thing that can go wrong in this precision, how likely it looks, and on what evidence."""
+
+    what: str
+    level: str
+    evidence: str
+
+
+class Outlook(NamedTuple):
+    """What a precision means, as sections of plain lines."""
+
+    impact: list[tuple[str, str]]
+    benefits: list[str]
+    risks: list[Risk]
+    expect: list[tuple[str, str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "impact": dict(self.impact),
+            "benefits": self.benefits,
+            "risks": [risk._asdict() for risk in self.risks],
+            "expect": dict(self.expect),
+        }
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+
+def outlook_of_run(run: RunFacts) -> Outlook:
+    """Return what the precision of a run means, from its journal and what was found about its model."""
+    columns = estimate_columns(run.examined)
+    return Outlook(
+        [("Speed", _run_speed(run)), ("Memory", _run_memory(run, columns))],
+        [*_batches(run.examined, run.chosen), *_saved(columns, run.chosen), *_range(run.precision)],
+        [*_seen_risks(run), *_survival_risks(run), *_finding_risks(run)],
+        list(_seen(run)),
+    )
+
+
+def estimate_columns(examined: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the predicted memory of each precision on the first device."""
+    devices = rows(fields(examined.get("estimate")).get("devices"))
+    return rows(devices[0].get("columns")) if devices else []
+
+
+def _run_speed(run: RunFacts) -> str:
+    rate = run.samples_per_second
+    said = f"{numbers.speed(rate)} samples/s in {run.chosen}" if known(rate) else "not measured"
+    recipe = shlex.quote(str(run.folder / "recipe.yaml"))
+    precisions = "fp32,bf16" if run.chosen in ("fp32", "tf32") else f"fp32,{run.chosen}"
+    return f"{said}; beside fp32: halfstep bench {recipe} --precisions {precisions}"
+
+
+def _run_memory(run: RunFacts, columns: list[dict[str, Any]]) -> str:
+    peaks = _peaks(columns)
+    if run.chosen in peaks and "fp32" in peaks and run.chosen != "fp32":
+        return _less(peaks[run.chosen], peaks["fp32"], run.chosen)
+    if run.chosen in peaks:
+        return f"{numbers.size(peaks[run.chosen])} of tensors at the peak of an update, predicted"
+    return f"not predicted: halfstep report {shlex.quote(str(run.folder))} --examine"
+
+
+def _peaks(columns: list[dict[str, Any]]) -> dict[str, float]:
+    found = {text(fields(one.get("setting")).get("precision"), 20): number(one.get("peak")) for one in columns}
+    return {name: peak for name, peak in found.items() if known(peak) and peak > 0}
+
+
+def _less(peak: float, base: float, name: str) -> str:
+    share = 1 - peak / base
+    word = "less" if share >= 0 else "more"
+    sizes = f"{numbers.size(peak)} at the peak of an update, fp32 {numbers.size(base)}"
+    return f"{name} {numbers.share(abs(share))} {word}: {sizes}, predicted"
+
+
+def _saved(columns: list[dict[str, Any]], chosen: str) -> Iterator[str]:
+    """Yield what shrinks most."""
+    parts = {text(fields(one.get("setting")).get("precision"), 20): fields(one.get("whole")) for one in columns}
+    if chosen == "fp32" or not {chosen, "fp32"} <= set(parts):
+        return
+    wide, narrow = number(parts["fp32"].get("activations")), number(parts[chosen].get("activations"))
+    if known(wide) and known(narrow) and narrow < wide:
+        yield f"Activations kept for backward: {numbers.size(narrow)} in place of {numbers.size(wide)}."
+
+
+def _batches(examined: Mapping[str, Any], chosen: str) -> Iterator[str]:
+    devices = rows(fields(examined.get("estimate")).get("devices"))
+    largest = rows(devices[0].get("largest")) if devices else []
+    found = {text(row.get("precision"), 20): number(row.get("batch")) for row in largest if not row.get("recompute")}
+    own, wide = found.get(chosen, number(None)), found.get("fp32", number(None))
+    if known(own) and known(wide) and own > wide > 0:
+        yield f"Larger batches: up to {own:,.0f} samples fit here, {own / wide:.2g} times as many as in fp32."
+
+
+def _range(precision: Mapping[str, Any]) -> Iterator[str]:
+    summary = text(precision.get("summary"), 300)
+    if summary:
+        yield f"{text(precision.get('chosen'), 40)}: {summary}."
+    for reason in texts(precision.get("reasons")):
+        yield f"{reason}."
+
+
+def _seen_risks(run: RunFacts) -> Iterator[Risk]:
+    recorded = run.recorded
+    steps, skipped = recorded.attempts, sum(recorded.skipped.values())
+    if steps:
+        level = HIGH if skipped / steps > 0.25 else WATCH if skipped else LOW
+        yield Risk("Steps that do not count", level, f"{skipped:,} of {steps:,} steps were skipped")
+    least = min(recorded.headroom.items(), key=lambda item: item[1].value, default=None)
+    if least is not None:
+        module, (attempt, bits) = least
+        level = HIGH if bits < NEAR_THE_END else WATCH if bits < SOME_HEADROOM else LOW
+        said = f"{bits:.1f} bits were left in {module} at step {attempt:,}, the least of all that was sampled"
+        yield Risk("Overflow", level, said)
+    yield from _meter_risk(run, "gradient_zero_share", "Gradients that vanish", "of the sampled gradients were zero")
+    yield from _meter_risk(
+        run, "lost_update_share", "Updates lost to rounding", "of the sampled updates changed nothing"
+    )
+
+
+def _meter_risk(run: RunFacts, key: str, what: str, said: str) -> Iterator[Risk]:
+    found = values(run.recorded.speeds, f"meters.{key}").y
+    if found:
+        worst = max(found)
+        level = HIGH if worst > 0.5 else WATCH if worst > 0.05 else LOW
+        yield Risk(what, level, f"{f'at most {numbers.share(worst)}' if worst else 'none'} {said}")
+
+
+def _survival_risks(run: RunFacts) -> Iterator[Risk]:
+    for found in rows(run.examined.get("survival")):
+        name, verdict = text(found.get("format"), 20), text(found.get("verdict"), 400)
+        what = f"One step in {name}, emulated" + ("" if name == run.chosen else " (not this run's precision)")
+        yield Risk(what, LOW if found.get("survives") else HIGH, verdict.removeprefix(f"{name}: "))
+
+
+def _finding_risks(run: RunFacts) -> Iterator[Risk]:
+    found = rows(run.start.get("findings")) + rows(fields(run.examined.get("audit")).get("findings"))
+    for one in found[:20]:
+        level = HIGH if one.get("severity") == "error" else WATCH
+        fix = f"; {text(one.get('fix'), 300)}" if one.get("fix") else ""
+        yield Risk(text(one.get("id"), 80), level, f"{text(one.get('evidence'), 400)}{fix}")
+
+
+def _seen(run: RunFacts) -> Iterator[tuple[str, str]]:
+    """Yield what this run did, which is what the next one of its kind will do."""
+    speeds, epochs = run.recorded.speeds, run.recorded.epochs
+    rates = values(speeds, "samples_per_second")
+    if len(rates.y) > 3:
+        yield "Throughput", _usual(rates)
+    if known(run.wait_share):
+        yield "Waiting for data", f"{numbers.share(run.wait_share)} of the time, by the median"
+    seconds = values(epochs, "seconds")
+    if seconds.y:
+        yield "An epoch", f"{numbers.duration(seconds.median)}, without its evaluation"
+    for name, key in (("Device memory", "memory.device_peak_bytes"), ("Memory of the process", "memory.host_bytes")):
+        sizes = values(speeds, key).y
+        if sizes:
+            yield name, f"up to {numbers.size(max(sizes))}"
+    busy = values(speeds, "gpu.utilisation")
+    if busy.y:
+        yield "GPU utilisation", f"{numbers.share(busy.median)} by the median"
+    losses = values(epochs, "val.loss").y
+    if losses:
+        yield "Validation loss", f"from {numbers.value(losses[0])} after the first epoch to {numbers.value(losses[-1])}"
+
+
+def _usual(rates: Values) -> str:
+    """Return the range of throughput; of a long run only the extremes of its spans are known."""
+    found = sorted(rates.without_first())
+    if not rates.is_whole:
+        return f"{numbers.speed(found[0])} to {numbers.speed(found[-1])} samples/s, at all times"
+    low, high = found[len(found) // 10], found[-1 - len(found) // 10]
+    return f"{numbers.speed(low)} to {numbers.speed(high)} samples/s, eight times in ten"
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
+
+def outlook_of_plan(plan: Mapping[str, Any]) -> Outlook:
+    """Return what the choice of a plan means, from what the plan measured and predicted."""
+    choice, base = fields(plan.get("choice")), _base(plan)
+    return Outlook(
+        [("Speed", _plan_speed(plan, choice)), ("Memory", _plan_memory(choice, base))],
+        list(_plan_benefits(plan, choice, base)),
+        list(_plan_risks(plan, choice)),
+        list(_plan_expects(plan, choice)),
+    )
+
+
+def _base(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return next((cell for cell in rows(plan.get("ladder")) if cell.get("setting") == plan.get("baseline")), {})
+
+
+def speed_said(cell: Mapping[str, Any]) -> str:
+    """Return `1.70x strict fp32 (1.62 to 1.79, 40 pairs)`, or why there is no figure."""
+    speed = fields(cell.get("speed"))
+    times, low, high, pairs = (number(speed.get(key)) for key in ("speedup", "low", "high", "pairs"))
+    if not known(times):
+        return text(cell.get("cut"), 300) or "not measured"
+    around = f" ({low:.2f} to {high:.2f}, {pairs:.0f} pairs)" if known(low) and known(high) and known(pairs) else ""
+    return f"{times:.2f}x strict fp32{around}"
+
+
+def _plan_speed(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
+    if choice.get("setting") == plan.get("baseline"):
+        return "that of strict fp32, which is the choice"
+    return speed_said(choice)
+
+
+def _plan_memory(choice: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    peak, wide = number(choice.get("peak")), number(base.get("peak"))
+    if not known(peak):
+        return "not predicted"
+    name = text(choice.get("name"), 60)
+    if not known(wide) or choice.get("setting") == base.get("setting"):
+        return f"{numbers.size(peak)} at the peak of an update, predicted"
+    return _less(peak, wide, name)
+
+
+def _plan_benefits(plan: Mapping[str, Any], choice: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
+    times = number(fields(choice.get("speed")).get("speedup"))
+    peak, wide = number(choice.get("peak")), number(base.get("peak"))
+    growth = fields(plan.get("growth"))
+    if choice.get("setting") == plan.get("baseline"):
+        yield "None over strict fp32, which is the choice: nothing else was measured to be worth it."
+    if known(times) and times > 1:
+        yield f"Faster: {speed_said(choice)}."
+    if known(peak) and known(wide) and peak < wide:
+        yield f"Less memory: {numbers.size(wide - peak)} of {numbers.size(wide)} are free for a larger batch."
+    if growth:
+        yield f"A larger batch: {text(growth.get('words'), 400)}."
+
+
+def _plan_risks(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Risk]:
+    parity = fields(plan.get("parity"))
+    verdict = text(parity.get("verdict"), 60)
+    level = {"holds": LOW, "fails": HIGH}.get(verdict, WATCH)
+    yield Risk("Another result than fp32's", level, f"{verdict}: {text(parity.get('why'), 400)}")
+    for name, found in fields(plan.get("formats")).items():
+        if not fields(found).get("native") and name == fields(choice.get("setting")).get("precision"):
+            yield Risk(f"{name} is not native here", WATCH, text(fields(found).get("reason"), 300))
+    if fields(choice.get("setting")).get("compile"):
+        yield Risk("Compiling", WATCH, "another shape of input is compiled anew, and takes as long as the first step")
+    for cell in rows(plan.get("ladder")):
+        if cell.get("cut") and not str(cell["cut"]).startswith("not measured"):
+            yield Risk(f"{text(cell.get('name'), 80)}, passed over", LOW, text(cell.get("cut"), 300))
+
+
+def _plan_expects(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    seconds = number(fields(choice.get("speed")).get("seconds"))
+    first, peak = number(choice.get("first_step")), number(choice.get("peak"))
+    if known(seconds):
+        yield "An update", f"about {seconds * 1000:,.0f} ms" if seconds < 1 else f"about {numbers.duration(seconds)}"
+    if known(first):
+        yield "The first update", f"{numbers.duration(first)}, with what is prepared or compiled in it"
+    if known(peak):
+        yield "Memory of an update", f"{numbers.size(peak)} of tensors, predicted"
+    yield "Loss", f"beside fp32's: {text(fields(plan.get('parity')).get('why'), 300)}"

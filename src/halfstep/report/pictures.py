@@ -1,0 +1,100 @@
+"""Embed pictures of a run's folder in a page: the newest, the best and the first, smaller where room is short."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = "pictures"
+MOST_BYTES = 32 * 2**20
+"""The largest file that is opened."""
+MOST_PIXELS = 40_000_000
+WIDTHS = (1400, 1000, 700, 500)
+"""Pixels to which a picture is made smaller, until it fits."""
+_NAME = re.compile(r"epoch-([0-9]{4,9})\.png")
+
+
+class Picture(NamedTuple):
+    """A picture as a page has it."""
+
+    caption: str
+    uri: str
+    width: int
+    height: int
+
+
+def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture], list[str]]:
+    """Return up to three pictures that together fit into `room` bytes of a page, and what was left out and why."""
+    chosen = _chosen(run / FOLDER, best_epoch)
+    found: list[Picture] = []
+    left_out: list[str] = []
+    for number, (caption, path) in enumerate(chosen):
+        share = (room - sum(len(one.uri) for one in found)) // (len(chosen) - number)
+        try:
+            found.append(_embedded(caption, path, share))
+        except (OSError, ValueError, SyntaxError, ImportError) as error:
+            left_out.append(f"{path.name}: {error or type(error).__name__}")
+    return found, left_out
+
+
+def _chosen(folder: Path, best_epoch: float) -> list[tuple[str, Path]]:
+    files = dict(sorted(_files(folder)))
+    if not files:
+        return []
+    first, last = min(files), max(files)
+    names = {last: f"last, epoch {last}"}
+    if best_epoch in files and int(best_epoch) != last:
+        names[int(best_epoch)] = f"best, epoch {int(best_epoch)}"
+    names.setdefault(first, f"first, epoch {first}")
+    return [(caption, files[epoch]) for epoch, caption in names.items()]
+
+
+def _files(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the pictures that the run itself wrote; a link could lead anywhere."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and stat.S_ISREG(path.lstat().st_mode):
+            yield int(match[1]), path
+
+
+def _embedded(caption: str, path: Path, room: int) -> Picture:
+    """Return the picture in at most `room` bytes; raise ValueError where that is too little or the file too large."""
+    from PIL import Image
+
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+    # One format only: a page must not run a decoder that no picture of ours needs.
+    with Image.open(path, formats=("PNG",)) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{image.width} × {image.height} pixels")
+        plain = image.convert("RGB")
+    for width in WIDTHS:
+        smaller = _at_most(plain, width)
+        data = _smallest(smaller)
+        uri = f"data:image/{data[0]};base64,{base64.b64encode(data[1]).decode()}"
+        if len(uri) <= room:
+            return Picture(caption, uri, smaller.width, smaller.height)
+    raise ValueError("no room was left for it")
+
+
+def _at_most(image: Any, width: int) -> Any:
+    if image.width <= width:
+        return image
+    return image.resize((width, max(1, round(image.height * width / image.width))))
+
+
+def _smallest(image: Any) -> tuple[str, bytes]:
+    """Return the picture without loss, or as JPEG where that is far smaller: masks stay sharp, photographs small."""
+    exact, lossy = io.BytesIO(), io.BytesIO()
+    image.save(exact, "PNG")
+    image.save(lossy, "JPEG", quality=88)
+    if len(exact.getvalue()) <= 3 * len(lossy.getvalue()):
+        return "png", exact.getvalue()
+    return "jpeg", lossy.getvalue()

@@ -1,0 +1,318 @@
+"""Gather what a report says of one run, in words: the verdict, its precision, figures, incidents and provenance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep.checkpoint.paths import generations
+from halfstep.files import read_json
+from halfstep.journal import numbers
+from halfstep.journal.text import named
+from halfstep.printable import number as figure
+from halfstep.recipe.strict_yaml import flat
+from halfstep.report.examined import read_examined
+from halfstep.report.plain import fields, known, number, rows, setting, text, texts
+from halfstep.report.recorded import Summary, read_recorded, values
+from halfstep.runs.listing import FINISHED, GIVEN_UP, KILLED, RUNNING, STATUS, STOPPED, RunState, state_of
+from halfstep.train.run_folder import RESULT, recipe_in
+
+NOT_RECORDED, NONE_YET = "not recorded", "no evaluation"
+FAILED_STEPS = "failed_steps"
+Pairs = list[tuple[str, str]]
+"""Rows of two cells: what, and its value in words."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One run, as plain data and words."""
+
+    folder: Path
+    recorded: Summary
+    state: RunState
+    result: dict[str, Any]
+    examined: dict[str, Any] = field(default_factory=dict)
+    """What `halfstep report --examine` found about the model; empty where nothing was."""
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return self.recorded.start
+
+    @property
+    def label(self) -> str:
+        """Return the name of the run's recipe."""
+        return text(self.start.get("label"), 120) or self.folder.name
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        return fields(self.start.get("precision"))
+
+    @property
+    def metric(self) -> str:
+        """Return the name of the metric that decides."""
+        return text(fields(self.start.get("metric")).get("name"), 60) or "loss"
+
+    @property
+    def higher_is_better(self) -> bool:
+        return bool(fields(self.start.get("metric")).get("higher_is_better"))
+
+    @property
+    def recipe(self) -> dict[str, str]:
+        """Return all settings by their keys."""
+        return {key: setting(value) for key, value in flat(fields(self.start.get("recipe")))}
+
+    @property
+    def samples_per_second(self) -> float:
+        """Return the median over epochs, without the first, which includes warm-up; NaN where there is none."""
+        of_epochs = values(self.recorded.epochs, "samples_per_second").median
+        return of_epochs if known(of_epochs) else values(self.recorded.speeds, "samples_per_second").median
+
+    @property
+    def wait_share(self) -> float:
+        """Return the median share of time spent waiting for data; NaN where it was not measured."""
+        return values(self.recorded.speeds, "wait_share").median
+
+    @property
+    def best(self) -> tuple[float, float]:
+        """Return the best value of the metric and its epoch; NaN where there is none."""
+        best = fields((self.recorded.end or self.result or self.recorded.epoch).get("best"))
+        return number(best.get("value")), number(best.get("epoch"))
+
+    @property
+    def final(self) -> float:
+        """Return the metric of the last evaluation; NaN where there is none."""
+        found = number(fields(self.recorded.end.get("metrics")).get(self.metric))
+        last = values(self.recorded.epochs, f"val.{self.metric}").y[-1:]
+        return found if known(found) or not last else last[0]
+
+    @property
+    def why(self) -> str:
+        """Return how the run came to its end, in full; empty where it did not."""
+        return text(self.recorded.end.get("error")) or self.state.why
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is added to the run unless it is started again."""
+        return self.state.word != RUNNING
+
+    @property
+    def verdict(self) -> str:
+        """Return the run in one sentence."""
+        return f"{_opening(self)}: {_outcome(self)}, in {self.chosen}{_observed_aside(self)}, {_skips(self.recorded)}."
+
+    @property
+    def chosen(self) -> str:
+        return text(self.precision.get("chosen"), 40) or "a precision that was not recorded"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can represent."""
+        return {
+            "kind": "run",
+            "run": str(self.folder),
+            "label": self.label,
+            "state": self.state.word,
+            "why": self.why,
+            "verdict": self.verdict,
+            "precision": dict(precision_rows(self)),
+            "figures": dict(figure_rows(self)),
+            "skipped": dict(self.recorded.skipped),
+            "incidents": incidents(self),
+            "provenance": dict(provenance(self)),
+            "recipe": self.recipe,
+            "examined": sorted(self.examined),
+        }
+
+
+def read_run(folder: Path) -> RunFacts:
+    """Return the facts of the run in `folder`.
+
+    Raises BadData where it holds no run, or one that wrote nothing that can be read.
+    """
+    recipe_in(folder)
+    recorded = read_recorded(folder, text(fields(read_json(folder / STATUS)).get("reason"), 300))
+    result = fields(read_json(folder / RESULT))
+    return RunFacts(folder, recorded, state_of(folder, recorded.end), result, read_examined(folder))
+
+
+# -- verdict ----------------------------------------------------------------------------------------------------------
+
+
+def spelled(metric: str) -> str:
+    """Return a metric as it stands within a sentence: `IoU`, and `loss`."""
+    found = named(metric)
+    return metric if found == metric.capitalize() else found
+
+
+def _opening(run: RunFacts) -> str:
+    steps, planned = run.recorded.last_attempt, number(run.start.get("steps"))
+    at = f"step {steps:,.0f}" + (f" of {planned:,.0f}" if known(planned) else "")
+    words = {
+        FINISHED: "Finished" if run.recorded.end.get("reason") != "early_stopping" else f"Stopped early at {at}",
+        STOPPED: f"Stopped at {at}, and can be resumed",
+        GIVEN_UP: f"Given up at {at}",
+        KILLED: f"Killed at {at}",
+        RUNNING: f"Running, at {at}",
+    }
+    if not steps:
+        return "Still before its first step" if run.state.word == RUNNING else "Ended before its first step"
+    return words.get(run.state.word, f"Failed at {at}")
+
+
+def _outcome(run: RunFacts) -> str:
+    value, epoch = run.best
+    if known(value):
+        when = f" (epoch {epoch:.0f})" if known(epoch) else ""
+        return f"best {spelled(run.metric)} {numbers.value(value)}{when} after {numbers.duration(run.recorded.seconds)}"
+    if run.state.word not in (FINISHED, RUNNING) and run.why:
+        return _first_clause(run.why)
+    last = f"last {spelled(run.metric)} {numbers.value(run.final)}" if known(run.final) else NONE_YET
+    return f"{last} after {numbers.duration(run.recorded.seconds)}"
+
+
+def _first_clause(said: str) -> str:
+    """Return a message up to its first full stop or semicolon; all of it stands further down."""
+    ends = [at for mark in (". ", "; ", "\n") if (at := said.find(mark)) > 0]
+    return text(said[: min(ends, default=len(said))], 300).rstrip(".")
+
+
+def _observed_aside(run: RunFacts) -> str:
+    share = number(run.recorded.precision_check.get("share"))
+    return f" ({numbers.share(share)} of the work observed in it)" if known(share) else ""
+
+
+def _skips(recorded: Summary) -> str:
+    total = sum(recorded.skipped.values())
+    if not total:
+        return "no step skipped"
+    most = sorted(recorded.skipped.items(), key=lambda item: (-item[1], item[0]))[:3]
+    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in most)
+    return f"{total:,} of {recorded.attempts:,} steps skipped ({reasons})"
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def precision_rows(run: RunFacts) -> Pairs:
+    """Return what was asked for, what was chosen and why, and what was observed."""
+    found = run.precision
+    asked = text(found.get("asked"), 80) or NOT_RECORDED
+    took = text(found.get("took"), 80)
+    observed = text(run.recorded.precision_check.get("text"), 200)
+    return [
+        ("Asked for", f"{asked}, taken for {took}" if took else asked),
+        ("Chosen", f"{run.chosen}: {text(found.get('summary'), 300)}".rstrip(": ")),
+        ("Why", "; ".join(texts(found.get("reasons"))) or NOT_RECORDED),
+        ("Observed", observed or f"{NOT_RECORDED}: no step was watched to its end"),
+    ]
+
+
+def figure_rows(run: RunFacts) -> Pairs:
+    """Return the figures of the run."""
+    recorded, rate, wait = run.recorded, run.samples_per_second, run.wait_share
+    value, epoch = run.best
+    pairs = [
+        ("Steps", f"{recorded.applied:,} applied, {sum(recorded.skipped.values()):,} skipped"),
+        (f"Best {spelled(run.metric)}", f"{numbers.value(value)}, epoch {epoch:.0f}" if known(value) else NONE_YET),
+        (f"Last {spelled(run.metric)}", numbers.value(run.final) if known(run.final) else NONE_YET),
+        ("Time", numbers.duration(recorded.seconds)),
+        ("Throughput", f"{numbers.speed(rate)} samples/s" if known(rate) else "not measured"),
+        ("Waiting for data", numbers.share(wait) if known(wait) else "not measured"),
+        ("Checkpoints", f"{recorded.checkpoints:,} written, {len(generations(run.folder / 'checkpoints')):,} kept"),
+    ]
+    return pairs + ([("Launches", f"{recorded.launch_count:,}")] if recorded.launch_count > 1 else [])
+
+
+def provenance(run: RunFacts) -> Pairs:
+    """Return where the run came from: enough to make it again."""
+    start, recorded = run.start, run.recorded
+    device, batch = fields(start.get("device")), fields(start.get("batch"))
+    parameters, samples = fields(start.get("parameters")), fields(start.get("samples"))
+    pairs: list[tuple[str, object]] = [
+        ("Command", start.get("command")),
+        ("Folder", run.folder),
+        ("Device", device.get("name")),
+        ("Host", start.get("host")),
+        ("Job", start.get("job") or "none"),
+        ("Versions", _listed(start.get("versions"))),
+        ("Flags", _listed(start.get("flags"))),
+        ("Git", _git(start.get("git"))),
+        ("Batch", f"{batch.get('total')} samples an update, on {batch.get('devices')} device(s)" if batch else None),
+        ("Samples", _listed(samples)),
+        ("Parameters", f"{numbers.many(number(parameters.get('total')))}" if parameters else None),
+        ("Began", recorded.first_utc),
+        ("Last line", recorded.last_utc),
+        ("Weights", run.result.get("weights") and f"sha256 {run.result['weights']}"),
+        ("Notes", "; ".join(texts(start.get("notes"))) or "none"),
+    ]
+    return [(name, text(value, 1000) or NOT_RECORDED) for name, value in pairs]
+
+
+def _listed(value: object) -> str:
+    return ", ".join(f"{key} {inner}" for key, inner in fields(value).items())
+
+
+def _git(value: object) -> str:
+    found = fields(value)
+    return f"{found.get('commit')} ({found.get('branch') or 'no branch'})" if found else ""
+
+
+# -- incidents --------------------------------------------------------------------------------------------------------
+
+
+def incidents(run: RunFacts) -> list[dict[str, Any]]:
+    """Return the failed steps with the verdict of their replay, and what was done about each."""
+    kept = {one.attempt for one in generations(run.folder / FAILED_STEPS)}
+    found: list[dict[str, Any]] = []
+    for _, event in run.recorded.guard:
+        facts = fields(event.get("facts"))
+        if event.get("kind") == "verdict":
+            found.append(_incident(run, facts, text(event.get("text")), kept))
+        elif found and event.get("kind") in ("remedy", "probation"):
+            found[-1]["done"].append(text(event.get("text")))
+        else:
+            found.append({"attempt": None, "cause": text(event.get("kind"), 40), "sentence": text(event.get("text"))})
+            found[-1] |= {"culprit": [], "cures": [], "evidence": [], "done": [], "replay": ""}
+    if found and run.state.word == GIVEN_UP:
+        found[-1]["done"].append(_given_up(run))
+    for incident in found:
+        incident["done"] = incident["done"] or ["the step was skipped: nothing of it reached the weights"]
+    return found
+
+
+def _given_up(run: RunFacts) -> str:
+    do = text(run.recorded.end.get("do"), 500)
+    return "the run was given up" + (f"; to do: {do}" if do else "")
+
+
+def _incident(run: RunFacts, facts: dict[str, Any], said: str, kept: set[int]) -> dict[str, Any]:
+    attempt = number(facts.get("attempt"))
+    is_kept = known(attempt) and int(attempt) in kept
+    return {
+        "attempt": int(attempt) if known(attempt) else None,
+        "cause": text(facts.get("cause"), 40).replace("_", " "),
+        "sentence": said.removeprefix(f"{facts.get('cause')}: "),
+        "culprit": _culprit(fields(facts.get("culprit"))),
+        "evidence": texts(facts.get("evidence")),
+        "cures": [_cure(cure) for cure in rows(facts.get("cures"))],
+        "done": [],
+        "replay": f"halfstep replay {run.folder} --attempt {int(attempt)}" if is_kept else "",
+    }
+
+
+def _culprit(found: dict[str, Any]) -> Pairs:
+    if not found:
+        return []
+    pairs = [
+        ("Operation", text(found.get("operation")) or text(found.get("outside"))),
+        ("Module", text(found.get("module")) or "the model's own forward"),
+        ("Line", text(found.get("line")) or "not known"),
+        ("Largest input", figure(number(found.get("largest_input")))),
+        ("Limit of the format", f"{figure(number(found.get('limit')))} in {text(found.get('format'), 20)}"),
+    ]
+    return [(name, value) for name, value in pairs if value]
+
+
+def _cure(cure: dict[str, Any]) -> tuple[str, str]:
+    works = {"True": "finite with it", "False": "not finite with it either"}.get(str(cure.get("works")), "not tried")
+    return f"{text(cure.get('kind'), 40).replace('_', ' ')} {text(cure.get('target'), 200)}".strip(), works

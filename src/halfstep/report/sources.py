@@ -1,0 +1,72 @@
+"""Tell runs, benches and plans apart by what is in them, and read each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Union
+
+from halfstep.errors import BadData, WrongUse
+from halfstep.files import LARGEST_JSON, read_json
+from halfstep.report.plan_facts import PlanFacts
+from halfstep.report.run_facts import RunFacts, read_run
+from halfstep.train.run_folder import RECIPE
+
+if TYPE_CHECKING:
+    from halfstep.report.bench_facts import BenchFacts
+
+MOST = 12
+"""Runs, benches and plans on one page: more curves cannot be told apart."""
+BENCH = "bench.json"
+ALLOWED = f"the folder of a run (with {RECIPE}) or of a bench (with {BENCH}), or the output of `halfstep plan --json`"
+
+Source = Union[RunFacts, "BenchFacts", PlanFacts]
+
+
+def read_sources(paths: Sequence[Path]) -> list[Source]:
+    """Return what is in each path, in the order given.
+
+    Raises BadData where a path is none of a run, a bench and a plan, and WrongUse for too many of them.
+    """
+    if len(paths) > MOST:
+        raise WrongUse(f"{len(paths)} runs on one page", allowed=f"up to {MOST}", do="make several reports")
+    return [read_source(path) for path in paths]
+
+
+def read_source(path: Path) -> Source:
+    """Return the run, bench or plan at a path; raise BadData where it is none of these, or cannot be read."""
+    if path.is_dir():
+        if (path / RECIPE).is_file():
+            return read_run(path)
+        if (path / BENCH).is_file():
+            return _from_json(path / BENCH)
+        raise _neither(path, _what_is_there(path))
+    if path.name == RECIPE and path.is_file():
+        return read_run(path.parent)
+    if path.is_file():
+        return _from_json(path)
+    raise _neither(path, "is not there")
+
+
+def _what_is_there(path: Path) -> str:
+    runs = sorted(entry.name for entry in path.iterdir() if (entry / RECIPE).is_file())
+    if runs:
+        return f"is a folder of runs ({', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}), and not one of them"
+    return "holds no run" if any(path.iterdir()) else "is empty"
+
+
+def _from_json(path: Path) -> Source:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise _neither(path, f"is not a JSON object of at most {LARGEST_JSON >> 20} MiB")
+    if {"ladder", "choice", "baseline"} <= found.keys():
+        return PlanFacts(path, found)
+    if {"rows", "metric", "seeds", "name"} <= found.keys():
+        from halfstep.report.bench_facts import bench_from
+
+        return bench_from(found, path)
+    raise _neither(path, f"has the fields {', '.join(map(str, list(found)[:5])) or '(none)'}")
+
+
+def _neither(path: Path, what: str) -> BadData:
+    return BadData(f"{path} {what}", allowed=ALLOWED, do="halfstep report runs/segmentation_tiny")

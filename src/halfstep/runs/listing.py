@@ -1,0 +1,249 @@
+"""List the runs of a folder from their small files and the ends of their journals. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halfstep.errors import GAVE_UP, INTERRUPTED, TRY_AGAIN, BadData
+from halfstep.files import LARGEST_JSON, read_json
+from halfstep.journal.events import END, EPOCH, START, STEP, Event
+from halfstep.journal.jsonl import JOURNAL, lines_backwards, parts_of, read_event
+from halfstep.journal.thinning import number
+
+RECIPE, RESULT, STATUS = "recipe.yaml", "result.json", "status.rank-00000.json"
+"""Files of a run; their modules load the schema of recipes or torch."""
+MOST_ENTRIES = 100_000
+"""Entries of a folder that are looked at."""
+LARGEST_TAIL = 4 * 2**20
+"""Bytes of the end of a journal that are searched for the last step and the last epoch."""
+SILENT_AFTER = 60.0
+"""Seconds without a heartbeat, which comes every 5 of them, after which a run of another host is not called running."""
+LONGEST = 200
+
+RUNNING, FINISHED, STOPPED, GIVEN_UP = "running", "finished", "stopped", "given up"
+FAILED, KILLED, SILENT, NOT_BEGUN = "failed", "killed", "silent", "not begun"
+_BY_CODE = {0: FINISHED, TRY_AGAIN: STOPPED, INTERRUPTED: STOPPED, GAVE_UP: GIVEN_UP}
+_BY_REASON = {"finished": FINISHED, "early_stopping": FINISHED, "stopped": STOPPED, "interrupted": STOPPED}
+_BY_REASON |= {"gave_up": GIVEN_UP}
+_KINDS = {f'{{"event":"{kind}"'.encode(): kind for kind in (START, STEP, EPOCH, END)}
+
+
+class RunState(NamedTuple):
+    """The state of a run in one word, and why."""
+
+    word: str
+    why: str
+
+
+class RunRow(NamedTuple):
+    """One run of a list; None for what is not known."""
+
+    name: str
+    state: str
+    why: str
+    precision: str | None
+    metric: str | None
+    value: float | None
+    """The best of the metric so far."""
+    steps: int | None
+    """Attempted steps."""
+    planned: int | None
+    skips: int | None
+    seconds: float | None
+    """What the run has taken, without the time between its launches."""
+    age: float
+    """Seconds since the run wrote last."""
+
+
+class Listing(NamedTuple):
+    """The newest runs of a folder, and how many others there are."""
+
+    folder: Path
+    runs: list[RunRow]
+    more: int
+    """Runs that are older than those of the list."""
+    others: int
+    """Folders that hold no run."""
+
+
+def list_runs(folder: Path, most: int) -> Listing:
+    """Return the runs in a folder, or the one that it is, the newest first; at most `most`.
+
+    Raises BadData for a folder that cannot be read.
+    """
+    try:
+        places = [folder] if is_run(folder) else _folders(folder)
+    except OSError as error:
+        raise BadData(
+            f"cannot list {folder}: {error.strerror or error}",
+            allowed="a folder of runs",
+            do="give the folder that holds them, such as the parent of run.dir",
+        ) from None
+    runs = sorted(((_written_at(place), place) for place in places if is_run(place)), reverse=True)
+    rows = [_row(place, at) for at, place in runs[:most]]
+    return Listing(folder, rows, len(runs) - len(rows), len(places) - len(runs))
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds a run: a recipe, and something that a run writes."""
+    return _is_file(folder / RECIPE) and any(_is_file(folder / name) for name in (JOURNAL, STATUS, RESULT, "train.log"))
+
+
+def _is_file(path: Path) -> bool:
+    # Not a link: what it points to is not of this run.
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _folders(folder: Path) -> list[Path]:
+    found = []
+    with os.scandir(folder) as entries:
+        for _, entry in zip(range(MOST_ENTRIES), entries, strict=False):
+            if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                found.append(folder / entry.name)
+    return found
+
+
+def _written_at(run: Path) -> float:
+    """Return when a run wrote last."""
+    times = [0.0]
+    for name in (JOURNAL, STATUS, RESULT, RECIPE):
+        try:
+            times.append((run / name).lstat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def _row(run: Path, written_at: float) -> RunRow:
+    result, last = _fields(read_json(run / RESULT)), _last_events(run / JOURNAL)
+    state = state_of(run, last.get(END, {}))
+    start, step = last.get(START, {}), last.get(STEP, {})
+    metric, value = _best(result or last.get(EPOCH, {}), start)
+    return RunRow(
+        name=run.name or str(run),
+        state=state.word,
+        why=state.why,
+        precision=_word(result.get("precision")) or _word(_fields(start.get("precision")).get("chosen")),
+        metric=metric,
+        value=value,
+        steps=_count(step.get("attempt")),
+        planned=_count(start.get("steps")),
+        skips=_skips(step, result),
+        seconds=_seconds(last),
+        age=max(0.0, time.time() - written_at),
+    )
+
+
+def state_of(run: Path, end: Mapping[str, Any]) -> RunState:
+    """Return the state of a run from its result, its status and the end in its journal, if its last launch has one."""
+    status = _fields(read_json(run / STATUS))
+    if status.get("state") == "running":
+        return _running(status)
+    code, why = status.get("code"), (_word(status.get("reason")) or _word(end.get("error")) or "")
+    if type(code) is int:
+        return RunState(_BY_CODE.get(code, FAILED), why)
+    if end or read_json(run / RESULT) is not None:
+        return RunState(_BY_REASON.get(str(end.get("reason", "finished")), FAILED), why)
+    begun = _is_file(run / JOURNAL)
+    return RunState(KILLED, "it wrote no end") if begun else RunState(NOT_BEGUN, "")
+
+
+def _running(status: Mapping[str, Any]) -> RunState:
+    """Return the state of a run that wrote no end."""
+    phase, silence = _word(status.get("phase")) or "", time.time() - _timestamp(status.get("time"))
+    pid = status.get("pid")
+    if status.get("host") == socket.gethostname() and type(pid) is int:
+        if _is_alive(pid, _timestamp(status.get("since"))):
+            return RunState(RUNNING, phase)
+        return RunState(KILLED, "its process is gone, and wrote no end")
+    if silence < SILENT_AFTER:
+        return RunState(RUNNING, phase)
+    return RunState(SILENT, f"no heartbeat from {_word(status.get('host')) or 'its host'}")
+
+
+def _is_alive(pid: int, since: float) -> bool:
+    """Return whether a process of this host runs that had begun when its run did."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        # Numbers of processes are reused: one that began after the status was first written is another one.
+        return process.status() != psutil.STATUS_ZOMBIE and (not since or process.create_time() < since + 2.0)
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def _last_events(path: Path) -> dict[str, Event]:
+    """Return the last start, step, epoch and end of a journal, as far as its end and its first line have them."""
+    found: dict[str, Event] = {}
+    try:
+        left = LARGEST_TAIL
+        for line in lines_backwards(path):
+            left -= len(line) + 1
+            kind = _KINDS.get(line[: line.find(b'"', 10) + 1])
+            if kind and kind not in found and (event := read_event(line)):
+                found[kind] = event
+            if START in found or left < 0:
+                break
+        return found if START in found else found | _first_start(path)
+    except (OSError, ValueError):
+        return found
+
+
+def _first_start(path: Path) -> dict[str, Event]:
+    with parts_of(path)[0].path.open("rb") as file:
+        event = read_event(file.readline(LARGEST_JSON))
+    return {START: event} if event is not None and event["event"] == START else {}
+
+
+def _best(told: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[str | None, float | None]:
+    """Return the metric that decides and its best value, from a result or an epoch."""
+    best = _fields(told.get("best"))
+    name = _word(best.get("metric")) or _word(_fields(start.get("metric")).get("name"))
+    value = number(best.get("value"))
+    return name, value if abs(value) < float("inf") else None
+
+
+def _skips(step: Mapping[str, Any], result: Mapping[str, Any]) -> int | None:
+    attempt, applied = _count(step.get("attempt")), _count(step.get("step"))
+    if attempt is not None and applied is not None:
+        return max(0, attempt - applied)
+    counts = [_count(count) for count in _fields(result.get("skipped")).values()]
+    return sum(count for count in counts if count) if result else None
+
+
+def _seconds(last: Mapping[str, Event]) -> float | None:
+    seconds = max((number(event.get("time")) for event in last.values()), default=0.0)
+    return seconds if 0.0 < seconds < float("inf") else None
+
+
+def _fields(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _word(value: object) -> str | None:
+    return value[:LONGEST] if isinstance(value, str) and value else None
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**53 else None
+
+
+def _timestamp(value: object) -> float:
+    try:
+        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else 0.0
+    except (ValueError, OverflowError):
+        return 0.0
