@@ -174,6 +174,7 @@ def test_texts_are_shown_as_they_are(browser: Chromium, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_a_run_of_a_million_lines_takes_20_seconds_and_a_megabyte(tmp_path: Path) -> None:
     from benchmarks.journal_million import write_journal
 
