@@ -21,6 +21,7 @@ import torch
 
 from halfstep.precision.flags import read_flags
 from tests.support import curves
+from tests.support.chromium import MISSING, Chromium, program
 from tests.support.quick import Quick, Stopwatch
 from tests.support.ranks import Ranks
 
@@ -85,3 +86,13 @@ def on_ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Chromium]:
+    """A Chromium for all tests of a worker; without one they are skipped, and say how to install it."""
+    if program() is None:
+        pytest.skip(MISSING)
+    opened = Chromium()
+    yield opened
+    opened.close()

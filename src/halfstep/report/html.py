@@ -88,8 +88,9 @@ def environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    # Jinja escapes after this; what a macro returns is Markup, and was escaped within it.
-    return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value)
+    # Jinja escapes after this; what a macro returns is Markup, and was escaped within it. Not strings alone: the name
+    # of a folder comes as a Path.
+    return value if isinstance(value, Markup | int | float) else printable(value)
 
 
 def _slug(name: str) -> str:
