@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from halfstep.runs.listing import Listing, RunRow
 
 GROUP = "Run"
-LONGEST_NAME = 40
+SHORTEST_NAME, LONGEST_NAME = 12, 40
+GAP = 2
 
 
 def run(
@@ -42,29 +43,31 @@ def _show(found: Listing) -> None:
     from rich.table import Table
 
     if found.runs:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table, rows = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0)), [_cells(row) for row in found.runs]
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+        # On a narrow screen only names of runs are cut: a number without its end is another number.
+        for_name = max(SHORTEST_NAME, screen().width - sum(width + GAP for width in widths[1:]) - GAP)
         for name, side in _COLUMNS.items():
-            table.add_column(name, justify=side, no_wrap=True, overflow="ellipsis")
-        for row in found.runs:
-            table.add_row(*_cells(row))
+            table.add_column(name, justify=side, no_wrap=True)
+        for cells in rows:
+            table.add_row(_cut(cells[0], min(for_name, LONGEST_NAME)), *cells[1:])
         screen().print(table)
     for line in _rest(found):
         say(line)
 
 
 _COLUMNS: dict[str, Any] = {"run": "left", "state": "left", "precision": "left", "metric": "left", "steps": "right"}
-_COLUMNS |= {"skips": "right", "took": "right", "wrote": "right"}
+_COLUMNS |= {"skips": "right", "took": "right", "age": "right"}
 
 
 def _cells(row: RunRow) -> list[str]:
     from halfstep.journal import numbers
 
-    name = in_line(row.name)
     metric = "" if row.metric is None else in_line(row.metric)[:12]
     value = "" if row.value is None else f" {numbers.value(row.value)}"
     steps = "" if row.steps is None else f"{row.steps:,}" + (f"/{row.planned:,}" if row.planned else "")
     return [
-        name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…",
+        in_line(row.name),
         row.state,
         in_line(row.precision or "")[:12],
         f"{metric}{value}",
@@ -75,12 +78,16 @@ def _cells(row: RunRow) -> list[str]:
     ]
 
 
+def _cut(name: str, width: int) -> str:
+    return name if len(name) <= width else f"{name[: width - 1]}…"
+
+
 def _ago(seconds: float) -> str:
     """Return an age in its largest unit."""
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return "now" if seconds < 10 else f"{seconds:.0f} s ago"
+            return f"{seconds / size:.0f} {unit}"
+    return "now" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _rest(found: Listing) -> list[str]:

@@ -18,6 +18,8 @@ LOW, WATCH, HIGH = "low", "watch", "high"
 """Levels of a risk."""
 NEAR_THE_END, SOME_HEADROOM = 1.0, 3.0
 """Bits of headroom: the guard warns below the first; below the second, training may use them up."""
+MOST_LOST, SOME_LOST = 0.5, 0.05
+"""Shares of gradients that are zero, or of updates that change nothing."""
 
 
 class Risk(NamedTuple):
@@ -144,7 +146,7 @@ def _meter_risk(run: RunFacts, key: str, what: str, said: str) -> Iterator[Risk]
     found = values(run.recorded.speeds, f"meters.{key}").y
     if found:
         worst = max(found)
-        level = HIGH if worst > 0.5 else WATCH if worst > 0.05 else LOW
+        level = HIGH if worst > MOST_LOST else WATCH if worst > SOME_LOST else LOW
         yield Risk(what, level, f"{f'at most {numbers.share(worst)}' if worst else 'none'} {said}")
 
 

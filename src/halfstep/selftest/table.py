@@ -16,7 +16,7 @@ _MARKS = {PASSED: "passed", FAILED: "**failed**", SKIPPED: "skipped"}
 _HEAD = """# Devices
 
 What `halfstep selftest` found on devices that people have. This page is made from the files in
-[docs/devices](devices): `python -m halfstep.selftest.table docs/devices/*.json > docs/devices.md`. To add a device, run
+`docs/devices`: `python -m halfstep.selftest.table docs/devices/*.json > docs/devices.md`. To add a device, run
 `halfstep selftest --json device.json` and attach the file to an issue (template: device); see [selftest](selftest.md).
 """
 
