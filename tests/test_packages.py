@@ -122,6 +122,7 @@ def test_every_extra_that_an_error_names_is_there() -> None:
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "pynvml": "nvidia-ml-py", "huggingface_hub": "timm"}
 DISTRIBUTIONS |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "pytorch_lightning": "lightning"}
 DISTRIBUTIONS |= {"torchmetrics": "lightning", "typing_extensions": "torch"}
+DISTRIBUTIONS |= {"markupsafe": "jinja2", "pydantic_core": "pydantic"}
 """Packages by what is imported of them, where the names differ; or a package that cannot be installed without them."""
 
 

@@ -34,12 +34,15 @@ ALLOWED = {
     "data/sets/getting.py": {"importlib.import_module"},
     "doctor/code/checking.py": {"importlib.import_module"},
     "runs/resolve.py": {"importlib.import_module"},
+    "selftest/worker.py": {"importlib.import_module"},
     # Local folders of safetensors only.
     "tasks/models/latent/pretrained.py": {"kind.from_pretrained"},
     # Processes of our own, which speak JSON lines, or pickle between parent and child.
     "measure/worker_process.py": {"subprocess.Popen"},
     "measure/bench/runs.py": {"subprocess.Popen"},
     "cli/pages/out_of_memory.py": {"subprocess.run"},
+    "selftest/parts/ranks.py": {"subprocess.run"},
+    "selftest/parts/resume.py": {"subprocess.Popen"},
     "data/loader.py": {"DataLoader"},
     "data/check/facts.py": {"ProcessPoolExecutor"},
     # Fixed programs: sysctl, and the tools that fetch and unpack packages.
@@ -47,6 +50,8 @@ ALLOWED = {
     "data/sets/packages.py": {"subprocess.run"},
     "data/sets/fashion_mnist.py": {"subprocess.run"},
     "data/sets/groceries.py": {"subprocess.run", "importlib.import_module"},
+    # The name of the operating system.
+    "selftest/facts.py": {"platform.system"},
 }
 
 

@@ -247,7 +247,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 _EXTRAS = {
-    "train": {"matplotlib", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
+    "train": {"jinja2", "matplotlib", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
     "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchvision"},
     "diffusion": {"diffusers"},
     "video": {"av"},

@@ -570,7 +570,7 @@ def test_limit_a_schedule_that_is_told_its_position() -> None:
 
 def test_the_loop_of_the_page_runs_as_it_stands() -> None:
     page = (Path(__file__).parents[2] / "docs" / "adapters" / "grad_scaler.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0].replace('"cuda"', '"cpu"')
+    code = page.split("```python\n")[1].split("```")[0]
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     good = [(torch.randn(6, 8), torch.randint(0, 4, (6,))) for _ in range(3)]
@@ -578,6 +578,7 @@ def test_the_loop_of_the_page_runs_as_it_stands() -> None:
     names: dict[str, Any] = {
         "torch": torch,
         "halfstep": halfstep,
+        "device": "cpu",
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),

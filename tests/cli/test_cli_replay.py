@@ -193,7 +193,7 @@ def test_a_recipe_that_comes_with_halfstep(tmp_path: Path, monkeypatch: pytest.M
     headings = re.findall(r"\n\n(\w.*?)(?:  |\n)", halfstep("replay", folder).stdout)
     assert headings == ["The step", "Who did it", "Run again", "What shows it", "What to do"]
     shown = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
-    assert re.findall(r"\n\n(\w.*?)(?:  |\n)", shown.split("```")[3]) == headings
+    assert re.findall(r"\n\n(\w.*?)(?:  |\n)", shown.split("```")[5]) == headings
 
 
 def test_nothing_is_changed_by_a_replay(run: Path, task: Path) -> None:

@@ -125,13 +125,13 @@ def test_the_end_of_a_run_says_what_to_type(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("wandb") is not None:
         pytest.skip("wandb is installed")
-    with pytest.raises(MissingExtra, match=r"pip install halfstep\[wandb\]"):
+    with pytest.raises(MissingExtra, match=r"pip install 'halfstep\[wandb\]'"):
         tracker_listeners("wandb", tmp_path)
     # A folder of its name, such as its runs leave behind, can be imported, and must not pass for it.
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        with pytest.raises(MissingExtra, match=r"pip install halfstep\[wandb\]"):
+        with pytest.raises(MissingExtra, match=r"pip install 'halfstep\[wandb\]'"):
             tracker_listeners("wandb", tmp_path)
     finally:
         sys.modules.pop("wandb", None)

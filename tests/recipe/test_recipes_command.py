@@ -147,6 +147,6 @@ def test_words_are_quick_and_need_no_torch(words: list[str]) -> None:
         "from halfstep.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules or time.process_time() > 1.5)"
+        "sys.exit('torch' in sys.modules or time.process_time() > 3.0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -123,7 +123,7 @@ def test_what_is_too_much_is_refused_quickly(text: str) -> None:
     began = time.process_time()
     with pytest.raises(BadRecipe):
         read_yaml(text, "file")
-    assert time.process_time() - began < 2.0
+    assert time.process_time() - began < 4.0
 
 
 def test_the_limits_themselves_pass() -> None:

@@ -153,8 +153,9 @@ def test_the_page_shows_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [told] = [str(one.message) for one in caught if "function-mixes-formats" in str(one.message)]
     assert [str(finding) for finding in stepper.findings if finding.id == "function-mixes-formats"] == [told]
     # The page has the warning on lines of its own.
-    shown = PAGE.read_text(encoding="utf-8").split("in bf16:\n\n```\n")[1].split("```")[0]
-    assert " ".join(shown.split()) == told
+    shown = re.search(r"in bf16:\n\n<!-- output.*? -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert shown is not None
+    assert " ".join(shown[1].split()) == told
 
 
 def test_audit_finds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

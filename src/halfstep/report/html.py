@@ -10,8 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
 from halfstep._version import __version__
-from halfstep.errors import MissingExtra
 from halfstep.printable import printable
 from halfstep.report.bars import Bar, MemoryUse, ModelDrawing, kinds_in, memory_bars, model_drawing
 from halfstep.report.compare import HEADS as COMPARED
@@ -25,14 +27,6 @@ from halfstep.report.recorded import values
 from halfstep.report.run_charts import compared, curves_of, headroom_of, memory_of, not_finite, speed_of
 from halfstep.report.run_facts import RunFacts, figure_rows, incidents, precision_rows, provenance
 from halfstep.report.sources import Source
-
-try:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-except ImportError as missing:
-    raise MissingExtra(
-        "jinja2, which is not installed", allowed="a report written with Jinja2", do="pip install halfstep[train]"
-    ) from missing
 
 MOST_BYTES = 1_000_000
 """The size of a page: small enough for a mail."""
