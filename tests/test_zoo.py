@@ -82,6 +82,7 @@ def test_committed_readme_is_what_the_command_prints() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_command_runs_them_all() -> None:
     finished = _zoo("--json")
     results = json.loads(finished.stdout)

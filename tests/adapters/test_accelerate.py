@@ -62,7 +62,7 @@ class Loop:
         return self
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_a_skip_changes_nothing_and_the_run_goes_on_as_if_it_had_not_been(case: Case) -> None:
     check_contract(Loop(case).train().seen, without_trouble(case.without_trouble))
 

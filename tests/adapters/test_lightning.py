@@ -95,7 +95,7 @@ def without_trouble(case: Case) -> Seen:
     return fit(case, bad=False)[0].seen
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_a_skip_changes_nothing_and_the_run_goes_on_as_if_it_had_not_been(case: Case) -> None:
     module, step, running = fit(case)
     check_contract(module.seen, without_trouble(case.without_trouble))

@@ -319,6 +319,7 @@ def test_other_forms_of_training(form: str) -> None:
     assert step.hosted.stepper.counts.state_dict()["applied"] == running.global_step == WINDOWS - 1
 
 
+@pytest.mark.full
 def test_pytorch_lightning_without_lightning() -> None:
     """Imports in alphabetical order, where only the older package is installed."""
     pytest.importorskip("pytorch_lightning")

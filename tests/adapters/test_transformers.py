@@ -105,7 +105,7 @@ def without_trouble(folder: Path, case: Case) -> Seen:
     return _without[case]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_a_skip_changes_nothing_and_the_run_goes_on_as_if_it_had_not_been(tmp_path: Path, case: Case) -> None:
     trainer, seen = build(tmp_path, case)
     trainer.train()

@@ -284,6 +284,7 @@ def test_old_ones_that_cannot_be_listed_are_no_failure_of_the_save(
     assert [one.attempt for one in generations(tmp_path)] == [6, 3]
 
 
+@pytest.mark.full
 def test_as_many_tensors_as_can_be_read_are_written_and_not_one_more(tmp_path: Path) -> None:
     one = torch.zeros(0)
     most = {str(n): one for n in range(MOST_TENSORS - 1)}
