@@ -191,10 +191,11 @@ def test_plain_lines_of_a_run() -> None:
     place, rest = "00:03 · Epoch 1/2 10/20 · 01:35 left · ", "123 img/s · wait 3 % · memory 3.0 GiB"
     assert f"{place}loss 0.6000 · IoU 0.6543 · lr 1e-4 · {rest}" in lines
     assert lines.count("  Train IoU:  0.6543 | Val IoU:  0.6234") == 2
-    assert lines[-6:] == [
+    assert lines[-7:] == [
         "Finished after 12.0 s: 40 steps applied, none skipped",
         "  best IoU: 0.6234, in epoch 2",
         "  best saved in: runs/segmentation_tiny/best.safetensors",
+        "  next: halfstep report runs/segmentation_tiny",
         "  next: halfstep evaluate runs/segmentation_tiny",
         "  next: halfstep predict runs/segmentation_tiny FOLDER",
         "  next: halfstep export runs/segmentation_tiny",

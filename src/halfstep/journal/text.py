@@ -332,7 +332,7 @@ def ending(event: Event, latest: Latest) -> list[str]:
     if folder and event["reason"] in _DONE:
         run = shlex.quote(folder)
         folder_of_images = "" if latest.start.get("generates") else " FOLDER"
-        commands = (f"evaluate {run}", f"predict {run}{folder_of_images}", f"export {run}")
+        commands = (f"report {run}", f"evaluate {run}", f"predict {run}{folder_of_images}", f"export {run}")
         lines += [clean(f"  {NEXT} halfstep {command}") for command in commands]
     return (
         lines
