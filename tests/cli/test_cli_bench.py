@@ -37,6 +37,7 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return json.loads(done.stdout, parse_constant=pytest.fail), folder
 
 
+@pytest.mark.full
 def test_a_case_is_raced_and_its_loss_compared(benched: tuple[dict[str, Any], Path]) -> None:
     report, _ = benched
     base, lower, refused = report["rows"]
@@ -52,6 +53,7 @@ def test_a_case_is_raced_and_its_loss_compared(benched: tuple[dict[str, Any], Pa
     assert report["interrupted"] is False
 
 
+@pytest.mark.full
 def test_the_files_are_written(benched: tuple[dict[str, Any], Path]) -> None:
     report, folder = benched
     assert report["files"] == [str(folder / f"bench.{ending}") for ending in ("json", "md", "png")]

@@ -141,7 +141,7 @@ def test_the_lines_that_are_printed_predict_what_halfstep_does(
     assert f"epoch {best['epoch']}, {metric} {best['value']:.4f}" in summary
 
 
-@pytest.mark.parametrize("name", ["smp", "timm"])
+@pytest.mark.parametrize("name", [pytest.param("smp", marks=pytest.mark.full), "timm"])
 @pytest.mark.slow
 def test_the_lines_run_where_there_is_no_halfstep(trained: Any, photo: Path, name: str, tmp_path: Path) -> None:
     run = trained(name)

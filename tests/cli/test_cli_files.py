@@ -347,7 +347,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_averaged_weights_or_those_that_were_trained(trained: Any, tmp_path: Path) -> None:
     run, out = trained("unet"), tmp_path / "x.safetensors"
     for which in ("last", "checkpoint"):

@@ -211,7 +211,7 @@ def has_an_arm(process: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see when the first arm is there")
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_ends_a_real_plan_with_what_it_has() -> None:
     started = subprocess.Popen(
         [sys.executable, "-m", "halfstep", "plan", "tests.support.cases:linear", "--json", "--seconds", "600"],
