@@ -19,6 +19,11 @@ def in_line(text: object) -> str:
     return "".join(c if c.isprintable() else " " if c in _BLANK else _code(c) for c in str(text))
 
 
+def shortened(text: str, longest: int) -> str:
+    """Return the text, or its beginning and an ellipsis where it is longer."""
+    return text if len(text) <= longest else text[: max(longest - 1, 0)] + "…"
+
+
 def _code(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 

@@ -7,7 +7,6 @@ The run is a real one: a module overflows in fp16 in its first step, the guard f
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from halfstep.cli.main import build
 from tests.support import troubled
-from tests.support.chromium import Chromium, Page
+from tests.support.chromium import Chromium
 
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "report.png"
 WIDTH, HEIGHT = 1280, 1455
@@ -43,17 +42,11 @@ def main() -> None:
         try:
             with browser.open(Path("report.html"), width=WIDTH) as page:
                 PICTURE.parent.mkdir(exist_ok=True)
-                PICTURE.write_bytes(_top(page))
+                page.screenshot(PICTURE, HEIGHT)
         finally:
             browser.close()
         os.chdir(PICTURE.parent)
     print(f"wrote {PICTURE}: {PICTURE.stat().st_size / 1000:.0f} kB")
-
-
-def _top(page: Page) -> bytes:
-    clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
-    done = page.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-    return base64.b64decode(done["data"])
 
 
 if __name__ == "__main__":

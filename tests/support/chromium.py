@@ -100,10 +100,10 @@ class Page:
         self.evaluate(_USE)
         self.call("Runtime.evaluate", expression=f"new Promise(r => setTimeout(r, 50))\n//# sourceURL={OWN}")
 
-    def screenshot(self, path: Path) -> Path:
-        """Write a picture of the whole page."""
+    def screenshot(self, path: Path, height: int = 16_000) -> Path:
+        """Write a picture of the page: of the whole, or of so many pixels from its top."""
         size = self.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": size[0], "height": min(size[1], 16_000), "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size[0], "height": min(size[1], height), "scale": 1}
         done = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(done["data"]))
         return path

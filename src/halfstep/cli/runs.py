@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._options import Json, print_json
-from halfstep.printable import in_line
+from halfstep.printable import in_line, shortened
 from halfstep.terminal import say, screen
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _show(found: Listing) -> None:
         for name, side in _COLUMNS.items():
             table.add_column(name, justify=side, no_wrap=True)
         for cells in rows:
-            table.add_row(_cut(cells[0], min(for_name, LONGEST_NAME)), *cells[1:])
+            table.add_row(shortened(cells[0], min(for_name, LONGEST_NAME)), *cells[1:])
         screen().print(table)
     for line in _rest(found):
         say(line)
@@ -76,10 +76,6 @@ def _cells(row: RunRow) -> list[str]:
         "" if row.seconds is None else numbers.clock(row.seconds),
         _ago(row.age),
     ]
-
-
-def _cut(name: str, width: int) -> str:
-    return name if len(name) <= width else f"{name[: width - 1]}…"
 
 
 def _ago(seconds: float) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.files import replacing
+from halfstep.printable import shortened
 
 
 def write_figure(figure: Any, path: Path) -> None:
@@ -23,4 +24,4 @@ def as_label(text: str, longest: int = 80) -> str:
     """Return the text without mathtext markup, shortened to its place."""
     # matplotlib parses text between dollar signs as a formula, and raises for an invalid one.
     plain = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
-    return plain if len(plain) <= longest else plain[: longest - 1] + "…"
+    return shortened(plain, longest)

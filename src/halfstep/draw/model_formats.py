@@ -10,6 +10,7 @@ from typing import Any
 
 from halfstep.draw.figures import write_figure
 from halfstep.errors import MissingExtra
+from halfstep.printable import shortened
 
 try:
     from matplotlib.axes import Axes
@@ -164,5 +165,5 @@ def _printable(text: str, longest: int) -> str:
     """Return text without mathtext markup, shortened to its place."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     # Shortened before the dollar signs are escaped, so that an escape is not cut in half.
-    plain = plain if len(plain) <= longest else plain[: max(longest - 1, 0)] + "…"
+    plain = shortened(plain, longest)
     return plain.replace("$", r"\$")

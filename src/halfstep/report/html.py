@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
@@ -68,17 +68,22 @@ def _title(sources: Sequence[Source]) -> str:
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
-    """Return the templates' environment: all data is escaped, and its control characters are made visible."""
-    found = Environment(
+    """Return the environment of the page: all data is escaped, and its control characters are made visible."""
+    found = templates(_shown)
+    found.filters |= {"slug": _slug, "kinds": kinds_in}
+    return found
+
+
+def templates(finalize: Callable[[Any], Any]) -> Environment:
+    """Return an environment of the templates in which every value passes through `finalize` and is then escaped."""
+    return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        finalize=finalize,
     )
-    found.filters |= {"slug": _slug, "kinds": kinds_in}
-    return found
 
 
 def _shown(value: Any) -> Any:

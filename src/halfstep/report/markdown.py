@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from halfstep.draw.series import thinned
 from halfstep.printable import in_line
 from halfstep.report.compare import HEADS, compare
-from halfstep.report.html import TEMPLATES, view_of
+from halfstep.report.html import templates, view_of
 from halfstep.report.recorded import values
 from halfstep.report.run_facts import RunFacts
 from halfstep.report.sources import Source
@@ -39,14 +39,7 @@ def markdown_of(sources: Sequence[Source]) -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_shown,
-    )
+    return templates(_shown)
 
 
 def _shown(value: Any) -> Markup:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from halfstep.printable import shortened
+
 MISSING = math.nan
 LARGEST = 1e300
 """Larger numbers count as missing: an axis multiplies and subtracts them, and must stay finite."""
@@ -39,8 +41,7 @@ def rows(value: object) -> list[dict[str, Any]]:
 
 def text(value: object, longest: int = 2000) -> str:
     """Return a value as text of bounded length; empty for None."""
-    found = "" if value is None else str(value)
-    return found if len(found) <= longest else found[: longest - 1] + "…"
+    return shortened("" if value is None else str(value), longest)
 
 
 def texts(value: object) -> list[str]:

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halfstep._version import __version__
-from halfstep.precision.flags import read_flags
+from halfstep.measure.conditions import conditions
 from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, facts
-from halfstep.train.machine import cores
 
 PACKAGES = ("numpy", "pydantic", "safetensors", "torchvision", "triton")
 _PLAIN = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
@@ -30,6 +28,7 @@ _SHORTEST = 2
 
 def about(device: Device) -> dict[str, Any]:
     """Return the device, the versions, the flags and the settings of this process as plain data."""
+    now = conditions(device.place)
     return {
         "device": {
             "kind": device.kind,
@@ -40,18 +39,13 @@ def about(device: Device) -> dict[str, Any]:
             **facts(device),
         },
         "versions": {
-            "halfstep": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+            **{name: now[name] for name in ("halfstep", "torch", "python")},
             "system": f"{platform.system()} {platform.machine()}",
             "nccl": _nccl(),
             **{name: _version(name) for name in PACKAGES},
         },
-        "flags": {**read_flags(), "mkldnn.available": str(torch.backends.mkldnn.is_available())},
-        "threads": torch.get_num_threads(),
-        "cores": cores(),
-        # Windows has no load average.
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "flags": {**now["flags"], "mkldnn.available": str(torch.backends.mkldnn.is_available())},
+        **{name: now[name] for name in ("threads", "cores", "load")},
         "settings": _settings(os.environ),
     }
 

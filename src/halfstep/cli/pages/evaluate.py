@@ -15,7 +15,7 @@ from rich.text import Text
 
 from halfstep.cli._options import refuse_taken, storing, write_csv
 from halfstep.errors import WrongUse
-from halfstep.printable import in_line
+from halfstep.printable import in_line, shortened
 from halfstep.terminal import progress, screen
 
 if TYPE_CHECKING:
@@ -291,8 +291,7 @@ def _print_line(console: Console, *parts: str | tuple[str, str]) -> None:
 
 
 def _short(name: str) -> str:
-    name = in_line(name)
-    return name if len(name) <= NAME else f"{name[: NAME - 1]}…"
+    return shortened(in_line(name), NAME)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
