@@ -105,13 +105,20 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     assert files.cache_folder() == Path.home() / ".cache" / "halfstep"
 
 
-def test_a_ratio_finds_a_known_slowdown() -> None:
-    arms = {"one": lambda: time.sleep(0.002), "three": lambda: time.sleep(0.006)}
+def test_a_ratio_finds_a_known_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the test's own: real sleeps of milliseconds say nothing on a busy machine."""
+    now = [0.0]
+
+    def taking(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    arms = {"one": lambda: taking(0.002), "three": lambda: taking(0.006)}
     ratio = clock.ratios(arms, baseline="one", pairs=9)["three"]
-    assert 2.0 < ratio.median < 3.5
+    assert ratio.median == pytest.approx(3.0)
     assert ratio.low <= ratio.median <= ratio.high
     assert ratio.pairs == 9
-    assert 0.002 < ratio.added_seconds < 0.008
+    assert ratio.added_seconds == pytest.approx(0.004)
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd", "abcde"])

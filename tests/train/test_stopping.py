@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -274,18 +275,59 @@ def test_a_command_does_not_wait_for_a_long_kernel_twice() -> None:
     assert done.stdout == ""
 
 
-def test_a_fork_has_ears_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
-    """A loader that ends its workers sends them SIGTERM, which is none of the run's."""
-    with Stopping() as run:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_forked_process_ends_on_sigterm(capfd: pytest.CaptureFixture[str], nested: bool) -> None:
+    """A pool or a loader ends its workers with SIGTERM: it ends them, and is none of the run's."""
+    with Stopping() as run, Stopping() if nested else contextlib.nullcontext():
+        # The first is sent at once: it may find the child before its first line.
+        for wait in (0.0, 0.1):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                while True:
+                    signal.pause()
+            time.sleep(wait)
+            os.kill(child, TERM)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == TERM
+        assert run.asked is None
+        send(TERM)
+        assert run.asked == "SIGTERM"
+    assert "SIGTERM: stopping" in capfd.readouterr().err
+
+
+def test_a_forked_process_that_leaves_the_block_takes_nothing_from_the_parent(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    child = -1
+    try:
+        with Stopping():
+            child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+                send(TERM)
+                time.sleep(0.05)
+    finally:
+        if child == 0:
+            os._exit(0)
+    assert "SIGTERM: stopping" in capfd.readouterr().err
+
+
+def test_a_data_worker_outlives_the_first_ctrl_c() -> None:
+    """The terminal sends it to every process of the group, and the run still needs its workers for this step."""
+    with Stopping():
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            signal.signal(TERM, lambda *_: os._exit(0))
-            signal.pause()
-        time.sleep(0.1)
+            signal.alarm(20)
+            os.kill(os.getpid(), INT)
+            os.write(writer, b"alive")
+            while True:
+                signal.pause()
+        assert os.read(reader, 5) == b"alive"
         os.kill(child, TERM)
         os.waitpid(child, 0)
-        assert run.asked is None
-    assert capfd.readouterr().err == ""
+    os.close(reader)
+    os.close(writer)
 
 
 def test_other_signals_still_reach_an_event_loop() -> None:

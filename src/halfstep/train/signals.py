@@ -25,7 +25,6 @@ from halfstep.errors import INTERRUPTED, NotBegun
 OnSignal = Callable[[int, int], None]
 ENDED = 0
 """A byte that is no signal number; it ends the thread."""
-_open: Hearing | None = None
 
 
 class Hearing:
@@ -36,20 +35,16 @@ class Hearing:
     """
 
     def __init__(self, numbers: Collection[int], callback: OnSignal) -> None:
-        global _open
         self._numbers, self._callback = numbers, callback
         self._reader, self._writer = socket.socketpair()
         # set_wakeup_fd requires it: a full socket must never block the C handler.
         self._writer.setblocking(False)
         self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="halfstep signals", daemon=True)
-        _open = self
         self._thread.start()
 
     def close(self) -> None:
         """Restore the previous wakeup descriptor, and end the thread."""
-        global _open
-        _open = None
         signal.set_wakeup_fd(self._before)
         # A byte ends the thread; closing alone would not while a forked process holds the socket open.
         with contextlib.suppress(OSError):
@@ -92,17 +87,6 @@ def say(text: str) -> None:
         print(f"{begin}{text}", file=sys.stderr, flush=True)
 
 
-def _forget() -> None:
-    """Clear the wakeup descriptor in a forked process, such as a data worker: the socket belongs to the parent."""
-    if _open is not None:
-        with contextlib.suppress(ValueError):
-            signal.set_wakeup_fd(-1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
-
 # -- stopping ---------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +116,8 @@ class _Received:
 
 _active: _Received | None = None
 """The state of the main thread's Stopping; a nested one shares it."""
+_outermost: Stopping | None = None
+"""The Stopping that holds the handlers from before the run."""
 
 
 class Stopping:
@@ -166,11 +152,12 @@ class Stopping:
             raise not_begun(self.asked)
 
     def __enter__(self) -> Stopping:
-        global _active
+        global _active, _outermost
         self._received = _active or _Received()
         if threading.current_thread() is threading.main_thread():
             self._outer, _active = _active, self._received
             if self._outer is None:
+                _outermost = self
                 self._hearing = Hearing(HEARD, self._acknowledge)
             for number in HEARD:
                 self._before[number] = signal.signal(number, self._hear)
@@ -179,16 +166,24 @@ class Stopping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _active
+        global _active, _outermost
         if self._hearing is not None:
             hearing, self._hearing = self._hearing, None
+            _outermost = None
             hearing.close()  # first: it may be about to repeat a Ctrl-C
         if self._before:
             _active = self._outer
         while self._before:
-            number, handler = self._before.popitem()
-            # None stands for a handler that was not set from Python, and cannot be set again from Python.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            _restore(*self._before.popitem())
+
+    def leave_to_parent(self) -> None:
+        """Give a forked process its own signals back: the socket, and a request to stop, are the parent's.
+
+        SIGINT stays as it is: Ctrl-C reaches data workers too, and the parent needs them for its last step.
+        """
+        self._hearing = None
+        signal.set_wakeup_fd(-1)
+        _restore(signal.SIGTERM, self._before[signal.SIGTERM])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         received = self._received
@@ -226,6 +221,11 @@ class Stopping:
             time.sleep(GRACE / 10)
             if time.monotonic() > end and self._received.raised is None:
                 self._last_resort()
+
+
+def _restore(number: signal.Signals, handler: Any) -> None:
+    # None stands for a handler that was not set from Python, and cannot be set again from Python.
+    signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def end_process() -> None:
@@ -284,3 +284,30 @@ def _is_at_the_door(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# -- forks ------------------------------------------------------------------------------------------------------------
+
+
+_masks = threading.local()
+"""The signal mask of each thread that is forking."""
+
+
+def _hold_signals() -> None:
+    """Hold signals back while a process forks: one that reached the child too early would look like the parent's."""
+    _masks.before = None if _outermost is None else signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+
+
+def _let_signals_through() -> None:
+    if _masks.before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _begin_child() -> None:
+    if _outermost is not None:
+        _outermost.leave_to_parent()
+    _let_signals_through()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_through, after_in_child=_begin_child)
