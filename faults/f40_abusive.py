@@ -30,7 +30,7 @@ from tests.support.tiny_task import Tiny
 
 ID = "F40"
 WHAT = "a file that was made to harm whoever reads it is refused in words, soon, and in little memory"
-MUTATIONS = {False: 200, True: 2000}
+MUTATIONS = {False: 60, True: 2000}
 LONGEST, LARGEST = 1.0, 150
 """Seconds for each, and MB for all of them."""
 HASHED, USUAL = 2**26, 0.25

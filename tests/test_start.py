@@ -85,16 +85,22 @@ def test_what_a_run_loads_up_to_its_first_step(tmp_path: Path) -> None:
         f"halfstep train classification_tiny: {doing}"
         for doing in ("reading the recipe", "loading torch", "reading the data, building the model")
     ]
-    # 6 s of a processor where torch alone takes 3.5; where it takes longer, so does the rest. Processors of shared
-    # machines change their speed from minute to minute, so both are measured side by side, and again where it failed.
-    assert any(_first_step_is_quick(tmp_path / str(attempt)) for attempt in range(3))
+    assert _is_quick(said["cpu"], tmp_path)
 
 
-def _first_step_is_quick(folder: Path) -> bool:
-    folder.mkdir()
-    alone = float(python(TORCH_ALONE, folder=folder).stdout)
-    done = python(TO_THE_FIRST_STEP, "classification_tiny", "--fp32", folder=folder)
-    return bool(json.loads(done.stdout.splitlines()[-1])["cpu"] <= max(6.0, 1.8 * alone))
+def _is_quick(to_the_first_step: float, folder: Path) -> bool:
+    """6 s of a processor where torch alone takes 3.5; where it takes longer, so does the rest.
+
+    Others at work beside it only add to either: the quickest of up to three is compared.
+    """
+    alone = []
+    for attempt in range(3):
+        alone.append(float(python(TORCH_ALONE, folder=folder).stdout))
+        if to_the_first_step <= max(6.0, 1.8 * min(alone)):
+            return True
+        done = python(TO_THE_FIRST_STEP, "classification_tiny", "--fp32", f"run.dir={attempt}", folder=folder)
+        to_the_first_step = min(to_the_first_step, json.loads(done.stdout.splitlines()[-1])["cpu"])
+    return False
 
 
 WRONG = {

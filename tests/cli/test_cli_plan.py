@@ -48,9 +48,9 @@ def clockwork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return changed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_real_plan_of_a_case_as_json() -> None:
-    result = call("plan", "tests.support.cases:linear", "--json", "--seconds", "20")
+    result = call("plan", "tests.support.cases:linear", "--json", "--seconds", "60")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["choice"]["speed"]["seconds"] > 0

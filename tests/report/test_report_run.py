@@ -38,6 +38,13 @@ def test_the_verdict_is_one_sentence_with_the_figures(tmp_path: Path) -> None:
         assert words in page.text, words
 
 
+def test_the_best_of_a_run_that_failed_later_is_that_of_its_epochs(tmp_path: Path) -> None:
+    events = [*whole()[:-1], {"event": "end", "reason": "error", "error": "no space left", "remedies": []}]
+    run = read_run(write_run(tmp_path / "run", events, state="ended", reason="no space left", code=74))
+    assert run.best == (0.75, 4.0)
+    assert "best IoU 0.7500 (epoch 4)" in run.verdict
+
+
 def test_skips_are_marked_with_their_reasons(tmp_path: Path) -> None:
     steps = [step(n) for n in range(1, 30)]
     steps[4] = step(5, reason="gradient_overflow", loss="NaN", grad_norm="Infinity")

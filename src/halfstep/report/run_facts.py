@@ -76,7 +76,9 @@ class RunFacts:
     @property
     def best(self) -> tuple[float, float]:
         """Return the best value of the metric and its epoch; NaN where there is none."""
-        best = fields((self.recorded.end or self.result or self.recorded.epoch).get("best"))
+        # A run that ended in an error has none in its last line, and an earlier launch may have left a result.
+        told = [fields(event.get("best")) for event in (self.recorded.end, self.recorded.epoch, self.result)]
+        best = next(filter(None, told), {})
         return number(best.get("value")), number(best.get("epoch"))
 
     @property
