@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,9 @@ def picture() -> str:
 def drawing() -> str:
     """The layers as a Mermaid graph, with an arrow for every real import that no longer way explains."""
     direct: dict[str, set[str]] = {name: set() for name, _, _ in LAYERS}
-    for path in files():
+    for path, tree in parsed().items():
         own = layer(path.relative_to(SOURCE).with_suffix("").parts)
-        for target in imported(ast.parse(path.read_text())) if own else ():
+        for target in imported(tree) if own else ():
             direct[str(own)].add(layer(target) or "ground")
     under: dict[str, set[str]] = {}
     lines = ["graph TD"]
@@ -88,6 +89,11 @@ def files() -> list[Path]:
     found = sorted(SOURCE.rglob("*.py"))
     assert len(found) >= 30, "the source tree was not found"
     return found
+
+
+@cache
+def parsed() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in files()}
 
 
 def imported(tree: ast.AST) -> list[tuple[str, ...]]:
@@ -135,15 +141,14 @@ def test_every_folder_is_a_known_layer() -> None:
     assert modules <= GROUND
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_down(path: Path) -> None:
-    assert upward_arrows(path, ast.parse(path.read_text())) == []
+def test_imports_point_down() -> None:
+    assert [arrow for path, tree in parsed().items() for arrow in upward_arrows(path, tree)] == []
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_upper_layers_speak_no_dtype(path: Path) -> None:
-    if path.relative_to(SOURCE).parts[0] in SPEAKS_NO_DTYPE:
-        assert words_about_dtypes(ast.parse(path.read_text())) == []
+def test_upper_layers_speak_no_dtype() -> None:
+    upper = {p: tree for p, tree in parsed().items() if p.relative_to(SOURCE).parts[0] in SPEAKS_NO_DTYPE}
+    assert len(upper) > 100
+    assert {str(p.relative_to(SOURCE)): words for p, tree in upper.items() if (words := words_about_dtypes(tree))} == {}
 
 
 def test_the_step_is_usable_alone() -> None:

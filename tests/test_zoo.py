@@ -68,6 +68,7 @@ def test_readme_has_its_four_paragraphs(pain: zoo.Pain) -> None:
     assert re.search(r"[\w.-]+/[\w.-]+#\d+", pain.readme.split("**Met in**")[1])
 
 
+@pytest.mark.full
 def test_side_by_side_table_is_measured_and_has_five_rows() -> None:
     header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in pages.table().splitlines()]
     assert header == ["", "torch", "accelerate", "halfstep"]

@@ -156,7 +156,10 @@ def test_the_lines_run_where_there_is_no_halfstep(trained: Any, photo: Path, nam
     agrees({**np.load(file), "classes": told["classes"]}, *predicted(run, photo, tmp_path / "out"))
 
 
-@pytest.mark.parametrize(("name", "format"), [("unet", "onnx"), ("timm", "onnx"), ("unet", "torch_export")])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("unet", "onnx"), pytest.param("timm", "onnx", marks=pytest.mark.full), ("unet", "torch_export")],
+)
 @pytest.mark.slow
 def test_programs_predict_what_halfstep_does(trained: Any, photo: Path, name: str, format: str, tmp_path: Path) -> None:
     if format == "onnx":

@@ -274,7 +274,7 @@ def test_a_large_checkpoint_has_a_speed_and_what_limits_it(tmp_path: Path) -> No
 # -- verify: k + k = 2k -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "width"), [("unet", 80), ("timm", 120)])
+@pytest.mark.parametrize(("name", "width"), [("unet", 80), pytest.param("timm", 120, marks=pytest.mark.full)])
 def test_a_resume_is_proven_exact(trained: Any, name: str, width: int) -> None:
     run = trained(name)
     before = content(run)

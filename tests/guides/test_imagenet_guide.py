@@ -107,7 +107,7 @@ def test_a_command_line_trains(name: str, data: Path, tmp_path: Path) -> None:
     assert {"loss", "top1"} <= run.metrics.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_itself(data: Path, tmp_path: Path) -> None:
     line = f"train imagenet100 --data_dir {data} --mixed_precision --precision_type bf16 --batch_size 2"
     command = [sys.executable, "-m", "halfstep", *line.split(), *SMALL, "num_workers=0", f"run.dir={tmp_path / 'run'}"]

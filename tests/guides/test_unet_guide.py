@@ -161,7 +161,7 @@ def test_the_guides_script_runs(data: Path, tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "runs" / "unet" / "best.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_line_of_the_summary(data: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "halfstep", "train", "unet", "use_amp=True", "--data_dir", str(data), *SMALL]
     more = ["train.steps=1", "batch_size=2", "num_workers=0", f"run.dir={tmp_path / 'run'}"]

@@ -62,8 +62,16 @@ def result(folder: Path) -> dict[str, Any]:
     return {key: content[key] for key in ("weights", "metrics", "best", "steps", "skipped", "reason")}
 
 
-@pytest.mark.parametrize("rewarm", [False, True])
-@pytest.mark.parametrize("name", ["cosine", "step", "one-cycle"])
+@pytest.mark.parametrize(
+    ("name", "rewarm"),
+    [
+        *(("cosine", False), ("step", True), ("one-cycle", False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("cosine", True), ("step", False), ("one-cycle", True))
+        ),
+    ],
+)
 def test_an_extended_run_is_the_run_that_its_recipe_now_says(tmp_path: Path, rewarm: bool, name: str) -> None:
     settings = {**COSINE, "schedule.name": name, "schedule.every_epochs": 3, "schedule.warmup_steps": 2}
     fit(tmp_path / "run", **settings)

@@ -47,7 +47,7 @@ def run_on(rank: int, folder: str, task: str, settings: dict[str, Any], times: f
     return {"steps": run.steps, "precision": run.precision, "weights": digest(loops[0].model)}
 
 
-@pytest.mark.parametrize("task", ["InOneModule", "InTheLoss", "OnOneRank"])
+@pytest.mark.parametrize("task", ["InOneModule", pytest.param("InTheLoss", marks=pytest.mark.full), "OnOneRank"])
 def test_both_are_cured_in_the_same_way(on_ranks: Ranks, tmp_path: Path, task: str) -> None:
     one, other = on_ranks(run_on, str(tmp_path), task, {"guard": "repair"})
     assert one == other

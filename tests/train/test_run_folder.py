@@ -192,8 +192,10 @@ def _race(new: bool, gate: Any, answers: Any) -> None:
     gate.wait()  # or a lock would be free again before all have asked for it
 
 
-@pytest.mark.parametrize("new", [False, True])
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(
+    ("new", "prepared"),
+    [(False, False), (True, True), *(pytest.param(n, not n, marks=pytest.mark.full) for n in (False, True))],
+)
 def test_two_that_start_at_once_never_share(new: bool, prepared: bool, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for attempt in range(5):

@@ -25,7 +25,7 @@ HERE = "benchmarks.profile_situations"
     [
         ("slow_dataset", "bf16", "slow-data"),
         ("half_convolutions", "fp16", "reference-kernels"),
-        ("recompiling", "bf16", "recompiling"),
+        pytest.param("recompiling", "bf16", "recompiling", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.slow
