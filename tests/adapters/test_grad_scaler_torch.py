@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -246,3 +248,22 @@ def test_how_often_the_host_waits(
         if bad and included and scaler is halfstep.GradScaler:
             continue  # rolling back compares and copies: a skip may wait
         assert reads_of(run, monkeypatch, bad=bad) == many
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_gradients_that_the_loop_drops_are_free_before_the_next_backward_pass(bad: bool, leave_out: bool) -> None:
+    run = Run(halfstep.GradScaler, OPTIMIZERS["adam"], clip=True)
+    run.iteration(0)
+    (optimizer,) = run.optimizers
+    run.model.zero_grad()
+    run.scaler.scale(run.model(torch.randn(4, 8)).sum() * (float("inf") if bad else 1.0)).backward()
+    run.scaler.unscale_(optimizer)
+    if not leave_out:
+        run.scaler.step(optimizer)
+    run.scaler.update()
+    gradients = [weakref.ref(p.grad) for p in run.model.parameters()]
+    run.model.zero_grad()
+    gc.collect()
+    assert [gradient() for gradient in gradients] == [None] * len(gradients)
+    assert len(gradients) > 2

@@ -76,6 +76,30 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 'http-equiv="refresh"' not in last
 
 
+@pytest.mark.parametrize(("minutes", "code"), [(command.MOST_FAILURES - 1, 0), (command.MOST_FAILURES, 65)])
+def test_watching_outlives_a_folder_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int, code: int
+) -> None:
+    running = {"state": "running", "host": socket.gethostname(), "pid": os.getpid()}
+    folder = write_run(tmp_path / "run", [start(), step(1)], **running)
+    page, waited = tmp_path / "page.html", []
+
+    def later(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 1:
+            folder.rename(tmp_path / "away")
+        elif len(waited) == 1 + minutes:
+            (tmp_path / "away").rename(folder)
+            write_run(folder, whole(), **{**running, "state": "ended", "code": 0})
+
+    monkeypatch.setattr(command.time, "sleep", later)
+    done = report(folder, "--watch", "--output", page, "--json")
+    assert done.exit_code == code, done.output
+    assert done.stderr.count("is not there; trying again in 60 s") == command.MOST_FAILURES - 1
+    assert ("Finished" in page.read_text()) == (code == 0)
+    assert done.stdout.count('"bytes"') == (2 if code == 0 else 1)
+
+
 def test_watching_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = {"state": "running", "host": socket.gethostname(), "pid": os.getpid()}
     folder = write_run(tmp_path / "run", [start(), step(1)], **running)

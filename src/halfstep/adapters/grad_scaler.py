@@ -100,6 +100,7 @@ class GradScaler(torch.amp.GradScaler):
         self._stepping: torch.optim.Optimizer | None = None
         self._last_scale: float | None = None
         self._adjusted_at = 0
+        self._constants: tuple[Tensor, Tensor] | None = None
 
     def include(self, *things: Any, hold: str | None = None) -> None:
         """Make a skip roll these back, or hold them.
@@ -281,6 +282,12 @@ class GradScaler(torch.amp.GradScaler):
         self._check_inf_per_device(slot.optimizer)
         slot.unscaled, slot.awaits = False, True
 
+    def _constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return 0 and 1 on a device, made once."""
+        if self._constants is None or self._constants[0].device != device:
+            self._constants = torch.zeros((), device=device), torch.ones((), device=device)
+        return self._constants
+
     @property
     def _group(self) -> Ranks:
         if self._ranks is None:
@@ -305,12 +312,15 @@ class GradScaler(torch.amp.GradScaler):
             # Squares can be summed over ranks; of a single rank, torch's own norm to the bit.
             norms = [slot.norm_now(squared=ranks.size > 1) for slot in slots]
         device = norms[0].device
-        zero = torch.zeros((), device=device)
+        zero, one = self._constants_on(device)
         found = [f for slot in slots for f in self._per_optimizer_states[slot.key]["found_inf_per_device"].values()]
-        losses = [zero, zero] if total is None else [zero + 1.0, total]
-        scale = zero + 1.0 if self._scale is None else self._scale
-        numbers = [sum((on(device, f) for f in found), zero), *losses, zero if bad is None else bad, scale, *norms]
-        vector = torch.stack([on(device, number).to(widest(device)) for number in numbers])
+        # As many numbers on every rank, over however many devices one has its gradients.
+        not_finite = found[0] if len(found) == 1 else sum((on(device, f) for f in found), zero)
+        losses = (zero, zero) if total is None else (one, total)
+        scale = one if self._scale is None else self._scale
+        numbers = [not_finite, *losses, zero if bad is None else bad, scale, *norms]
+        # Stacked as they are and widened once: this is done in every step.
+        vector = torch.stack([on(device, number) for number in numbers]).to(widest(device))
         nonfinite, with_loss, loss, bad_buffers, scale_, *read = ranks.agree(vector).tolist()  # host read
         if ranks.size > 1:
             scale_, read = scale_ / ranks.size, [math.sqrt(square) for square in read]
@@ -357,6 +367,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         for slot in slots:
             slot.verdict = self.report
+            slot.gradients.release()
         self._included.decided(applied=reason is None)
         self._backward.decided()
 

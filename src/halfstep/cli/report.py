@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,8 @@ import typer
 
 from halfstep.cli._completion import run_folders
 from halfstep.cli._options import Json, flag, print_json, storing
-from halfstep.errors import INTERRUPTED, UnknownName, WrongUse
-from halfstep.terminal import progress, say
+from halfstep.errors import INTERRUPTED, HalfstepError, UnknownName, WrongUse
+from halfstep.terminal import progress, say, screen
 
 if TYPE_CHECKING:
     from halfstep.report.sources import Source
@@ -21,6 +22,8 @@ GROUP = "Files"
 FORMATS = {"html": ".html", "md": ".md"}
 EVERY = 60
 """Seconds from one page to the next of a run that goes on."""
+MOST_FAILURES = 10
+"""Pages in a row that could not be written before watching ends."""
 
 
 def run(
@@ -51,13 +54,11 @@ def run(
         raise WrongUse(f"--output {file} is a folder", allowed="a file", do=f"--output {file / 'report.html'}")
     if examine:
         _examine(paths)
-    while True:
-        sources, size = _write(paths, format, file, watch)
-        _tell(sources, file, size, json)
-        if not watch or not _goes_on(sources):
-            return
+    write = partial(_write, paths, format, file, watch=watch, json=json)
+    sources = write()
+    if watch:
         try:
-            time.sleep(EVERY)
+            _watch(sources, write)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
@@ -81,7 +82,8 @@ def _examine(paths: Sequence[Path]) -> None:
                 examine(source.folder, source.chosen, on_progress)
 
 
-def _write(paths: Sequence[Path], format: str, file: Path, watch: bool) -> tuple[list[Source], int]:
+def _write(paths: Sequence[Path], format: str, file: Path, *, watch: bool, json: bool) -> list[Source]:
+    """Write the page, print what it says in a sentence, and return what it is about."""
     from halfstep.files import write_text
     from halfstep.report.html import page_of
     from halfstep.report.markdown import markdown_of
@@ -92,7 +94,25 @@ def _write(paths: Sequence[Path], format: str, file: Path, watch: bool) -> tuple
     page = page_of(sources, refresh=refresh) if format == "html" else markdown_of(sources)
     with storing(f"{file} cannot be written", allowed="a place that this user can write to", do="--output FILE"):
         write_text(file, page)
-    return sources, len(page.encode())
+    _tell(sources, file, len(page.encode()), json)
+    return sources
+
+
+def _watch(sources: Sequence[Source], write: Callable[[], Sequence[Source]]) -> None:
+    """Write the page every minute while a run goes on.
+
+    What cannot be read or written for some minutes, such as a disk that is away, ends nothing.
+    """
+    failures = 0
+    while _goes_on(sources):
+        time.sleep(EVERY)
+        try:
+            sources, failures = write(), 0
+        except HalfstepError as error:
+            failures += 1
+            if failures == MOST_FAILURES:
+                raise
+            screen(stderr=True).print(f"{error.given}; trying again in {EVERY} s", soft_wrap=True)
 
 
 def _goes_on(sources: Sequence[Any]) -> bool:

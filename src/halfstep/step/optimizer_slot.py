@@ -138,9 +138,13 @@ class Gradients:
         torch._foreach_clamp_min_(self.local, -limit)
         torch._foreach_clamp_max_(self.local, limit)
 
+    def release(self) -> None:
+        """Hold no gradient any longer: those that the loop drops must be free before the next backward pass."""
+        self.local = self._summed = []
+
     def clear(self) -> None:
         """Drop all gradients."""
-        self.local = self._summed = []
+        self.release()
         for parameter in self.parameters:
             # None rather than zeros, which an optimizer would apply: momentum and weight decay move such a parameter.
             parameter.grad = None
