@@ -307,25 +307,40 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agree(self, slots: Sequence[ScalerSlot]) -> _Agreed:
         """Sum this rank's numbers over all ranks, and read them: the only wait of the host, and one collective."""
-        ranks, total, bad = self._group, self._backward.total, self._included.not_finite()
+        ranks = self._group
         with ranks.here():
             # Squares can be summed over ranks; of a single rank, torch's own norm to the bit.
             norms = [slot.norm_now(squared=ranks.size > 1) for slot in slots]
         device = norms[0].device
+        numbers = [*self._numbers(slots, device), *norms, *self._buffer_flags(ranks.size, device)]
+        # Stacked as they are, and widened once: this is done in every step.
+        vector = torch.stack([on(device, number) for number in numbers])
+        agreed = ranks.agree(vector.to(widest(device)) if ranks.size > 1 else vector).tolist()  # host read
+        nonfinite, with_loss, loss, scale, *rest = agreed
+        read, flags = rest[: len(slots)], rest[len(slots) :]
+        if ranks.size > 1:
+            scale, read = scale / ranks.size, [math.sqrt(square) for square in read]
+        norms_ = [norm / (1.0 if slot.unscaled else scale) for slot, norm in zip(slots, read, strict=True)]
+        bad_buffer = not all(map(math.isfinite, flags))
+        return _Agreed(nonfinite == 0.0, loss / with_loss if with_loss else None, bad_buffer, scale, norms_)
+
+    def _numbers(self, slots: Sequence[ScalerSlot], device: torch.device) -> list[Tensor]:
+        """Return how many non-finite gradients were found, whether there is a loss, the loss, and the scale."""
         zero, one = self._constants_on(device)
         found = [f for slot in slots for f in self._per_optimizer_states[slot.key]["found_inf_per_device"].values()]
-        # As many numbers on every rank, over however many devices one has its gradients.
+        # One number on every rank, over however many devices it has its gradients.
         not_finite = found[0] if len(found) == 1 else sum((on(device, f) for f in found), zero)
+        total = self._backward.total
         losses = (zero, zero) if total is None else (one, total)
-        scale = one if self._scale is None else self._scale
-        numbers = [not_finite, *losses, zero if bad is None else bad, scale, *norms]
-        # Stacked as they are and widened once: this is done in every step.
-        vector = torch.stack([on(device, number) for number in numbers]).to(widest(device))
-        nonfinite, with_loss, loss, bad_buffers, scale_, *read = ranks.agree(vector).tolist()  # host read
-        if ranks.size > 1:
-            scale_, read = scale_ / ranks.size, [math.sqrt(square) for square in read]
-        norms_ = [norm / (1.0 if slot.unscaled else scale_) for slot, norm in zip(slots, read, strict=True)]
-        return _Agreed(nonfinite == 0.0, loss / with_loss if with_loss else None, bad_buffers != 0.0, scale_, norms_)
+        return [not_finite, *losses, one if self._scale is None else self._scale]
+
+    def _buffer_flags(self, ranks: int, device: torch.device) -> list[Tensor]:
+        """Return numbers of which one is not finite if an included buffer is not."""
+        largest = [on(device, number) for number in self._included.largest()]
+        if ranks == 1:
+            return largest
+        # One on every rank, whose parts of a model may have other buffers; a sum of the largest could overflow.
+        return [torch.stack(largest).amax() * 0.0 if largest else self._constants_on(device)[0]]
 
     def _reason(self, agreed: _Agreed) -> str | None:
         if agreed.loss is not None and not math.isfinite(agreed.loss):

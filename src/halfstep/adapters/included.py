@@ -144,9 +144,9 @@ class Included:
         self._states = [copy.deepcopy(thing.state_dict()) for thing in self._with_state]
         self._undecided = True
 
-    def not_finite(self) -> Tensor | None:
-        """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
-        return self._buffers.not_finite()
+    def largest(self) -> list[Tensor]:
+        """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
+        return self._buffers.largest()
 
     def first_not_finite(self) -> str | None:
         """Return the name of a buffer that this window made non-finite, or None; reads the device."""

@@ -59,7 +59,9 @@ class ScaledBackward:
         _queue(lambda: _queue(lambda: self._over(loss, before, true_size)))
 
     def _over(self, loss: Tensor, before: dict[int, Version], true_size: set[int]) -> None:
-        written = {key: now for key, now in versions(self._parameters).items() if before.get(key) != now}
+        written = versions(self._parameters)
+        if before:
+            written = {key: now for key, now in written.items() if before.get(key) != now}
         if true_size & written.keys():
             raise WrongUse(
                 "a backward pass into gradients that unscale_() has unscaled already",
