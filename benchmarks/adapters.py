@@ -5,9 +5,9 @@
 The same model in the same loop, once as its library runs it and once with halfstep's adapter: four Linear layers of 512
 with BatchNorm, batch 128, AdamW, clipping by norm and a schedule per step, in fp32, where the least time passes outside
 of Python, on one thread and in processor time. The adapters check loss, gradients and buffers, keep what a rollback
-needs, and have a Guardian; the loops of their own guard nothing. Runs of both kinds alternate; a run's figure is the
-median of its steps without the first five, and the median over the pairs of runs is told. `aa` is a library's loop
-against itself.
+needs, and have a Guardian; the loops of their own guard nothing. Runs of both kinds alternate, of a loop that is
+one's own single steps; a run's figure is the median of its steps without the first five, and the median over the pairs
+of runs is told. `aa` is a library's loop against itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,7 @@ def accelerate(steps: int, ours: bool) -> float:
     return clock.median()
 
 
-def grad_scaler(steps: int, ours: bool) -> float:
-    clock = Clock()
+def grad_scaler(steps: int, ours: bool) -> Iterator[None]:
     model, optimizer, schedule, data = parts(steps)
     scaler = (halfstep if ours else torch.amp).GradScaler("cpu", init_scale=1024.0)
     if ours:
@@ -181,29 +180,48 @@ def grad_scaler(steps: int, ours: bool) -> float:
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
-        clock.mark()
-    return clock.median()
+        yield
 
 
-LOOPS: dict[str, Callable[[int, bool], float]] = {
+RUNS: dict[str, Callable[[int, bool], float]] = {
     "lightning": lightning,
     "transformers": transformers,
     "accelerate": accelerate,
-    "grad_scaler": grad_scaler,
 }
+"""Loops that a library owns: whole runs alternate, and each returns the median of its steps."""
+STEPS: dict[str, Callable[[int, bool], Iterator[None]]] = {"grad_scaler": grad_scaler}
+"""A loop of one's own, that can be taken step by step: single steps alternate."""
+LOOPS = (*RUNS, *STEPS)
+ARMS = {"own": False, "aa": False, "ours": True}
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measured(loop: Callable[[int, bool], float], steps: int, pairs: int, told: Callable[[int], None]) -> dict[str, Any]:
+def rounds_of(name: str, steps: int, pairs: int) -> Iterator[dict[str, float]]:
+    """Yield the seconds of a step of each arm, for each pair."""
+    if name in RUNS:
+        yield from interleaved({arm: partial(RUNS[name], steps, ours) for arm, ours in ARMS.items()}, pairs)
+        return
+    for _ in range(pairs):
+        loops = {arm: STEPS[name](steps, ours) for arm, ours in ARMS.items()}
+        turns = list(interleaved({arm: partial(seconds_of_next, loop) for arm, loop in loops.items()}, steps))
+        yield {arm: statistics.median(turn[arm] for turn in turns[WARM_UP:]) for arm in ARMS}
+
+
+def seconds_of_next(loop: Iterator[None]) -> float:
+    begun = time.process_time()
+    next(loop)
+    return time.process_time() - begun
+
+
+def measured(name: str, steps: int, pairs: int, told: Callable[[int], None]) -> dict[str, Any]:
     """Return the ratio with its spread, the library's own step time, and its loop against itself."""
-    timers = {"own": partial(loop, steps, False), "aa": partial(loop, steps, False), "ours": partial(loop, steps, True)}
     rounds = []
-    for times in interleaved(timers, pairs):
+    for times in rounds_of(name, steps, pairs):
         rounds.append(times)
         told(len(rounds))
-    own, aa, ours = ([times[name] for times in rounds] for name in timers)
+    own, aa, ours = ([times[arm] for times in rounds] for arm in ARMS)
     ratio = compare(ours, own)
     return {
         "ratio": round(ratio.median, 4),
@@ -233,7 +251,7 @@ def main() -> None:
             left = (time.monotonic() - begun) / pair * (given.pairs - pair)
             print(f"\r{name}: pair {pair} of {given.pairs}, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
 
-        found[name] = measured(LOOPS[name], given.steps, given.pairs, told)
+        found[name] = measured(name, given.steps, given.pairs, told)
         print(file=sys.stderr)
     command = f"python benchmarks/adapters.py --pairs {given.pairs} --steps {given.steps} --record"
     report = {"command": command, "conditions": before, "loops": found}

@@ -133,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._drop_owed()
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (Tensor, list, tuple)):
+        if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):
             outputs = list(outputs)  # a generator can be walked once, and torch would do so later
         scaled = super().scale(outputs) if self.precision.scaled else outputs
         for loss, ready in zip(_tensors(outputs), _tensors(scaled), strict=True):

@@ -102,7 +102,7 @@ class ScalerSlot(OptimizerSlot):
                 do="scaler.unscale_(optimizer) before clip_grad_norm_; after a sum or mean of your own over ranks, "
                 "scaler.accept_gradients(optimizer)",
             )
-        if not self.gradients.collect():
+        if all(p.grad is None for p in self.gradients.parameters):
             raise WrongUse(
                 f"no parameter of {self.name} has a gradient",
                 allowed="at least one parameter that the loss depends on",
