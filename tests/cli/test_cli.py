@@ -1,5 +1,6 @@
 import ast
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -34,6 +35,18 @@ def test_help_lists_the_folder_in_its_groups() -> None:
     for name in command_names():
         assert name in shown
     assert "Trouble" in shown
+
+
+def test_a_terminal_that_is_not_in_utf_8_gets_question_marks_and_no_traceback(tmp_path: Path) -> None:
+    run = tmp_path / ("a name that no narrow terminal has room for, ünd more" * 2)
+    run.mkdir()
+    (run / "recipe.yaml").write_text("task: segmentation\n")
+    (run / "train.log").write_text("")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "60"}
+    command = [sys.executable, "-m", "halfstep", "runs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **ascii_only})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"a name tha?" in done.stdout
 
 
 def test_an_error_that_nobody_expected_ends_with_70_and_its_traceback(

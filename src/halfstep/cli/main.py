@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ def main() -> None:
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
     # First of all: one rank prints, also before torch is loaded.
     os.environ.update(slurm_ranks(os.environ))
+    _print_anywhere()
     try:
         with _leaving_at_once(sys.argv[1:2]), nothing_collected():
             _show_activity(sys.argv[1:])
@@ -43,6 +45,12 @@ def main() -> None:
         raise SystemExit(SOFTWARE) from None
     finally:
         clear()
+
+
+def _print_anywhere() -> None:
+    """Print a question mark for what the terminal's encoding lacks, such as an ellipsis in ASCII, and no traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager
