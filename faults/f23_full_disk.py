@@ -8,20 +8,24 @@ import random
 import re
 import resource
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from faults import rig
 from faults.judged import first_wrong, outcome, steps
 from faults.outcome import Outcome
-from faults.slowed import SlowSteps
+from halfstep.checkpoint.commit import RankSnapshot, Saver, SaveResult
 from halfstep.checkpoint.paths import CHECKPOINTS, DRAFT, Disk, generations, leftovers
 from halfstep.checkpoint.reading import verified
 from halfstep.files import write_text
 from halfstep.journal.jsonl import read_events
 from halfstep.train import outputs
 from halfstep.train.weights import save_weights
+from tests.support.tiny_task import Tiny
 
 ID = "F23"
 WHAT = "a full disk costs nothing that was saved, is told at once, ends the run at the third time, and is got over"
@@ -31,9 +35,30 @@ ROOM = 27_000
 SAVED, FAILED = [3, 10], [6, 9, 12, 15, 18]
 """Steps whose saves have room, and those whose saves have none: two in a row, and three in a row."""
 COUNTED = [1, 2, 1, 2, 3]
-LATEST = {False: 2, True: 1}
-"""Steps until a failure is told; the small form runs beside other tests, on cores that are busy."""
+LATEST = 1
+"""Steps until a failure is told."""
 STORAGE = 74
+_saving: list[Future[SaveResult]] = []
+"""In the process of a run: the save in flight."""
+
+
+class StepsAfterSaves(Tiny):
+    """Steps that outlast a save: how busy the machine is does not decide at which of them a failure can be told."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any = None) -> Tensor:
+        wait(_saving)
+        return super().loss(model, batch, metrics)
+
+
+def note_saves() -> None:
+    """In the process of a run: `StepsAfterSaves` learns which save is in flight."""
+    save = Saver.save
+
+    def noted(self: Saver, snapshot: RankSnapshot) -> None:
+        save(self, snapshot)
+        _saving[:] = self._running
+
+    Saver.save = noted  # type: ignore[method-assign]
 
 
 class Filling(Disk):
@@ -88,7 +113,7 @@ def run(full: bool) -> Outcome:
             beside = reason != errno.EFBIG
             disk = Filling({save: chance.randrange(ROOM) for save in (2, 3, 5, 6, 7)}, reason)
             name = f"full-{number}"
-            trials[name] = _filled(folder / name, disk, beside, whole[beside], late, LATEST[full])
+            trials[name] = _filled(folder / name, disk, beside, whole[beside], late)
         for name, before in {"weights": no_room_for_weights, "result": no_room_for_the_result}.items():
             trials[name] = _without(folder / name, before, whole[False])
     return outcome(trials, f"told after {steps(max(late, default=0))}")
@@ -99,21 +124,24 @@ def _settings(beside: bool) -> dict[str, Any]:
 
 
 def _reference(folder: Path, beside: bool) -> rig.Ending:
-    assert rig.run(folder, _settings(beside), task=SlowSteps) == 0, rig.said(folder)
+    assert rig.run(folder, _settings(beside)) == 0, rig.said(folder)
     return rig.ending(folder)
 
 
-def _filled(folder: Path, disk: Disk, beside: bool, whole: rig.Ending, late: list[int], latest: int) -> str | None:
+def _filled(folder: Path, disk: Disk, beside: bool, whole: rig.Ending, late: list[int]) -> str | None:
     """Adds to `late` how many steps came before a failure was told."""
     settings = _settings(beside)
     return first_wrong(
-        ("the third in a row ends the run", lambda: rig.run(folder, settings, disk=disk, task=SlowSteps) == STORAGE),
+        (
+            "the third in a row ends the run",
+            lambda: rig.run(folder, settings, disk=disk, before=note_saves, task=StepsAfterSaves) == STORAGE,
+        ),
         ("a failure is told with its count", lambda: _told(folder) == list(zip(FAILED, COUNTED, strict=True))),
-        ("it is told soon", lambda: not late.append(_latest(folder)) and late[-1] <= latest),
+        ("it is told soon", lambda: not late.append(_latest(folder)) and late[-1] <= LATEST),
         ("what was saved is told", lambda: rig.committed(folder) == SAVED),
         ("what was saved is whole", lambda: _whole(folder) == SAVED[::-1]),
         ("no draft is left", lambda: not leftovers(folder / CHECKPOINTS)),
-        ("with room, the run ends", lambda: rig.run(folder, settings, task=SlowSteps) == 0),
+        ("with room, the run ends", lambda: rig.run(folder, settings) == 0),
         ("it saves again", lambda: rig.committed(folder)[-1] == 24),
         ("it is the same run to the bit", lambda: rig.ending(folder) == whole),
     )
@@ -122,16 +150,16 @@ def _filled(folder: Path, disk: Disk, beside: bool, whole: rig.Ending, late: lis
 def _without(folder: Path, before: Callable[[], None], whole: rig.Ending) -> str | None:
     """Weights and results are no checkpoints: a run goes to its end without them, and then says that it has none."""
     # The limit is the whole process's here too.
-    settings, task = _settings(False), SlowSteps
+    settings = _settings(False)
     return first_wrong(
-        ("the run ends in words", lambda: rig.run(folder, settings, before=before, task=task) == STORAGE),
+        ("the run ends in words", lambda: rig.run(folder, settings, before=before) == STORAGE),
         (
             "they say what is missing",
             lambda: bool(re.search("could not be written: .*File too large", rig.said(folder))),
         ),
         ("all steps were done", lambda: rig.committed(folder)[-1] == 24),
         ("nothing says that it is finished", lambda: not (folder / "result.json").exists()),
-        ("with room, the run ends", lambda: rig.run(folder, settings, task=task) == 0),
+        ("with room, the run ends", lambda: rig.run(folder, settings) == 0),
         ("it is the same run to the bit", lambda: rig.ending(folder) == whole),
     )
 
