@@ -7,7 +7,7 @@ import pytest
 
 from halfstep.draw.confusion import bars, matrix
 from halfstep.draw.images import INK, shortened, width_of, words
-from halfstep.draw.sheet import WIDTH, PicturedSample, alone, fitted, sheet
+from halfstep.draw.sheet import WIDTH, PicturedSample, fitted, sheet, single_picture
 
 LEGEND = [("background", (0, 0, 0)), ("a building with a long name", (230, 159, 0))]
 
@@ -31,7 +31,7 @@ def test_a_sheet_fits_a_screen(size: tuple[int, int], panels: int, entries: int)
     assert made.shape[1] <= WIDTH
     assert made.shape[0] < 2200
     assert (made == 90).all(-1).any(), "the picture itself is on it"
-    assert alone(PicturedSample({"": picture(*size)}, "a.jpg"), LEGEND).shape[1] <= WIDTH
+    assert single_picture(PicturedSample({"": picture(*size)}, "a.jpg"), LEGEND).shape[1] <= WIDTH
 
 
 def test_small_pictures_keep_their_pixels_and_large_ones_are_reduced() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import halfstep
 from halfstep.data.dataset import Batch
-from halfstep.journal.console import Clocks, area
+from halfstep.journal.console import Clocks, live_area
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.latest import Latest
 from halfstep.precision.precision import precision_named
@@ -26,7 +26,7 @@ def drawn(*events: Event) -> str:
     latest = Latest()
     for event in events:
         latest.on_event(event)
-    return "\n".join(line.plain for line in area(latest, CLOCKS, 100, "utf-8"))
+    return "\n".join(line.plain for line in live_area(latest, CLOCKS, 100, "utf-8"))
 
 
 def evaluating(**metrics: float) -> Event:

@@ -14,12 +14,12 @@ from halfstep.journal.jsonl import (
     JOURNAL,
     LOG,
     as_line,
-    cut_back,
+    check_format,
     last_time,
     read_events,
-    refuse_other_form,
     saved_events,
     sizes,
+    truncate,
 )
 from halfstep.journal.listeners import listeners
 from tests.journal.told import start, step, whole_run
@@ -34,8 +34,8 @@ def folder_with(path: Path, journal: bytes, log: bytes) -> Path:
 def test_a_folder_without_files_has_sizes_and_stays_empty(tmp_path: Path) -> None:
     assert sizes(tmp_path) == {JOURNAL: 0, LOG: 0}
     assert sizes(tmp_path / "none") == {JOURNAL: 0, LOG: 0}
-    cut_back(tmp_path / "none", {JOURNAL: 7, LOG: 0})
-    cut_back(tmp_path, {JOURNAL: 7, LOG: 0})
+    truncate(tmp_path / "none", {JOURNAL: 7, LOG: 0})
+    truncate(tmp_path, {JOURNAL: 7, LOG: 0})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,7 +52,7 @@ def test_sizes_at_any_moment_of_a_run_bring_that_moment_back(tmp_path: Path, at:
             before = {name: (tmp_path / name).read_bytes() for name in then}
     journal.close()
     assert len(read_events(tmp_path / JOURNAL)) == len(events)
-    cut_back(tmp_path, then)
+    truncate(tmp_path, then)
     assert {name: (tmp_path / name).read_bytes() for name in then} == before
     assert len(read_events(tmp_path / JOURNAL)) == at
 
@@ -62,31 +62,31 @@ def test_sizes_at_any_moment_of_a_run_bring_that_moment_back(tmp_path: Path, at:
     [(0, b""), (1, b""), (2, b""), (3, b"ab\n"), (4, b"ab\n"), (6, b"ab\ncd\n"), (7, b"ab\ncd\n"), (8, b"ab\ncd\n")],
 )
 def test_a_size_inside_a_line_moves_back_to_its_beginning(tmp_path: Path, size: int, left: bytes) -> None:
-    cut_back(folder_with(tmp_path, b"ab\ncd\nef", b"ab\ncd\nef"), {JOURNAL: size, LOG: size})
+    truncate(folder_with(tmp_path, b"ab\ncd\nef", b"ab\ncd\nef"), {JOURNAL: size, LOG: size})
     assert (tmp_path / JOURNAL).read_bytes() == (tmp_path / LOG).read_bytes() == left
 
 
 def test_a_shorter_file_loses_a_cut_line_and_no_more(tmp_path: Path) -> None:
-    cut_back(folder_with(tmp_path, b"ab\ncd", b"ab\n"), {JOURNAL: 10**30, LOG: 10**6})
+    truncate(folder_with(tmp_path, b"ab\ncd", b"ab\n"), {JOURNAL: 10**30, LOG: 10**6})
     assert (tmp_path / JOURNAL).read_bytes() == b"ab\n"
     assert (tmp_path / LOG).read_bytes() == b"ab\n"
 
 
 def test_zeros_that_a_loss_of_power_left_are_cut_off(tmp_path: Path) -> None:
     line = as_line(step(1)).encode()
-    cut_back(folder_with(tmp_path, line + bytes(100_000), b""), {JOURNAL: len(line) + 90_000, LOG: 0})
+    truncate(folder_with(tmp_path, line + bytes(100_000), b""), {JOURNAL: len(line) + 90_000, LOG: 0})
     assert (tmp_path / JOURNAL).read_bytes() == line
 
 
 def test_lines_longer_than_a_block(tmp_path: Path) -> None:
     long = b"x" * 200_000 + b"\n"
-    cut_back(folder_with(tmp_path, long + long, long), {JOURNAL: 400_001, LOG: 200_000})
+    truncate(folder_with(tmp_path, long + long, long), {JOURNAL: 400_001, LOG: 200_000})
     assert (tmp_path / JOURNAL).read_bytes() == long
     assert (tmp_path / LOG).read_bytes() == b""
 
 
 def test_a_file_without_a_size_was_not_there(tmp_path: Path) -> None:
-    cut_back(folder_with(tmp_path, b"ab\n", b"cd\n"), {LOG: 3})
+    truncate(folder_with(tmp_path, b"ab\n", b"cd\n"), {LOG: 3})
     assert sizes(tmp_path) == {JOURNAL: 0, LOG: 3}
 
 
@@ -108,7 +108,7 @@ def test_other_names_and_sizes_are_refused_before_anything_is_cut(tmp_path: Path
     folder = folder_with(tmp_path / "run", b"ab\n", b"cd\n")
     (tmp_path / "a").write_bytes(b"mine\n")
     with pytest.raises(StateMismatch, match=r"journal\.jsonl and train\.log"):
-        cut_back(folder, {JOURNAL: 0, **bad})
+        truncate(folder, {JOURNAL: 0, **bad})
     assert sizes(folder) == {JOURNAL: 3, LOG: 3}
     assert (tmp_path / "a").read_bytes() == b"mine\n"
 
@@ -117,7 +117,7 @@ def test_other_names_and_sizes_are_refused_before_anything_is_cut(tmp_path: Path
 def test_a_file_that_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
     (folder_with(tmp_path, b"ab\n", b"") / JOURNAL).chmod(0o444)
     with pytest.raises(FolderTaken, match=r"run\.dir"):
-        cut_back(tmp_path, {})
+        truncate(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def old_start() -> Event:
 def test_a_journal_of_another_form_is_refused(tmp_path: Path, first: Event, said: str) -> None:
     path = tmp_path / JOURNAL
     path.write_text(as_line(first) + as_line(step(1)))
-    for read in (read_events, refuse_other_form, lambda path: list(saved_events(path))):
+    for read in (read_events, check_format, lambda path: list(saved_events(path))):
         with pytest.raises(StateMismatch, match=said):
             read(path)
 
@@ -178,5 +178,5 @@ def test_a_journal_of_another_form_is_refused(tmp_path: Path, first: Event, said
 def test_a_journal_of_this_form_or_a_damaged_one_is_read(tmp_path: Path, form: Any) -> None:
     path = tmp_path / JOURNAL
     path.write_text(as_line(start(format=form)) + as_line(step(1)))
-    refuse_other_form(path)
+    check_format(path)
     assert [event["event"] for event in read_events(path)] == ["start", "step"]

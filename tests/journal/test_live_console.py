@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halfstep.journal.console import REFRESHES_A_SECOND, Clocks, LiveConsole, area
+from halfstep.journal.console import REFRESHES_A_SECOND, Clocks, LiveConsole, live_area
 from halfstep.journal.events import Event
 from halfstep.journal.latest import Latest
 from halfstep.journal.listeners import console_listener
@@ -85,7 +85,7 @@ def test_while_it_runs_bars_and_numbers_are_at_the_bottom() -> None:
 def test_the_area_fits_any_width(width: int, encoding: str) -> None:
     gpu = {"utilisation": 0.93, "memory_utilisation": 0.4, "power_watts": 211.3, "temperature": 64.0}
     reasons = [step(n, f"guard:a_long_name_{n}", loss_scale=2.0) for n in range(1, 12)]
-    lines = area(heard([start(), *reasons, speed(gpu=gpu)]), Clocks(1e6, 30.0, 1e7), width, encoding)
+    lines = live_area(heard([start(), *reasons, speed(gpu=gpu)]), Clocks(1e6, 30.0, 1e7), width, encoding)
     assert all(line.cell_len <= width for line in lines)
     assert encoding == "utf-8" or all(line.plain.replace("…", "").isascii() for line in lines)
 
@@ -93,18 +93,18 @@ def test_the_area_fits_any_width(width: int, encoding: str) -> None:
 def test_numbers_share_as_few_lines_as_hold_them() -> None:
     latest = heard([start(), step(12), speed()])
     clocks = Clocks(3.0, 3.0, 95.0)
-    assert [len(area(latest, clocks, width, "utf-8")) for width in (40, 80, 140)] == [4, 3, 3]
+    assert [len(live_area(latest, clocks, width, "utf-8")) for width in (40, 80, 140)] == [4, 3, 3]
 
 
 def test_the_bars_are_as_long_as_the_work_that_is_done() -> None:
     for attempt, share in ((1, 0.05), (10, 0.5), (20, 1.0)):
-        text = area(heard([start(), step(attempt)]), Clocks(0.0, 0.0, 0.0), 120, "utf-8")[0].plain
+        text = live_area(heard([start(), step(attempt)]), Clocks(0.0, 0.0, 0.0), 120, "utf-8")[0].plain
         full, rest = text.count("━"), text.count("─")
         assert full == int((full + rest) * share)
 
 
 def test_more_steps_than_were_planned_fill_the_bar_and_no_more() -> None:
-    lines = area(heard([start(steps=3, steps_per_epoch=3), step(9)]), Clocks(1.0, 1.0, 0.0), 80, "utf-8")
+    lines = live_area(heard([start(steps=3, steps_per_epoch=3), step(9)]), Clocks(1.0, 1.0, 0.0), 80, "utf-8")
     assert all(line.cell_len <= 80 for line in lines)
     assert "─" not in lines[1].plain
 
@@ -112,25 +112,25 @@ def test_more_steps_than_were_planned_fill_the_bar_and_no_more() -> None:
 def test_an_evaluation_has_the_bar_until_the_next_step() -> None:
     evaluating = {"event": "evaluating", "time": 6.5, "epoch": 1, "done": 3, "total": 4}
     clocks = Clocks(7.0, 7.0, 10.0)
-    first = area(heard([start(), step(20), evaluating]), clocks, 120, "utf-8")[0].plain
+    first = live_area(heard([start(), step(20), evaluating]), clocks, 120, "utf-8")[0].plain
     assert first.startswith(" Epoch 1/2 [Val]  ━")
     assert "3/4  00:07<--:--" in first
-    then = area(heard([start(), step(20), evaluating, step(21, time=7.0)]), clocks, 120, "utf-8")[0].plain
+    then = live_area(heard([start(), step(20), evaluating, step(21, time=7.0)]), clocks, 120, "utf-8")[0].plain
     assert then.startswith(" Epoch 2/2 [Train]  ━")
 
 
 def test_without_a_step_it_says_what_it_waits_for() -> None:
-    lines = area(Latest(), Clocks(0.0, 0.0, 0.0), 80, "utf-8")
+    lines = live_area(Latest(), Clocks(0.0, 0.0, 0.0), 80, "utf-8")
     assert [line.plain for line in lines] == [" preparing the first step  00:00"]
     stage = {"event": "stage", "time": 0.1, "text": "reading the first 16 samples"}
-    lines = area(heard([start(), stage]), Clocks(9.0, 9.0, math.nan, stage=8.0), 80, "utf-8")
+    lines = live_area(heard([start(), stage]), Clocks(9.0, 9.0, math.nan, stage=8.0), 80, "utf-8")
     assert [line.plain for line in lines] == [" reading the first 16 samples  00:08"]
-    assert len(area(heard([start(), stage, step(1)]), Clocks(9.0, 9.0, math.nan), 80, "utf-8")) == 3
+    assert len(live_area(heard([start(), stage, step(1)]), Clocks(9.0, 9.0, math.nan), 80, "utf-8")) == 3
 
 
 def test_what_is_left_is_marked_as_rough_until_an_evaluation_was_timed() -> None:
     clocks = Clocks(3.0, 3.0, 95.0, 20.0, is_rough=True)
-    epoch, run = (line.plain for line in area(heard([start(), step(12)]), clocks, 120, "utf-8")[:2])
+    epoch, run = (line.plain for line in live_area(heard([start(), step(12)]), clocks, 120, "utf-8")[:2])
     assert "12/20  00:03<00:20" in epoch
     assert "12/40  00:03<~01:35" in run
 

@@ -21,7 +21,7 @@ from halfstep.errors import WrongUse
 from halfstep.journal import mlflow
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import tracker_listeners
-from halfstep.journal.mlflow import Rest
+from halfstep.journal.mlflow import RestClient
 from halfstep.journal.trackers import MLFLOW_FILE, tracker_hints
 from halfstep.recipe.strict_yaml import flat
 from tests.journal.told import speed, start, step, whole_run
@@ -131,7 +131,7 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_run(tmp_path: Path, se
 def test_names_keys_and_numbers_of_the_environment_are_used(
     tmp_path: Path, server: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = mlflow.rest_from_environment().uri.removeprefix("http://")
+    address = mlflow.client_from_environment().uri.removeprefix("http://")
     monkeypatch.setenv(mlflow.TRACKING_URI, f"http://me:s%20cret@{address}/")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     told(tmp_path, [start()])
@@ -208,7 +208,7 @@ def test_messages_that_wait_are_not_kept_without_end(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("uri", ["", "file:///tmp/mlruns", "sqlite:///m.db", "databricks", "http://", "ftp://host"])
 def test_an_address_that_is_none_is_refused_before_the_run_begins(uri: str) -> None:
     with pytest.raises(WrongUse, match="MLFLOW_TRACKING_URI") as refused:
-        Rest(uri)
+        RestClient(uri)
     assert "http://127.0.0.1:5000" in refused.value.do
 
 

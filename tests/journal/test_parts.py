@@ -15,11 +15,11 @@ from halfstep.journal.jsonl import (
     LOG,
     JsonLines,
     as_line,
-    cut_back,
     last_time,
     read_events,
     saved_events,
     sizes,
+    truncate,
 )
 from halfstep.train.run_folder import _refuse_links
 from tests.journal.told import start, step
@@ -65,7 +65,7 @@ def sum_to(parts: list[Path], number: int) -> int:
 @pytest.mark.parametrize("more", [0, 5])
 def test_a_journal_is_cut_back_across_files_and_goes_on(tmp_path: Path, kept: int, more: int) -> None:
     after = [0, *written(tmp_path / JOURNAL, EVENTS)]
-    cut_back(tmp_path, {JOURNAL: after[kept] + more, LOG: 0})
+    truncate(tmp_path, {JOURNAL: after[kept] + more, LOG: 0})
     assert read_events(tmp_path / JOURNAL) == EVENTS[:kept]
     assert sizes(tmp_path)[JOURNAL] == after[kept]
     assert last_time(tmp_path / JOURNAL) == (EVENTS[kept - 1]["time"] if kept else 0.0)
@@ -90,11 +90,11 @@ def test_a_launch_killed_while_it_cuts_or_begins_a_file_loses_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(jsonl.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            cut_back(tmp_path, {JOURNAL: after[kept], LOG: 0})
+            truncate(tmp_path, {JOURNAL: after[kept], LOG: 0})
     read = read_events(tmp_path / JOURNAL)
     assert read == EVENTS[: len(read)]
     assert len(read) >= kept
-    cut_back(tmp_path, {JOURNAL: after[kept], LOG: 0})
+    truncate(tmp_path, {JOURNAL: after[kept], LOG: 0})
     assert read_events(tmp_path / JOURNAL) == EVENTS[:kept]
 
 
@@ -103,7 +103,7 @@ def test_files_that_a_user_took_away_move_nothing(tmp_path: Path) -> None:
     gone, *_ = earlier(tmp_path)
     gone.unlink()
     assert read_events(tmp_path / JOURNAL) == EVENTS[1:]
-    cut_back(tmp_path, {JOURNAL: after[20], LOG: 0})
+    truncate(tmp_path, {JOURNAL: after[20], LOG: 0})
     assert read_events(tmp_path / JOURNAL) == EVENTS[1:21]
 
 
@@ -126,5 +126,5 @@ def test_a_link_in_place_of_a_part_is_neither_read_nor_cut(tmp_path: Path) -> No
     assert [event["attempt"] for event in read_events(run / JOURNAL)] == [2]
     with pytest.raises(Unsafe, match="a link"):
         _refuse_links(run)
-    cut_back(run, {})
+    truncate(run, {})
     assert other.read_text() == as_line(step(1))

@@ -18,7 +18,7 @@ from halfstep.journal import jsonl, summary
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import JOURNAL, as_line, lines_backwards, read_event
 from halfstep.journal.summary import MOST_CURVES, MOST_EVENTS, MOST_SKIPS, STEP_CURVES, Summary, summarize
-from halfstep.journal.thinning import MOST_NAMES, MOST_POINTS, OTHER, Axis, Point, Sample, Thinned, number
+from halfstep.journal.thinning import MOST_NAMES, MOST_POINTS, OTHER, Axis, Point, Subsample, Thinned, number
 from tests.journal.told import end, epoch, note, speed, start, step, whole_run
 
 # -- a straightforward reader -----------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_what_is_too_much_between_two_steps_is_counted(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 9, 1000])
 def test_a_sample_has_the_first_the_last_and_no_more_than_asked(count: int) -> None:
-    sample: Sample[int] = Sample(8)
+    sample: Subsample[int] = Subsample(8)
     for n in range(count):
         sample.add(n)
     assert sample.count == count

@@ -10,7 +10,7 @@ import pytest
 
 from halfstep.draw.curves import draw_curves
 from halfstep.journal.events import Event, Journal
-from halfstep.journal.jsonl import JOURNAL, LOG, cut_back, last_time, read_events, sizes
+from halfstep.journal.jsonl import JOURNAL, LOG, last_time, read_events, sizes, truncate
 from halfstep.journal.listeners import listeners
 from halfstep.journal.trackers import EventScalars
 from tests.journal.told import epoch, resumed, saved, speed, start, step, until, whole_run
@@ -33,7 +33,7 @@ def killed_and_taken_up(folder: Path, kind: str, killed_at: int, tracker: str = 
     then = sizes(folder)
     tell(first, [saved(AT, 7), *events[kept : until(events, killed_at)]])
     first.close()
-    cut_back(folder, then)
+    truncate(folder, then)
     if tracker != "none":
         _next_second()
     again = listeners(folder, tracker=tracker, console=None, resumed_at=AT)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from halfstep.report.bars import MemoryUse, intervals, memory_bars
-from halfstep.report.charts import BOTTOM, HEIGHT, HOVERS, LEFT, RIGHT, TOP, WIDTH, Curve, line_chart, short
+from halfstep.report.charts import BOTTOM, HEIGHT, HOVERS, LEFT, RIGHT, TOP, WIDTH, Curve, line_chart, tick_text
 
 
 def drawn(*values: float, **options: object) -> list[tuple[float, float]]:
@@ -79,7 +79,7 @@ def test_hover_columns_touch_one_another_and_name_all_curves() -> None:
     ("value", "words"), [(0.0, "0"), (0.25, "0.25"), (1500.0, "1.5k"), (2e6, "2M"), (3e-5, "3e-5"), (-0.5, "-0.5")]
 )
 def test_labels_are_short(value: float, words: str) -> None:
-    assert short(value) == words
+    assert tick_text(value) == words
 
 
 def test_memory_is_stacked_on_one_axis_with_the_measured_beside_it() -> None:

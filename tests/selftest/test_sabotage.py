@@ -15,7 +15,7 @@ import torch
 from halfstep.precision.hardware import describe
 from halfstep.selftest import worker
 from halfstep.selftest.names import PARTS
-from halfstep.selftest.part import PartFailed, Place
+from halfstep.selftest.part import PartContext, PartFailed
 from halfstep.selftest.parts import overhead, parity, ranks
 from tests.selftest.sabotages import ALL, Sabotage
 from tests.support.ranks import Ranks
@@ -25,7 +25,7 @@ HERE = {name: sabotage for name, sabotage in ALL.items() if sabotage.here}
 
 
 def row(part: str) -> dict[str, Any]:
-    return worker._do(Place(describe("cpu")), {"do": part})[1]
+    return worker._do(PartContext(describe("cpu")), {"do": part})[1]
 
 
 @pytest.fixture(autouse=True)

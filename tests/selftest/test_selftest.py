@@ -22,9 +22,9 @@ from halfstep.cli.main import build
 from halfstep.errors import BadData, missing_extra
 from halfstep.precision.hardware import describe
 from halfstep.selftest import names, table, worker
-from halfstep.selftest.facts import about, without_names
-from halfstep.selftest.names import FAILED, PARTS, PASSED, SKIPPED, what
-from halfstep.selftest.part import Measured, PartFailed, PartSkipped, Place
+from halfstep.selftest.facts import device_facts, without_names
+from halfstep.selftest.names import FAILED, PARTS, PASSED, SKIPPED, description
+from halfstep.selftest.part import Measured, PartContext, PartFailed, PartSkipped
 from halfstep.selftest.parts import memory, overhead, parity, plan, ranks, scale
 from halfstep.selftest.run import selftest
 from tests.selftest.test_sabotage import ROOT
@@ -96,13 +96,13 @@ def test_a_crash_is_one_part_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 def ended(monkeypatch: pytest.MonkeyPatch, end: BaseException | Measured) -> dict[str, Any]:
     """Run a part that ends in this way."""
 
-    def check(_place: Place) -> Measured:
+    def check(_place: PartContext) -> Measured:
         if isinstance(end, BaseException):
             raise end
         return end
 
     monkeypatch.setitem(sys.modules, "halfstep.selftest.parts.made_up", types.SimpleNamespace(check=check))
-    return worker._do(Place(describe("cpu")), {"do": "made_up"})[1]
+    return worker._do(PartContext(describe("cpu")), {"do": "made_up"})[1]
 
 
 def test_a_failure_and_a_bug_are_told_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +128,11 @@ def test_what_cannot_run_is_skipped_and_never_passed(monkeypatch: pytest.MonkeyP
 
 
 def test_resume_without_a_folder_or_room_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = worker._do(Place(describe("cpu"), folder=None), {"do": "resume"})[1]
+    row = worker._do(PartContext(describe("cpu"), folder=None), {"do": "resume"})[1]
     assert row["result"] == SKIPPED
     assert "TMPDIR" in row["figure"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: types.SimpleNamespace(free=3 * 2**20))
-    row = worker._do(Place(describe("cpu"), folder=tmp_path), {"do": "resume"})[1]
+    row = worker._do(PartContext(describe("cpu"), folder=tmp_path), {"do": "resume"})[1]
     assert row["result"] == SKIPPED
     assert "3 of 64 MiB free" in row["figure"]
 
@@ -154,7 +154,7 @@ def test_paths_and_names_are_taken_out(text: str, told: str) -> None:
 def test_settings_that_change_the_result_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFSTEP_CPUINFO", "/somewhere/else")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = about(describe("cpu"))["settings"]
+    settings = device_facts(describe("cpu"))["settings"]
     assert settings["HALFSTEP_CPUINFO"] == "set"
     assert settings["OMP_NUM_THREADS"] == "1"
 
@@ -168,7 +168,7 @@ def test_the_list_has_every_part() -> None:
     assert all(f"\n {part}" in f"\n{result.output}" for part in PARTS)
     files = {path.stem for path in (Path(names.__file__).parent / "parts").glob("*.py")} - {"__init__"}
     assert files == set(PARTS)
-    assert all(len(what(part)) > 20 for part in PARTS)
+    assert all(len(description(part)) > 20 for part in PARTS)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def report_of(**results: str) -> dict[str, Any]:
     ]
     failed = FAILED in results.values()
     known = {"form": 1, "interrupted": False, "passed": not failed, "seconds": 11.0, "parts": rows}
-    return {**about(describe("cpu")), **known}
+    return {**device_facts(describe("cpu")), **known}
 
 
 @pytest.mark.parametrize("words", [[], ["--json"], ["--json", "-"], ["--json", "--only", "ranks"]])
@@ -279,13 +279,13 @@ def test_a_gpu_s_memory_is_counted_without_what_was_there_before(monkeypatch: py
     monkeypatch.setattr(memory, "Candidate", lambda *_: types.SimpleNamespace(step=lambda: stepped.append("step")))
     monkeypatch.setattr(memory, "peak_of", lambda _candidate: 5000 + 1100)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _device: 5000)
-    monkeypatch.setattr(Place, "device", property(lambda self: torch.device("cpu")))
-    monkeypatch.setattr(Place, "chosen", lambda self: self.native()[0])
-    found = memory.check(Place(cuda("A100", 8, 0)))
+    monkeypatch.setattr(PartContext, "device", property(lambda self: torch.device("cpu")))
+    monkeypatch.setattr(PartContext, "chosen", lambda self: self.native()[0])
+    found = memory.check(PartContext(cuda("A100", 8, 0)))
     assert found.figures == {"fp32": {"predicted": 1000, "counted": 1100}}
     assert stepped == ["step"]
     with pytest.raises(PartSkipped, match="mps keeps no peak"):
-        memory.check(Place(describe_as("mps")))
+        memory.check(PartContext(describe_as("mps")))
 
 
 def describe_as(kind: str) -> Any:
@@ -295,8 +295,8 @@ def describe_as(kind: str) -> Any:
 
 
 def test_a_gpu_s_native_precisions_are_checked() -> None:
-    assert [p.name for p in Place(cuda("A100", 8, 0)).native()] == ["fp32", "bf16", "fp16", "tf32"]
-    assert [p.name for p in Place(cuda("Tesla T4", 7, 5)).native()] == ["fp32", "fp16"]
+    assert [p.name for p in PartContext(cuda("A100", 8, 0)).native()] == ["fp32", "bf16", "fp16", "tf32"]
+    assert [p.name for p in PartContext(cuda("Tesla T4", 7, 5)).native()] == ["fp32", "fp16"]
 
 
 # -- the page of devices ----------------------------------------------------------------------------------------------

@@ -52,14 +52,14 @@ class ScaledBackward:
         scaled.register_hook(lambda _gradient: self._begin(seen))
 
     def _begin(self, loss: Tensor) -> None:
-        before = versions(self._parameters)
+        before = gradient_versions(self._parameters)
         true_size = {id(p) for parameters in self._unscaled.values() for p in parameters if _holds_something(p)}
         # Two callbacks, one queued by the other: DDP and FSDP2 finish the gradients in callbacks of their own, which
         # are queued during the pass, after the first of these and before the second.
         _queue(lambda: _queue(lambda: self._over(loss, before, true_size)))
 
     def _over(self, loss: Tensor, before: dict[int, Version], true_size: set[int]) -> None:
-        written = versions(self._parameters)
+        written = gradient_versions(self._parameters)
         if before:
             written = {key: now for key, now in written.items() if before.get(key) != now}
         if true_size & written.keys():
@@ -94,7 +94,7 @@ class ScaledBackward:
 
     def accept(self, parameters: Sequence[Tensor]) -> None:
         """Take the gradients as they are now for those that the last pass left."""
-        self._left.update(versions([p for p in parameters if id(p) in self._left]))
+        self._left.update(gradient_versions([p for p in parameters if id(p) in self._left]))
 
     def unscaled(self, key: int, parameters: Sequence[Tensor]) -> None:
         """Note that these gradients have their true size: another scaled pass into them would mix the two."""
@@ -105,7 +105,7 @@ class ScaledBackward:
         self._unscaled.pop(key, None)
 
 
-def versions(parameters: Iterable[Tensor]) -> dict[int, Version]:
+def gradient_versions(parameters: Iterable[Tensor]) -> dict[int, Version]:
     """Return identity and version of each gradient, by the id of its parameter."""
     # Both: a gradient may be written, and it may be replaced.
     return {id(p): (id(g), g._version) for p in parameters if (g := p.grad) is not None}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from halfstep.adapters.scaled_backward import Version, versions
+from halfstep.adapters.scaled_backward import Version, gradient_versions
 from halfstep.errors import WrongUse
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.report import StepReport
@@ -48,11 +48,11 @@ class ScalerSlot(OptimizerSlot):
     def note_judged(self) -> None:
         """Note the gradients that the last decision was about."""
         # Only written ones: of a fresh gradient, the next one may have the identity and the version.
-        self._judged = {key: v for key, v in versions(self.gradients.parameters).items() if v[1] > 0}
+        self._judged = {key: v for key, v in gradient_versions(self.gradients.parameters).items() if v[1] > 0}
 
     def was_judged(self) -> bool:
         """Return whether the gradients are those that the last decision was about."""
-        return bool(self._judged) and self._judged.items() <= versions(self.gradients.parameters).items()
+        return bool(self._judged) and self._judged.items() <= gradient_versions(self.gradients.parameters).items()
 
     def call(self, scaler: torch.amp.GradScaler, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
         """Step the optimizer, and give a fused one what torch's own scaler gives it."""

@@ -300,8 +300,8 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
 
 def _labelled(prediction: Prediction, name: Path) -> Picture | None:
     """Return the overlay with a legend of its colors; unchanged where there is none."""
-    from halfstep.draw.sheet import PicturedSample, alone
+    from halfstep.draw.sheet import PicturedSample, single_picture
 
     if prediction.overlay is None or not prediction.legend:
         return prediction.overlay
-    return alone(PicturedSample({"": prediction.overlay}, str(name)), prediction.legend)
+    return single_picture(PicturedSample({"": prediction.overlay}, str(name)), prediction.legend)

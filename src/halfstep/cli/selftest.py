@@ -51,10 +51,10 @@ def run(
     named. 130: interrupted.
     """
     from halfstep.cli.pages import selftest as page
-    from halfstep.selftest.names import PARTS, what
+    from halfstep.selftest.names import PARTS, description
 
     if list:
-        page.show_list({name: what(name) for name in PARTS})
+        page.show_list({name: description(name) for name in PARTS})
         return
     _refuse_ranks()
     names = _chosen(only, PARTS)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfstep.draw.images import INK, PALE, PAPER, Array, Colour, line_height, width_of, words
-from halfstep.draw.sheet import beside, paper, stacked
+from halfstep.draw.sheet import blank, in_column, in_row
 
 TEXT = 13
 MOST_NAMED = 16
@@ -27,15 +27,15 @@ def matrix(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Array:
     cell = CELL if len(names) <= MOST_NAMED else max(SMALLEST, MOST_NAMED * CELL // len(names))
     numbered = cell == CELL
     rows = [
-        beside([_cell(share, y == x, cell, numbered) for x, share in enumerate(row)], 1) for y, row in enumerate(shares)
+        in_row([_cell(share, y == x, cell, numbered) for x, share in enumerate(row)], 1) for y, row in enumerate(shares)
     ]
-    body = stacked(rows, 1)
+    body = in_column(rows, 1)
     if not numbered:
-        return stacked([words("rows: truth, columns: taken for", TEXT, body.shape[1], PALE), body], 4)
+        return in_column([words("rows: truth, columns: taken for", TEXT, body.shape[1], PALE), body], 4)
     left = min(NAME, max(width_of(name, TEXT) for name in names) + 4)
     head = _columns(names, left, cell)
-    lines = [beside([_label(name, left, cell), row], 4) for name, row in zip(names, rows, strict=True)]
-    return stacked([words("rows: truth, columns: taken for (% of the row)", TEXT, 400, PALE), head, *lines], 1)
+    lines = [in_row([_label(name, left, cell), row], 4) for name, row in zip(names, rows, strict=True)]
+    return in_column([words("rows: truth, columns: taken for (% of the row)", TEXT, 400, PALE), head, *lines], 1)
 
 
 def bars(names: Sequence[str], values: Sequence[float], heading: str) -> Array:
@@ -46,16 +46,16 @@ def bars(names: Sequence[str], values: Sequence[float], heading: str) -> Array:
         heading += f", the lowest {MOST_BARS} of {len(names)}"
     left = min(NAME, max(width_of(names[n], TEXT) for n in order) + 4)
     lines = [_bar(names[n], values[n], left) for n in order]
-    return stacked([words(heading, TEXT, NAME + BAR + 60, PALE), *lines], 3)
+    return in_column([words(heading, TEXT, NAME + BAR + 60, PALE), *lines], 3)
 
 
 def _bar(name: str, value: float, left: int) -> Array:
     high = line_height(TEXT)
-    field = paper(high, BAR)
+    field = blank(high, BAR)
     field[2:-2] = EMPTY
     field[2:-2, : 0 if math.isnan(value) else round(BAR * value)] = RIGHT
     text = "none there" if math.isnan(value) else f"{value:.3f}"
-    return beside([_label(name, left, high), field, words(text, TEXT, 80)], 6)
+    return in_row([_label(name, left, high), field, words(text, TEXT, 80)], 6)
 
 
 def _cell(share: float, right: bool, side: int, numbered: bool) -> Array:
@@ -64,7 +64,7 @@ def _cell(share: float, right: bool, side: int, numbered: bool) -> Array:
     strength = 0.0 if missing else share**0.5  # the square root keeps small mistakes visible
     mixed = [round(p + (c - p) * strength) for p, c in zip(EMPTY, RIGHT if right else WRONG, strict=True)]
     colour: Colour = (235, 235, 235) if missing else (mixed[0], mixed[1], mixed[2])
-    cell = paper(side, side)
+    cell = blank(side, side)
     cell[:] = colour
     if numbered and not missing and share >= 0.0005:
         # Two significant digits: 10 and more without a decimal, less with one; 9.95 would round up to 10.0.
@@ -81,16 +81,16 @@ def _columns(names: Sequence[str], left: int, cell: int) -> Array:
     high = max(label.shape[0] for label in labels)
     fields = []
     for label in labels:
-        field = paper(high + 4, cell)
+        field = blank(high + 4, cell)
         indent = (cell - label.shape[1]) // 2
         field[high - label.shape[0] : high, indent : indent + label.shape[1]] = label
         fields.append(field)
-    return beside([paper(high, left), beside(fields, 1)], 4)
+    return in_row([blank(high, left), in_row(fields, 1)], 4)
 
 
 def _label(name: str, wide: int, high: int) -> Array:
     """Draw a name right-aligned in its field."""
-    field, text = paper(high, wide), words(name, TEXT, wide)
+    field, text = blank(high, wide), words(name, TEXT, wide)
     top = max(0, (high - text.shape[0]) // 2)
     field[top : top + text.shape[0], wide - text.shape[1] :] = text[: high - top]
     return field

@@ -47,20 +47,20 @@ def sheet(
     """Draw all entries as one picture, at most WIDTH wide; `figures` are placed above them unchanged."""
     inner = WIDTH - 2 * MARGIN
     body = _cards(entries, inner) if _are_cards(entries) else _rows(entries, inner)
-    body = [*figures, paper(GAP, 1), *body] if figures else body
+    body = [*figures, blank(GAP, 1), *body] if figures else body
     top = [words(heading, TITLE, inner)] if heading else []
     top += [words(note, TEXT, inner, PALE)] if note else []
     top += [_legend(legend, inner)] if legend else []
-    return _framed(stacked([*top, *body]))
+    return _framed(in_column([*top, *body]))
 
 
-def alone(entry: PicturedSample, legend: Sequence[tuple[str, Colour]]) -> Array:
+def single_picture(entry: PicturedSample, legend: Sequence[tuple[str, Colour]]) -> Array:
     """Draw a single picture as large as a screen allows, with its caption above and the legend below."""
     inner = WIDTH - 2 * MARGIN
     given = next(iter(entry.panels.values()))
     picture = fitted(given, inner, max(LARGEST // 2, min(LARGEST, given.shape[0])))
     wide = max(picture.shape[1], LEAST)
-    return _framed(stacked([words(entry.caption, TEXT, wide), picture, _legend(legend, wide)]))
+    return _framed(in_column([words(entry.caption, TEXT, wide), picture, _legend(legend, wide)]))
 
 
 def _are_cards(entries: Sequence[PicturedSample]) -> bool:
@@ -89,14 +89,14 @@ def _rows(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
 
 def _aligned(parts: Sequence[Array], wide: Sequence[int]) -> Array:
     """Place each part in its column."""
-    return beside([_placed(part, across) for part, across in zip(parts, wide, strict=False)])
+    return in_row([_placed(part, across) for part, across in zip(parts, wide, strict=False)])
 
 
 def _cards(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
     """Draw samples side by side, each with its caption below."""
     each = (inner - GAP * (CARDS - 1)) // CARDS
     cards = [_card(entry, each) for entry in entries]
-    return [beside(cards[first : first + CARDS]) for first in range(0, len(cards), CARDS)]
+    return [in_row(cards[first : first + CARDS]) for first in range(0, len(cards), CARDS)]
 
 
 def _card(entry: PicturedSample, each: int) -> Array:
@@ -104,7 +104,7 @@ def _card(entry: PicturedSample, each: int) -> Array:
     picture = fitted(next(iter(entry.panels.values())), each - 2 * edge, HIGHEST)
     picture = _framed(picture, FRAME, entry.frame) if entry.frame else picture
     lines = [words(line, TEXT, each - GAP, INK if not n else PALE) for n, line in enumerate(entry.caption.split("\n"))]
-    return _placed(stacked([picture, *lines], gap=2), each)
+    return _placed(in_column([picture, *lines], gap=2), each)
 
 
 def fitted(picture: Array, wide: int, high: int) -> Array:
@@ -122,14 +122,14 @@ def fitted(picture: Array, wide: int, high: int) -> Array:
 
 def _legend(legend: Sequence[tuple[str, Colour]], inner: int) -> Array:
     """Draw color patches with their names in as many lines as they need."""
-    items = [beside([_patch(colour), words(name, TEXT, inner // 3)], gap=5) for name, colour in legend]
+    items = [in_row([_patch(colour), words(name, TEXT, inner // 3)], gap=5) for name, colour in legend]
     lines: list[list[Array]] = [[]]
     for item in items:
         taken = sum(one.shape[1] + 2 * GAP for one in lines[-1])
         if lines[-1] and taken + item.shape[1] > inner:
             lines.append([])
         lines[-1].append(item)
-    return stacked([beside(line, gap=2 * GAP) for line in lines], gap=2)
+    return in_column([in_row(line, gap=2 * GAP) for line in lines], gap=2)
 
 
 def _patch(colour: Colour) -> Array:
@@ -144,11 +144,11 @@ def _patch(colour: Colour) -> Array:
 # -- arrays beside and below one another -----------------------------------------------------------------------------
 
 
-def beside(parts: Sequence[Array], gap: int = GAP) -> Array:
+def in_row(parts: Sequence[Array], gap: int = GAP) -> Array:
     """Join parts in a row."""
     high = max(part.shape[0] for part in parts)
     wide = sum(part.shape[1] for part in parts) + gap * (len(parts) - 1)
-    out, left = paper(high, wide), 0
+    out, left = blank(high, wide), 0
     for part in parts:
         out[: part.shape[0], left : left + part.shape[1]] = part
         left += part.shape[1] + gap
@@ -158,13 +158,13 @@ def beside(parts: Sequence[Array], gap: int = GAP) -> Array:
 def beside_or_below(parts: Sequence[Array], gap: int = 4 * GAP) -> Array:
     """Join parts in a row where a sheet is wide enough, otherwise in a column."""
     wide = sum(part.shape[1] for part in parts) + gap * (len(parts) - 1)
-    return beside(parts, gap) if wide <= WIDTH - 2 * MARGIN else stacked(parts, gap)
+    return in_row(parts, gap) if wide <= WIDTH - 2 * MARGIN else in_column(parts, gap)
 
 
-def stacked(parts: Sequence[Array], gap: int = GAP) -> Array:
+def in_column(parts: Sequence[Array], gap: int = GAP) -> Array:
     """Join parts in a column."""
     high = sum(part.shape[0] for part in parts) + gap * (len(parts) - 1)
-    out, top = paper(high, max(part.shape[1] for part in parts)), 0
+    out, top = blank(high, max(part.shape[1] for part in parts)), 0
     for part in parts:
         out[top : top + part.shape[0], : part.shape[1]] = part
         top += part.shape[0] + gap
@@ -173,17 +173,17 @@ def stacked(parts: Sequence[Array], gap: int = GAP) -> Array:
 
 def _placed(part: Array, wide: int) -> Array:
     """Pad or crop a part on the right to the given width."""
-    return beside([part, paper(1, wide - part.shape[1])], gap=0) if part.shape[1] < wide else part[:, :wide]
+    return in_row([part, blank(1, wide - part.shape[1])], gap=0) if part.shape[1] < wide else part[:, :wide]
 
 
 def _framed(part: Array, edge: int = MARGIN, colour: Colour = PAPER) -> Array:
-    out = paper(part.shape[0] + 2 * edge, part.shape[1] + 2 * edge)
+    out = blank(part.shape[0] + 2 * edge, part.shape[1] + 2 * edge)
     out[:] = colour
     out[edge:-edge, edge:-edge] = part
     return out
 
 
-def paper(high: int, wide: int) -> Array:
+def blank(high: int, wide: int) -> Array:
     """Return a blank picture."""
     out: Array = np.full((high, wide, 3), PAPER, dtype=np.uint8)
     return out

@@ -45,7 +45,7 @@ def line_of(latest: Latest) -> list[words.LineItem]:
 
 
 def _loss(name: str, number: Any) -> words.LineItem:
-    return words.LineItem(f"{name} {numbers.value(number)}", not math.isfinite(numbers.real(number)))
+    return words.LineItem(f"{name} {numbers.value(number)}", not math.isfinite(numbers.to_float(number)))
 
 
 def _validation(latest: Latest) -> list[words.LineItem]:
@@ -70,7 +70,7 @@ def _metric(latest: Latest) -> list[words.LineItem]:
 
 def _machine(speed: Event) -> list[words.LineItem]:
     """Return throughput, data wait, memory, and the GPU's meters if there is a GPU."""
-    wait = numbers.real(speed.get("wait_share"))
+    wait = numbers.to_float(speed.get("wait_share"))
     items = [
         words.LineItem(f"{numbers.speed(speed['samples_per_second'])} img/s"),
         words.LineItem(f"wait {numbers.share(wait)}", wait > 0.2),
@@ -119,7 +119,7 @@ class Clocks(NamedTuple):
     """The time since the current stage before the first step began."""
 
 
-def area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text]:
+def live_area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text]:
     """Return the lines of the live area; none is longer than `width`."""
     start, step = latest.start, latest.step
     if not start or not step or latest.stage:
@@ -363,13 +363,13 @@ class LiveConsole:
         since = now - self._measured
         told = self._latest.time_left
         left, in_epoch = (
-            max(numbers.real(told[name]) - since, 0.0) if told.get(name) is not None else math.nan
+            max(numbers.to_float(told[name]) - since, 0.0) if told.get(name) is not None else math.nan
             for name in ("seconds_left", "seconds_left_in_epoch")
         )
         run = self._time + now - self._heard
         rough, stage = bool(told.get("is_rough")), now - self._stage_began
         clocks = Clocks(run, now - self._epoch_began, left, in_epoch, rough, stage)
-        return Group(*area(self._latest, clocks, self._console.width, self._console.encoding))
+        return Group(*live_area(self._latest, clocks, self._console.width, self._console.encoding))
 
 
 def _give_back_streams() -> None:

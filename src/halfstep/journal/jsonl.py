@@ -79,7 +79,7 @@ def sizes(folder: Path) -> dict[str, int]:
     return {name: part.begin + _size(part.path) for name, part in last.items()}
 
 
-def cut_back(folder: Path, sizes: Mapping[str, int]) -> None:
+def truncate(folder: Path, sizes: Mapping[str, int]) -> None:
     """Truncate both files to these sizes, at the end of a line; a file without a size is emptied.
 
     A file that is already shorter, as after a power loss, only loses an incomplete last line. Raises StateMismatch for
@@ -316,11 +316,11 @@ def saved_events(path: Path, after: int = 0) -> Iterator[Event]:
         for line in _lines(path, after):
             event = read_event(line)
             if event is not None:
-                refuse_other_start(event, path)
+                check_start_format(event, path)
                 yield event
 
 
-def refuse_other_form(path: Path) -> None:
+def check_format(path: Path) -> None:
     """Raise OtherForm if the journal begins in another form than this version writes."""
     next((event for event in saved_events(path) if event["event"] == START), None)
 
@@ -405,11 +405,11 @@ def _event(line: bytes, path: Path, number: int) -> Event:
             allowed="one JSON object a line, each with `event`",
             do="delete the line, or take the journal of another run",
         )
-    refuse_other_start(event, path)
+    check_start_format(event, path)
     return event
 
 
-def refuse_other_start(event: Event, path: Path) -> None:
+def check_start_format(event: Event, path: Path) -> None:
     """Raise OtherForm for a start in another form."""
     # The first form did not name itself. A start that has neither the name nor a field of the first form is damaged.
     form = event.get("format", 1 if "repeats" in event else FORMAT)

@@ -13,7 +13,7 @@ _NOTHING: Event = {}
 _OF_THIS_PROCESS = (SPEED, PRECISION_CHECK, EVALUATING, STAGE)
 
 
-class Checkpoint(NamedTuple):
+class CheckpointName(NamedTuple):
     """The name and the step of a checkpoint."""
 
     name: str
@@ -27,7 +27,7 @@ class Latest:
         self.by_kind: dict[str, Event] = {}
         self.skipped: Counter[str] = Counter()
         self.saved: dict[str, str] = {}
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: CheckpointName | None = None
 
     def on_event(self, event: Event) -> None:
         """Record an event."""
@@ -39,7 +39,7 @@ class Latest:
         elif kind == SAVED:
             self.saved[event["kind"]] = event["file"]
             if event["kind"] == CHECKPOINT:
-                self.checkpoint = Checkpoint(event["file"].rpartition("/")[2], event["attempt"])
+                self.checkpoint = CheckpointName(event["file"].rpartition("/")[2], event["attempt"])
         elif kind == START:
             self._begin(event)
 
@@ -50,7 +50,7 @@ class Latest:
         resumed = start.get("resumed") or _NOTHING
         if resumed.get("checkpoint"):
             # The journal is cut back to before the line about this checkpoint, so only the start event names it.
-            self.checkpoint = Checkpoint(resumed["checkpoint"], resumed["attempt"])
+            self.checkpoint = CheckpointName(resumed["checkpoint"], resumed["attempt"])
 
     @property
     def start(self) -> Event:

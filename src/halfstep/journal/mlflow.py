@@ -98,7 +98,7 @@ class Refused(RuntimeError):
         super().__init__(text)
 
 
-class Rest:
+class RestClient:
     """A tracking server by its address; a name and a password in the address are used, but never shown."""
 
     def __init__(self, uri: str) -> None:
@@ -157,9 +157,9 @@ class Rest:
         raise AssertionError("the last attempt returns or raises")
 
 
-def rest_from_environment(environment: Mapping[str, str] = os.environ) -> Rest:
+def client_from_environment(environment: Mapping[str, str] = os.environ) -> RestClient:
     """Return the server in MLFLOW_TRACKING_URI, as MLflow's own tools do; raise WrongUse if it is not set."""
-    return Rest(environment.get(TRACKING_URI, ""))
+    return RestClient(environment.get(TRACKING_URI, ""))
 
 
 def no_server(uri: str) -> WrongUse:
@@ -209,8 +209,8 @@ _STATUS = {"finished": "FINISHED", "early_stopping": "FINISHED", "failed": "FAIL
 class MLflow:
     """A listener that writes a run to an MLflow server; steps repeated after an interruption appear twice."""
 
-    def __init__(self, folder: Path, rest: Rest | None = None) -> None:
-        self._folder, self._rest = folder, rest or rest_from_environment()
+    def __init__(self, folder: Path, rest: RestClient | None = None) -> None:
+        self._folder, self._rest = folder, rest or client_from_environment()
         self._scalars = EventScalars()
         self._queue = SendQueue("mlflow")
         self._metrics: list[dict[str, Any]] = []

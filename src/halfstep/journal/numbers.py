@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def real(value: Any) -> float:
+def to_float(value: Any) -> float:
     """Return a number from the journal as a float: NaN and infinities may be words; None becomes NaN."""
     return math.nan if value is None else float(value)
 
 
 def value(number: Any) -> str:
     """Format a loss or a metric: four decimals in the usual range, else scientific notation."""
-    number = real(number)
+    number = to_float(number)
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else ("inf" if number > 0 else "-inf")
     size = abs(number)
@@ -25,7 +25,7 @@ def value(number: Any) -> str:
 
 def rate(number: Any) -> str:
     """Format a learning rate: three digits, without trailing zeros."""
-    number = real(number)
+    number = to_float(number)
     if not math.isfinite(number) or number == 0.0:
         return value(number) if number else "0"
     if 1e-3 <= abs(number) < 1e3:
@@ -36,7 +36,7 @@ def rate(number: Any) -> str:
 
 def scale(number: Any) -> str:
     """Format a loss scale, which is nearly always an integer."""
-    number = real(number)
+    number = to_float(number)
     return f"{number:.0f}" if 1.0 <= number < 1e9 else f"{number:.3g}"
 
 
@@ -45,9 +45,9 @@ def count(number: Any) -> str:
     return f"{int(number):,}"
 
 
-def many(number: Any) -> str:
+def abbreviated(number: Any) -> str:
     """Format a count with its unit: 24.4 M."""
-    number = real(number)
+    number = to_float(number)
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:.3g}{unit}" if number < 1e3 * size else f"{number / size:.0f}{unit}"
@@ -56,7 +56,7 @@ def many(number: Any) -> str:
 
 def size(number: Any) -> str:
     """Format a number of bytes with its binary unit."""
-    number = real(number)
+    number = to_float(number)
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= unit:
             return f"{number / unit:.1f} {name}" if number < 100 * unit else f"{number / unit:.0f} {name}"
@@ -65,7 +65,7 @@ def size(number: Any) -> str:
 
 def share(number: Any) -> str:
     """Format a share between 0 and 1 in percent; only an exact 0 or 1 is shown as 0 % or 100 %."""
-    percent = 100.0 * real(number)
+    percent = 100.0 * to_float(number)
     if not math.isfinite(percent):
         return "? %"
     if 99.0 <= percent < 100.0 or 0.0 < percent < 1.0:
@@ -75,13 +75,13 @@ def share(number: Any) -> str:
 
 def speed(number: Any) -> str:
     """Format a throughput."""
-    number = real(number)
+    number = to_float(number)
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def clock(seconds: Any) -> str:
     """Format a duration as a clock: 01:32, 2:05:09, 3 d 04:10."""
-    seconds = real(seconds)
+    seconds = to_float(seconds)
     if not 0.0 <= seconds < 1e9:
         return "--:--"
     minutes, second = divmod(int(seconds), 60)
@@ -94,7 +94,7 @@ def clock(seconds: Any) -> str:
 
 def duration(seconds: Any) -> str:
     """Format a duration with units: 4.2 s, 3 min 20 s, 5 h 12 min."""
-    seconds = real(seconds)
+    seconds = to_float(seconds)
     if not math.isfinite(seconds):
         return "?"
     if seconds < 60:
@@ -104,7 +104,7 @@ def duration(seconds: Any) -> str:
     return f"{hours} h {minute:02d} min" if hours else f"{minutes} min {second:02d} s"
 
 
-def few(items: Sequence[int], most: int = 8) -> str:
+def first_few(items: Sequence[int], most: int = 8) -> str:
     """Format the first of many numbers, such as sample ids, and the count of the rest."""
     shown = ", ".join(map(str, items[:most]))
     more = len(items) - most

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from halfstep.files import renaming
 from halfstep.journal.events import END, EPOCH, SAVED, SPEED, START, Event
 from halfstep.journal.latest import CHECKPOINT, Latest
-from halfstep.journal.numbers import real
+from halfstep.journal.numbers import to_float
 
 METRICS = "metrics.prom"
 """The file in the run's folder, where the recipe names no other."""
@@ -150,7 +150,7 @@ def _escaped(label: str) -> str:
 
 
 def _number(value: Any) -> str:
-    number = real(value)
+    number = to_float(value)
     if math.isfinite(number):
         return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
     return "NaN" if math.isnan(number) else ("+Inf" if number > 0 else "-Inf")

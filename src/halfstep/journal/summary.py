@@ -24,9 +24,9 @@ from halfstep.journal.events import (
     STEP,
     Event,
 )
-from halfstep.journal.jsonl import lines_backwards, read_event, refuse_other_start, saved_events
+from halfstep.journal.jsonl import check_start_format, lines_backwards, read_event, saved_events
 from halfstep.journal.latest import CHECKPOINT
-from halfstep.journal.thinning import MOST_NAMES, Axis, ByName, Point, Sample, Thinned, number
+from halfstep.journal.thinning import MOST_NAMES, Axis, ByName, Point, Subsample, Thinned, number
 
 STEP_CURVES = ("loss", "lr", "loss_scale", "grad_norm")
 _SPEED_GROUPS, _EPOCH_GROUPS = ("memory", "gpu", "train_metrics", "meters"), ("train", "val")
@@ -55,7 +55,7 @@ class Skip(NamedTuple):
     """The first of its samples."""
 
 
-class Placed(NamedTuple):
+class EventAtStep(NamedTuple):
     """An event, and the last attempt before it."""
 
     attempt: int
@@ -96,10 +96,10 @@ class Summary:
     """Curves of the epochs, such as `train.loss` and `val.top1`."""
     headroom: dict[str, Point] = field(default_factory=dict)
     """The least headroom in bits of each module that was metered."""
-    _launches: Sample[Placed] = field(default_factory=lambda: Sample(MOST_EVENTS))
-    _guard: Sample[Placed] = field(default_factory=lambda: Sample(MOST_EVENTS))
-    _notes: Sample[Placed] = field(default_factory=lambda: Sample(MOST_EVENTS))
-    _skips: ByName[Sample[Skip]] = field(default_factory=lambda: ByName(lambda: Sample(MOST_SKIPS)))
+    _launches: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
+    _guard: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
+    _notes: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
+    _skips: ByName[Subsample[Skip]] = field(default_factory=lambda: ByName(lambda: Subsample(MOST_SKIPS)))
 
     @property
     def skipped(self) -> Counter[str]:
@@ -132,17 +132,17 @@ class Summary:
         return self._notes.count
 
     @property
-    def launches(self) -> list[Placed]:
+    def launches(self) -> list[EventAtStep]:
         """Return the starts that were kept, without their recipes."""
         return self._launches.kept[::-1]
 
     @property
-    def guard(self) -> list[Placed]:
+    def guard(self) -> list[EventAtStep]:
         """Return the events of the guard that were kept, in order."""
         return self._guard.kept[::-1]
 
     @property
-    def notes(self) -> list[Placed]:
+    def notes(self) -> list[EventAtStep]:
         """Return the notes that were kept, in order."""
         return self._notes.kept[::-1]
 
@@ -200,7 +200,7 @@ class _Reading:
         if kind == STEP:
             self._step(event)
         elif kind == START:
-            refuse_other_start(event, self._path)
+            check_start_format(event, self._path)
             self._start(event)
         elif kind in _SHOWN:
             self._wait(kind, event, len(line))
@@ -233,7 +233,7 @@ class _Reading:
             self._lowest = min(self._lowest, at + 1)
         found = self._found
         found.start = found.start or event
-        found._launches.add(Placed(at, {key: event.get(key) for key in ("time", "utc", "host", "job", "resumed")}))
+        found._launches.add(EventAtStep(at, {key: event.get(key) for key in ("time", "utc", "host", "job", "resumed")}))
 
     def _step(self, event: Event) -> None:
         attempt, found = _attempt(event), self._found
@@ -301,7 +301,7 @@ class _Reading:
         elif kind == PRECISION_CHECK:
             found.precision_check = found.precision_check or event
         elif kind in (GUARD, NOTE):
-            (found._guard if kind == GUARD else found._notes).add(Placed(attempt, event))
+            (found._guard if kind == GUARD else found._notes).add(EventAtStep(attempt, event))
 
     def _curves(self, curves: dict[str, Thinned], attempt: int, event: Event, groups: tuple[str, ...]) -> None:
         for name, value in _numbers(event, groups):

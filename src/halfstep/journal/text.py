@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from halfstep.journal import numbers
 from halfstep.journal.events import Event
-from halfstep.journal.latest import Checkpoint, Latest
+from halfstep.journal.latest import CheckpointName, Latest
 from halfstep.journal.trackers import LOOK, UPLOAD, tracker_hints
 from halfstep.printable import in_line
 
@@ -115,7 +115,9 @@ def header(start: Event) -> list[tuple[str, str]]:
     """Return the description of a run, as pairs of a label and a line."""
     parameters, versions, device = start["parameters"], start["versions"], start["device"]
     trained = (
-        "" if parameters["trainable"] == parameters["total"] else f", {numbers.many(parameters['trainable'])} trained"
+        ""
+        if parameters["trainable"] == parameters["total"]
+        else f", {numbers.abbreviated(parameters['trainable'])} trained"
     )
     place = f" ({device['place']})" if device["place"] else ""
     rows = [
@@ -123,7 +125,7 @@ def header(start: Event) -> list[tuple[str, str]]:
         ("batch", batch(start)),
         ("samples", _samples(start)),
         ("length", _length(start)),
-        ("parameters", f"{numbers.many(parameters['total'])}{trained}"),
+        ("parameters", f"{numbers.abbreviated(parameters['total'])}{trained}"),
         ("run folder", f"{start['dir']} (every setting is in its recipe.yaml)"),
         ("versions", " · ".join(f"{name} {number}" for name, number in versions.items())),
     ]
@@ -181,9 +183,9 @@ def skip(step: Event, nth: int) -> str:
     if step.get("loss_scale") not in (None, 1.0):
         text += f", scale {numbers.scale(step['loss_scale'])}"
     if step.get("quarantined"):
-        text += f"; quarantined samples {numbers.few(step['quarantined'])}"
+        text += f"; quarantined samples {numbers.first_few(step['quarantined'])}"
     elif step.get("ids") and step["reason"] != ORDINARY:
-        text += f"; samples {numbers.few(step['ids'])}"
+        text += f"; samples {numbers.first_few(step['ids'])}"
     return text + (f" (from here every {THEN_EVERY}th; all are in the journal)" if nth == FIRST_SKIPS else "")
 
 
@@ -207,7 +209,7 @@ def precision_check(event: Event) -> str:
     """Return the line on the precision that was observed in the first step."""
     share = "" if event["share"] is None else f"{numbers.share(event['share'])} "
     text = clean(event["text"]) or f"{share}in {clean(event['expected'])}"
-    return f"✓ observed: {text}" if numbers.real(event["share"]) >= _MOST else f"observed: {text}"
+    return f"✓ observed: {text}" if numbers.to_float(event["share"]) >= _MOST else f"observed: {text}"
 
 
 def saved(event: Event) -> str:
@@ -365,7 +367,7 @@ def _again(latest: Latest) -> str:
     return "start it again with the same command to go on"
 
 
-def _named(checkpoint: Checkpoint) -> str:
+def _named(checkpoint: CheckpointName) -> str:
     return f"{clean(checkpoint.name)} (step {numbers.count(checkpoint.attempt)})"
 
 
@@ -425,7 +427,7 @@ def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
         return []
     epochs = f" ({said['epochs']} epochs)" if said.get("epochs") else ""
     lines = [LineItem(f"extended from step {numbers.count(said['from'])} to step {numbers.count(said['to'])}{epochs}")]
-    lr, highest = numbers.real(said["lr"]), numbers.real(said["peak_lr"])
+    lr, highest = numbers.to_float(said["lr"]), numbers.to_float(said["peak_lr"])
     if said.get("rewarm"):
         return [*lines, LineItem(f"learning rate: a new warm-up to {numbers.rate(highest)} and a new decay from there")]
     lines.append(LineItem(f"learning rate: on at its last, {numbers.rate(lr)}"))

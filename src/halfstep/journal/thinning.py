@@ -108,7 +108,7 @@ class Thinned:
         return [Point(*point) for point in sorted(kept)]
 
 
-class Sample(Generic[T]):
+class Subsample(Generic[T]):
     """Any number of things, all of them up to `most`, else at most so many, evenly over their order, and the last."""
 
     def __init__(self, most: int) -> None:

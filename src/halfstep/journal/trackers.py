@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from halfstep.files import read_json
 from halfstep.journal.events import EPOCH, SAVED, SPEED, Event
 from halfstep.journal.latest import Latest
-from halfstep.journal.numbers import real
+from halfstep.journal.numbers import to_float
 
 # -- tracked ----------------------------------------------------------------------------------------------------------
 # Tell the user at the end of a run how to open what its tracker recorded.
@@ -119,4 +119,4 @@ def _speed(event: Event) -> dict[str, float]:
 
 
 def _each(group: str, values: dict[str, Any]) -> dict[str, float]:
-    return {f"{group}/{name}": real(value) for name, value in values.items() if value is not None}
+    return {f"{group}/{name}": to_float(value) for name, value in values.items() if value is not None}

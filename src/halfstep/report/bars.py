@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from halfstep.journal import numbers
-from halfstep.report.charts import Axis, short
-from halfstep.report.plain import fields, known, number, rows, text
+from halfstep.report.charts import Axis, tick_text
+from halfstep.report.json_fields import fields, known, number, rows, text
 
 PARTS = (
     "weights", "buffers", "average", "optimizer", "gradients", "cast copies", "batch", "activations", "temporary",
@@ -138,7 +138,7 @@ def intervals(
         place(around),
         place(around - margin),
         round(place(around + margin) - place(around - margin), 2),
-        short(margin * scale) if margin else "",
+        tick_text(margin * scale) if margin else "",
         [(place(tick / scale), axis.label(tick)) for tick in axis.ticks(5)],
         unit,
     )

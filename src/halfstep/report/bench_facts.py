@@ -13,7 +13,7 @@ from halfstep.measure.bench.report import NONE, NOT_MEASURED, Bench, columns, di
 from halfstep.measure.parity import ParityTest
 from halfstep.report.bars import Bar, Intervals, MemoryUse, intervals, memory_bars
 from halfstep.report.charts import Chart, Curve, line_chart
-from halfstep.report.plain import fields, number, rows, text, texts
+from halfstep.report.json_fields import fields, number, rows, text, texts
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Tick(NamedTuple):
     label: str
 
 
-class Line(NamedTuple):
+class DrawnCurve(NamedTuple):
     """A curve in its place."""
 
     name: str
@@ -87,7 +87,7 @@ class Chart:
 
     title: str
     unit: str
-    lines: list[Line]
+    lines: list[DrawnCurve]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     marks: list[Mark] = field(default_factory=list)
@@ -135,17 +135,17 @@ def line_chart(
         title,
         unit,
         lines,
-        [Tick(_x(across.share(at)), short(at)) for at in across.ticks(5, whole=True)],
+        [Tick(_x(across.share(at)), tick_text(at)) for at in across.ticks(5, whole=True)],
         [Tick(_y(axis.share(at)), axis.label(at)) for at in axis.ticks(5)],
         _marks(skips, across),
         _hovers(thin, across, form, x_name),
     )
 
 
-def _line(curve: Curve, x: Numbers, y: Numbers, across: Axis, axis: Axis) -> Line:
+def _line(curve: Curve, x: Numbers, y: Numbers, across: Axis, axis: Axis) -> DrawnCurve:
     places = [(_x(across.share(a)), _y(axis.share(b))) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    return Line(curve.name, points, places if len(places) <= FEW else [], curve.dashed, curve.color)
+    return DrawnCurve(curve.name, points, places if len(places) <= FEW else [], curve.dashed, curve.color)
 
 
 def _x(share: float) -> float:
@@ -210,7 +210,7 @@ class Axis:
         """Return a number with as many decimals as its neighbors need."""
         if self.base == 2.0:
             return f"2{str(round(math.log2(value))).translate(_RAISED)}"
-        return short(value, abs(self.high - self.low) if not self.base else None)
+        return tick_text(value, abs(self.high - self.low) if not self.base else None)
 
 
 def _nice(step: float) -> float:
@@ -219,7 +219,7 @@ def _nice(step: float) -> float:
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
 
 
-def short(value: float, span: float | None = None) -> str:
+def tick_text(value: float, span: float | None = None) -> str:
     """Return a number of few characters: 0.25, 1.5k, 2e-4."""
     if value == 0 or (span is not None and abs(value) < span * 1e-9):
         return "0"

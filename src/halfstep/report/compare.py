@@ -9,8 +9,8 @@ from typing import Any
 
 from halfstep.journal import numbers
 from halfstep.report.bars import Intervals, intervals
-from halfstep.report.plain import known, number
-from halfstep.report.run_facts import RunFacts, spelled
+from halfstep.report.json_fields import known, number
+from halfstep.report.run_facts import RunFacts, metric_name
 from halfstep.runs.listing import FINISHED
 
 SEED = "train.seed"
@@ -89,7 +89,7 @@ def _row(name: str, run: RunFacts) -> list[str]:
         name,
         run.state.word,
         run.chosen,
-        f"{spelled(run.metric)} {numbers.value(best)}" if known(best) else "no evaluation",
+        f"{metric_name(run.metric)} {numbers.value(best)}" if known(best) else "no evaluation",
         numbers.value(run.final) if known(run.final) else "-",
         f"{run.recorded.applied:,}",
         f"{sum(run.recorded.skipped.values()):,}",
@@ -161,7 +161,7 @@ def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
     seeds = Counter(one.seed for one in arms[0])
     spread = f"{numbers.value(min(values))} to {numbers.value(max(values))}"
     what = "one recipe with different seeds" if len(seeds) > 1 else "one recipe with one seed"
-    return f"all that ended are of {what}; their {spelled(named[0][1].metric)} goes from {spread}"
+    return f"all that ended are of {what}; their {metric_name(named[0][1].metric)} goes from {spread}"
 
 
 def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:

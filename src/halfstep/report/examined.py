@@ -13,7 +13,7 @@ from typing import Any
 
 from halfstep.errors import HalfstepError
 from halfstep.files import read_json, write_json
-from halfstep.report.plain import fields
+from halfstep.report.json_fields import fields
 from halfstep.train.run_folder import recipe_in
 
 EXAMINED = "examined.json"

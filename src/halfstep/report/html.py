@@ -18,14 +18,14 @@ from halfstep.printable import printable
 from halfstep.report.bars import Bar, MemoryUse, ModelDrawing, kinds_in, memory_bars, model_drawing
 from halfstep.report.compare import HEADS as COMPARED
 from halfstep.report.compare import Comparison, compare
+from halfstep.report.json_fields import fields, known, number, rows, text
 from halfstep.report.outlook import estimate_columns, outlook_of_run
 from halfstep.report.pictures import pictures_of
-from halfstep.report.plain import fields, known, number, rows, text
 from halfstep.report.plan_facts import HEADS as PLANNED
 from halfstep.report.plan_facts import PlanFacts, condition_rows
-from halfstep.report.recorded import values
 from halfstep.report.run_charts import compared, curves_of, headroom_of, memory_of, not_finite, speed_of
 from halfstep.report.run_facts import RunFacts, figure_rows, incidents, precision_rows, provenance
+from halfstep.report.run_journal import curve_points
 from halfstep.report.sources import Source
 
 MOST_BYTES = 1_000_000
@@ -51,7 +51,7 @@ def page_of(sources: Sequence[Source], *, refresh: int | None = None) -> str:
         "style": _style(),
         "policy": _policy(),
     }
-    template = environment().get_template("page.html.j2")
+    template = jinja_environment().get_template("page.html.j2")
     without = template.render(content)
     room = MOST_BYTES - len(without.encode()) - 4000 * len(views)
     pictured = [view for view in views if view["kind"] == "run"]
@@ -67,7 +67,7 @@ def _title(sources: Sequence[Source]) -> str:
 
 
 @lru_cache(maxsize=1)
-def environment() -> Environment:
+def jinja_environment() -> Environment:
     """Return the environment of the page: all data is escaped, and its control characters are made visible."""
     found = templates(_shown)
     found.filters |= {"slug": _slug, "kinds": kinds_in}
@@ -150,7 +150,7 @@ def _run(run: RunFacts) -> dict[str, Any]:
 
 
 def _memory(run: RunFacts) -> list[Bar]:
-    measured = max(values(run.recorded.speeds, "memory.device_peak_bytes").y, default=number(None))
+    measured = max(curve_points(run.recorded.speeds, "memory.device_peak_bytes").y, default=number(None))
     columns = [(text(fields(c.get("setting")).get("precision"), 20), c) for c in estimate_columns(run.examined)]
     uses = [
         MemoryUse(name, fields(column.get("at_peak")), measured if name == run.chosen else number(None))
@@ -164,7 +164,7 @@ def _memory(run: RunFacts) -> list[Bar]:
 def _memory_notes(run: RunFacts) -> list[str]:
     savings = rows(fields(fields(run.examined.get("estimate")).get("verdict")).get("savings"))
     why = [f"{text(row.get('precision'), 20)}: {text(row.get('why'), 400)}." for row in savings if row.get("why")]
-    if not values(run.recorded.speeds, "memory.device_peak_bytes").y:
+    if not curve_points(run.recorded.speeds, "memory.device_peak_bytes").y:
         why.append(
             "The device's own allocator was not there to be read: on a CPU only the memory of the whole process is "
             "measured, most of which are libraries: the curve above."

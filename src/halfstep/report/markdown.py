@@ -14,8 +14,8 @@ from halfstep.draw.series import thinned
 from halfstep.printable import in_line
 from halfstep.report.compare import HEADS, compare
 from halfstep.report.html import templates, view_of
-from halfstep.report.recorded import values
 from halfstep.report.run_facts import RunFacts
+from halfstep.report.run_journal import curve_points
 from halfstep.report.sources import Source
 
 _SPECIAL = frozenset("\\`*_{}[]<>#|!~&$@")
@@ -32,7 +32,7 @@ def markdown_of(sources: Sequence[Source]) -> str:
         "comparison": comparison,
         "differences": comparison.differences if comparison else None,
         "compared": HEADS,
-        "sparks": {str(run.folder): sparkline(values(run.recorded.steps, "loss").y) for run in runs},
+        "sparks": {str(run.folder): sparkline(curve_points(run.recorded.steps, "loss").y) for run in runs},
     }
     return _environment().get_template("page.md.j2").render(content)
 

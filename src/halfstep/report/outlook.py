@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from halfstep.journal import numbers
-from halfstep.report.plain import fields, known, number, rows, text, texts
-from halfstep.report.recorded import Values, values
+from halfstep.report.json_fields import fields, known, number, rows, text, texts
 from halfstep.report.run_facts import RunFacts
+from halfstep.report.run_journal import CurvePoints, curve_points
 
 LOW, WATCH, HIGH = "low", "watch", "high"
 """Levels of a risk."""
@@ -143,7 +143,7 @@ def _seen_risks(run: RunFacts) -> Iterator[Risk]:
 
 
 def _meter_risk(run: RunFacts, key: str, what: str, said: str) -> Iterator[Risk]:
-    found = values(run.recorded.speeds, f"meters.{key}").y
+    found = curve_points(run.recorded.speeds, f"meters.{key}").y
     if found:
         worst = max(found)
         level = HIGH if worst > MOST_LOST else WATCH if worst > SOME_LOST else LOW
@@ -168,27 +168,27 @@ def _finding_risks(run: RunFacts) -> Iterator[Risk]:
 def _seen(run: RunFacts) -> Iterator[tuple[str, str]]:
     """Yield what this run did, which is what the next one of its kind will do."""
     speeds, epochs = run.recorded.speeds, run.recorded.epochs
-    rates = values(speeds, "samples_per_second")
+    rates = curve_points(speeds, "samples_per_second")
     if len(rates.y) > 3:
         yield "Throughput", _usual(rates)
     if known(run.wait_share):
         yield "Waiting for data", f"{numbers.share(run.wait_share)} of the time, by the median"
-    seconds = values(epochs, "seconds")
+    seconds = curve_points(epochs, "seconds")
     if seconds.y:
         yield "An epoch", f"{numbers.duration(seconds.median)}, without its evaluation"
     for name, key in (("Device memory", "memory.device_peak_bytes"), ("Memory of the process", "memory.host_bytes")):
-        sizes = values(speeds, key).y
+        sizes = curve_points(speeds, key).y
         if sizes:
             yield name, f"up to {numbers.size(max(sizes))}"
-    busy = values(speeds, "gpu.utilisation")
+    busy = curve_points(speeds, "gpu.utilisation")
     if busy.y:
         yield "GPU utilisation", f"{numbers.share(busy.median)} by the median"
-    losses = values(epochs, "val.loss").y
+    losses = curve_points(epochs, "val.loss").y
     if losses:
         yield "Validation loss", f"from {numbers.value(losses[0])} after the first epoch to {numbers.value(losses[-1])}"
 
 
-def _usual(rates: Values) -> str:
+def _usual(rates: CurvePoints) -> str:
     """Return the range of throughput; of a long run only the extremes of its spans are known."""
     found = sorted(rates.without_first())
     if not rates.is_whole:

@@ -9,8 +9,8 @@ from typing import Any
 
 from halfstep.journal import numbers
 from halfstep.report.bars import Intervals, intervals
+from halfstep.report.json_fields import fields, known, number, rows, setting, text
 from halfstep.report.outlook import Outlook, outlook_of_plan, speed_said
-from halfstep.report.plain import fields, known, number, rows, setting, text
 
 HEADS = ["Candidate", "Speed", "Peak, predicted", "First update", "As fp32 trains", "Passed over because"]
 

@@ -9,8 +9,8 @@ import numpy as np
 from halfstep.journal import numbers
 from halfstep.journal.text import named
 from halfstep.report.charts import Chart, Curve, Scale, line_chart
-from halfstep.report.recorded import Summary, Values, values
 from halfstep.report.run_facts import RunFacts
+from halfstep.report.run_journal import CurvePoints, Summary, curve_points
 
 TRAIN, VAL = 0, 1
 """Places in the palette."""
@@ -45,7 +45,7 @@ def speed_of(run: RunFacts) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _in_percent(shares: Values) -> Curve:
+def _in_percent(shares: CurvePoints) -> Curve:
     return Curve("share", shares.x, [100 * share for share in shares.y])
 
 
@@ -73,7 +73,10 @@ def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Chart]:
         ),
         line_chart(
             f"Validation {named(metric)}",
-            [_one_of(n, name, values(run.recorded.epochs, f"val.{metric}")) for n, (name, run) in enumerate(runs)],
+            [
+                _one_of(n, name, curve_points(run.recorded.epochs, f"val.{metric}"))
+                for n, (name, run) in enumerate(runs)
+            ],
         ),
     ]
     for key in ("grad_norm", "lr"):
@@ -84,7 +87,7 @@ def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _one_of(n: int, name: str, found: Values) -> Curve:
+def _one_of(n: int, name: str, found: CurvePoints) -> Curve:
     return Curve(name, found.x, found.y, n % 2 == 1, n)
 
 
@@ -103,7 +106,7 @@ def smooth(given: Sequence[float]) -> list[float]:
 
 
 def _loss(recorded: Summary) -> Chart | None:
-    train, val = _of_steps(recorded, "loss"), values(recorded.epochs, "val.loss")
+    train, val = _of_steps(recorded, "loss"), curve_points(recorded.epochs, "val.loss")
     curves = [Curve("train", train.x, train.y, color=TRAIN), Curve("val", val.x, val.y, True, VAL)]
     return line_chart("Loss", curves, skips=_skips(recorded))
 
@@ -111,7 +114,7 @@ def _loss(recorded: Summary) -> Chart | None:
 def _metric(run: RunFacts) -> Chart | None:
     if run.metric == "loss":
         return None
-    train, val = (values(run.recorded.epochs, f"{part}.{run.metric}") for part in ("train", "val"))
+    train, val = (curve_points(run.recorded.epochs, f"{part}.{run.metric}") for part in ("train", "val"))
     curves = [Curve("train", train.x, train.y, color=TRAIN), Curve("val", val.x, val.y, True, VAL)]
     return line_chart(named(run.metric), curves)
 
@@ -132,12 +135,12 @@ def _moves(recorded: Summary, name: str) -> bool:
     return name != "loss_scale" or any(value != 1.0 for value in _of_steps(recorded, name).y)
 
 
-def _of_steps(recorded: Summary, name: str) -> Values:
-    return values(recorded.steps, name)
+def _of_steps(recorded: Summary, name: str) -> CurvePoints:
+    return curve_points(recorded.steps, name)
 
 
-def _speeds(run: RunFacts, name: str) -> Values:
-    return values(run.recorded.speeds, name)
+def _speeds(run: RunFacts, name: str) -> CurvePoints:
+    return curve_points(run.recorded.speeds, name)
 
 
 def _percent(value: float) -> str:

@@ -13,8 +13,8 @@ from halfstep.journal.text import named
 from halfstep.printable import number as figure
 from halfstep.recipe.strict_yaml import flat
 from halfstep.report.examined import read_examined
-from halfstep.report.plain import fields, known, number, rows, setting, text, texts
-from halfstep.report.recorded import Summary, read_recorded, values
+from halfstep.report.json_fields import fields, known, number, rows, setting, text, texts
+from halfstep.report.run_journal import Summary, curve_points, read_journal
 from halfstep.runs.listing import FINISHED, GIVEN_UP, KILLED, RUNNING, STATUS, STOPPED, RunState, state_of
 from halfstep.train.run_folder import RESULT, recipe_in
 
@@ -65,13 +65,13 @@ class RunFacts:
     @property
     def samples_per_second(self) -> float:
         """Return the median over epochs, without the first, which includes warm-up; NaN where there is none."""
-        of_epochs = values(self.recorded.epochs, "samples_per_second").median
-        return of_epochs if known(of_epochs) else values(self.recorded.speeds, "samples_per_second").median
+        of_epochs = curve_points(self.recorded.epochs, "samples_per_second").median
+        return of_epochs if known(of_epochs) else curve_points(self.recorded.speeds, "samples_per_second").median
 
     @property
     def wait_share(self) -> float:
         """Return the median share of time spent waiting for data; NaN where it was not measured."""
-        return values(self.recorded.speeds, "wait_share").median
+        return curve_points(self.recorded.speeds, "wait_share").median
 
     @property
     def best(self) -> tuple[float, float]:
@@ -85,7 +85,7 @@ class RunFacts:
     def final(self) -> float:
         """Return the metric of the last evaluation; NaN where there is none."""
         found = number(fields(self.recorded.end.get("metrics")).get(self.metric))
-        last = values(self.recorded.epochs, f"val.{self.metric}").y[-1:]
+        last = curve_points(self.recorded.epochs, f"val.{self.metric}").y[-1:]
         return found if known(found) or not last else last[0]
 
     @property
@@ -132,7 +132,7 @@ def read_run(folder: Path) -> RunFacts:
     Raises BadData where it holds no run, or one that wrote nothing that can be read.
     """
     recipe_in(folder)
-    recorded = read_recorded(folder, text(fields(read_json(folder / STATUS)).get("reason"), 300))
+    recorded = read_journal(folder, text(fields(read_json(folder / STATUS)).get("reason"), 300))
     result = fields(read_json(folder / RESULT))
     return RunFacts(folder, recorded, state_of(folder, recorded.end), result, read_examined(folder))
 
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> RunFacts:
 # -- verdict ----------------------------------------------------------------------------------------------------------
 
 
-def spelled(metric: str) -> str:
+def metric_name(metric: str) -> str:
     """Return a metric as it stands within a sentence: `IoU`, and `loss`."""
     found = named(metric)
     return metric if found == metric.capitalize() else found
@@ -165,10 +165,11 @@ def _outcome(run: RunFacts) -> str:
     value, epoch = run.best
     if known(value):
         when = f" (epoch {epoch:.0f})" if known(epoch) else ""
-        return f"best {spelled(run.metric)} {numbers.value(value)}{when} after {numbers.duration(run.recorded.seconds)}"
+        best = f"best {metric_name(run.metric)} {numbers.value(value)}{when}"
+        return f"{best} after {numbers.duration(run.recorded.seconds)}"
     if run.state.word not in (FINISHED, RUNNING) and run.why:
         return _first_clause(run.why)
-    last = f"last {spelled(run.metric)} {numbers.value(run.final)}" if known(run.final) else NONE_YET
+    last = f"last {metric_name(run.metric)} {numbers.value(run.final)}" if known(run.final) else NONE_YET
     return f"{last} after {numbers.duration(run.recorded.seconds)}"
 
 
@@ -215,8 +216,8 @@ def figure_rows(run: RunFacts) -> Pairs:
     value, epoch = run.best
     pairs = [
         ("Steps", f"{recorded.applied:,} applied, {sum(recorded.skipped.values()):,} skipped"),
-        (f"Best {spelled(run.metric)}", f"{numbers.value(value)}, epoch {epoch:.0f}" if known(value) else NONE_YET),
-        (f"Last {spelled(run.metric)}", numbers.value(run.final) if known(run.final) else NONE_YET),
+        (f"Best {metric_name(run.metric)}", f"{numbers.value(value)}, epoch {epoch:.0f}" if known(value) else NONE_YET),
+        (f"Last {metric_name(run.metric)}", numbers.value(run.final) if known(run.final) else NONE_YET),
         ("Time", numbers.duration(recorded.seconds)),
         ("Throughput", f"{numbers.speed(rate)} samples/s" if known(rate) else "not measured"),
         ("Waiting for data", numbers.share(wait) if known(wait) else "not measured"),
@@ -241,7 +242,7 @@ def provenance(run: RunFacts) -> Pairs:
         ("Git", _git(start.get("git"))),
         ("Batch", f"{batch.get('total')} samples an update, on {batch.get('devices')} device(s)" if batch else None),
         ("Samples", _listed(samples)),
-        ("Parameters", f"{numbers.many(number(parameters.get('total')))}" if parameters else None),
+        ("Parameters", f"{numbers.abbreviated(number(parameters.get('total')))}" if parameters else None),
         ("Began", recorded.first_utc),
         ("Last line", recorded.last_utc),
         ("Weights", run.result.get("weights") and f"sha256 {run.result['weights']}"),

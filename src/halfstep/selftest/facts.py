@@ -26,7 +26,7 @@ _SHORTEST = 2
 """A name of one letter would be found in ordinary text."""
 
 
-def about(device: Device) -> dict[str, Any]:
+def device_facts(device: Device) -> dict[str, Any]:
     """Return the device, the versions, the flags and the settings of this process as plain data."""
     now = conditions(device.place)
     return {

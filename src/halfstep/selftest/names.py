@@ -23,7 +23,7 @@ FORM = 1
 """The form of the JSON."""
 
 
-def what(name: str) -> str:
+def description(name: str) -> str:
     """Return what a part checks, in one line: `WHAT` of its file, read without loading torch."""
     tree = ast.parse((Path(__file__).parent / "parts" / f"{name}.py").read_text(encoding="utf-8"))
     for node in tree.body:

@@ -27,7 +27,7 @@ class PartSkipped(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class PartContext:
     """Where a part runs."""
 
     described: Device

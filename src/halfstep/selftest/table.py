@@ -10,7 +10,7 @@ from typing import Any
 from halfstep.errors import BadData
 from halfstep.files import read_json
 from halfstep.printable import in_line
-from halfstep.selftest.names import FAILED, FORM, PARTS, PASSED, SKIPPED, what
+from halfstep.selftest.names import FAILED, FORM, PARTS, PASSED, SKIPPED, description
 
 _MARKS = {PASSED: "passed", FAILED: "**failed**", SKIPPED: "skipped"}
 _HEAD = """# Devices
@@ -29,7 +29,7 @@ def page(reports: Mapping[str, Any]) -> str:
     for name in sorted(reports):
         lines += ["", f"## {_cell(_title(reports[name]))}", "", _conditions(reports[name]), *_parts(reports[name])]
     lines += ["", "## What each part checks", ""]
-    lines += [f"- **{part}**: {what(part)}" for part in PARTS]
+    lines += [f"- **{part}**: {description(part)}" for part in PARTS]
     return "\n".join(lines) + "\n"
 
 

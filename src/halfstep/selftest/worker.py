@@ -29,16 +29,16 @@ def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import torch
 
     from halfstep.precision.hardware import describe
-    from halfstep.selftest.facts import about
-    from halfstep.selftest.part import Place
+    from halfstep.selftest.facts import device_facts
+    from halfstep.selftest.part import PartContext
 
     device = describe(question["device"])
     if device.kind == "cpu":
         # Several threads wait for one another where other work runs, and models as small as these gain nothing.
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
-    place = Place(device, Path(question["folder"]) if question["folder"] is not None else None)
-    return place, about(device)
+    place = PartContext(device, Path(question["folder"]) if question["folder"] is not None else None)
+    return place, device_facts(device)
 
 
 def _do(place: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

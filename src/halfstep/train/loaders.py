@@ -16,7 +16,7 @@ from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.signals import at_once
+from halfstep.train.signals import stop_at_once
 from halfstep.train.task import Split, Task
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers
 
 
 def _at_once(work: Callable[[], T]) -> T:
-    with at_once():
+    with stop_at_once():
         return work()
 
 

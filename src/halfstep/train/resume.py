@@ -23,7 +23,7 @@ from halfstep.errors import StateMismatch, WrongUse
 from halfstep.files import draft_of
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, cut_back, last_time, refuse_other_form, saved_events, sizes
+from halfstep.journal.jsonl import JOURNAL, check_format, last_time, saved_events, sizes, truncate
 from halfstep.recipe.changes import EXTEND
 from halfstep.train.checkpointing import PROBE
 from halfstep.train.environment import AutoChoices, differences, environment, read_generators, seed_all
@@ -139,7 +139,7 @@ def find(folder: Path) -> FoundCheckpoint | None:
 
 def _chosen(folder: Path) -> dict[str, Any]:
     """Choose a checkpoint on rank 0, which holds the lock; clear temporary files and set damaged ones aside."""
-    refuse_other_form(folder / JOURNAL)
+    check_format(folder / JOURNAL)
     place, disk = folder / CHECKPOINTS, Disk()
     verdict, damaged = newest_intact(place)
     if verdict is None:
@@ -286,7 +286,7 @@ def _keep_best(loop: Loop, best: Any) -> None:
 
 def _cut(folder: Path, sizes: dict[str, int]) -> None:
     if distributed.rank() == 0:
-        cut_back(folder, sizes)
+        truncate(folder, sizes)
 
 
 def _size_at(found: FoundCheckpoint) -> int:

@@ -27,7 +27,7 @@ ENDED = 0
 """A byte that is no signal number; it ends the thread."""
 
 
-class Hearing:
+class SignalThread:
     """A thread that calls `callback(number, nth)` for each of these signals. Created and closed in the main thread.
 
     The C handler writes the number of each signal to a socket before Python's handlers run. Other signals are passed on
@@ -135,7 +135,7 @@ class Stopping:
         self._outer: _Received | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._last_resort = last_resort
-        self._hearing: Hearing | None = None
+        self._hearing: SignalThread | None = None
 
     @property
     def asked(self) -> str | None:
@@ -158,7 +158,7 @@ class Stopping:
             self._outer, _active = _active, self._received
             if self._outer is None:
                 _outermost = self
-                self._hearing = Hearing(HEARD, self._acknowledge)
+                self._hearing = SignalThread(HEARD, self._acknowledge)
             for number in HEARD:
                 self._before[number] = signal.signal(number, self._hear)
         return self
@@ -251,7 +251,7 @@ def not_begun(signal: str) -> NotBegun:
 
 
 @contextlib.contextmanager
-def at_once() -> Iterator[None]:
+def stop_at_once() -> Iterator[None]:
     """Let a signal raise NotBegun inside, wherever it arrives; for long reading before the first step.
 
     Nothing inside may wait for another rank: only this one gets the signal.

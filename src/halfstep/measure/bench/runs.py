@@ -21,7 +21,7 @@ from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import HalfstepError, reason_in
 from halfstep.files import read_json, write_json
 from halfstep.journal.jsonl import read_events
-from halfstep.journal.numbers import real
+from halfstep.journal.numbers import to_float
 from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
@@ -54,7 +54,7 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     observed = [event["text"] for event in _all(events, "precision_check")]
     return RunResult(
         seed=seed,
-        metric=real(end["metrics"].get(start["metric"]["name"])),
+        metric=to_float(end["metrics"].get(start["metric"]["name"])),
         seconds=end["seconds"],
         seconds_per_epoch=per_epoch,
         samples_per_second=speed,
@@ -80,20 +80,20 @@ def _last(events: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def _median(values: Sequence[Any]) -> float | None:
-    known = [number for value in values if math.isfinite(number := real(value))]
+    known = [number for value in values if math.isfinite(number := to_float(value))]
     return statistics.median(known) if known else None
 
 
 def _curve(events: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
     """Return the validation losses, or the training losses if there is no validation."""
     validated = [
-        (float(event["time"]), real(event["val"]["loss"]))
+        (float(event["time"]), to_float(event["val"]["loss"]))
         for event in _all(events, "epoch")
         if "loss" in (event["val"] or {})
     ]
     if validated:
         return tuple(validated)
-    steps = [(float(event["time"]), real(event["loss"])) for event in _all(events, "step")]
+    steps = [(float(event["time"]), to_float(event["loss"])) for event in _all(events, "step")]
     return smoothed(steps, max(1, min(_SMOOTH, len(steps) // 5)))
 
 

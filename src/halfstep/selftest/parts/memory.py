@@ -11,7 +11,7 @@ from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.precision import Precision
-from halfstep.selftest.part import Measured, PartSkipped, Place, require
+from halfstep.selftest.part import Measured, PartContext, PartSkipped, require
 from halfstep.selftest.small import batch, classified, convolutional
 
 WHAT = "`estimate` against the allocator of this device, in fp32 and in what `auto` chooses"
@@ -23,7 +23,7 @@ _SAMPLES = {"cpu": 16}
 _MANY = 256
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Compare the peaks of one update."""
     kind = place.described.kind
     if kind not in _COUNTED:
@@ -45,7 +45,7 @@ def check(place: Place) -> Measured:
     return Measured(words, figures)
 
 
-def _pair(case: Case, precision: Precision, place: Place) -> tuple[int, int]:
+def _pair(case: Case, precision: Precision, place: PartContext) -> tuple[int, int]:
     setting = StepSetting(precision.name)
     predicted = ledger_of(lambda: case, setting, place.device).peak
     if place.described.kind == "cpu":

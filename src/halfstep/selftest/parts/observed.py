@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from halfstep.errors import PrecisionNotObserved
 from halfstep.observe.precision_check import SHARE_REQUIRED
 from halfstep.precision.precision import Precision
-from halfstep.selftest.part import Measured, PartFailed, Place, require
+from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 from halfstep.selftest.small import batch, classified, convolutional
 from halfstep.step.stepper import Stepper
 
@@ -28,7 +28,7 @@ class _WithoutAutocast(nn.Module):
             return found
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Look at what every native precision of the device runs in."""
     shares = {precision.name: _share(precision, place.device) for precision in place.native()}
     for precision in place.native():

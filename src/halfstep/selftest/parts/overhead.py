@@ -12,7 +12,7 @@ from torch import nn
 from halfstep import clock
 from halfstep.measure.timing import Stopwatch
 from halfstep.precision.precision import Precision
-from halfstep.selftest.part import Measured, Place, require
+from halfstep.selftest.part import Measured, PartContext, require
 from halfstep.selftest.small import Batch, batch, classified, convolutional
 from halfstep.step.stepper import Stepper
 
@@ -26,7 +26,7 @@ _SIZES = {"cpu": (8, 32)}
 _LARGE = (64, 64)
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Time both, in the precision that `auto` chooses, and the one written by hand against itself."""
     device, precision = place.device, place.chosen()
     samples, size = _SIZES.get(device.type, _LARGE)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from halfstep.measure.parity import half_a_point, margin_of, parity
 from halfstep.precision.precision import Precision, precision_named
-from halfstep.selftest.part import Measured, Place, require
+from halfstep.selftest.part import Measured, PartContext, require
 from halfstep.step.stepper import Stepper
 
 WHAT = "120 updates in 16 bits and in fp32 over 5 seeds: the validation loss is the same by `bench`'s own test"
@@ -21,7 +21,7 @@ _ATTEMPTS = 30
 """A loss scale in fp16 may have to fall; the batch is taken again, so that all runs have as many updates."""
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Train both ways from the same weights on the same batches, and compare the losses on other data."""
     chosen = place.chosen()
     # bf16 on a device that only emulates it gives the same numbers, slowly.

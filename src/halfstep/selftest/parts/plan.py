@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from halfstep.measure.plan.plan import Plan, plan
-from halfstep.selftest.part import Measured, Place, require
+from halfstep.selftest.part import Measured, PartContext, require
 from halfstep.selftest.small import batch, classified, convolutional
 
 WHAT = "a plan of a few seconds: what it chooses was measured, is native and trains as fp32 does"
 SECONDS = 12.0
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Plan for a small model, all settings in this process."""
     host = torch.device("cpu")
     model, data = convolutional(host, width=32), batch(host, samples=16, size=32)

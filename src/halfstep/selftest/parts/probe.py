@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from halfstep.precision.probe import measure
 from halfstep.precision.select import choose_precision
-from halfstep.selftest.part import Measured, PartFailed, Place, require
+from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 
 WHAT = "every native format runs forward and backward; what `auto` chooses is one of them"
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Measure anew, and hold the choice against it."""
     # Not `fresh=True` in the choice as well: two measurements may differ, and this is about one.
     found = measure(place.described, fresh=True)

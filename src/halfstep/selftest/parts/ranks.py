@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError, RankFailed, in_one_line
-from halfstep.selftest.part import Measured, PartFailed, PartSkipped, Place, require
+from halfstep.selftest.part import Measured, PartContext, PartFailed, PartSkipped, require
 from halfstep.selftest.small import Batch, batch, classified, convolutional
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
@@ -31,7 +31,7 @@ class _Planted(Exception):
     """The error of one rank's loss function."""
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Start the ranks with torchrun, one for each device, or two on a CPU, and compare what they say."""
     ranks, backend = _world(place.device)
     answers = _under_torchrun(place.device.type, ranks)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from halfstep.guard.diagnosis.diagnoser import diagnose
 from halfstep.guard.verdict import CODE, PRECISION, Cause, Verdict
 from halfstep.precision.precision import Precision, precision_named
-from halfstep.selftest.part import Measured, Place, require
+from halfstep.selftest.part import Measured, PartContext, require
 from halfstep.step.loss import StaticScale
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
@@ -55,7 +55,7 @@ class _Model(nn.Module):
         return hidden
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Plant both, and compare what is named with what was planted."""
     overflow = _verdict(_Overflow(), precision_named("fp16"), place.device)
     _named(overflow, "aten.mul", PRECISION)

@@ -13,7 +13,7 @@ from typing import Any
 
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.selftest import training
-from halfstep.selftest.part import Measured, PartFailed, Place, require
+from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 
 WHAT = "a training process is killed with SIGKILL and resumes: its last state is bitwise that of an unbroken run"
 _KILLED_AT = 14
@@ -21,7 +21,7 @@ _KILLED_AT = 14
 _LAST_WORDS = 300
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Run once without a break and once with one, and compare the last checkpoints."""
     folder = place.written("resume")
     options = [str(place.device), place.chosen().name]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.precision.precision import precision_named
-from halfstep.selftest.part import Measured, PartFailed, Place, require
+from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 from halfstep.step.loss import DynamicScale, LossScale, StaticScale
 from halfstep.step.report import GRADIENT_OVERFLOW
 from halfstep.step.stepper import Stepper
@@ -30,7 +30,7 @@ class _Scaled:
         return torch.cat([p.detach().flatten().cpu() for p in self.model.parameters()])
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Compare one update with fp32's, then follow a dynamic scale through an overflow."""
     error = _update_error(place.device)
     require(error <= _TOLERANCE, f"an update in fp16 differs from fp32's by {error:.1%} of its norm")

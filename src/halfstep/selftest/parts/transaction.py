@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision.precision import Precision
-from halfstep.selftest.part import Measured, PartFailed, Place, require
+from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 from halfstep.selftest.small import Batch, batch, classified, convolutional
 from halfstep.step.ema import Ema
 from halfstep.step.report import LOSS_NOT_FINITE
@@ -56,7 +56,7 @@ class _Trained:
         return {f"{type(owner).__name__} {name}": value for owner in owners for name, value in _leaves(owner)}
 
 
-def check(place: Place) -> Measured:
+def check(place: PartContext) -> Measured:
     """Check every native precision of the device."""
     precisions = place.native()
     tensors = sum(_check(_Trained(place.device, precision)) for precision in precisions)
