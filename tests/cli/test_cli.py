@@ -46,7 +46,7 @@ def test_a_terminal_that_is_not_in_utf_8_gets_question_marks_and_no_traceback(tm
     command = [sys.executable, "-m", "halfstep", "runs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, env={**os.environ, **ascii_only})
     assert (done.returncode, done.stderr) == (0, b"")
-    assert b"a name tha?" in done.stdout
+    assert b"a name that no narr?" in done.stdout
 
 
 def test_an_error_that_nobody_expected_ends_with_70_and_its_traceback(

@@ -48,9 +48,9 @@ def ended(code: int, reason: str = "so") -> dict[str, Any]:
     return {"state": "ended", "code": code, "reason": reason}
 
 
-def halfstep(*words: object) -> Result:
+def halfstep(*words: object, width: int = 100) -> Result:
     return CliRunner().invoke(
-        build(["runs"]), ["runs", *map(str, words)], catch_exceptions=False, env={"COLUMNS": "100"}
+        build(["runs"]), ["runs", *map(str, words)], catch_exceptions=False, env={"COLUMNS": str(width)}
     )
 
 
@@ -135,6 +135,32 @@ def test_a_long_journal_in_several_files_is_read_at_its_end_alone(tmp_path: Path
         listing.LARGEST_TAIL = before
     assert (row.steps, row.precision, row.value) == (3000, "bf16", None), "the start is in the first line"
     assert only(tmp_path).value == 0.6234
+
+
+def test_a_journal_that_another_program_wrote_again_is_read(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", whole_run())
+    before = only(run)._replace(age=0.0)
+    lines = [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
+    written_again = [json.dumps(dict(reversed(event.items())), indent=None) for event in lines]
+    (run / JOURNAL).write_text("".join(f"{line}\n" for line in written_again))
+    assert only(run)._replace(age=0.0) == before
+    assert before.state == "finished"
+    assert before.steps
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
+def test_a_narrow_screen_has_fewer_columns_and_no_cut_number(tmp_path: Path, width: int) -> None:
+    run = make(tmp_path / "a run with a name that is long", whole_run(), **ended(0))
+    wide = halfstep(tmp_path, width=200).stdout.splitlines()[1].replace(" / ", "/")
+    said = halfstep(tmp_path, width=width).stdout.splitlines()
+    assert max(map(len, said[:2])) <= width
+    (at,) = [place for place, name in enumerate(said[0].split()) if name == "state"]
+    assert at == 1
+    for cell in said[1].rstrip().split("  ")[1:]:
+        assert cell.strip() in wide, "a cell is whole, or is not there"
+    told = " ".join(said)
+    assert all((name in said[0]) != (name in told.partition("no room for")[2]) for name in ("steps", "skips", "took"))
+    assert "no room for" not in " ".join(halfstep(run, width=100).stdout.splitlines())
 
 
 def test_the_newest_are_listed_and_the_rest_is_counted(tmp_path: Path) -> None:

@@ -44,38 +44,54 @@ def _show(found: Listing) -> None:
 
     if found.runs:
         table, rows = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0)), [_cells(row) for row in found.runs]
-        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-        # On a narrow screen only names of runs are cut: a number without its end is another number.
-        for_name = max(SHORTEST_NAME, screen().width - sum(width + GAP for width in widths[1:]) - GAP)
-        for name, side in _COLUMNS.items():
-            table.add_column(name, justify=side, no_wrap=True)
+        widths = {name: max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]}
+        columns, for_name = _fitting(widths, screen().width)
+        for name in columns:
+            table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
         for cells in rows:
-            table.add_row(shortened(cells[0], min(for_name, LONGEST_NAME)), *cells[1:])
+            table.add_row(shortened(cells["run"], for_name), *(cells[name] for name in columns[1:]))
         screen().print(table)
+        left_out = [name for name in widths if name not in columns]
+        if left_out:
+            say(f"no room for {', '.join(left_out)} in this terminal: --json has all")
     for line in _rest(found):
         say(line)
 
 
-_COLUMNS: dict[str, Any] = {"run": "left", "state": "left", "precision": "left", "metric": "left", "steps": "right"}
-_COLUMNS |= {"skips": "right", "took": "right", "age": "right"}
+def _fitting(widths: dict[str, int], width: int) -> tuple[list[str], int]:
+    """Return the columns that a screen has room for, and the room for names.
+
+    Only names of runs are cut: a number without its end is another number.
+    """
+    columns = list(widths)
+    for name in ("", *_LEFT_OUT_FIRST):
+        columns = [column for column in columns if column != name]
+        for_name = width - sum(widths[column] + GAP for column in columns[1:]) - GAP
+        if for_name >= min(SHORTEST_NAME, widths["run"]):
+            break
+    return columns, max(SHORTEST_NAME, min(for_name, LONGEST_NAME))
 
 
-def _cells(row: RunRow) -> list[str]:
+_NUMBERS = ("steps", "skips", "took", "age")
+_LEFT_OUT_FIRST = ("took", "precision", "skips", "age", "steps", "metric")
+
+
+def _cells(row: RunRow) -> dict[str, str]:
     from halfstep.journal import numbers
 
     metric = "" if row.metric is None else in_line(row.metric)[:12]
     value = "" if row.value is None else f" {numbers.value(row.value)}"
     steps = "" if row.steps is None else f"{row.steps:,}" + (f"/{row.planned:,}" if row.planned else "")
-    return [
-        in_line(row.name),
-        row.state,
-        in_line(row.precision or "")[:12],
-        f"{metric}{value}",
-        steps,
-        "" if row.skips is None else f"{row.skips:,}",
-        "" if row.seconds is None else numbers.clock(row.seconds),
-        _ago(row.age),
-    ]
+    return {
+        "run": in_line(row.name),
+        "state": row.state,
+        "precision": in_line(row.precision or "")[:12],
+        "metric": f"{metric}{value}",
+        "steps": steps,
+        "skips": "" if row.skips is None else f"{row.skips:,}",
+        "took": "" if row.seconds is None else numbers.clock(row.seconds),
+        "age": _ago(row.age),
+    }
 
 
 def _ago(seconds: float) -> str:

@@ -32,7 +32,9 @@ FAILED, KILLED, SILENT, NOT_BEGUN = "failed", "killed", "silent", "not begun"
 _BY_CODE = {0: FINISHED, TRY_AGAIN: STOPPED, INTERRUPTED: STOPPED, GAVE_UP: GIVEN_UP}
 _BY_REASON = {"finished": FINISHED, "early_stopping": FINISHED, "stopped": STOPPED, "interrupted": STOPPED}
 _BY_REASON |= {"gave_up": GIVEN_UP}
-_KINDS = {f'{{"event":"{kind}"'.encode(): kind for kind in (START, STEP, EPOCH, END)}
+_KINDS = (START, STEP, EPOCH, END)
+_OWN_BEGIN = b'{"event":"'
+"""How halfstep begins a line; another program may have written the fields again in any order."""
 
 
 class RunState(NamedTuple):
@@ -193,14 +195,22 @@ def _last_events(path: Path) -> dict[str, Event]:
         left = LARGEST_TAIL
         for line in lines_backwards(path):
             left -= len(line) + 1
-            kind = _KINDS.get(line[: line.find(b'"', 10) + 1])
-            if kind and kind not in found and (event := read_event(line)):
+            kind = _kind(line)
+            if kind in _KINDS and kind not in found and (event := read_event(line)):
                 found[kind] = event
             if START in found or left < 0:
                 break
         return found if START in found else found | _first_start(path)
     except (OSError, ValueError):
         return found
+
+
+def _kind(line: bytes) -> str:
+    """Return the kind of a line's event, from its first bytes where halfstep wrote it: most lines are not read."""
+    if line.startswith(_OWN_BEGIN):
+        return line[len(_OWN_BEGIN) : line.find(b'"', len(_OWN_BEGIN))].decode(errors="replace")
+    event = read_event(line)
+    return "" if event is None else str(event["event"])
 
 
 def _first_start(path: Path) -> dict[str, Event]:
