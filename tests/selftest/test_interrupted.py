@@ -72,7 +72,7 @@ def mine(folder: Path) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left(part: str, number: signal.Signals, tmp_path: Path) -> None:
     code, said = interrupted(part, tmp_path, number)
-    if code != 0:  # the part may have been done already
+    if "1 passed" not in said:  # the part may have been done already, and the signal have come at the very end
         assert code == 130, said
         assert "interrupted: 0 passed, 0 failed, 1 skipped" in said
     deadline = time.monotonic() + 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import os
 import re
@@ -257,6 +258,26 @@ def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- a GPU that is not here -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_answers_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share a pipe: between two writes of one, another's line would begin."""
+    written: list[bytes] = []
+
+    class Pipe(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, content: Any) -> int:
+            written.append(bytes(content))
+            return len(content)
+
+    # As Python opens it with PYTHONUNBUFFERED, which container images set.
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Pipe(), write_through=True))  # type: ignore[arg-type]
+    ranks._print_answer({"rank": 1, "clean": {"reason": None, "weights": ["0x1p3"] * 40}})
+    (line,) = written
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
 
 
 def test_one_gpu_skips_the_ranks_and_several_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:

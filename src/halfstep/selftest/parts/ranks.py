@@ -142,5 +142,11 @@ def answer(kind: str) -> None:
         found = decisions(device)
     except HalfstepError as error:
         found = {"rank": dist.get_rank(), "error": in_one_line(error)}
-    print(f"{_ANSWER}{json.dumps(found)}", flush=True)
+    _print_answer(found)
     dist.destroy_process_group()
+
+
+def _print_answer(found: dict[str, Any]) -> None:
+    # The end of the line with it, in one write: ranks share a pipe, and an unbuffered stdout writes ends by themselves.
+    sys.stdout.write(f"{_ANSWER}{json.dumps(found)}\n")
+    sys.stdout.flush()
