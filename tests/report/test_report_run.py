@@ -45,6 +45,16 @@ def test_the_best_of_a_run_that_failed_later_is_that_of_its_epochs(tmp_path: Pat
     assert "best IoU 0.7500 (epoch 4)" in run.verdict
 
 
+@pytest.mark.parametrize(
+    ("devices", "said"), [(1, "Ranks 1 Folder"), (2, "Ranks 2, each with this command"), ("x", "Ranks not recorded")]
+)
+def test_the_ranks_that_ran_the_command_are_told(tmp_path: Path, devices: object, said: str) -> None:
+    batch = {"per_device": 4, "devices": devices, "microbatches": 1, "total": 8}
+    page = looked_at(write_run(tmp_path / "run", [start(batch=batch), *whole()[1:]]))
+    assert said in page.text
+    assert "Batch 8 samples a step" in page.text
+
+
 def test_skips_are_marked_with_their_reasons(tmp_path: Path) -> None:
     steps = [step(n) for n in range(1, 30)]
     steps[4] = step(5, reason="gradient_overflow", loss="NaN", grad_norm="Infinity")

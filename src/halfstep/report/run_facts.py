@@ -233,6 +233,7 @@ def provenance(run: RunFacts) -> Pairs:
     parameters, samples = fields(start.get("parameters")), fields(start.get("samples"))
     pairs: list[tuple[str, object]] = [
         ("Command", start.get("command")),
+        ("Ranks", _ranks(batch)),
         ("Folder", run.folder),
         ("Device", device.get("name")),
         ("Host", start.get("host")),
@@ -240,7 +241,7 @@ def provenance(run: RunFacts) -> Pairs:
         ("Versions", _listed(start.get("versions"))),
         ("Flags", _listed(start.get("flags"))),
         ("Git", _git(start.get("git"))),
-        ("Batch", f"{batch.get('total')} samples an update, on {batch.get('devices')} device(s)" if batch else None),
+        ("Batch", f"{batch.get('total')} samples a step" if batch else None),
         ("Samples", _listed(samples)),
         ("Parameters", f"{numbers.abbreviated(number(parameters.get('total')))}" if parameters else None),
         ("Began", recorded.first_utc),
@@ -249,6 +250,13 @@ def provenance(run: RunFacts) -> Pairs:
         ("Notes", "; ".join(texts(start.get("notes"))) or "none"),
     ]
     return [(name, text(value, 1000) or NOT_RECORDED) for name, value in pairs]
+
+
+def _ranks(batch: dict[str, Any]) -> str:
+    ranks = number(batch.get("devices"))
+    if not known(ranks):
+        return ""
+    return f"{ranks:.0f}, each with this command" if ranks > 1 else "1"
 
 
 def _listed(value: object) -> str:
