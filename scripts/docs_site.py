@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = "repository/"
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#:]+)(?P<rest>(?:#[^)\s]*)?\))")
 GRAPH = re.compile(r"^```mermaid\ngraph TD\n(?P<edges>.*?)^```$", re.MULTILINE | re.DOTALL)
-FETCHED = re.compile(r'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]*)|<link[^>]*\shref="(https?:[^"]*)')
+NAMED = r'(?![^>]*\srel="(?:canonical|prev|next)")'
+"""Links to pages of the site itself, which a browser does not fetch; a server gives them its address."""
+FETCHED = re.compile(rf'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]*)|<link{NAMED}[^>]*\shref="(https?:[^"]*)')
 PICTURES = {".png", ".svg", ".jpg"}
 WIDTH, HEIGHT, ROW, MARGIN = 116, 34, 78, 24
 
