@@ -26,7 +26,7 @@ HalfstepError
 ├── Stopped                a run that was asked to stop, and has saved its state
 │   └── NotBegun           ... before its first step, so that there is nothing to save
 ├── Unsafe                 a file that would run code, or that points outside of its folder
-└── MissingExtra           an optional package that is not installed
+└── MissingExtra           an optional package that is not installed, or is not one for this torch
 
 Every message has three parts: what was given, what is allowed, and what to do next.
 """
@@ -267,6 +267,21 @@ def missing_extra(error: ImportError) -> MissingExtra | None:
         f"the package {package!r} is not installed",
         allowed=f"halfstep with its extras {' and '.join(wanted)}",
         do=f"pip install 'halfstep[{','.join(wanted)}]'",
+    )
+
+
+def mismatched_extra(error: Exception) -> MissingExtra | None:
+    """Return the error for a torchvision that cannot be imported beside this torch, or None for any other error.
+
+    Each loads its own operators from a library that is linked against one build of torch.
+    """
+    if not ("torchvision::" in str(error) and "does not exist" in str(error)):
+        return None
+    return MissingExtra(
+        "torchvision was built for another build of torch than the one beside it, such as one with CUDA beside one "
+        "without",
+        allowed="torch and torchvision from the same index, of versions that belong together",
+        do="pip install --force-reinstall torch torchvision",
     )
 
 

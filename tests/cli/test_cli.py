@@ -49,6 +49,22 @@ def test_a_terminal_that_is_not_in_utf_8_gets_question_marks_and_no_traceback(tm
     assert b"a name that no narr?" in done.stdout
 
 
+def test_a_torchvision_for_another_torch_is_named(tmp_path: Path) -> None:
+    """As it happens where a folder of wheels offers a torch without CUDA: the package itself fails while imported."""
+    package = tmp_path / "packages" / "torchvision"
+    package.mkdir(parents=True)
+    package.joinpath("__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    command = [sys.executable, "-m", "halfstep", "train", "segmentation_tiny", "--fp32"]
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == MissingExtra.exit_code
+    assert "Traceback" not in done.stderr
+    assert "torchvision was built for another build of torch" in done.stderr
+    assert "do: pip install --force-reinstall torch torchvision" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_error_that_nobody_expected_ends_with_70_and_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

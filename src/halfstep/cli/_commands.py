@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from halfstep import cli
 from halfstep._version import __version__
 from halfstep.cli._options import Command, HelpWithoutValue, flag, help_of
-from halfstep.errors import CONFIGURATION, INTERRUPTED, USAGE, HalfstepError, missing_extra
+from halfstep.errors import CONFIGURATION, INTERRUPTED, USAGE, HalfstepError, mismatched_extra, missing_extra
 from halfstep.printable import in_line, printable
 from halfstep.status_line import clear
 from halfstep.terminal import say, screen
@@ -79,7 +79,9 @@ def _explained(error: Exception) -> HalfstepError | None:
         return missing_extra(error)
     from halfstep.out_of_memory import as_error
 
-    return as_error(error, "", "smaller images or batches, as data.tile=256 for predict; or close what else runs here")
+    return mismatched_extra(error) or as_error(
+        error, "", "smaller images or batches, as data.tile=256 for predict; or close what else runs here"
+    )
 
 
 def _print(error: HalfstepError) -> None:
