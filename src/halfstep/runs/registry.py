@@ -9,7 +9,7 @@ import sys
 import types
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from halfstep import tasks
 from halfstep.errors import Contradiction, HalfstepError, WrongUse, missing_extra, unknown_name
@@ -79,13 +79,7 @@ def task_from_file(path: str | Path) -> tuple[type[Task], str]:
 
 def _task_in(module: types.ModuleType, where: str) -> type[Task]:
     """Return the one task a module defines; imported classes do not count."""
-    from halfstep.train.task import Task
-
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
-    ]
+    found = [value for value in vars(module).values() if _is_task(value) and value.__module__ == module.__name__]
     if len(found) != 1:
         names = ", ".join(value.__name__ for value in found) or "none"
         raise WrongUse(
@@ -133,10 +127,15 @@ def _imported(name: str) -> type[Task]:
     return _task_in(module, module.__name__)
 
 
-def _checked(found: object, where: str) -> type[Task]:
+def _is_task(value: object) -> TypeGuard[type[Task]]:
     from halfstep.train.task import Task
 
-    if not (isinstance(found, type) and issubclass(found, Task)):
+    # Not issubclass: in Python 3.10 an alias such as list[int] is a type, and no class.
+    return isinstance(value, type) and Task in value.__mro__
+
+
+def _checked(found: object, where: str) -> type[Task]:
+    if not _is_task(found):
         raise WrongUse(
             f"{where} gives {type(found).__name__}, not a task", allowed="a class that derives from Task", do="fix it"
         )
