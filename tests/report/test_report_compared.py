@@ -179,5 +179,7 @@ def test_what_is_none_of_them_is_refused_with_what_is_there(tmp_path: Path) -> N
             read_source(path)
         assert words in raised.value.given
         assert "recipe.yaml" in raised.value.allowed
+        run = tmp_path / "runs" / "one" if path.name == "runs" else "runs/segmentation_tiny"
+        assert raised.value.do == f"halfstep report {run}"
     with pytest.raises(WrongUse, match="13 runs on one page"):
         read_sources([tmp_path] * 13)

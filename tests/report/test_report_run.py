@@ -55,6 +55,14 @@ def test_the_ranks_that_ran_the_command_are_told(tmp_path: Path, devices: object
     assert "Batch 8 samples a step" in page.text
 
 
+def test_one_evaluation_is_no_way_from_a_first_to_a_last(tmp_path: Path) -> None:
+    one = [event for event in whole() if event["event"] != "epoch" or event["epoch"] == 1]
+    assert "after one evaluation" in looked_at(write_run(tmp_path / "one", one)).text
+    all_four = looked_at(write_run(tmp_path / "four", whole())).text
+    assert "after one evaluation" not in all_four
+    assert "after the first epoch to" in all_four
+
+
 def test_skips_are_marked_with_their_reasons(tmp_path: Path) -> None:
     steps = [step(n) for n in range(1, 30)]
     steps[4] = step(5, reason="gradient_overflow", loss="NaN", grad_norm="Infinity")

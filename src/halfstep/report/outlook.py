@@ -184,7 +184,9 @@ def _seen(run: RunFacts) -> Iterator[tuple[str, str]]:
     if busy.y:
         yield "GPU utilisation", f"{numbers.share(busy.median)} by the median"
     losses = curve_points(epochs, "val.loss").y
-    if losses:
+    if len(losses) == 1:
+        yield "Validation loss", f"{numbers.value(losses[0])} after one evaluation"
+    elif losses:
         yield "Validation loss", f"from {numbers.value(losses[0])} after the first epoch to {numbers.value(losses[-1])}"
 
 

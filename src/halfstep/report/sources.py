@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
@@ -40,7 +41,7 @@ def read_source(path: Path) -> Source:
             return read_run(path)
         if (path / BENCH).is_file():
             return _from_json(path / BENCH)
-        raise _neither(path, _what_is_there(path))
+        raise _no_run(path)
     if path.name == RECIPE and path.is_file():
         return read_run(path.parent)
     if path.is_file():
@@ -48,11 +49,13 @@ def read_source(path: Path) -> Source:
     raise _neither(path, "is not there")
 
 
-def _what_is_there(path: Path) -> str:
+def _no_run(path: Path) -> BadData:
+    """Return the error for a folder that is no run; one with runs in it names the first."""
     runs = sorted(entry.name for entry in path.iterdir() if (entry / RECIPE).is_file())
     if runs:
-        return f"is a folder of runs ({', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}), and not one of them"
-    return "holds no run" if any(path.iterdir()) else "is empty"
+        names = f"{', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}"
+        return _neither(path, f"is a folder of runs ({names}), and not one of them", path / runs[0])
+    return _neither(path, "holds no run" if any(path.iterdir()) else "is empty")
 
 
 def _from_json(path: Path) -> Source:
@@ -68,5 +71,5 @@ def _from_json(path: Path) -> Source:
     raise _neither(path, f"has the fields {', '.join(map(str, list(found)[:5])) or '(none)'}")
 
 
-def _neither(path: Path, what: str) -> BadData:
-    return BadData(f"{path} {what}", allowed=ALLOWED, do="halfstep report runs/segmentation_tiny")
+def _neither(path: Path, what: str, run: Path = Path("runs/segmentation_tiny")) -> BadData:
+    return BadData(f"{path} {what}", allowed=ALLOWED, do=shlex.join(["halfstep", "report", str(run)]))
