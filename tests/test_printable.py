@@ -41,7 +41,6 @@ ALLOWED = {
     "measure/worker_process.py",
     "measure/profile/reading.py",  # a script of its own
     "selftest/training.py",  # answers to the process that asked
-    "selftest/parts/ranks.py",
 }
 
 

@@ -141,7 +141,7 @@ def test_a_journal_that_another_program_wrote_again_is_read(tmp_path: Path) -> N
     run = make(tmp_path / "run", whole_run())
     before = only(run)._replace(age=0.0)
     lines = [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
-    written_again = [json.dumps(dict(reversed(event.items())), indent=None) for event in lines]
+    written_again = [json.dumps(dict(reversed(event.items()))) for event in lines]
     (run / JOURNAL).write_text("".join(f"{line}\n" for line in written_again))
     assert only(run)._replace(age=0.0) == before
     assert before.state == "finished"
@@ -151,7 +151,7 @@ def test_a_journal_that_another_program_wrote_again_is_read(tmp_path: Path) -> N
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
 def test_a_narrow_screen_has_fewer_columns_and_no_cut_number(tmp_path: Path, width: int) -> None:
     run = make(tmp_path / "a run with a name that is long", whole_run(), **ended(0))
-    wide = halfstep(tmp_path, width=200).stdout.splitlines()[1].replace(" / ", "/")
+    wide = halfstep(tmp_path, width=200).stdout.splitlines()[1]
     said = halfstep(tmp_path, width=width).stdout.splitlines()
     assert max(map(len, said[:2])) <= width
     (at,) = [place for place, name in enumerate(said[0].split()) if name == "state"]

@@ -64,12 +64,15 @@ def _fitting(widths: dict[str, int], width: int) -> tuple[list[str], int]:
     Only names of runs are cut: a number without its end is another number.
     """
     columns = list(widths)
-    for name in ("", *_LEFT_OUT_FIRST):
-        columns = [column for column in columns if column != name]
-        for_name = width - sum(widths[column] + GAP for column in columns[1:]) - GAP
-        if for_name >= min(SHORTEST_NAME, widths["run"]):
+
+    def room() -> int:
+        return width - sum(widths[column] + GAP for column in columns[1:]) - GAP
+
+    for name in _LEFT_OUT_FIRST:
+        if room() >= min(SHORTEST_NAME, widths["run"]):
             break
-    return columns, max(SHORTEST_NAME, min(for_name, LONGEST_NAME))
+        columns.remove(name)
+    return columns, max(SHORTEST_NAME, min(room(), LONGEST_NAME))
 
 
 _NUMBERS = ("steps", "skips", "took", "age")
