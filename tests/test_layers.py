@@ -159,11 +159,6 @@ def test_the_step_is_usable_alone() -> None:
         assert not names & {"yaml", "logging", "pathlib", "io", "typer", "rich", "json"}, path.name
 
 
-def test_files_stay_small() -> None:
-    long = {str(p.relative_to(SOURCE)): n for p in files() if (n := len(p.read_text().splitlines())) > 500}
-    assert long == {}
-
-
 @pytest.mark.parametrize(
     ("place", "code", "wrong"),
     [
