@@ -15,7 +15,7 @@ HALFSTEP = str(Path(__file__).parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 NO_FILE = "<"
 """The first character of the file name of code that is in no file, such as `<string>`."""
-_ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "diagnosis") + os.sep)
+ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "diagnosis") + os.sep)
 """Code that runs a loss function: frames outside of these, such as the main program, did not request the operation."""
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)
@@ -27,7 +27,7 @@ def running_line() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _enters_backward(frame):
         file = frame.f_code.co_filename
-        if file.startswith(_ASKS):
+        if file.startswith(ASKS):
             return None
         if is_theirs(file):
             return f"{shown(file)}:{frame.f_lineno}"

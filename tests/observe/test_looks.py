@@ -36,10 +36,10 @@ def _nothing_compiled() -> Any:
     counters.clear()
 
 
-def test_at_a_thousand_and_then_at_ten_times_as_many() -> None:
+def test_at_the_tenth_update_and_then_at_ten_times_as_many() -> None:
     looks = LookSchedule()
     due = [applied for applied in range(100_001) if looks.due(applied)]
-    assert due == [1000, 10_000, 100_000]
+    assert due == [10, 100, 1000, 10_000, 100_000]
     assert not looks.due(100_000)
     resumed = LookSchedule()
     assert [resumed.due(5_000), resumed.due(5_001), resumed.due(10_000)] == [True, False, True]

@@ -13,15 +13,33 @@ from halfstep.observe.recorder import Recorder
 from halfstep.precision.precision import precision_named
 
 
+class Memory:
+    """A listener that calls `write` with each tensor that an operation is about to write into."""
+
+    def __init__(self, write: Callable[[Tensor], object] = lambda tensor: None) -> None:
+        self._write = write
+        self.modules: list[nn.Module] = []
+        self.read: list[Tensor] = []
+
+    def module_runs(self, module: nn.Module) -> None:
+        self.modules.append(module)
+
+    def reads(self, tensor: Tensor, line: str | None) -> None:
+        self.read.append(tensor)
+
+    def before_write(self, tensor: Tensor, line: str | None) -> None:
+        self._write(tensor)
+
+
 def announced(run: Callable[[], object], tensor: Tensor) -> list[Tensor]:
     """Copies of a tensor, made each time that a write into it was announced."""
     copies: list[Tensor] = []
 
-    def before_write(written: list[Tensor]) -> None:
-        same = [w for w in written if w.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()]
-        copies.extend(tensor.detach().clone() for _ in same)
+    def write(written: Tensor) -> None:
+        if written.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            copies.append(tensor.detach().clone())
 
-    with Recorder(nn.Identity(), lambda operation: None, before_write=before_write):
+    with Recorder(nn.Identity(), lambda operation: None, memory=Memory(write)):
         run()
     return copies
 
@@ -88,7 +106,8 @@ def test_backward_of_a_batch_norm_writes_no_statistics() -> None:
 
 
 def test_the_watch_of_a_step_announces_too() -> None:
-    model, written = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    written: list[int] = []
     norm = model[1]
     precision = precision_named("fp32")
     watch = Watch(
@@ -97,7 +116,7 @@ def test_the_watch_of_a_step_announces_too() -> None:
         precision,
         done=lambda inner, seen: None,
         emit=lambda findings: None,
-        before_write=lambda tensors: written.extend(map(id, tensors)),
+        memory=Memory(lambda tensor: written.append(id(tensor))),
     )
     with watch:
         model(torch.randn(3, 4)).sum().backward()
@@ -107,11 +126,40 @@ def test_the_watch_of_a_step_announces_too() -> None:
 def test_a_write_that_may_not_be_is_stopped_before_it_happens() -> None:
     class No(Exception): ...
 
-    def refuse(written: list[Tensor]) -> None:
+    def refuse(written: Tensor) -> None:
         raise No
 
     x = torch.ones(3)
-    with pytest.raises(No), Recorder(nn.Identity(), lambda operation: None, before_write=refuse):
+    with pytest.raises(No), Recorder(nn.Identity(), lambda operation: None, memory=Memory(refuse)):
         x.add_(1)
     assert torch.equal(x, torch.ones(3))
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_memory_that_the_step_made_is_not_announced() -> None:
+    written: list[Tensor] = []
+    x, table = torch.ones(3), torch.zeros(3)
+    with Recorder(nn.Identity(), lambda operation: None, memory=Memory(written.append)) as _:
+        made = x * 2
+        made.add_(1)
+        torch.tensor([1.0, 2.0]).mul_(2)
+        torch.empty(4).normal_()
+        table.data.add_(made)
+    assert [w.data_ptr() for w in written] == [table.data_ptr()]
+
+
+def test_modules_outside_the_model_and_tensors_that_are_read_are_announced() -> None:
+    memory, outside, table = Memory(), nn.Linear(3, 3), torch.ones(3)
+    with Recorder(nn.Identity(), lambda operation: None, memory=memory):
+        outside(table + 1)
+    assert memory.modules == [outside]
+    assert {t.data_ptr() for t in memory.read} >= {table.data_ptr(), outside.weight.data_ptr()}
+
+
+def test_gradients_that_are_accumulated_are_not_announced() -> None:
+    written: list[Tensor] = []
+    model = nn.Linear(3, 3)
+    model(torch.ones(2, 3)).sum().backward()
+    with Recorder(model, lambda operation: None, memory=Memory(written.append)):
+        model(torch.ones(2, 3)).sum().backward()
+    assert written == []

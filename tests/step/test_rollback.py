@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep
 from halfstep import Stepper
 from halfstep.errors import WrongUse
-from halfstep.step.buffers import SMALL
+from halfstep.step.memory import SMALL
 from tests.support.digest import digest_of
 
 BAD = torch.full((8, 16), float("nan"))
@@ -154,7 +154,7 @@ def test_a_first_write_in_a_skipped_step_is_told_as_lost() -> None:
     assert not stepper.step(square, BAD).applied
     told = [f for f in stepper.findings if f.id == "rollback.first_write"]
     assert [f.severity for f in told] == ["warning"]
-    assert "could not be taken back" in told[0].evidence
+    assert "could not be restored" in told[0].evidence
 
 
 def test_an_error_in_the_middle_takes_parameters_back_too() -> None:
@@ -363,14 +363,11 @@ def test_a_large_buffer_that_is_written_in_every_step_is_put_back(how: str) -> N
         assert everything(model) == before
 
 
-def test_silent_writes_that_begin_late_are_told_where_they_are_lost() -> None:
+def test_silent_writes_that_begin_late_are_restored() -> None:
     model = Table(".data", begin=4)
     stepper = sgd(model)
     for _ in range(6):
         assert stepper.step(square, torch.randn(8, 16)).applied
-    assert not stepper.step(square, BAD).applied
-    assert any("table" in f.evidence and "could not be taken back" in f.evidence for f in stepper.findings)
-    assert stepper.step(square, torch.randn(8, 16)).applied
     before = everything(model)
     assert not stepper.step(square, BAD).applied
     assert everything(model) == before

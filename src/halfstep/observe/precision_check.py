@@ -17,7 +17,7 @@ from halfstep.formats import FP32
 from halfstep.observe.flops import computed_in, flops, guessed, has_no_narrow_kernel, is_unknown
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
-from halfstep.observe.recorder import BeforeWrite, Operation, Recorder, eagerly, uses_compiled
+from halfstep.observe.recorder import MemoryListener, Operation, Recorder, eagerly, uses_compiled
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
 
@@ -206,7 +206,7 @@ def _frozen(module: nn.Module) -> bool:
 # Decide when to observe again: after changes, and occasionally where it costs almost nothing.
 
 
-_FIRST, _FACTOR = 1000, 10
+_FIRST, _FACTOR = 10, 10
 
 
 def may_look_again(model: nn.Module) -> bool:
@@ -217,9 +217,9 @@ def may_look_again(model: nn.Module) -> bool:
 
 
 class LookSchedule:
-    """The updates at which to observe again: the thousandth, and then ten times as many each time.
+    """The updates at which to observe again: the tenth, and then ten times as many each time.
 
-    An observed step costs as much as a few steps, so that over any run the cost stays below a thousandth.
+    An observed step costs as much as a few steps, so that its share of a long run vanishes.
     """
 
     def __init__(self) -> None:
@@ -253,14 +253,14 @@ class Watch:
         *,
         done: Callable[[AbstractContextManager[object], Observation], None],
         emit: Callable[[Sequence[Finding]], None],
-        before_write: BeforeWrite | None = None,
+        memory: MemoryListener | None = None,
     ) -> None:
         """Observe a step inside `inner`; `done` gets `inner` and the observation, `emit` gets findings.
 
-        `before_write` is called with the tensors that an operation is about to write into.
+        `memory` learns which memory from before the step is used.
         """
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
-        self._emit, self._before_write = emit, before_write
+        self._emit, self._memory = emit, memory
         self._own_functions = OwnFunctions(self._maker, self._spotted)
         self._recording: tuple[WorkByFormat, Recorder] | None = None
         self._active = ExitStack()
@@ -269,7 +269,7 @@ class Watch:
         if self._recording is None:
             # One recorder for the whole step: in backward it needs what it saw in forward.
             tally = WorkByFormat(self._model, self._precision.computes.name)
-            self._recording = tally, Recorder(self._model, tally, before_write=self._before_write)
+            self._recording = tally, Recorder(self._model, tally, memory=self._memory)
         with ExitStack() as entering:
             entering.enter_context(self._inner)
             entering.enter_context(eagerly())
@@ -281,15 +281,16 @@ class Watch:
 
     def __exit__(self, *error: Any) -> None:
         self._active.close()
-        assert self._recording is not None, "left before it was entered"
-        tally, _ = self._recording
-        failed = error[0] is not None
-        # In the context form forward and backward enter this scope separately.
-        if not failed and not tally.backward_seen:
-            return
+
+    def begin(self) -> None:
+        """Forget what was recorded of a step that did not end."""
         self._recording = None
-        if failed:
+
+    def judge(self) -> None:
+        """Conclude the observation, after the last backward; raise PrecisionNotObserved if another precision ran."""
+        if self._recording is None or not self._recording[0].backward_seen:
             return
+        (tally, _), self._recording = self._recording, None
         observation = tally.observation()
         if not observation.as_asked:
             self._refuse(observation)

@@ -5,12 +5,14 @@ Observed precision, audits, replays and estimates are listeners of it, not furth
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -19,13 +21,16 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep import distributed
 from halfstep.formats import is_narrow
 from halfstep.observe.reachable import reachable
 from halfstep.precision import island
+from halfstep.user_code import ASKS, HALFSTEP, TORCH, running_line
 
 # -- higher order -----------------------------------------------------------------------------------------------------
 # Run operators that take functions, such as torch.cond, scan and flex_attention, without compilation.
@@ -194,8 +199,19 @@ class Operation(NamedTuple):
 
 Listener = Callable[[Operation], None]
 Run = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
-BeforeWrite = Callable[[list[Tensor]], None]
-"""Called with the tensors that an operation is about to write into."""
+
+
+class MemoryListener(Protocol):
+    """Learns which memory from before the recording is used, by operations that user code asks for."""
+
+    def module_runs(self, module: nn.Module) -> None:
+        """Called before the forward pass of any module, inside the model or not."""
+
+    def reads(self, tensor: Tensor, line: str | None) -> None:
+        """Called once for each storage, before an operation in this line of user code reads it."""
+
+    def before_write(self, tensor: Tensor, line: str | None) -> None:
+        """Called before an operation in this line of user code writes into a tensor."""
 
 
 class Place(NamedTuple):
@@ -220,7 +236,7 @@ class Recorder(TorchDispatchMode):
     """A dispatch mode that calls a listener with every operation. Never use it on a compiled function's first call.
 
     `run` computes the result in another way, as an emulation does; operations that it calls are not recorded.
-    `before_write` is called with the tensors that an operation is about to write into.
+    `memory` learns which modules run, and which memory from before the recording is used.
     """
 
     # Otherwise torch refuses to run torch.cond and similar operators under a dispatch mode.
@@ -232,11 +248,14 @@ class Recorder(TorchDispatchMode):
         listener: Listener,
         run: Run = as_it_is,
         *,
-        before_write: BeforeWrite | None = None,
+        memory: MemoryListener | None = None,
     ) -> None:
         super().__init__()
         self._modules = [(as_written(path), module) for path, module in model.named_modules()]
-        self._listener, self._run, self._before_write = listener, run, before_write
+        self._listener, self._run, self._memory = listener, run, memory
+        self._made: set[int] = set()
+        """Storages that were made since the recording began."""
+        self._used: set[int] = set()
         self._running: list[str] = []
         self._islands_of: dict[str, tuple[object, ...]] = {}
         self._makers: dict[int, Place] = {}
@@ -262,6 +281,12 @@ class Recorder(TorchDispatchMode):
                 self._hooks.append(module.register_forward_pre_hook(self._begins(path)))
                 # always_call: an exception must not leave the module on the stack.
                 self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
+        if self._memory is not None:
+            self._hooks.append(register_module_forward_pre_hook(self._runs))
+            # It warns that the hook is called twice, for the compiled module and for the one inside it.
+            self._quiet = warnings.catch_warnings()
+            self._quiet.__enter__()
+            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         island.watch()
         self._calls.__enter__()
         super().__enter__()
@@ -274,6 +299,8 @@ class Recorder(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._memory is not None:
+            self._quiet.__exit__(*error)
         self._running.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -286,12 +313,33 @@ class Recorder(TorchDispatchMode):
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
-        if self._before_write is not None and (written := written_by(func, args, kwargs)):
-            self._before_write(written)
+        old = set() if self._memory is None else self._announce(self._memory, func, args, kwargs)
         (place, backward, node), self._recorded = self._place(), self._recorded + 1
         result = self._run(func, args, kwargs)
+        if self._memory is not None:
+            self._made |= set(map(_storage, _tensors(result))) - old
         self._listener(Operation(func, args, kwargs, result, *_parts(place, backward, node)))
         return result
+
+    def _announce(self, memory: MemoryListener, function: OpOverload, arguments: Any, keywords: Any) -> set[int]:
+        """Announce the memory from before the recording that an operation uses; return its storages."""
+        used = _tensors((arguments, keywords))
+        if function is torch.ops.aten.lift_fresh.default:  # torch.tensor(...), which no operation has made
+            self._made |= set(map(_storage, used))
+        old = {storage: tensor for tensor in used if (storage := _storage(tensor)) not in self._made and storage}
+        if old and not _is_machinery():
+            line = running_line()
+            for tensor in written_by(function, arguments, keywords):
+                if _storage(tensor) in old:
+                    memory.before_write(tensor, line)
+            for storage in old.keys() - self._used:
+                memory.reads(old[storage], line)
+                self._used.add(storage)
+        return set(old)
+
+    def _runs(self, module: nn.Module, _inputs: Any) -> None:
+        assert self._memory is not None, "the hook is registered for a listener"
+        self._memory.module_runs(module)
 
     def _run_operator(self, operator: HigherOrderOperator, arguments: tuple[Any, ...], keywords: Any) -> Any:
         """Record the operations of its functions, or, if none was seen, the operator itself as one operation."""
@@ -377,6 +425,34 @@ def _computes_again() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return an identifier of a tensor's memory; 0 for fake and sparse tensors, and for wrappers without any."""
+    try:
+        return int(distributed.local(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+_SHARES_MEMORY = (os.path.join(TORCH, "distributed", "fsdp"), os.path.join(TORCH, "nn", "parallel", "distributed.py"))
+
+
+def _is_machinery() -> bool:
+    """Return whether torch itself runs an operation: accumulated gradients, buckets of DDP, gathers of FSDP."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        file = frame.f_code.co_filename
+        if file.startswith((*_SHARES_MEMORY, *ASKS)):
+            return True
+        if not file.startswith((TORCH, HALFSTEP)) or frame.f_code is nn.Module._call_impl.__code__:
+            return False
+        frame = frame.f_back
+    return True
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------

@@ -52,6 +52,26 @@ def idle_island(path: str) -> Finding:
     return Finding("island.idle", "warning", evidence, "make the module that uses them an island")
 
 
+def batch_written(paths: Sequence[str]) -> Finding:
+    """Return the finding for a step that changes its batch in place."""
+    return Finding(
+        "batch.written",
+        "note",
+        f"the step changes its batch in place: {', '.join(f'batch{path}' for path in dict.fromkeys(paths))}",
+        "x = x * 2 in place of x.mul_(2): a skipped step does not restore the batch, and a rerun would change it again",
+    )
+
+
+def rebound(names: Sequence[str]) -> Finding:
+    """Return the finding for tensors outside of modules that a skipped step has bound anew."""
+    return Finding(
+        "rollback.rebound",
+        "warning",
+        f"the step was not applied, but has bound {', '.join(dict.fromkeys(names))} anew, outside of any module",
+        "keep it as an attribute of a module, write it in place, or stepper.include() an object with state_dict()",
+    )
+
+
 def check_surroundings(device: torch.device) -> None:
     """Raise WrongUse where a step could not learn: inside autocast, no_grad or inference_mode."""
     # Casts of weights are cached until the outermost autocast ends, so later steps would compute with old weights.

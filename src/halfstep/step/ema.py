@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import StateMismatch, WrongUse, same_keys
 from halfstep.observe.recorder import as_written
 from halfstep.precision.precision import widen
-from halfstep.step.buffers import SMALL, Buffers, differ, version_of
+from halfstep.step.buffers import Buffers, differ, version_of
+from halfstep.step.memory import SMALL
 
 
 class StepCounts:

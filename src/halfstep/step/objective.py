@@ -225,6 +225,26 @@ class Votes:
         return cls(stop, abort, no_batch, bad_buffer, save=rest)
 
 
+class LocalFlags:
+    """Flags of this rank that are read with the agreement."""
+
+    def __init__(self, bad_buffer: Tensor | None, more: Sequence[Tensor] = ()) -> None:
+        self.bad_buffer, self._more = bad_buffer, more
+        """Whether a buffer is non-finite: counted over all ranks."""
+        self.read: list[float] = []
+        """The other flags as numbers, once the host has read them; no other rank learns them."""
+
+    def read_with(self, numbers: Tensor) -> list[float]:
+        """Read a vector and the flags in one go: each further read would be one more synchronization with the host."""
+        if not self._more:
+            found: list[float] = numbers.tolist()  # host read
+            return found
+        flags = torch.stack([on(numbers.device, flag) for flag in self._more]).to(numbers.dtype)
+        found = torch.cat([numbers, flags]).tolist()  # host read
+        found, self.read = found[: len(numbers)], found[len(numbers) :]
+        return found
+
+
 AGREEMENT_BYTES = 128
 MOST_IN_128_BYTES = 4
 """Optimizers that fit a vector of 16 numbers; each further one may add a loss, a count and a norm."""
@@ -238,9 +258,7 @@ class Agreement:
         # Fixed when the Stepper is built: a failed rank does not know what its window would have held.
         self._length = AGREEMENT_BYTES // 8 + 3 * max(0, optimizers - MOST_IN_128_BYTES)
 
-    def on(
-        self, objectives: Sequence[Objective], token: int, votes: Votes, bad_buffer: Tensor | None, *, fix: str
-    ) -> Votes:
+    def on(self, objectives: Sequence[Objective], token: int, votes: Votes, flags: LocalFlags, *, fix: str) -> Votes:
         """Run the only collective of a step, read it once on the host, and return the votes of all ranks.
 
         Raises RanksDisagree if tokens differ, because the ranks are not at the same step, or if gradients differ;
@@ -249,19 +267,19 @@ class Agreement:
         # One vector on one device: each further tensor would be one more synchronization with the host.
         device = objectives[0].loss.device
         if self._ranks.size == 1:
-            return self._alone(objectives, votes, bad_buffer, device)
+            return self._alone(objectives, votes, flags, device)
         body = [on(device, number).double() for objective in objectives for number in objective.numbers_on_ranks()]
         shares = [on(device, share).double() for o in objectives for share in o.squared_shares()]
         squared = torch.stack(shares).sum()
         vote = torch.tensor([token, token**2, votes.packed()], dtype=torch.float64, device=device)
-        if bad_buffer is not None:
-            vote[2] += on(device, bad_buffer) * float(_MOST**3)
+        if flags.bad_buffer is not None:
+            vote[2] += on(device, flags.bad_buffer) * float(_MOST**3)
         # Padded to one pair for each possible loss, so that a rank without a batch finds the norms at the same place.
         body += [torch.zeros_like(squared)] * (2 * (len(shares) - len(objectives)))
         # n times the sum of squares equals the square of the sum only if all ranks have the same norm: two numbers
         # compare all ranks, at any world size.
         numbers = torch.cat([vote, torch.stack([squared.square() * self._ranks.size, *body, *shares])])
-        agreed, found = self._sum(numbers)
+        agreed, found = self._sum(numbers, flags)
         if found.abort:
             return found
         self._read(objectives, agreed, max(1, self._ranks.size - found.no_batch), fix)
@@ -270,30 +288,29 @@ class Agreement:
     def abort(self, device: torch.device) -> None:
         """Vote that this rank has failed: no rank applies this window, whatever step it is at."""
         # Token 0: with an abort in the sum, tokens are not compared.
-        self._sum(torch.tensor([0.0, 0.0, Votes(abort=1).packed()], dtype=torch.float64, device=device))
+        numbers = torch.tensor([0.0, 0.0, Votes(abort=1).packed()], dtype=torch.float64, device=device)
+        self._sum(numbers, LocalFlags(None))
 
-    def _sum(self, numbers: Tensor) -> tuple[list[float], Votes]:
+    def _sum(self, numbers: Tensor, flags: LocalFlags) -> tuple[list[float], Votes]:
         # all_reduce needs the same length everywhere, also from a rank that has nothing but its vote.
         padded = numbers.new_zeros(self._length)
         padded[: len(numbers)] = numbers
-        agreed: list[float] = self._ranks.agree(padded).tolist()  # host read
+        agreed = flags.read_with(self._ranks.agree(padded))
         found = Votes.unpacked(agreed[2])
         if not found.abort:
             _check_tokens(agreed[0], agreed[1], self._ranks.size)
         return agreed[3:], found
 
-    def _alone(
-        self, objectives: Sequence[Objective], votes: Votes, bad_buffer: Tensor | None, device: torch.device
-    ) -> Votes:
+    def _alone(self, objectives: Sequence[Objective], votes: Votes, flags: LocalFlags, device: torch.device) -> Votes:
         # One tensor for all numbers: the host waits for the device once.
         flat = [on(device, number) for objective in objectives for number in objective.numbers()]
-        if bad_buffer is not None:
-            flat.append(on(device, bad_buffer))
-        agreed: list[float] = torch.stack(flat).tolist()  # host read
+        if flags.bad_buffer is not None:
+            flat.append(on(device, flags.bad_buffer))
+        agreed = flags.read_with(torch.stack(flat))
         numbers = iter(agreed)
         for objective in objectives:
             objective.read(numbers)
-        bad = int(bad_buffer is not None and agreed[-1] != 0.0)
+        bad = int(flags.bad_buffer is not None and agreed[-1] != 0.0)
         return Votes(votes.stop, bad_buffer=bad, save=votes.save)
 
     def _read(self, objectives: Sequence[Objective], agreed: list[float], with_a_batch: int, fix: str) -> None:

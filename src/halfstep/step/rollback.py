@@ -1,157 +1,134 @@
-"""Restore every tensor that a step can write to its value before the window's first micro-batch.
+"""Restore what a step wrote, if it is not applied: to the bit, whoever holds it.
 
-That covers the buffers and parameters of the model and of every module that the loss function holds, and what the user
-includes. It does not cover state outside of torch: Python objects and numbers, files, metrics.
+Coverage comes from observation. While a step is observed, every operation that writes into memory from before the
+window is announced here first, and that memory is copied. It is copied before each window from then on. Small buffers
+and tensor attributes of modules are copied in any case. Other tensors of modules, and tensors outside of modules that
+an observed step has read, are checked for writes (`unseen_writes`). What modules bind is restored by `bindings`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.step.buffers import Buffers, differ
+from halfstep.observe.reachable import leaves
+from halfstep.step.bindings import Bindings, Names, attribute_tensors, own_entries
+from halfstep.step.buffers import same_sparse
+from halfstep.step.memory import (
+    SMALL,
+    Copies,
+    WeakBlock,
+    like,
+    plain_parts,
+    put_back_places,
+    same_place,
+    storage_key,
+    words_in,
+    words_of,
+)
+from halfstep.step.unseen_writes import UnseenWrites
 
-# -- written parameters -----------------------------------------------------------------------------------------------
-# Restore parameters that a forward pass writes: momentum encoders, target networks, norm constraints.
-# They are not copied before each window, because a frozen base may have billions of them. Parameters that are written
-# while the first step is observed are copied just before the write, and before each window from then on. The others are
-# watched: by their version, and by their storage, which `parameter.data = ...` replaces without a version change. The
-# old storage is kept alive for the length of a window, so that such a write can always be undone.
-
-
-class WrittenParameters:
-    """The parameters that forward writes: restored where a copy exists, reported where none does."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._watched: list[Tensor] = []
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id: the parameter, and its content before the window."""
-        self._by_storage: dict[int, list[Tensor]] | None = None
-        self._lost: list[str] = []
-        self.follow({})
-
-    def follow(self, named: dict[str, Tensor]) -> None:
-        """Watch these parameters from now on; known written ones keep their copies."""
-        plain = {name: p for name, p in named.items() if _has_storage(p)}
-        self._names, self._watched = list(plain), list(plain.values())
-        own = {id(p) for p in self._watched}
-        self._copies = {key: pair for key, pair in self._copies.items() if key in own}
-        self._versions = [p._version for p in self._watched]
-        self._pointers = list(map(_POINTER, self._watched))
-        # detach() shares the storage and keeps it alive without copying.
-        self._storages = [p.detach() for p in self._watched]
-
-    def remember(self) -> None:
-        """Save the copies, before the first micro-batch."""
-        watched = self._watched
-        self._by_storage, self._lost = None, []
-        self._versions = [p._version for p in watched]
-        pointers = list(map(_POINTER, watched))
-        if pointers != self._pointers:
-            for place, (now, before) in enumerate(zip(pointers, self._pointers, strict=True)):
-                if now != before:
-                    self._storages[place] = watched[place].detach()
-            self._pointers = pointers
-        if self._copies:
-            pairs = self._copies.values()
-            with torch.no_grad():
-                torch._foreach_copy_([copy for _, copy in pairs], [parameter.detach() for parameter, _ in pairs])
-
-    @torch.no_grad()
-    def before_write(self, written: Iterable[Tensor]) -> None:
-        """Copy parameters that an operation is about to write; called while a step is observed.
-
-        Views and `.data` share the parameter's storage, and are recognized by it.
-        """
-        if self._by_storage is None:
-            self._by_storage = {}
-            for parameter in self._watched:
-                self._by_storage.setdefault(_storage(parameter), []).append(parameter)
-        for tensor in written:
-            for parameter in self._by_storage.get(_storage(tensor), ()):
-                if id(parameter) not in self._copies:
-                    self._copies[id(parameter)] = parameter, parameter.detach().clone()
-
-    def first_writes(self) -> list[str]:
-        """Return the names of parameters that were written without a copy; they are copied from now on.
-
-        Call this after the last backward.
-        """
-        versions = [p._version for p in self._watched]
-        if versions == self._versions:
-            return []
-        moved = [
-            place
-            for place, (now, before) in enumerate(zip(versions, self._versions, strict=True))
-            if now != before and id(self._watched[place]) not in self._copies
-        ]
-        for place in moved:
-            parameter = self._watched[place]
-            self._copies[id(parameter)] = parameter, parameter.detach().clone()
-        # These copies hold the written values already: they serve the following windows, not this one.
-        self._lost = [self._names[place] for place in moved]
-        return self._lost
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore replaced storages and written contents after a skip."""
-        for place, parameter in enumerate(self._watched):
-            # Storages first: contents belong into the one that the window began with.
-            if parameter.data_ptr() != self._pointers[place]:
-                parameter.data = self._storages[place]
-        for parameter, before in self._copies.values():
-            # Compared first: an unnecessary write would increase the version of a parameter that nothing has touched.
-            if differ(parameter.detach(), before):
-                parameter.copy_(before)
-
-
-_POINTER: Any = Tensor.data_ptr
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # wrapper subclasses around several tensors, and sparse ones
-        return 0
-
-
-def _has_storage(parameter: Tensor) -> bool:
-    """Return whether a parameter has memory of its own; shards, fake and meta tensors have none."""
-    try:
-        return not parameter.is_inference() and parameter.data_ptr() != 0
-    except (NotImplementedError, RuntimeError):
-        return False
-
-
-# -- rollback ---------------------------------------------------------------------------------------------------------
-
-
-LOSS_FUNCTION = "(loss function)."
+OUTSIDE_MODEL = "(outside the model)."
 """The prefix of names of tensors that belong to no module of the model."""
+FEW_BYTES = 2**20
+"""Large buffers are copied before each window as well if all of them together are no larger: checksums cost more."""
+_NO_MEMBERS: list[Any] = [object()]
+"""A list that equals no list of tensors."""
+
+
+class _Held(NamedTuple):
+    """A tensor that a module holds."""
+
+    name: str
+    tensor: Tensor
+    holder: Names
+    key: str
+    is_parameter: bool
+    is_buffer: bool
+    included: bool
+
+
+class _Copied(NamedTuple):
+    """A plain tensor that is copied before each window."""
+
+    name: str
+    tensor: Tensor
+    alias: Tensor
+    """Shares the memory that the tensor had when the window began, with its shape and strides."""
+    row: Tensor
+    copy: Tensor
+
+
+class _Loose:
+    """A tensor outside of modules that an observed step has used; somebody else holds it."""
+
+    def __init__(self, name: str, tensor: Tensor, went: Callable[[object], None], *, written: bool) -> None:
+        self.name, self.tensor = name, weakref.ref(tensor, went)
+        self.written = written
+        self.copied = written or tensor.numel() <= SMALL or tensor.is_inference()
+        """Whether its memory is copied before each window; otherwise it is checked for writes."""
+
+
+class _Finite(NamedTuple):
+    """A buffer of floating point numbers that was finite when it was first seen."""
+
+    name: str
+    buffer: Tensor
+    before: Tensor
 
 
 class Rollback:
     """Everything that a step may write: saved before the window, restored if it is not applied."""
 
-    def __init__(self, model: nn.Module, emit: Callable[[Sequence[Finding]], None]) -> None:
-        self._model, self._emit = model, emit
-        self.buffers, self.parameters = Buffers(), WrittenParameters()
+    def __init__(self, emit: Callable[[Sequence[Finding]], None], model: nn.Module | None = None) -> None:
+        self._emit, self._model = emit, model
         self._beside: list[nn.Module] = []
         self._included: list[nn.Module] = []
+        self._ran: list[weakref.ref[nn.Module]] = []
         self._with_state: list[Any] = []
         self._states: list[Any] = []
-        self._first: list[str] = []
+        self._bindings, self._unseen = Bindings(), UnseenWrites()
+        self._copied: list[_Copied] = []
+        self._sparse: list[tuple[_Held, Tensor]] = []
+        self._finite: list[_Finite] = []
+        self._never_finite: dict[str, bool] = {}
+        self._written: set[str] = set()
+        """Names of tensors of modules that a step was seen to write, or that are copied on request."""
+        self._blocks: dict[int, WeakBlock] = {}
+        """By storage: memory outside of modules that is copied before each window."""
+        self._outside, self._places = Copies(), list[tuple[Tensor, Tensor]]()
+        self._loose: dict[int, _Loose] = {}
+        """By tensor: those outside of modules that an observed step has used."""
+        self._batch: dict[int, str] = {}
+        self._included_storages: set[int] = set()
+        self._name_of: Callable[[Tensor], str | None] = _nameless
+        self._observations = 0
+        self._begin()
         self.follow()
 
+    def _begin(self) -> None:
+        self._first: list[str] = []
+        """Tensors that this window wrote without a copy from before it."""
+        self._seen: list[str] = []
+        """Memory that this window was seen to write, and no window before it."""
+        self._changed = False
+        """Whether this window has found more to cover."""
+        self.batch_written: list[str] = []
+        """Paths of the batch's tensors that this window was seen to write."""
+
+    # -- what is covered ----------------------------------------------------------------------------------------
+
     def include(self, thing: Any) -> None:
-        """Cover one more module, or an object with `state_dict`; raise WrongUse for anything else.
+        """Cover one more module as a whole, or an object with `state_dict`; raise WrongUse for anything else.
 
         The state of such an object is copied before each window.
         """
@@ -162,10 +139,16 @@ class Rollback:
             self._with_state.append(thing)
         else:
             raise WrongUse(
-                f"include({type(thing).__name__}), which has no state to go back to",
+                f"include({type(thing).__name__}), which has no state to restore",
                 allowed="a module, or an object with state_dict() and load_state_dict()",
                 do="give the object these two methods, or make its tensors buffers of a module",
             )
+
+    def copy_parameters(self, module: nn.Module) -> None:
+        """Copy the parameters of a covered module before each window, without waiting until one is written."""
+        own = set(map(id, module.parameters()))
+        self._written |= {held.name for held in self._tensors() if id(held.tensor) in own}
+        self._members = _NO_MEMBERS
 
     def look_beside(self, modules: Sequence[nn.Module]) -> None:
         """Cover the modules that the loss function holds."""
@@ -175,64 +158,358 @@ class Rollback:
 
     def follow(self) -> None:
         """Rebuild the lists after modules or parameters were added or removed."""
-        modules = list(_named(self._model, [*self._beside, *self._included]))
-        self.buffers.follow(modules)
-        self.parameters.follow(_parameters(modules))
+        self._stale = False
+        self._modules = list(self._named_modules())
+        self._known = {id(module) for _, module in self._modules}
+        self._bindings.follow((module for _, module in self._modules), self._included)
+        # The modules' own dictionaries: walking a model's modules costs more than copying its buffers.
+        self._buffers = [module._buffers for _, module in self._modules]
+        self._attributes = [(module.__dict__, own_entries(module)) for _, module in self._modules]
+        self._members = _NO_MEMBERS  # the next window sorts the tensors anew
 
-    # -- one window ---------------------------------------------------------------------------------------------
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        ran = [(reference, reference()) for reference in self._ran]
+        self._ran = [reference for reference, module in ran if module is not None]
+        outside = chain(self._beside, self._included, (module for _, module in ran if module is not None))
+        seen: set[int] = set()
+        for prefix, top in (
+            *((("", self._model),) if self._model is not None else ()),
+            *((OUTSIDE_MODEL + type(module).__name__, module) for module in outside),
+        ):
+            for path, module in top.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield ".".join(filter(None, (prefix, path))), module
 
+    def _tensors(self) -> Iterator[_Held]:
+        """Yield each tensor of the covered modules once, by the first of its names."""
+        included = {id(part) for module in self._included for part in module.modules()}
+        seen: set[int] = set()
+        for path, module in self._modules:
+            attributes = {} if isinstance(module, torch.jit.ScriptModule) else module.__dict__
+            for holder in (module._parameters, module._buffers, attributes):
+                for key, tensor in holder.items():
+                    if isinstance(tensor, Tensor) and id(tensor) not in seen and tensor.grad_fn is None:
+                        seen.add(id(tensor))
+                        kinds = holder is module._parameters, holder is module._buffers
+                        name = f"{path}.{key}" if path else key
+                        yield _Held(name, tensor, holder, key, *kinds, included=id(module) in included)
+
+    @property
+    def steps_to_check(self) -> int:
+        """The number of steps after which a tensor that every step writes through `.data` is found at the latest."""
+        return self._unseen.steps
+
+    # -- before the window --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
     def remember(self) -> None:
         """Save everything, before the first micro-batch."""
-        self.buffers.remember()
-        self.parameters.remember()
+        self._begin()
+        if self._stale:
+            self.follow()
+        self._bindings.remember()
+        members: list[Any] = [buffer for slots in self._buffers for buffer in slots.values()]
+        members += attribute_tensors(self._attributes)
+        # By identity: a name may get another tensor, and comparing contents would read the device.
+        same = len(members) == len(self._members) and all(map(is_, members, self._members))
+        if same and all([same_place(copied.tensor, copied.alias) for copied in self._copied]):
+            self._copies.renew()
+        else:
+            self._members = members
+            self._sort_tensors()
+        self._sparse = [(held, held.tensor.detach().clone()) for held, _ in self._sparse]
+        if self._loose or self._blocks:
+            self._copy_outside()
+        self._unseen.remember()
         if self._with_state:
             self._states = [copy.deepcopy(thing.state_dict()) for thing in self._with_state]
 
-    def look(self) -> None:
-        """Look for unexpected writes, after the last backward and before the decision."""
-        self.buffers.compare()
-        self._first = self.parameters.first_writes()
+    def _sort_tensors(self) -> None:
+        """Decide which tensors are copied before each window, and which are checked for writes; copy the first."""
+        tensors = [(held, plain_parts(held.tensor)) for held in self._tensors()]
+        self._take_over([(held.name, part) for held, parts in tensors for part in parts])
+        large = sum(held.tensor.nbytes for held, parts in tensors if parts and _is_large(held))
+        known = {id(copied.tensor): copied for copied in self._copied}
+        self._copied, self._copies, self._sparse, self._finite = [], Copies(), [], []
+        unseen: list[tuple[str, Tensor]] = []
+        for held, parts in tensors:
+            if held.is_parameter and parts and parts[0] is not held.tensor:
+                continue  # a shard: FSDP2 exchanges it for whole parameters by itself
+            if not parts and held.tensor.layout is not torch.strided and not held.is_parameter:
+                self._sparse.append((held, held.tensor))
+            copied = held.included and not held.is_parameter
+            copied = copied or held.name in self._written or not (held.is_parameter or _is_large(held))
+            for part in parts:
+                if copied or part.is_inference() or (large <= FEW_BYTES and not held.is_parameter):
+                    self._copied.append(_copied(held.name, part, known.get(id(part))))
+                    if held.is_buffer and part is held.tensor:
+                        self._look_for_finite(self._copied[-1])
+                else:
+                    unseen.append((held.name, part))
+        for entry in self._copied:
+            self._copies.add(entry.row, entry.copy)
+        self._copies.renew()
+        loose = [(entry.name, entry.tensor) for entry in self._loose.values() if not entry.copied]
+        self._unseen.follow(unseen, loose)
+        self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in unseen:
+            self._unseen_by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
+        self._copied_storages = {storage_key(entry.tensor) for entry in self._copied if _spans_storage(entry)}
+
+    def _look_for_finite(self, copied: _Copied) -> None:
+        buffer = copied.tensor
+        if buffer.dtype in _JUDGED and buffer.numel() and buffer.numel() <= SMALL and not buffer.is_inference():
+            before = like(copied.copy, buffer)
+            if copied.name not in self._never_finite:  # once per name: some buffers are replaced in every step
+                self._never_finite[copied.name] = not bool(buffer.isfinite().all())
+            if not self._never_finite[copied.name]:
+                self._finite.append(_Finite(copied.name, buffer, before))
+
+    def _take_over(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Cover memory as that of modules, which was nobody's until the modules ran in an observed step."""
+        for name, part in tensors:
+            loose, block = self._loose.pop(id(part), None), self._blocks.pop(storage_key(part), None)
+            if (loose is not None and loose.written) or (block is not None and block.written):
+                self._written.add(name)
+
+    def _copy_outside(self) -> None:
+        """Copy the memory outside of modules that is still alive, and hold it during the window."""
+        for key, loose in list(self._loose.items()):
+            tensor = loose.tensor()
+            if tensor is None:
+                del self._loose[key]
+            elif loose.copied:
+                self._places.append((tensor, tensor.detach()))
+                # `.data =` and `set_` give a tensor other memory.
+                if (storage := storage_key(tensor)) not in self._blocks:
+                    self._blocks[storage] = WeakBlock(tensor.untyped_storage(), written=loose.written)
+        for key, block in list(self._blocks.items()):
+            held = block.storage()
+            if held is None:
+                del self._blocks[key]
+                continue
+            row = words_in(held, 0, held.nbytes())
+            fits = block.copy is not None and (block.copy.shape, block.copy.dtype) == (row.shape, row.dtype)
+            block.copy = self._outside.add(row, block.copy if fits else None)
+        self._outside.renew()
+
+    # -- in an observed window ----------------------------------------------------------------------------------
+
+    def observe(self, batch: Mapping[int, str], name_of: Callable[[Tensor], str | None]) -> None:
+        """Begin an observed window.
+
+        `batch` has the storages of the batch with their paths; `name_of` finds a name for a tensor outside of modules.
+        """
+        self._batch, self._name_of = dict(batch), name_of
+        self._observations += 1
+        states = (leaf for thing in self._with_state for _, leaf in leaves(thing.state_dict()))
+        self._included_storages = {storage_key(part) for leaf in states for part in plain_parts(leaf)}
+
+    def module_runs(self, module: nn.Module) -> None:
+        """Cover a module that is about to run."""
+        if id(module) in self._known or isinstance(module, torch.jit.ScriptModule):
+            return
+        for part in module.modules():
+            if id(part) not in self._known:
+                self._known.add(id(part))
+                self._bindings.add(part)
+        self._ran.append(weakref.ref(module, self._went))
+        self._changed = True
+
+    def _went(self, _reference: object) -> None:
+        self._stale = True
+
+    @torch.no_grad()
+    def reads(self, tensor: Tensor, line: str | None) -> None:
+        """Cover a tensor from before the window that an operation in this line of code reads."""
+        for part in plain_parts(tensor):
+            key = storage_key(part)
+            if not self._is_covered(key) and key not in self._unseen_by_storage:
+                loose = self._add_loose(part, line, written=False)
+                if loose.copied:
+                    self._copy_block(key, part, written=False)
+
+    @torch.no_grad()
+    def before_write(self, tensor: Tensor, line: str | None) -> None:
+        """Copy memory from before the window that an operation in this line of code is about to write."""
+        for part in plain_parts(tensor):
+            key = storage_key(part)
+            if key in self._batch:
+                self.batch_written.append(self._batch[key])
+            elif key in self._blocks:
+                self._blocks[key].written = True
+                self._add_loose(part, line, written=True)
+            elif key in self._unseen_by_storage:
+                self._copied_storages.add(key)
+                for name, own in self._unseen_by_storage.pop(key):
+                    # It holds what it held when the window began: the first write is this one.
+                    self._copied.append(_copied(name, own, None))
+                    self._copies.add(self._copied[-1].row, self._copied[-1].copy)
+                    self._written.add(name)
+                    self._seen.append(name)
+            elif not self._is_covered(key) and not self._is_gradient(key):
+                self._copy_block(key, part, written=True)
+                self._seen.append(self._add_loose(part, line, written=True).name)
+
+    def _is_covered(self, key: int) -> bool:
+        return any(
+            key in covered for covered in (self._copied_storages, self._blocks, self._batch, self._included_storages)
+        )
+
+    def _is_gradient(self, key: int) -> bool:
+        if torch._C._current_autograd_node() is None:
+            return False
+        gradients = (held.tensor.grad for held in self._tensors() if held.tensor.is_leaf)
+        return any(storage_key(p) == key for g in gradients if g is not None for p in plain_parts(g))
+
+    def _add_loose(self, part: Tensor, line: str | None, *, written: bool) -> _Loose:
+        loose = self._loose.get(id(part))
+        if loose is None or loose.tensor() is not part:
+            name = self._name_of(part) or f"a tensor of shape {list(part.shape)}" + (f" used in {line}" if line else "")
+            loose = self._loose[id(part)] = _Loose(name, part, self._went, written=written)
+            self._changed = True
+        if written:
+            loose.written = loose.copied = True
+        return loose
+
+    def _copy_block(self, key: int, part: Tensor, *, written: bool) -> None:
+        """Copy all memory that a tensor shares with its views."""
+        storage = part.untyped_storage()
+        block = self._blocks[key] = WeakBlock(storage, written=written)
+        block.copy = self._outside.add(words_in(storage, 0, storage.nbytes()))
+        self._places.append((part, part.detach()))
+
+    # -- the end of the window ----------------------------------------------------------------------------------
+
+    def not_finite(self) -> Tensor | None:
+        """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
+        if not self._finite:
+            return None
+        largest = torch.stack(self.largest()).amax()
+        # Zero of a finite number, else NaN: two kernels, where isfinite() takes five.
+        return (largest - largest) != 0
+
+    def largest(self) -> list[Tensor]:
+        """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
+        buffers = [entry.buffer for entry in self._finite]
+        return list(torch._foreach_max(torch._foreach_abs(buffers))) if buffers else []
+
+    def first_not_finite(self) -> str | None:
+        """Return the name of a buffer that this window made non-finite, or None; reads the device.
+
+        A buffer that was non-finite before is not checked again.
+        """
+        for entry in [entry for entry in self._finite if not bool(entry.buffer.isfinite().all())]:
+            if bool(entry.before.isfinite().all()):
+                return entry.name
+            self._never_finite[entry.name] = True
+        self._finite = [entry for entry in self._finite if not self._never_finite[entry.name]]
+        return None
+
+    def unseen_writes(self) -> list[Tensor]:
+        """Return flags on the device for `look`."""
+        return self._unseen.changed()
+
+    def look(self, flags: Sequence[float]) -> None:
+        """Look for writes without a copy, after the last backward; `flags` are those of `unseen_writes`, as read."""
+        for name, tensor in self._unseen.written(flags):
+            # Copied just before this window wrote it, if the window was observed.
+            if name not in self._seen and name not in self._first and storage_key(tensor) not in self._blocks:
+                self._first.append(name)
+                if id(tensor) in self._loose:
+                    self._add_loose(tensor, None, written=True)
+                else:
+                    self._written.add(name)
+
+    def look_after_error(self) -> None:
+        """Look for writes without a copy in a window that ended before its agreement; reads the device."""
+        try:
+            self.look([float(flag) for flag in self.unseen_writes()])
+        except RuntimeError:  # a device that has failed
+            self.look([])
+
+    def remembered(self) -> dict[str, Tensor | None]:
+        """Return the model's buffers at the last `remember` by name; the tensors are reused, so copy them to keep them.
+
+        A large buffer that no step was seen to write has no copy: it is what it was.
+        """
+        copies = {id(copied.tensor): copied for copied in self._copied}
+        before = self._bindings.before()
+        found: dict[str, Tensor | None] = {}
+        for path, module in self._modules:
+            for key, buffer in before.get(id(module._buffers), {}).items():
+                copied = copies.get(id(buffer))
+                found[f"{path}.{key}" if path else key] = buffer if copied is None else like(copied.copy, copied.alias)
+        return found
 
     def keep(self) -> None:
         """Accept what forward wrote: the window was applied."""
-        if self._first:
-            self._emit([_first_write(self._first, taken_back=True)])
+        names = self._first + (self._seen if self._observations > 1 else [])
+        if names:
+            self._emit([_first_write(names, restored=True)])
+        self._end()
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Restore the state before the window's first micro-batch, after a skip or an error."""
-        lost = self.buffers.restore() + self._first
-        self.parameters.restore()
+        self._bindings.restore()
+        # Places first: contents belong into the memory that the window began with.
+        put_back_places((copied.tensor, copied.alias) for copied in self._copied)
+        put_back_places(self._places)
+        self._unseen.restore()
+        self._copies.write_back()
+        self._outside.write_back()
+        for held, before in self._sparse:
+            if not same_sparse(held.tensor, before):
+                held.holder[held.key] = before.clone()
         for thing, state in zip(self._with_state, self._states, strict=True):
             # A copy, because an object may keep the state that it is given, and this one may be needed again.
             thing.load_state_dict(copy.deepcopy(state))
-        if lost:
-            self._first = []
-            self._emit([_first_write(lost, taken_back=False)])
+        if self._first:
+            self._emit([_first_write(self._first, restored=False)])
+        self._end()
+        self._first = []
+
+    def _end(self) -> None:
+        if self._changed or self._seen or self._first:
+            self.follow()
+        self._unseen.release()
+        if self._places or self._outside.rows:
+            self._outside, self._places = Copies(), []
+        self._batch = {}
 
 
-def _named(model: nn.Module, beside: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    yield from model.named_modules()
-    for module in beside:
-        for path, part in module.named_modules():
-            yield f"{LOSS_FUNCTION}{type(module).__name__}{'.' if path else ''}{path}", part
+_JUDGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""Formats that torch can judge: it has no isfinite() for fp8."""
 
 
-def _parameters(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
-    """Return each parameter once, by the first of its names."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for path, module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
-    return dict(found.values())
+def _is_large(held: _Held) -> bool:
+    return held.tensor.numel() > SMALL and not held.is_parameter
 
 
-def _first_write(names: Sequence[str], *, taken_back: bool) -> Finding:
+def _copied(name: str, tensor: Tensor, known: _Copied | None) -> _Copied:
+    """Return an entry for a tensor: the known one, or a new one with a copy of what the tensor holds now."""
+    if known is not None and known.tensor is tensor and same_place(tensor, known.alias):
+        return known
+    row = words_of(tensor.detach())
+    return _Copied(name, tensor, tensor.detach(), row, row.clone())
+
+
+def _spans_storage(entry: _Copied) -> bool:
+    return entry.row.nbytes == entry.tensor.untyped_storage().nbytes()
+
+
+def _nameless(_tensor: Tensor) -> None:
+    return None
+
+
+def _first_write(names: Sequence[str], *, restored: bool) -> Finding:
     some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    end = "" if taken_back else "; this step was not applied, and what it wrote there could not be taken back"
+    end = "" if restored else "; the step was not applied, and what it wrote there could not be restored"
     return Finding(
         "rollback.first_write",
-        "note" if taken_back else "warning",
-        f"the loss function wrote {some} for the first time since the first step was observed{end}",
-        "nothing: from now on a copy is kept before each step; observe=True in the first step sees such writes in time",
+        "note" if restored else "warning",
+        f"a step wrote {some} for the first time since the first step was observed{end}",
+        "nothing: it is copied before each step from now on; include() covers a module from the first step on",
     )

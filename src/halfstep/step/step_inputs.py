@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.observe.reachable import closure_of, global_names, held_by, leaves, outermost
+from halfstep.observe.reachable import closure_of, global_names, held_by, leaves, outermost, reachable
+from halfstep.step.memory import plain_parts, storage_key
 from halfstep.step.objective import Objective
 from halfstep.step.sync import LossFunction
 
@@ -21,7 +22,7 @@ from halfstep.step.sync import LossFunction
 _CONTAINERS = (dict, list, tuple, set)
 _LONGEST = 64
 """Members of a container that are looked at before each step: enough for some networks, too few for a data set."""
-_HOLD_NOTHING = (bool, int, float, str, bytes, Tensor, type, ModuleType, type(None))
+_HOLD_NOTHING = (bool, int, float, str, bytes, type(None))
 
 
 class Holdings:
@@ -37,25 +38,34 @@ class Holdings:
 
     def look(self, function: Any) -> list[nn.Module]:
         """Return the modules that were added or removed since the last look."""
-        near = _near(function)
+        near = [thing for _, thing in _near(function)]
         # A lambda in the loop is a new function in every step, and holds the same objects.
         same = function is self._function or _same_code(function, self._function)
-        self._function = function
+        self._function, before = function, self._near
+        self._near = near
         # The full search walks everything reachable, so it runs only if the nearest objects changed.
-        if same and len(near) == len(self._near) and all(map(_is, near, self._near)):
+        if same and len(near) == len(before) and all(map(_same_or_tensors, near, before)):
             return []
-        self._near, before = near, self.modules
-        self.modules = outermost(held_by(function, nn.Module), self._model)
+        modules, self.modules = self.modules, outermost(held_by(function, nn.Module), self._model)
         self._generators = held_by(function, torch.Generator)
-        return _in_one_only(before, self.modules)
+        return _in_one_only(modules, self.modules)
+
+    def rebound(self) -> list[str]:
+        """Return the names of tensors next to the loss function that were bound anew since the last look."""
+        now = list(_near(self._function))
+        if len(now) != len(self._near):
+            return []
+        pairs = zip(now, self._near, strict=True)
+        return [name for (name, thing), before in pairs if thing is not before and isinstance(thing, Tensor)]
 
     def generator_states(self) -> list[tuple[torch.Generator, Tensor]]:
         """Return each generator with its current state."""
         return [(generator, generator.get_state()) for generator in self._generators] if self._generators else []
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+def _same_or_tensors(one: Any, other: Any) -> bool:
+    # A tensor that is bound anew in each step leads to no module.
+    return one is other or (isinstance(one, Tensor) and isinstance(other, Tensor))
 
 
 def _in_one_only(some: list[nn.Module], others: list[nn.Module]) -> list[nn.Module]:
@@ -63,25 +73,46 @@ def _in_one_only(some: list[nn.Module], others: list[nn.Module]) -> list[nn.Modu
     return [module for module in (*some, *others) if (id(module) in known) != (id(module) in now)]
 
 
-def _near(function: Any) -> list[Any]:
-    """Return the objects that a function holds itself, and the members of its containers, which may be replaced."""
-    found = [thing for thing in _held(function) if not isinstance(thing, _HOLD_NOTHING)]
-    for thing in found:
-        if isinstance(thing, _CONTAINERS) and len(thing) <= _LONGEST:
-            found = [*found, *(thing.values() if isinstance(thing, dict) else thing)]
-    return found
+def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+    """Yield what a function holds, by name: objects, members of containers, attributes of objects, and what its own
+    functions hold.
+    """
+    for name, thing in _held(function):
+        if isinstance(thing, _HOLD_NOTHING):
+            continue
+        yield name, thing
+        if isinstance(thing, _CONTAINERS):
+            if len(thing) <= _LONGEST:
+                members = thing.items() if isinstance(thing, dict) else enumerate(thing)
+                yield from ((f"{name}[{key!r}]", item) for key, item in members if not isinstance(item, _HOLD_NOTHING))
+        elif isinstance(thing, FunctionType):
+            if depth > 1 and not (thing.__module__ or "").startswith("torch."):
+                yield from _near(thing, depth - 1)
+        elif type(thing).__module__ != "builtins" and not isinstance(thing, (Tensor, nn.Module)):
+            for key in _attribute_names(thing):
+                item = getattr(thing, key, None)
+                if not isinstance(item, _HOLD_NOTHING):
+                    yield f"{name}.{key}", item
 
 
-def _held(function: Any) -> list[Any]:
+def _attribute_names(thing: Any) -> Iterable[str]:
+    slots = getattr(type(thing), "__slots__", ())
+    return (*getattr(thing, "__dict__", ()), *((slots,) if isinstance(slots, str) else slots))
+
+
+def _held(function: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(function, FunctionType):
         known = function.__globals__
-        found = [known[name] for name in global_names(function.__code__) if name in known]
-        return [*found, *closure_of(function).values(), *(function.__defaults__ or ())]
+        found = [(name, known[name]) for name in global_names(function.__code__) if name in known]
+        defaults = ((f"default {place}", value) for place, value in enumerate(function.__defaults__ or ()))
+        return [*found, *closure_of(function).items(), *defaults]
     if isinstance(function, MethodType):
-        return [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
+        owner = function.__self__
+        return [("self", owner), *(() if isinstance(owner, type) else getattr(owner, "__dict__", {}).items())]
     if isinstance(function, functools.partial):
-        return [*_held(function.func), *function.args, *function.keywords.values()]
-    return [function, *getattr(function, "__dict__", {}).values()]
+        arguments = ((f"argument {place}", value) for place, value in enumerate(function.args))
+        return [*_held(function.func), *arguments, *function.keywords.items()]
+    return [("self", function), *getattr(function, "__dict__", {}).items()]
 
 
 def _same_code(a: Any, b: Any) -> bool:
@@ -108,6 +139,21 @@ class Reach(NamedTuple):
     """The parameters that it trains; gradients of others are ignored."""
     alone: bool
     """Whether backward is unrestricted; with several losses it is restricted to these parameters."""
+
+
+class TensorNames:
+    """Names of tensors outside of modules, by who holds them; searched when one is asked for."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+        self._roots = ("model", model), ("loss function", loss_fn)
+        self._names: dict[int, str] | None = None
+
+    def __call__(self, tensor: Tensor) -> str | None:
+        if self._names is None:
+            found = [(f"{root}.{name}", thing) for root, top in self._roots for name, thing in reachable(top)]
+            parts = [(name, part) for name, thing in found if isinstance(thing, Tensor) for part in plain_parts(thing)]
+            self._names = {storage_key(part): name for name, part in reversed(parts)}
+        return self._names.get(storage_key(tensor))
 
 
 class StepInputs(NamedTuple):
@@ -141,6 +187,14 @@ class StepInputs(NamedTuple):
         versions = self.versions + versions_of((batch,))
         return self._replace(loss_fn=loss_fn, microbatches=[*self.microbatches, batch], versions=versions)
 
+    def written_tensors(self) -> list[str]:
+        """Return the paths of the batch's tensors whose version has increased since the step began."""
+        if self.versions == versions_of(self.microbatches):
+            return []
+        paths = [path for microbatch in self.microbatches for path, _ in leaves(microbatch)]
+        now = versions_of(self.microbatches)
+        return [path for path, a, b in zip(paths, now, self.versions, strict=False) if a != b]
+
     @property
     def batch_changed(self) -> bool:
         """Whether the batch was written since the step: repeating it would not be the same step."""
@@ -159,6 +213,12 @@ def versions_of(tree: Sequence[Any]) -> tuple[int, ...]:
         else:
             found += [leaf for _, leaf in leaves(microbatch)]
     return tuple([-1 if tensor.is_inference() else tensor._version for tensor in found])
+
+
+def storages_of(tree: Sequence[Any]) -> dict[int, str]:
+    """Return the storages of a batch's tensors, each with the path of its tensor."""
+    found = [(path, part) for path, leaf in leaves(list(tree)) for part in plain_parts(leaf)]
+    return {storage_key(part): path for path, part in found}
 
 
 def generator_states(device: torch.device) -> list[Tensor]:

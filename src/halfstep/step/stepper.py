@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from halfstep.errors import WrongUse
+from halfstep.observe.precision_check import Watch
 from halfstep.precision.island import settle
 from halfstep.step import checks
 from halfstep.step.loss import ONLY, loss_and_aux
-from halfstep.step.objective import Objective, Votes, refused_by, report_of
+from halfstep.step.objective import LocalFlags, Objective, Votes, refused_by, report_of
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
-from halfstep.step.step_inputs import StepInputs, generator_states, versions_of
+from halfstep.step.step_inputs import StepInputs, TensorNames, generator_states, storages_of, versions_of
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
@@ -109,6 +110,9 @@ class Stepper(StepperBase):
         versions = versions_of(microbatches)
         self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
         self._rollback.remember()
+        if isinstance(self._scope, Watch):
+            self._scope.begin()
+            self._rollback.observe(storages_of(microbatches), TensorNames(self.model, loss_fn))
         self._clear_gradients()
         self._last_objectives, self._objectives, self._aux, self._pending = self._objectives, [], [], []
         self._concluding = False
@@ -199,13 +203,14 @@ class Stepper(StepperBase):
         return Objective(loss, slots, clip_norm=self._clip_norm, everywhere=everywhere)
 
     def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
+        if isinstance(self._scope, Watch):
+            self._scope.judge()
         # From here on no rank may leave for a reason of its own: Ctrl-C has to wait.
         self._interrupts.interruptible, self._concluding = False, True
         self._synchroniser.finish([slot.gradients for slot in self._open])
         if self._on_gradients is not None:
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
             self._on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
-        self._rollback.look()
         save = int(self.save_requested and self.ranks.rank == 0)
         agreed = self._agree(Votes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save))
         # Every rank has run out of batches: this window never happened.
@@ -213,13 +218,25 @@ class Stepper(StepperBase):
             self._abandon()
             return None
         report = self._judge(agreed, aux)
+        self._report_writes(report)
         self._decide(report)
         return report
 
+    def _report_writes(self, report: StepReport) -> None:
+        """Report what a step wrote and a skip does not restore: the batch, and names that are bound anew."""
+        assert self.attempt is not None, "a window is open"
+        written = self._rollback.batch_written or self.attempt.written_tensors()
+        if written and not self._batch_written:
+            self._batch_written = True
+            self._emit([checks.batch_written(written)])
+        if not report.applied and self.attempt.loss_fn is not None and (names := self._holdings.rebound()):
+            self._emit([checks.rebound(names)])
+
     def _agree(self, mine: Votes) -> Votes:
         """Reach one decision with all ranks; raise RankFailed if one of them gave up the window."""
-        bad_buffer, fix = self._rollback.buffers.not_finite(), self._synchroniser.fix
-        agreed = self._agreement.on(self._objectives, self._token(), mine, bad_buffer, fix=fix)
+        flags = LocalFlags(self._rollback.not_finite(), self._rollback.unseen_writes())
+        agreed = self._agreement.on(self._objectives, self._token(), mine, flags, fix=self._synchroniser.fix)
+        self._rollback.look(flags.read)
         self._agreed = True
         if agreed.abort:
             self._rebuild_if_requested()
@@ -251,7 +268,7 @@ class Stepper(StepperBase):
 
     def _bad_buffer(self) -> bool:
         """Return whether this window made a buffer non-finite, here or on another rank."""
-        self.bad_buffer = self._rollback.buffers.first_not_finite()
+        self.bad_buffer = self._rollback.first_not_finite()
         # The flag on the device does not know whether the buffer was non-finite before the window. One rank can look;
         # several must decide alike, and another one may have found its own.
         return self.bad_buffer is not None or self.ranks.size > 1
@@ -327,7 +344,7 @@ class Stepper(StepperBase):
         """Drop the window after an error: as if it had never begun."""
         if self._open and not self._pending:
             forget = [objective.loss.forget for objective in self._objectives]
-            taken_back = [self._rollback.restore, *forget, self._synchroniser.abandon]
+            taken_back = [self._rollback.look_after_error, self._rollback.restore, *forget, self._synchroniser.abandon]
             self._pending = [*taken_back, self._uncount, self._close]
         self._run_pending()
 

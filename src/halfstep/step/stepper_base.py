@@ -90,7 +90,7 @@ class StepperBase:
         self._slots = _slots(named, schedule, clip_norm, clip_value)
         self._clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
         self._on_gradients = on_gradients
-        self._rollback, self._holdings = Rollback(model, self._emit), Holdings(model)
+        self._rollback, self._holdings = Rollback(self._emit, model), Holdings(model)
         self._observe, self._look_schedule = observe, LookSchedule()
         self.observed: Observation | None = None
         with self.ranks.here():
@@ -117,6 +117,8 @@ class StepperBase:
         self._agreed = True
         """Whether the window's agreement is done: from then on all ranks know the same."""
         self._torn, self._concluding, self._begun, self.model_version = False, False, 0, 0
+        self._batch_written = False
+        """Whether a batch that was written in place was reported."""
         self.bad_buffer: str | None = None
         """The buffer that was non-finite in the last step that was skipped for one."""
         self.stop_requested = False
@@ -138,13 +140,21 @@ class StepperBase:
         )
 
     def include(self, thing: Any) -> None:
-        """Roll back this object on a skipped step, too: a module, or an object with `state_dict()`.
+        """Restore this object on a skipped step, too: a module, or an object with `state_dict()`.
 
-        Modules that the loss function holds are found automatically. The state of other objects is copied before each
-        window, so it should be small. Raises WrongUse for anything else.
+        Modules that run in an observed step are found automatically. Of an included module, parameters, buffers, plain
+        attributes and the members of its lists, dicts and sets are copied before each window; of another object, its
+        state. Raises WrongUse for anything else.
         """
         checks.check_window(torn=False, in_one=bool(self._open), empty=False)
         self._rollback.include(thing)
+        if isinstance(thing, nn.Module):
+            self._rollback.copy_parameters(thing)
+
+    @property
+    def steps_to_check(self) -> int:
+        """The number of steps after which a tensor that steps write through `.data` is noticed at the latest."""
+        return self._rollback.steps_to_check
 
     def change_precision(self, name: str) -> None:
         """Continue in another precision, or in the original one again, from the next step on.
@@ -169,9 +179,8 @@ class StepperBase:
             self._scope = self._watch(Watch)
 
     def _watch(self, kind: type[Watch]) -> Watch:
-        before_write = self._rollback.parameters.before_write
-        done, emit = self._watched, self._emit
-        return kind(self._scope, self.model, self.precision, done=done, emit=emit, before_write=before_write)
+        done, emit, memory = self._watched, self._emit, self._rollback
+        return kind(self._scope, self.model, self.precision, done=done, emit=emit, memory=memory)
 
     def _look_again(self) -> None:
         """Observe the next step again; unlike the first time, nothing that it finds stops the run."""
@@ -233,7 +242,7 @@ class StepperBase:
         """Return the model's buffers that match its current weights: inside a step, those from before it."""
         if not self._open:
             return Buffers(self.model).registered()
-        remembered, own = self._rollback.buffers.remembered(), Buffers(self.model).names()
+        remembered, own = self._rollback.remembered(), Buffers(self.model).names()
         return {name: buffer for name, buffer in remembered.items() if name in own}
 
     @property

@@ -1,0 +1,146 @@
+"""The attributes of modules: bound when a window begins, bound to the same values again if it is not applied.
+
+A module whose buffer goes back while the number that guards it does not would be in a state that no step has left: a
+cache with the wrong length, a codebook that counts as initialized. So what a module binds goes back as a whole:
+registered buffers and parameters, and plain attributes (numbers, strings, None, tensors, tuples of these). No tensor is
+copied here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Names: TypeAlias = dict[str, Any]
+
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Tensor)
+_STANDARD = list(nn.Module().__dict__)
+_REGISTRIES = frozenset(_STANDARD) - {"training"}
+"""Attributes that every module has: torch's own registries, which are not plain values."""
+_MISSING = object()
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether binding a value again is enough to restore it: a number, a string, a tensor, a tuple of these."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
+
+
+class _Kept(NamedTuple):
+    """One dictionary of a module, and how it is restored."""
+
+    names: Names
+    restore: Callable[[Names, Names], None]
+
+
+class Bindings:
+    """The attributes of some modules at the last `remember`."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._saved: list[Names] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._whole: list[nn.Module] = []
+
+    def follow(self, modules: Iterable[nn.Module], whole: Iterable[nn.Module] = ()) -> None:
+        """Use these modules from now on; of those in `whole`, the members of lists, dicts and sets are restored too."""
+        self._whole = list(whole)
+        included = {id(part) for module in self._whole for part in module.modules()}
+        self._kept = [kept for module in modules for kept in _dictionaries(module, whole=id(module) in included)]
+        self._saved = []
+
+    def remember(self) -> None:
+        """Save the bindings, before the first micro-batch."""
+        self._saved = [names.copy() for names, _ in self._kept]
+        self._containers = [(value, value.copy()) for module in self._whole for value in _containers(module)]
+
+    def add(self, module: nn.Module) -> None:
+        """Save the bindings of one more module in an open window, before it runs."""
+        for kept in _dictionaries(module, whole=False):
+            self._kept.append(kept)
+            self._saved.append(kept.names.copy())
+
+    def before(self) -> dict[int, Names]:
+        """Return the saved contents of each dictionary, by its id."""
+        return {id(names): saved for (names, _), saved in zip(self._kept, self._saved, strict=True)}
+
+    def restore(self) -> None:
+        """Bind again what a window has rebound, added or removed."""
+        for (names, restore), before in zip(self._kept, self._saved, strict=True):
+            restore(names, before)
+        for container, before in self._containers:
+            _refill(container, before)
+
+
+def attribute_tensors(dictionaries: Iterable[tuple[Names, int]]) -> list[Tensor]:
+    """Return the tensors among plain attributes, quickly; the number is that of torch's own entries in front."""
+    return [
+        value
+        for names, own in dictionaries
+        for value in islice(names.values(), own, None)
+        if isinstance(value, Tensor) and value.grad_fn is None
+    ]
+
+
+def own_entries(module: nn.Module) -> int:
+    """Return how many of torch's own entries come first among a module's attributes."""
+    return len(_STANDARD) if list(islice(module.__dict__, len(_STANDARD))) == _STANDARD else 0
+
+
+def _dictionaries(module: nn.Module, *, whole: bool) -> Iterator[_Kept]:
+    # Scripted modules keep theirs in C++.
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    yield _Kept(module.__dict__, _restore_all_attributes if whole else _restore_attributes)
+    yield _Kept(module._buffers, _restore_registry)
+    yield _Kept(module._parameters, _restore_parameters)
+
+
+def _restore_attributes(names: Names, before: Names) -> None:
+    for name, value in before.items():
+        if names.get(name, _MISSING) is not value and is_plain(value) and name not in _REGISTRIES:
+            names[name] = value
+    if len(names) != len(before) or names.keys() != before.keys():
+        for name in [name for name, value in names.items() if name not in before and is_plain(value)]:
+            del names[name]
+
+
+def _restore_all_attributes(names: Names, before: Names) -> None:
+    for name, value in before.items():
+        if name not in _REGISTRIES:
+            names[name] = value
+    for name in names.keys() - before.keys():
+        del names[name]
+
+
+def _restore_registry(names: Names, before: Names) -> None:
+    if names.keys() != before.keys() or any(names[name] is not value for name, value in before.items()):
+        names.clear()
+        names.update(before)
+
+
+def _restore_parameters(names: Names, before: Names) -> None:
+    # FSDP2 itself exchanges shards for whole parameters in forward.
+    if not any(hasattr(parameter, "__tensor_flatten__") for parameter in (*names.values(), *before.values())):
+        _restore_registry(names, before)
+
+
+def _containers(module: nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        for name, value in part.__dict__.items():
+            if name not in _REGISTRIES and isinstance(value, (list, dict, set, deque)):
+                yield value
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Give a container the members that it had."""
+    if isinstance(container, (dict, set)):
+        container.clear()
+        container.update(before)
+    elif len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
+        container.clear()
+        container.extend(before)

@@ -1,0 +1,215 @@
+"""Notice writes to tensors that are not copied before each step: parameters, and large buffers.
+
+They are not copied, because a frozen base may have billions of numbers. A write increases the version counter of a
+tensor or, with `.data =`, changes its address: both are compared in every step. Only a write through `.data` in place
+does neither. So each step also compares checksums of one group of the memory, in turn: before and after the window,
+and with the group's last turn. If the memory has changed since then, inside a window or between two, the next windows
+compare all of the group's tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.step.memory import put_back_places, words_of
+
+TENSORS_PER_STEP = 16
+BYTES_PER_STEP, BYTES_PER_STEP_ON_CPU = 2**26, 2**20
+"""Bytes that a step reads twice; a CPU takes as long for these as an accelerator for 64 MiB."""
+_LOOKS = 2
+"""Windows that compare all tensors of a group after its memory has changed."""
+
+_POINTER: Any = Tensor.data_ptr
+
+
+class _Part(NamedTuple):
+    """A part of one tensor's memory, small enough for one step."""
+
+    place: int
+    start: int
+    end: int
+    words: Tensor | None
+    """None for a tensor that is held weakly: its memory is looked up in each turn."""
+
+
+class _Group:
+    """The parts that one step compares."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self.parts = parts
+        self.last: tuple[Tensor, list[int]] | None = None
+        """The checksum in one number after the group's last turn, and the versions of its tensors then."""
+        self.written_between = False
+        """Whether its memory changes between windows, as that of a teacher which the loop updates through `.data`."""
+
+
+class UnseenWrites:
+    """Tensors without a copy; finds those that a window has written."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self.follow([], [])
+
+    def follow(self, named: Iterable[tuple[str, Tensor]], weak: Iterable[tuple[str, weakref.ref[Tensor]]] = ()) -> None:
+        """Check these tensors from now on; those of `weak` are held during a window only."""
+        held, self._weak = list(named), list(weak)
+        self._names, self._tensors = [name for name, _ in held], [tensor for _, tensor in held]
+        self._held = len(held)
+        self._take_weak()
+        self._look_at_memory(list(map(_POINTER, self._tensors)))
+        self._versions = [tensor._version for tensor in self._tensors]
+        self.release()
+
+    def _take_weak(self) -> None:
+        alive = [(name, reference, reference()) for name, reference in self._weak]
+        self._weak = [(name, reference) for name, reference, tensor in alive if tensor is not None]
+        self._names = self._names[: self._held] + [name for name, _ in self._weak]
+        self._tensors = self._tensors[: self._held] + [tensor for _, _, tensor in alive if tensor is not None]
+
+    def _look_at_memory(self, pointers: list[int]) -> None:
+        self._pointers = pointers
+        # They share the memory and keep it alive without a copy, so that `.data =` can always be undone.
+        self._aliases = [tensor.detach() for tensor in self._tensors]
+        self._groups = list(self._divided())
+        self._suspects: list[_Group] = []
+        self._compared: _Group | None = None
+        self._before: Tensor | None = None
+
+    def _divided(self) -> Iterator[_Group]:
+        """Divide the memory into groups; one group is on one device, and trained or not."""
+        parts: list[_Part] = []
+        kind: tuple[torch.device, bool] | None = None
+        left = 0
+        for place, tensor in sorted(enumerate(self._tensors), key=lambda item: item[1].requires_grad):
+            words = words_of(tensor.detach())
+            most = BYTES_PER_STEP_ON_CPU if words.device.type == "cpu" else BYTES_PER_STEP
+            start, size, own = 0, words.element_size(), (words.device, tensor.requires_grad)
+            while start < words.numel():
+                if parts and (kind != own or len(parts) == TENSORS_PER_STEP or left < 8):
+                    yield _Group(parts)
+                    parts = []
+                if not parts:
+                    kind, left = own, most
+                end = min(words.numel(), start + left // 8 * 8 // size)
+                parts.append(_Part(place, start, end, words[start:end] if place < self._held else None))
+                start, left = end, left - (end - start) * size
+        if parts:
+            yield _Group(parts)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps after which a tensor that every step writes through `.data` is found at the latest."""
+        return 1 if len(self._groups) < 2 else 2 * len(self._groups) + 1
+
+    # -- one window ---------------------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Note versions and addresses, and the checksum of the next group, before the first micro-batch."""
+        if self._weak:
+            before = len(self._names)
+            self._take_weak()
+            if len(self._names) != before:
+                self._pointers = []
+        pointers = list(map(_POINTER, self._tensors))
+        if pointers != self._pointers:
+            self._look_at_memory(pointers)
+        elif self._weak:
+            self._aliases[self._held :] = [tensor.detach() for tensor in self._tensors[self._held :]]
+        self._versions = [tensor._version for tensor in self._tensors]
+        if self._suspects:
+            self._compared = self._suspects.pop()
+        elif self._groups:
+            self._turn = (self._turn + 1) % len(self._groups)
+            self._compared = self._groups[self._turn]
+        self._before = None if self._compared is None else self._checksum(self._compared)
+
+    def changed(self) -> list[Tensor]:
+        """Return flags on the device: whether the group has changed in this window, and since its last turn."""
+        group, before = self._compared, self._before
+        if group is None or before is None:
+            return []
+        after = self._checksum(group)
+        flags = [(after != before).any()]
+        # With one group, every window is its turn.
+        if len(self._groups) > 1 and not group.written_between:
+            if group.last is not None and group.last[1] == [self._versions[part.place] for part in group.parts]:
+                flags.append(group.last[0] != _in_one_number(before))
+            group.last = _in_one_number(after), [self._tensors[part.place]._version for part in group.parts]
+        return flags
+
+    def written(self, flags: Sequence[float]) -> list[tuple[str, Tensor]]:
+        """Return the tensors that this window wrote in place, by name; `flags` are those of `changed`, as numbers."""
+        found: set[int] = set()
+        versions = [tensor._version for tensor in self._tensors]
+        if versions != self._versions:
+            pairs = zip(versions, self._versions, strict=True)
+            found = {place for place, (now, before) in enumerate(pairs) if now != before}
+        if self._compared is not None and any(flags):
+            if flags[0]:
+                found |= self._differing(self._compared)
+            else:
+                self._suspect(self._compared)
+        return [(self._names[place], self._tensors[place]) for place in sorted(found)]
+
+    def _differing(self, group: _Group) -> set[int]:
+        """Return the places of tensors whose checksums differ from those before the window; reads the device."""
+        ends = list(accumulate(len(_checksum(self._words(part))) for part in group.parts))
+        assert self._before is not None, "a group was compared"
+        differing = self._checksum(group).ne(self._before).nonzero().flatten().tolist()
+        spans = zip(group.parts, [0, *ends[:-1]], ends, strict=True)
+        return {part.place for part, start, end in spans if any(start <= place < end for place in differing)}
+
+    def _suspect(self, group: _Group) -> None:
+        """Compare all memory of a group's tensors in the next windows, to learn whether steps write it."""
+        places = {part.place for part in group.parts}
+        group.written_between = True
+        parts = [part for other in self._groups for part in other.parts if part.place in places]
+        self._suspects = [_Group(parts) for _ in range(_LOOKS)]
+
+    def restore(self) -> None:
+        """Give the tensors the memory that they had before the window; what was written there in place stays."""
+        put_back_places(zip(self._tensors, self._aliases, strict=True))
+
+    def release(self) -> None:
+        """Let go of tensors that are held weakly, after the window."""
+        if self._weak:
+            del self._tensors[self._held :], self._aliases[self._held :]
+
+    def _words(self, part: _Part) -> Tensor:
+        return words_of(self._aliases[part.place])[part.start : part.end] if part.words is None else part.words
+
+    def _checksum(self, group: _Group) -> Tensor:
+        return torch.cat([_checksum(self._words(part)) for part in group.parts])
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+# Small memory counts as it is. Of larger memory the rows and columns of a table are summed, so that moved numbers count
+# as well as changed ones. Integers wrap around: the result depends neither on the order of a sum nor on the format.
+
+_WIDTH = 1024
+"""Columns of a table; fewer words count as they are."""
+
+
+def _checksum(words: Tensor) -> Tensor:
+    """Return the checksum of some memory as a row of integers; the host reads nothing."""
+    if words.dtype is not torch.int64 and words.storage_offset() % 8 == 0 and words.numel() >= _WIDTH:
+        whole = words.numel() // 8 * 8
+        # Words of eight bytes are summed many times as fast as bytes.
+        return torch.cat([_checksum(words[:whole].view(torch.int64)), words[whole:].long()])
+    if words.numel() < _WIDTH:
+        return words.long()
+    whole = words.numel() // _WIDTH * _WIDTH
+    table = words[:whole].view(-1, _WIDTH)
+    return torch.cat([table.sum(0), table.sum(1), words[whole:].long()])
+
+
+def _in_one_number(checksum: Tensor) -> Tensor:
+    # Odd factors that differ from place to place, so that sums which change places count too.
+    factors = torch.arange(1, 2 * len(checksum), 2, device=checksum.device) * 0x1E3779B97F4A7C15
+    return (checksum * factors).sum()
