@@ -235,8 +235,13 @@ class OptimizerSlot:
         self._check_kind("schedule", ours["schedule_kind"], state["schedule_kind"])
         if ours["schedule"] is not None:
             same_keys(f"the {ours['schedule_kind']} of {self.name!r}", ours["schedule"], state["schedule"])
-        self._check_groups(state["optimizer"]["param_groups"])
-        self._check_tensors(state["optimizer"]["state"])
+        saved, held = state["optimizer"], ours["optimizer"]
+        # A wrapper around another optimizer may nest its state, or have a form of its own.
+        torchs = {"state", "param_groups"}
+        same_keys(f"the {ours['kind']} of {self.name!r}", torchs & set(held), torchs & set(saved))
+        if torchs <= set(held):
+            self._check_groups(saved["param_groups"])
+            self._check_tensors(saved["state"])
 
     def _check_kind(self, what: str, ours: str | None, saved: str | None) -> None:
         if ours != saved:
@@ -256,22 +261,30 @@ class OptimizerSlot:
                 do="build the model and the optimizer as they were when they were saved",
             )
         for mine, theirs in zip(held, saved, strict=True):
-            # Newer versions of torch add options, so an older state may lack some; options are never renamed.
+            # Newer versions of torch add options, so an older state may lack some; options are never renamed. Other
+            # optimizers write options while they step, which a new one lacks; its constructor's own are in the state.
             unknown = sorted(set(theirs) - set(mine) - _SCHEDULES_OWN)
-            if unknown:
+            if unknown and (_steps_as_torch(self.optimizer) or not set(self.optimizer.defaults) <= set(theirs)):
                 raise StateMismatch(
                     f"optimizer {self.name!r} was saved with the options {', '.join(unknown)}",
                     allowed=", ".join(sorted(set(mine) - {"params"})),
-                    do=f"build the {type(self.optimizer).__name__} that was saved",
+                    do=f"build the {type(self.optimizer).__name__} that was saved, of the same version",
                 )
 
-    def _check_tensors(self, saved: Mapping[Any, Mapping[str, Any]]) -> None:
+    def _check_tensors(self, saved: Mapping[Any, Any]) -> None:
+        as_torch = _steps_as_torch(self.optimizer)
         for index, parameter in enumerate(owned_by(self.optimizer)):
             own, theirs = self.optimizer.state.get(parameter, {}), saved.get(index, {})
-            if own and theirs and set(own) != set(theirs):
+            if as_torch and own and theirs:
                 same_keys(f"the state of parameter {index} of {self.name!r}", own, theirs)
-            for name, value in theirs.items():
-                _check_shape(name, index, value, parameter)
+            for name, value in theirs.items() if isinstance(theirs, Mapping) else ():
+                known = as_torch or _has_shape_of(parameter, own.get(name))
+                if known and not _fits(value, parameter):
+                    raise StateMismatch(
+                        f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
+                        allowed=str(tuple(parameter.shape)),
+                        do="build the model as it was when it was saved",
+                    )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the states of optimizer and schedule."""
@@ -284,15 +297,21 @@ _SCHEDULES_OWN = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 """Options that schedules write into an optimizer's groups."""
 
 
-def _check_shape(name: str, index: int, value: Any, parameter: Tensor) -> None:
+def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step is torch's own: it writes no options, and the shapes of its state are known."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+def _has_shape_of(parameter: Tensor, own: Any) -> bool:
+    # By what the optimizer holds, not by name: in GaLore an exp_avg is projected to fewer rows or columns.
+    return isinstance(own, Tensor) and own.shape == parameter.shape
+
+
+def _fits(value: Any, parameter: Tensor) -> bool:
+    """Return whether a saved value can belong to a parameter of this shape."""
     # Factored or scalar state has other shapes; a full moment has as many dimensions as its parameter and must fit.
     full = isinstance(value, Tensor) and value.ndim == parameter.ndim > 0 and value.numel() > 1
-    if full and any(a not in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)):
-        raise StateMismatch(
-            f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
-            allowed=str(tuple(parameter.shape)),
-            do="build the model as it was when it was saved",
-        )
+    return not full or all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
 
 
 def checked_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:
