@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
-from halfstep.formats import as_fp32
+from halfstep.formats import FP32, FP64, Format, as_fp32
 
 # -- param tracker ----------------------------------------------------------------------------------------------------
 # Track which modules and parameters take part in a step, and notice changes before the next one.
@@ -83,6 +83,7 @@ class Gradients:
         self.sharded = distributed.is_sharded(self.parameters)
         # get_total_norm groups by device and dtype first; with one of each that only costs time.
         self._norm: Callable[[list[Tensor]], Tensor] = _norm if _same_kind(self.parameters) else get_total_norm
+        self._some_fp64 = any(p.dtype in _FP64 for p in self.parameters)
         self.local: list[Tensor] = []
         """The gradients that backward left on this rank; parameters that it did not reach have none."""
         self._summed: list[Tensor] = []
@@ -105,6 +106,11 @@ class Gradients:
     def norm(self) -> Tensor:
         """Return the 2-norm, as torch computes it."""
         return self._norm(self._summed)
+
+    @property
+    def norm_format(self) -> Format:
+        """The format of the norm: fp64 if any gradient is in float64."""
+        return FP64 if self._some_fp64 and any(g.dtype in _FP64 for g in self.local) else FP32
 
     def squared_share(self) -> Tensor:
         """Return this rank's share of the squared norm: summed over ranks, each element counts once."""
@@ -150,11 +156,14 @@ class Gradients:
             parameter.grad = None
 
 
+_FP64 = (torch.float64, torch.complex128)
 _EPSILON = as_fp32(1e-6)
 
 
-def clip_factor(norm: float, largest: float) -> float:
+def clip_factor(norm: float, largest: float, norm_format: Format = FP32) -> float:
     """Return the factor of `torch.nn.utils.clip_grad_norm_`, computed on the host with the same roundings."""
+    if norm_format is FP64:
+        return min(1.0, 1.0 / (norm + 1e-6) * largest)
     # torch evaluates `max_norm / tensor` as `tensor.reciprocal() * max_norm`: two roundings, not one.
     return min(1.0, as_fp32(as_fp32(1.0 / as_fp32(norm + _EPSILON)) * as_fp32(largest)))
 
