@@ -152,7 +152,9 @@ def test_one_float64_part_in_an_fp32_model_is_clipped_as_torch_does() -> None:
 # -- names and refusals ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fp64", "FP64", 64, "64", "64-true", "double", "float64", torch.float64, torch.double])
+@pytest.mark.parametrize(
+    "name", ["fp64", "FP64", 64, "64", "64-true", "double", "float64", torch.float64, torch.double]
+)
 def test_the_names_of_fp64(name: Any) -> None:
     choice = choose_precision(name, device="cpu")
     assert choice.precision is precision_named("fp64")
