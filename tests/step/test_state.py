@@ -256,6 +256,36 @@ def test_a_moment_of_another_width_is_refused_where_ours_is_known() -> None:
     assert digest_of_run(wide) == before
 
 
+def test_a_known_moment_of_another_width_is_refused_where_none_is_held() -> None:
+    def run(width: int) -> Stepper:
+        model = nn.Linear(8, width)
+        return Stepper(model, Writes(model.parameters()), precision="fp32")
+
+    wide, narrow = run(6), run(5)
+    narrow.step(counted, torch.randn(4, 8))
+    with pytest.raises(StateMismatch, match=r"exp_avg of parameter 1 was saved with shape \(5,\)"):
+        wide.load_state_dict(narrow.state_dict())
+    assert not wide.optimizers["loss"].state
+
+
+class Bare(torch.optim.Optimizer):
+    """Hands everything on to another optimizer, without calling torch's constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
 class Wrapper(torch.optim.Optimizer):
     """Keeps the state of an optimizer in a form of its own."""
 
@@ -276,10 +306,11 @@ class Wrapper(torch.optim.Optimizer):
         self.param_groups, self.steps = self.inner.param_groups, state["steps"]
 
 
-def test_a_wrapper_with_a_state_of_its_own_form_resumes() -> None:
+@pytest.mark.parametrize("wrapper", [Bare, Wrapper])
+def test_a_wrapper_resumes(wrapper: Any) -> None:
     def run(seed: int = 0) -> Stepper:
         model = plain_model(seed)
-        return Stepper(model, Wrapper(torch.optim.AdamW(model.parameters(), 0.05)), precision="fp32")
+        return Stepper(model, wrapper(torch.optim.AdamW(model.parameters(), 0.05)), precision="fp32")
 
     straight, first, second = run(), run(), run(seed=1)
     found = batches(4)[:3]
@@ -291,7 +322,12 @@ def test_a_wrapper_with_a_state_of_its_own_form_resumes() -> None:
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     second.step(counted, found[2])
     assert digest_of_run(second) == digest_of_run(straight)
-    state = copy.deepcopy(first.state_dict())
-    state["optimizers"]["loss"]["optimizer"] = torch.optim.AdamW(first.model.parameters()).state_dict()
+
+
+def test_a_state_of_another_form_is_refused() -> None:
+    model = plain_model()
+    stepper = Stepper(model, Wrapper(torch.optim.AdamW(model.parameters(), 0.05)), precision="fp32")
+    state = copy.deepcopy(stepper.state_dict())
+    state["optimizers"]["loss"]["optimizer"] = torch.optim.AdamW(model.parameters()).state_dict()
     with pytest.raises(StateMismatch, match="Wrapper of 'loss' saved with param_groups, state"):
-        second.load_state_dict(state)
+        stepper.load_state_dict(state)

@@ -273,11 +273,13 @@ class OptimizerSlot:
             # Newer versions of torch add options, so an older state may lack some; options are never renamed. Other
             # optimizers write options while they step, which a new one lacks; its constructor's own are in the state.
             unknown = sorted(set(theirs) - set(mine) - _SCHEDULES_OWN)
-            if unknown and (_steps_as_torch(self.optimizer) or not set(self.optimizer.defaults) <= set(theirs)):
+            own = set(getattr(self.optimizer, "defaults", ()))  # a wrapper may have none
+            if unknown and (_steps_as_torch(self.optimizer) or not own <= set(theirs)):
                 raise StateMismatch(
                     f"optimizer {self.name!r} was saved with the options {', '.join(unknown)}",
                     allowed=", ".join(sorted(set(mine) - {"params"})),
-                    do=f"build the {type(self.optimizer).__name__} that was saved, of the same version",
+                    do=f"build the {type(self.optimizer).__name__} that was saved, of the same version; set options of your "
+                    "own on its groups before loading",
                 )
 
     def _check_tensors(self, saved: Mapping[Any, Any]) -> None:
@@ -287,7 +289,7 @@ class OptimizerSlot:
             if as_torch and own and theirs:
                 same_keys(f"the state of parameter {index} of {self.name!r}", own, theirs)
             for name, value in theirs.items() if isinstance(theirs, Mapping) else ():
-                known = as_torch or _has_shape_of(parameter, own.get(name))
+                known = as_torch or _is_moment(name, own, parameter)
                 if known and not _fits(value, parameter):
                     raise StateMismatch(
                         f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
@@ -311,9 +313,17 @@ def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
-def _has_shape_of(parameter: Tensor, own: Any) -> bool:
-    # By what the optimizer holds, not by name: in GaLore an exp_avg is projected to fewer rows or columns.
-    return isinstance(own, Tensor) and own.shape == parameter.shape
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"}
+"""Names of torch's moments, which others use too."""
+
+
+def _is_moment(name: str, own: Any, parameter: Tensor) -> bool:
+    """Return whether another optimizer than torch's keeps this value for each element of the parameter."""
+    held = own.get(name) if isinstance(own, Mapping) else None
+    if isinstance(held, Tensor):
+        return held.shape == parameter.shape
+    # By name only in one dimension: GaLore projects the exp_avg of a matrix to fewer rows or columns.
+    return name in _MOMENTS and parameter.ndim == 1
 
 
 def _fits(value: Any, parameter: Tensor) -> bool:
