@@ -41,6 +41,7 @@ from halfstep import Stepper
 from halfstep.errors import HalfstepError, WrongUse, in_one_line
 
 PACKAGES = {"torch.optim": "torch", "timm.optim": "timm", "pytorch_optimizer": "pytorch_optimizer"}
+RECORD = Path(__file__).with_suffix(".json")
 STEPS, HALF = 10, 5
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -434,7 +435,10 @@ def main() -> None:
         print(json.dumps(report, indent=1))
         return
     for name in missing:
-        print(f"{name} is not installed: pip install --no-deps --target DIR {PACKAGES[name]}, and PYTHONPATH=DIR")
+        rows_missing = sum(row["name"].startswith(f"{name}.") for row in json.loads(RECORD.read_text())["rows"])
+        print(
+            f"{rows_missing} classes are missing: pip install --no-deps --target DIR {PACKAGES[name]}, and PYTHONPATH=DIR"
+        )
     left_out = [row for row in rows if not row.counted]
     print(f"not counted: {len(left_out)} that a Stepper refuses, or that a plain loop cannot step")
     figures = " ".join(f"{key}={report[key]}" for key in ("classes", "equal", "skip", "resume", "own", "failed"))
@@ -445,7 +449,7 @@ def _record(report: Mapping[str, Any]) -> None:
     lines = ",\n".join(f"  {json.dumps(row)}" for row in report["rows"])
     head = json.dumps({key: value for key, value in report.items() if key != "rows"}, indent=1).removesuffix("\n}")
     text = f'{head},\n "rows": [\n{lines}\n ]\n}}\n'
-    Path(__file__).with_suffix(".json").write_text(text, encoding="utf-8")
+    RECORD.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

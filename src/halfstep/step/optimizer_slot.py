@@ -278,8 +278,8 @@ class OptimizerSlot:
                 raise StateMismatch(
                     f"optimizer {self.name!r} was saved with the options {', '.join(unknown)}",
                     allowed=", ".join(sorted(set(mine) - {"params"})),
-                    do=f"build the {type(self.optimizer).__name__} that was saved, of the same version; set options of your "
-                    "own on its groups before loading",
+                    do=f"build the {type(self.optimizer).__name__} that was saved, of the same version; "
+                    "set options of your own on its groups before loading",
                 )
 
     def _check_tensors(self, saved: Mapping[Any, Any]) -> None:
