@@ -435,10 +435,8 @@ def main() -> None:
         print(json.dumps(report, indent=1))
         return
     for name in missing:
-        rows_missing = sum(row["name"].startswith(f"{name}.") for row in json.loads(RECORD.read_text())["rows"])
-        print(
-            f"{rows_missing} classes are missing: pip install --no-deps --target DIR {PACKAGES[name]}, and PYTHONPATH=DIR"
-        )
+        many = sum(row["name"].startswith(f"{name}.") for row in json.loads(RECORD.read_text())["rows"])
+        print(f"{many} classes are missing: pip install --no-deps --target DIR {PACKAGES[name]}, and PYTHONPATH=DIR")
     left_out = [row for row in rows if not row.counted]
     print(f"not counted: {len(left_out)} that a Stepper refuses, or that a plain loop cannot step")
     figures = " ".join(f"{key}={report[key]}" for key in ("classes", "equal", "skip", "resume", "own", "failed"))
