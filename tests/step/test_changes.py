@@ -411,3 +411,28 @@ def test_one_graph_at_a_time_in_a_window() -> None:
 
     stepper.step(losses, Window([torch.randn(3, 8) for _ in range(3)]))
     assert alive == [0, 0, 0]
+
+
+# -- lazy modules ---------------------------------------------------------------------------------------------------
+
+
+def test_lazy_modules_are_refused_until_a_batch_has_shaped_them() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(1))
+    with pytest.raises(
+        WrongUse, match=r"0\.weight, 0\.bias, 2\.weight, 2\.bias, 1\.running_mean and 1 more"
+    ) as refused:
+        Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
+    assert "torch.no_grad()" in refused.value.do
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
+    assert stepper.step(mse, torch.randn(4, 8)).applied
+    model[2] = nn.LazyLinear(1)
+    with pytest.raises(WrongUse, match=r"2\.weight, 2\.bias of lazy modules"):
+        stepper.step(mse, torch.randn(4, 8))
+
+
+def test_a_lazy_buffer_alone_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(WrongUse, match=r"1\.running_mean, 1\.running_var"):
+        Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")

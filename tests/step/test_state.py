@@ -165,3 +165,169 @@ def test_averages_of_another_model_are_refused() -> None:
         Ema(plain_model()).load_state_dict(Ema(nn.Linear(2, 2)).state_dict())
     with pytest.raises(WrongUse, match="between 0 and 1"):
         Ema(plain_model(), 1.0)
+
+
+# -- optimizers that are not torch's ---------------------------------------------------------------------------------
+
+
+class Writes(torch.optim.SGD):
+    """Writes options into its groups and a preconditioner into its state while it steps, as Prodigy and Shampoo do."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group["beta"] = beta
+        self.defaults["beta"] = beta
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        group["d_hat"] = torch.tensor(0.5) ** group["k"]
+        group["lr"] = 0.1 / (1 + group["k"])
+        for p in group["params"]:
+            state = self.state[p]
+            state.setdefault("precond", torch.zeros(5, 5)[: 5 if p.ndim == 2 else 1])
+            state.setdefault("history", []).append(p.detach().mean())
+            state["exp_avg"] = state.get("exp_avg", torch.zeros_like(p)).lerp(p.grad, 1.0 - group["beta"])
+            p.grad.mul_(1 + state["exp_avg"].abs().mean() + sum(state["history"]))
+        return super().step(closure)
+
+
+def test_options_and_preconditioners_that_a_step_writes_resume_to_the_bit() -> None:
+    def run(seed: int = 0) -> Stepper:
+        model = plain_model(seed)
+        return Stepper(model, Writes(model.parameters()), precision="fp32")
+
+    straight, first, second = run(), run(), run(seed=1)
+    for x in (found := [x for x in batches(9) if x.isfinite().all()]):
+        straight.step(counted, x)
+    for x in found[:4]:
+        first.step(counted, x)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for x in found[4:]:
+        second.step(counted, x)
+    assert digest_of_run(second) == digest_of_run(straight)
+
+
+def test_a_run_goes_back_to_a_state_from_before_the_first_step() -> None:
+    """An older state lacks the options and moments that later steps wrote."""
+    model = plain_model()
+    stepper = Stepper(model, Writes(model.parameters()), precision="fp32")
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(stepper.state_dict())
+    stepper.step(counted, batches(4)[0])
+    after = digest_of_run(stepper)
+    model.load_state_dict(weights)
+    stepper.load_state_dict(state)
+    assert "k" not in stepper.optimizers["loss"].param_groups[0]
+    stepper.step(counted, batches(4)[0])
+    assert digest_of_run(stepper) == after
+
+
+def test_a_class_of_the_same_name_with_other_options_is_refused_before_anything_changes() -> None:
+    class Other(Writes):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters)
+            for group in self.param_groups:
+                group["rho"] = group.pop("beta")
+            del self.defaults["beta"]
+
+    Other.__name__ = "Writes"
+    model, own = plain_model(), plain_model()
+    saved = Stepper(model, Other(model.parameters()), precision="fp32").state_dict()
+    stepper = Stepper(own, Writes(own.parameters()), precision="fp32")
+    before = digest_of_run(stepper)
+    with pytest.raises(StateMismatch, match="options rho"):
+        stepper.load_state_dict(saved)
+    assert digest_of_run(stepper) == before
+
+
+def test_a_moment_of_another_width_is_refused_where_ours_is_known() -> None:
+    def run(width: int) -> Stepper:
+        model = nn.Linear(8, width)
+        return Stepper(model, Writes(model.parameters()), precision="fp32")
+
+    wide, narrow = run(6), run(5)
+    for stepper in (wide, narrow):
+        stepper.step(counted, torch.randn(4, 8))
+    before = digest_of_run(wide)
+    with pytest.raises(StateMismatch, match=r"exp_avg of parameter 0 was saved with shape \(5, 8\)"):
+        wide.load_state_dict(narrow.state_dict())
+    assert digest_of_run(wide) == before
+
+
+def test_a_known_moment_of_another_width_is_refused_where_none_is_held() -> None:
+    def run(width: int) -> Stepper:
+        model = nn.Linear(8, width)
+        return Stepper(model, Writes(model.parameters()), precision="fp32")
+
+    wide, narrow = run(6), run(5)
+    narrow.step(counted, torch.randn(4, 8))
+    with pytest.raises(StateMismatch, match=r"exp_avg of parameter 1 was saved with shape \(5,\)"):
+        wide.load_state_dict(narrow.state_dict())
+    assert not wide.optimizers["loss"].state
+
+
+class Bare(torch.optim.Optimizer):
+    """Hands everything on to another optimizer, without calling torch's constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Keeps the state of an optimizer in a form of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.param_groups, self.steps = self.inner.param_groups, state["steps"]
+
+
+@pytest.mark.parametrize("wrapper", [Bare, Wrapper])
+def test_a_wrapper_resumes(wrapper: Any) -> None:
+    def run(seed: int = 0) -> Stepper:
+        model = plain_model(seed)
+        return Stepper(model, wrapper(torch.optim.AdamW(model.parameters(), 0.05)), precision="fp32")
+
+    straight, first, second = run(), run(), run(seed=1)
+    found = batches(4)[:3]
+    for x in found:
+        straight.step(counted, x)
+    for x in found[:2]:
+        first.step(counted, x)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.step(counted, found[2])
+    assert digest_of_run(second) == digest_of_run(straight)
+
+
+def test_a_state_of_another_form_is_refused() -> None:
+    model = plain_model()
+    stepper = Stepper(model, Wrapper(torch.optim.AdamW(model.parameters(), 0.05)), precision="fp32")
+    state = copy.deepcopy(stepper.state_dict())
+    state["optimizers"]["loss"]["optimizer"] = torch.optim.AdamW(model.parameters()).state_dict()
+    with pytest.raises(StateMismatch, match="Wrapper of 'loss' saved with param_groups, state"):
+        stepper.load_state_dict(state)

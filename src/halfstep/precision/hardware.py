@@ -58,7 +58,17 @@ def ability(device: Device, format_name: str) -> Ability:
         return Ability(False, "TPUs run through torch_xla, which is not supported here")
     if format_name == "fp32":
         return Ability(True, "every device has it")
+    if format_name == "fp64":
+        return _fp64(device)
     return _RULES[device.kind](device, format_name)
+
+
+def _fp64(device: Device) -> Ability:
+    if device.kind == "mps":
+        return Ability(False, "Apple GPUs have no fp64")
+    if device.kind == "xpu" and "fp64" not in device.isa:
+        return Ability(False, "it has no fp64 arithmetic")
+    return _other(device, "fp64") if device.kind == "other" else Ability(True, "it has fp64 arithmetic")
 
 
 _CUDA_SINCE = {
@@ -296,6 +306,7 @@ def _cuda_driver() -> str:
 
 _XPU_ENGINES = {
     "fp16": "has_fp16",
+    "fp64": "has_fp64",
     "xmx": "has_subgroup_matrix_multiply_accumulate",
     "xmx_tf32": "has_subgroup_matrix_multiply_accumulate_tensor_float32",
 }

@@ -10,6 +10,8 @@ from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknow
 
 AUTO = "auto"
 FP8 = "fp8"
+FP64 = "fp64"
+"""The precision of a Stepper over a float64 model; recipes and commands build float32 models and refuse it."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,22 @@ _ALIASES: dict[str, tuple[str, str]] = {
     "float8_e5m2": (FP8, "torch's word"),
 }
 
+_FP64_ALIASES = {
+    "64-true": "Lightning's word",
+    "64": "Lightning's old word",
+    "float64": "torch's word",
+    "double": "torch's word",
+}
+
 _NARROW_WEIGHTS = (
     "{given} stores the weights themselves in 16 bits, where small updates round to nothing",
     "trainable weights stay in fp32; computing in 16 bits is {use!r}",
     "write precision={use!r}",
 )
 _WIDE = (
-    "{given} computes in 64 bits, which no precision here does",
-    "computing in fp32 or less",
-    "write precision={use!r} for strict fp32",
+    "{given} computes in 64 bits, which recipes, commands and GradScaler do not",
+    "computing in fp32 or less; in 64 bits a Stepper over a model in float64",
+    "write precision={use!r} for strict fp32, or Stepper(model.double(), optimizer, precision='fp64') in your own loop",
 )
 _UNSAID = (
     "{given} says that mixed precision is on, but not in which format",
@@ -57,10 +66,7 @@ _UNSAID = (
 _REFUSALS: dict[str, tuple[tuple[str, str, str], str]] = {
     "bf16-true": (_NARROW_WEIGHTS, "bf16"),
     "16-true": (_NARROW_WEIGHTS, "fp16"),
-    "64-true": (_WIDE, "fp32"),
-    "64": (_WIDE, "fp32"),
-    "float64": (_WIDE, "fp32"),
-    "double": (_WIDE, "fp32"),
+    **{word: (_WIDE, "fp32") for word in (FP64, *_FP64_ALIASES)},
     "true": (_UNSAID, AUTO),
 }
 
@@ -70,7 +76,7 @@ def read_precision(value: object) -> Named:
 
     Raises PrecisionRefused for a precision that no run can have, and UnknownName for anything else.
     """
-    word = str(value).strip().lower().removeprefix("torch.")
+    word = _word_of(value)
     if word in _REFUSALS:
         raise _refusal(value, *_REFUSALS[word])
     if word == FP8:
@@ -83,8 +89,22 @@ def read_precision(value: object) -> Named:
     raise unknown_name("precision", value, [AUTO, *precision_names(), FP8, *(set(_ALIASES) - {"false"})])
 
 
+def read_step_precision(value: object) -> Named:
+    """Return what `read_precision` returns, and fp64 as well, for a step over a model of the user."""
+    word = _word_of(value)
+    if word == FP64:
+        return Named(FP64)
+    if word in _FP64_ALIASES:
+        return Named(FP64, f"{value!r} is {_FP64_ALIASES[word]} for {FP64}")
+    return read_precision(value)
+
+
+def _word_of(value: object) -> str:
+    return str(value).strip().lower().removeprefix("torch.")
+
+
 def precision_names() -> list[str]:
-    """Return the names of the precisions that a run can have; `precision.PRECISIONS` defines them."""
+    """Return the names of the precisions that a recipe can have; `precision.PRECISIONS` defines them, and fp64."""
     # Listed here rather than read from PRECISIONS, so that `halfstep --help` does not import torch.
     return ["bf16", "fp16", "fp32", "tf32"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from halfstep.errors import unknown_name
-from halfstep.formats import BF16, FP16, FP32, TF32, Format, is_narrow
-from halfstep.precision import flags
+from halfstep.formats import BF16, FP16, FP32, FP64, TF32, Format, is_narrow
+from halfstep.precision import flags, names
 from halfstep.precision.names import precision_names
 
 # -- half convolutions ------------------------------------------------------------------------------------------------
@@ -141,15 +141,25 @@ PRECISIONS = {
             computes=TF32,
             falls_to="fp32",
         ),
+        Precision(
+            name=names.FP64,
+            summary="fp64 throughout, for a model in float64; never chosen by auto",
+            computes=FP64,
+            stores=FP64,
+            reduces=FP64,
+        ),
     )
 }
-assert list(PRECISIONS) == precision_names()  # the names are listed apart, so that reading them needs no torch
+assert list(PRECISIONS) == [
+    *precision_names(),
+    names.FP64,
+]  # the names are listed apart, so that reading them needs no torch
 
 
 def precision_named(name: str) -> Precision:
     """Return the precision of exactly this name, or raise UnknownName; `read_precision` accepts aliases."""
     if name not in PRECISIONS:
-        raise unknown_name("precision", name, precision_names())
+        raise unknown_name("precision", name, PRECISIONS)
     return PRECISIONS[name]
 
 

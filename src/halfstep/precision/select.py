@@ -13,7 +13,7 @@ from halfstep import distributed
 from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.finding import Finding
 from halfstep.precision.hardware import Device, ability, describe
-from halfstep.precision.names import AUTO, FP8, Named, precision_names, read_precision
+from halfstep.precision.names import AUTO, FP8, FP64, Named, precision_names, read_step_precision
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.probe import Measurements, measure
 
@@ -117,7 +117,7 @@ def choose_precision(
         raise _refusal(str(asked), here, ability(here, _FLOOR).reason)
     if isinstance(asked, Precision):
         return _chosen(Decision((Considered(asked.name, True, "given as an object"),)), Named(asked.name), here, asked)
-    named = read_precision(asked)
+    named = read_step_precision(asked)
 
     def decide() -> Decision:
         if named.name != AUTO:
@@ -231,8 +231,14 @@ def _worth(name: str, winner: str, speeds: Mapping[str, float], measured: Measur
 
 def _refusal(asked: str, device: Device, reason: str) -> PrecisionRefused:
     can = [name for name in precision_names() if ability(device, precision_named(name).computes.name).native]
+    if asked == FP64 and can:
+        do = "model.float() and one of these, or train on the CPU"
+    elif can:
+        do = f"ask for one of these, or leave strict out and let {asked} fall to one"
+    else:
+        do = "choose another device"
     return PrecisionRefused(
         f"{asked} on {device.name} is refused: {reason}",
         allowed=f"{', '.join(can)} on this device" if can else "a GPU or a CPU",
-        do=f"ask for one of these, or leave strict out and let {asked} fall to one" if can else "choose another device",
+        do=do,
     )

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from halfstep.errors import TornUpdate, WrongUse
+from halfstep.errors import PrecisionNotObserved, TornUpdate, WrongUse
 from halfstep.finding import Finding
-from halfstep.formats import is_narrow
+from halfstep.formats import FP64, is_narrow
+from halfstep.observe.precision_check import Observation, not_observed
 from halfstep.observe.reachable import global_names, held_by
+from halfstep.precision.precision import Precision
 from halfstep.step.optimizer_slot import owned_by
 
 
@@ -23,6 +26,7 @@ def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], ran
     Raises WrongUse.
     """
     _check_wrapper(model)
+    check_initialized(model)
     names = {id(p): name for name, p in model.named_parameters()}
     for name, optimizer in optimizers.items():
         _check_closure(name, optimizer)
@@ -44,6 +48,30 @@ def check_trainable(model: nn.Module, optimizers: Mapping[str, torch.optim.Optim
             allowed="an optimizer over parameters of the model that require a gradient",
             do="requires_grad_(True) on what is trained, before the Stepper is built",
         )
+
+
+def check_stored(precision: Precision, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Raise WrongUse for fp64 with trainable weights in fewer bits: no autocast widens them."""
+    if precision.stores is not FP64:
+        return
+    names = {id(p): name for name, p in model.named_parameters()}
+    owned = [p for optimizer in optimizers.values() for p in owned_by(optimizer) if p.requires_grad]
+    narrow = [names.get(id(p), "(not of the model)") for p in owned if p.is_floating_point() and p.dtype.itemsize < 8]
+    if narrow:
+        raise WrongUse(
+            f"precision={precision.name!r} with trainable weights in fewer than 64 bits: {_some(narrow)}",
+            allowed="a model in float64, and batches in float64",
+            do="model.double() before the optimizer is built, or precision='fp32'",
+        )
+
+
+def other_precision(asked: Precision, seen: Observation) -> PrecisionNotObserved:
+    """Return the error for a first step that ran in another precision than requested."""
+    error = not_observed(asked.name, seen)
+    if seen.flops.get(FP64.name, 0) > sum(seen.flops.values()) / 2:
+        do = "precision='fp64' for a model in float64, or model.float() and batches in float32"
+        return PrecisionNotObserved(error.given, allowed=error.allowed, do=do)
+    return error
 
 
 def idle_island(path: str) -> Finding:
@@ -155,6 +183,21 @@ def _check_wrapper(model: nn.Module) -> None:
         )
 
 
+def check_initialized(model: nn.Module) -> None:
+    """Refuse lazy modules, whose first batch makes their weights and sets a shape that a rollback cannot undo."""
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise WrongUse(
+            f"{_some(lazy)} of lazy modules, which have no shape before the first batch",
+            allowed="parameters and buffers that are there",
+            do="model(batch) once under torch.no_grad(), then build the optimizer and the Stepper",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def _check_closure(name: str, optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
@@ -216,9 +259,8 @@ def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: i
 def _check_wide(trained: list[torch.Tensor], names: Mapping[int, str]) -> None:
     narrow = [names.get(id(p), "(not of the model)") for p in trained if is_narrow(p.dtype)]
     if narrow:
-        more = f" and {len(narrow) - 5} more" if len(narrow) > 5 else ""
         raise WrongUse(
-            f"trainable weights stored in 16 bits: {', '.join(narrow[:5])}{more}",
+            f"trainable weights stored in 16 bits: {_some(narrow)}",
             allowed="16-bit storage for frozen weights only; small updates to trained ones would round away",
             do="model.float() before building the optimizer, or load with dtype=torch.float32",
         )

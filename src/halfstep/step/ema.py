@@ -53,7 +53,7 @@ class StepCounts:
 
 
 class Ema:
-    """An exponential moving average of a model's parameters in fp32, with its buffers copied.
+    """An exponential moving average of a model's parameters in fp32 or wider, with its buffers copied.
 
     In 16 bits an average with decay 0.9999 never changes: each change is below half the spacing of the format. Raises
     WrongUse for a decay outside of (0, 1), and for lazy parameters.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from halfstep.errors import RanksDisagree, WrongUse, in_one_line
-from halfstep.formats import FP32
+from halfstep.formats import FP32, FP64, Format
 from halfstep.step.ema import StepCounts
 from halfstep.step.loss import LossSlot
 from halfstep.step.optimizer_slot import OptimizerSlot, clip_factor, on
@@ -126,13 +126,22 @@ class Objective:
     def finite(self) -> bool:
         # Norms are Python floats here and reach further than fp32; False for NaN as well.
         """Whether loss and gradient norm are finite."""
-        return self.norm <= FP32.largest and math.isfinite(self.loss.value)
+        return self._norm_fits and math.isfinite(self.loss.value)
+
+    @property
+    def _norm_fits(self) -> bool:
+        return self.norm <= FP32.largest or self.norm <= self._norm_format.largest
+
+    @property
+    def _norm_format(self) -> Format:
+        """The format of the common norm, as torch computes it."""
+        return FP64 if any(slot.gradients.norm_format is FP64 for slot in self.slots) else FP32
 
     def reason(self) -> str | None:
         """Return why this objective cannot be applied, or None."""
         if not math.isfinite(self.loss.value):
             return LOSS_NOT_FINITE
-        if self.norm <= FP32.largest:
+        if self._norm_fits:
             return None
         # The parameter is looked up only here: it costs a host read, which a clean step does not pay.
         found = (slot.gradients.first_not_finite() for slot in self.slots if slot.gradients.local)
@@ -150,9 +159,13 @@ class Objective:
 
     def ready(self) -> None:
         """Unscale and clip gradients, in one multiplication."""
-        together = 1.0 if self._clip_norm is None else clip_factor(self.norm, self._clip_norm)
+        together = 1.0
+        if self._clip_norm is not None:
+            together = clip_factor(self.norm, self._clip_norm, self._norm_format)
         for slot in self.slots:
-            own = 1.0 if slot.clip_norm is None else clip_factor(slot.norm, slot.clip_norm)
+            own = 1.0
+            if slot.clip_norm is not None:
+                own = clip_factor(slot.norm, slot.clip_norm, slot.gradients.norm_format)
             # Unscaling and clipping in one factor: one pass over the gradients, and one rounding.
             slot.multiplier = self.loss.factor * together * own
             if slot.gradients.local:
@@ -163,7 +176,7 @@ class Objective:
     def adjust(self) -> None:
         """Adjust the scale from the gradients: a non-finite loss says nothing about it."""
         if math.isfinite(self.loss.value):
-            self.loss.scale.update(overflow=not self.norm <= FP32.largest)
+            self.loss.scale.update(overflow=not self._norm_fits)
 
 
 def _names(slots: Sequence[OptimizerSlot]) -> str:

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
-from halfstep.formats import as_fp32
+from halfstep.formats import FP32, FP64, Format, as_fp32
 
 # -- param tracker ----------------------------------------------------------------------------------------------------
 # Track which modules and parameters take part in a step, and notice changes before the next one.
@@ -83,6 +83,7 @@ class Gradients:
         self.sharded = distributed.is_sharded(self.parameters)
         # get_total_norm groups by device and dtype first; with one of each that only costs time.
         self._norm: Callable[[list[Tensor]], Tensor] = _norm if _same_kind(self.parameters) else get_total_norm
+        self._some_fp64 = any(p.dtype in _FP64 for p in self.parameters)
         self.local: list[Tensor] = []
         """The gradients that backward left on this rank; parameters that it did not reach have none."""
         self._summed: list[Tensor] = []
@@ -105,6 +106,11 @@ class Gradients:
     def norm(self) -> Tensor:
         """Return the 2-norm, as torch computes it."""
         return self._norm(self._summed)
+
+    @property
+    def norm_format(self) -> Format:
+        """The format of the norm: fp64 if any gradient is in float64."""
+        return FP64 if self._some_fp64 and any(g.dtype in _FP64 for g in self.local) else FP32
 
     def squared_share(self) -> Tensor:
         """Return this rank's share of the squared norm: summed over ranks, each element counts once."""
@@ -150,11 +156,14 @@ class Gradients:
             parameter.grad = None
 
 
+_FP64 = (torch.float64, torch.complex128)
 _EPSILON = as_fp32(1e-6)
 
 
-def clip_factor(norm: float, largest: float) -> float:
+def clip_factor(norm: float, largest: float, norm_format: Format = FP32) -> float:
     """Return the factor of `torch.nn.utils.clip_grad_norm_`, computed on the host with the same roundings."""
+    if norm_format is FP64:
+        return min(1.0, 1.0 / (norm + 1e-6) * largest)
     # torch evaluates `max_norm / tensor` as `tensor.reciprocal() * max_norm`: two roundings, not one.
     return min(1.0, as_fp32(as_fp32(1.0 / as_fp32(norm + _EPSILON)) * as_fp32(largest)))
 
@@ -235,8 +244,13 @@ class OptimizerSlot:
         self._check_kind("schedule", ours["schedule_kind"], state["schedule_kind"])
         if ours["schedule"] is not None:
             same_keys(f"the {ours['schedule_kind']} of {self.name!r}", ours["schedule"], state["schedule"])
-        self._check_groups(state["optimizer"]["param_groups"])
-        self._check_tensors(state["optimizer"]["state"])
+        saved, held = state["optimizer"], ours["optimizer"]
+        # A wrapper around another optimizer may nest its state, or have a form of its own.
+        torchs = {"state", "param_groups"}
+        same_keys(f"the {ours['kind']} of {self.name!r}", torchs & set(held), torchs & set(saved))
+        if torchs <= set(held):
+            self._check_groups(saved["param_groups"])
+            self._check_tensors(saved["state"])
 
     def _check_kind(self, what: str, ours: str | None, saved: str | None) -> None:
         if ours != saved:
@@ -256,22 +270,32 @@ class OptimizerSlot:
                 do="build the model and the optimizer as they were when they were saved",
             )
         for mine, theirs in zip(held, saved, strict=True):
-            # Newer versions of torch add options, so an older state may lack some; options are never renamed.
+            # Newer versions of torch add options, so an older state may lack some; options are never renamed. Other
+            # optimizers write options while they step, which a new one lacks; its constructor's own are in the state.
             unknown = sorted(set(theirs) - set(mine) - _SCHEDULES_OWN)
-            if unknown:
+            own = set(getattr(self.optimizer, "defaults", ()))  # a wrapper may have none
+            if unknown and (_steps_as_torch(self.optimizer) or not own <= set(theirs)):
                 raise StateMismatch(
                     f"optimizer {self.name!r} was saved with the options {', '.join(unknown)}",
                     allowed=", ".join(sorted(set(mine) - {"params"})),
-                    do=f"build the {type(self.optimizer).__name__} that was saved",
+                    do=f"build the {type(self.optimizer).__name__} that was saved, of the same version; "
+                    "set options of your own on its groups before loading",
                 )
 
-    def _check_tensors(self, saved: Mapping[Any, Mapping[str, Any]]) -> None:
+    def _check_tensors(self, saved: Mapping[Any, Any]) -> None:
+        as_torch = _steps_as_torch(self.optimizer)
         for index, parameter in enumerate(owned_by(self.optimizer)):
             own, theirs = self.optimizer.state.get(parameter, {}), saved.get(index, {})
-            if own and theirs and set(own) != set(theirs):
+            if as_torch and own and theirs:
                 same_keys(f"the state of parameter {index} of {self.name!r}", own, theirs)
-            for name, value in theirs.items():
-                _check_shape(name, index, value, parameter)
+            for name, value in theirs.items() if isinstance(theirs, Mapping) else ():
+                known = as_torch or _is_moment(name, own, parameter)
+                if known and not _fits(value, parameter):
+                    raise StateMismatch(
+                        f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
+                        allowed=str(tuple(parameter.shape)),
+                        do="build the model as it was when it was saved",
+                    )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the states of optimizer and schedule."""
@@ -284,15 +308,29 @@ _SCHEDULES_OWN = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 """Options that schedules write into an optimizer's groups."""
 
 
-def _check_shape(name: str, index: int, value: Any, parameter: Tensor) -> None:
+def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step is torch's own: it writes no options, and the shapes of its state are known."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"}
+"""Names of torch's moments, which others use too."""
+
+
+def _is_moment(name: str, own: Any, parameter: Tensor) -> bool:
+    """Return whether another optimizer than torch's keeps this value for each element of the parameter."""
+    held = own.get(name) if isinstance(own, Mapping) else None
+    if isinstance(held, Tensor):
+        return held.shape == parameter.shape
+    # By name only in one dimension: GaLore projects the exp_avg of a matrix to fewer rows or columns.
+    return name in _MOMENTS and parameter.ndim == 1
+
+
+def _fits(value: Any, parameter: Tensor) -> bool:
+    """Return whether a saved value can belong to a parameter of this shape."""
     # Factored or scalar state has other shapes; a full moment has as many dimensions as its parameter and must fit.
     full = isinstance(value, Tensor) and value.ndim == parameter.ndim > 0 and value.numel() > 1
-    if full and any(a not in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)):
-        raise StateMismatch(
-            f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
-            allowed=str(tuple(parameter.shape)),
-            do="build the model as it was when it was saved",
-        )
+    return not full or all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
 
 
 def checked_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:

@@ -169,6 +169,7 @@ class StepperBase:
 
     def _compute_in(self, choice: Choice) -> None:
         """Set the precision, and observe what really runs until every optimizer had a step."""
+        checks.check_stored(choice.precision, self.model, self.optimizers)
         self.choice, self.precision = choice, choice.precision
         self.findings += [finding for finding in choice.findings if finding not in self.findings]
         self.precision.prepare(self.model, self.device)
@@ -176,7 +177,7 @@ class StepperBase:
         self._unseen, self._idle = set(self._slots), set(islands(self.model))
         # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
         if self._observe:
-            self._scope = self._watch(Watch)
+            self._scope = self._watch(_FirstWatch)
 
     def _watch(self, kind: type[Watch]) -> Watch:
         done, emit, memory = self._watched, self._emit, self._rollback
@@ -321,6 +322,13 @@ class StepperBase:
         for name, loss in self._losses.items():
             loss.load_state_dict(state["losses"][name])
         self.counts.load_state_dict(state["counts"])
+
+
+class _FirstWatch(Watch):
+    """The observation of a first step, which ends the run where another precision ran."""
+
+    def _refuse(self, observation: Observation) -> None:
+        raise checks.other_precision(self._precision, observation)
 
 
 def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
