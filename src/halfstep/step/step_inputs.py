@@ -22,6 +22,8 @@ from halfstep.step.sync import LossFunction
 _CONTAINERS = (dict, list, tuple, set)
 _LONGEST = 64
 """Members of a container that are looked at before each step: enough for some networks, too few for a data set."""
+_A_TENSOR = object()
+"""Stands for a tensor of an earlier window."""
 _HOLD_NOTHING = (bool, int, float, str, bytes, type(None))
 
 
@@ -58,6 +60,10 @@ class Holdings:
         pairs = zip(now, self._near, strict=True)
         return [name for (name, thing), before in pairs if thing is not before and isinstance(thing, Tensor)]
 
+    def release(self) -> None:
+        """Let go of tensors, after the window: the loop may drop them before the next one."""
+        self._near = [_A_TENSOR if isinstance(thing, Tensor) else thing for thing in self._near]
+
     def generator_states(self) -> list[tuple[torch.Generator, Tensor]]:
         """Return each generator with its current state."""
         return [(generator, generator.get_state()) for generator in self._generators] if self._generators else []
@@ -65,7 +71,7 @@ class Holdings:
 
 def _same_or_tensors(one: Any, other: Any) -> bool:
     # A tensor that is bound anew in each step leads to no module.
-    return one is other or (isinstance(one, Tensor) and isinstance(other, Tensor))
+    return one is other or (isinstance(one, Tensor) and other is _A_TENSOR)
 
 
 def _in_one_only(some: list[nn.Module], others: list[nn.Module]) -> list[nn.Module]:

@@ -368,6 +368,7 @@ class Stepper(StepperBase):
 
     def _close(self) -> None:
         self._clear_gradients()
+        self._holdings.release()
         self._call_order.end()
         self._open = []
 

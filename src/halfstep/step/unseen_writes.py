@@ -20,8 +20,10 @@ from torch import Tensor
 from halfstep.step.memory import put_back_places, words_of
 
 TENSORS_PER_STEP = 16
-BYTES_PER_STEP, BYTES_PER_STEP_ON_CPU = 2**26, 2**20
-"""Bytes that a step reads twice; a CPU takes as long for these as an accelerator for 64 MiB."""
+BYTES_PER_STEP = 2**26
+"""Bytes that a step reads twice."""
+BYTES_PER_STEP_ON_CPU = 2**20
+"""A CPU takes as long for these as an accelerator for the others."""
 _LOOKS = 2
 """Windows that compare all tensors of a group after its memory has changed."""
 
