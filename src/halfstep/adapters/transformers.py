@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from halfstep.adapters.accelerate import refuse_other_engines
-from halfstep.adapters.hosted_step import HostedStep, Options, unwrapped
+from halfstep.adapters.hosted_step import Clipping, HostedStep, Options, unwrapped
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step.report import StepReport
@@ -114,7 +114,7 @@ class HalfstepMixin(_Trainer):
                 model,
                 self.optimizer.optimizer,
                 precision=_asked(self.args),
-                clip_norm=limit if limit and limit > 0 else None,
+                clipping=Clipping(norm=limit if limit and limit > 0 else None),
                 **self._options,
             )
             _take_over(self.optimizer, self.hosted, self._after)
