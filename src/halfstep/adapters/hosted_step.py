@@ -181,6 +181,12 @@ def put_buffers_before_window(stepper: Stepper, weights: dict[str, Any]) -> None
                 weights[own] = buffer.clone()
 
 
+def order_gradients_by(stepper: Stepper, model: nn.Module) -> None:
+    """Compute norms to the bit as a loop does that clips `model.parameters()`, whatever the optimizer's groups."""
+    for slot in stepper._slots.values():
+        slot.order_by(model)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel, or the model itself."""
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
