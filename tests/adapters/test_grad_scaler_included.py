@@ -109,6 +109,11 @@ def real_ema_pytorch(model: nn.Module, **settings: Any) -> Any:
     return package.EMA(model, beta=0.9, update_after_step=0, update_every=1, **settings)
 
 
+def half_frozen(model: nn.Module) -> nn.Module:
+    model.first.requires_grad_(False)  # type: ignore[operator, union-attr]
+    return model
+
+
 def with_model(average: Any, model: nn.Module) -> None:
     average.update(model)
 
@@ -119,6 +124,8 @@ def alone(average: Any, _: nn.Module) -> None:
 
 AVERAGES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, nn.Module], object]]] = {
     "ema_pytorch": (real_ema_pytorch, alone),
+    "ema_pytorch of a model with a frozen part": (lambda model: real_ema_pytorch(half_frozen(model)), alone),
+    "shape of ema_pytorch, model with a frozen part": (lambda model: Shaped(half_frozen(model)), alone),
     "ema_pytorch, model apart": (lambda model: real_ema_pytorch(model, include_online_model=False), alone),
     "shape of ema_pytorch": (Shaped, alone),
     "shape of ema_pytorch, model apart": (lambda model: Shaped(model, include_online_model=False), alone),
@@ -312,6 +319,16 @@ def test_a_metric_is_no_average(make: Any) -> None:
     metric.update(torch.tensor(3.0))
     values = metric.compute()
     assert (values if isinstance(values, Tensor) else values["MeanMetric"]) == 3.0
+
+
+def test_containers_of_torch_are_no_averages() -> None:
+    """Their `update` adds members; student and teacher in one are common."""
+    net = Net()
+    both = nn.ModuleDict({"student": net, "teacher": copy.deepcopy(net).requires_grad_(False)})
+    scaler = halfstep.GradScaler("cpu", precision="bf16")
+    scaler.include(both, nn.ModuleDict({"frozen": Net().requires_grad_(False)}))
+    both.update({"more": nn.Linear(1, 1)})
+    assert "more" in both
 
 
 # -- what cannot be decided -------------------------------------------------------------------------------------------

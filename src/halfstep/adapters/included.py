@@ -47,7 +47,7 @@ def moving_methods(thing: Any, named: str | Literal[False] | None, beside: Seque
         if not (isinstance(named, str) and callable(getattr(type(thing), named, None))):
             raise WrongUse(f"hold={named!r}", allowed=f"a method of {type(thing).__name__}", do="hold='update'")
         return [named]
-    methods = [name for name in MOVING if callable(getattr(type(thing), name, None))]
+    methods = [name for name in MOVING if _is_own_method(type(thing), name)]
     if not isinstance(thing, nn.Module):
         return methods
     # Many models have a method `update` or `step` that forward uses, and metrics have `update`: a module counts only
@@ -59,6 +59,12 @@ def moving_methods(thing: Any, named: str | Literal[False] | None, beside: Seque
     if averages is None or (averages and not methods):
         raise _may_be_an_average(thing, methods)
     return methods if averages else []
+
+
+def _is_own_method(kind: type, name: str) -> bool:
+    """Return whether a class has this method; not the `update` of torch's containers, which adds members."""
+    method = getattr(kind, name, None)
+    return callable(method) and method not in (nn.ModuleDict.update, nn.ParameterDict.update)
 
 
 def _is_metric(module: nn.Module) -> bool:
@@ -87,9 +93,12 @@ def _holds_a_copy(module: nn.Module, methods: Sequence[str], beside: Sequence[nn
     frozen = _shapes(p for p in module.parameters() if not p.requires_grad)
     if trained and frozen and methods:
         # The trained model and its copy in one, as ema_pytorch's EMA; or a model with a target network of its own.
-        if trained <= frozen and all(_needs_no_argument(module, name) for name in methods):
+        # What the model itself has frozen is there twice.
+        rest = frozen - trained
+        whole = trained <= frozen and (_times(rest, trained) is not None or not any(n % 2 for n in rest.values()))
+        if whole and all(_needs_no_argument(module, name) for name in methods):
             return True
-        return None if frozen <= trained else False
+        return None if trained <= frozen or frozen <= trained else False
     copied = [other for other in beside if other is not module and _is_copy(module, other)]
     if not (trained or frozen):
         return bool(copied)
@@ -101,21 +110,23 @@ def _holds_a_copy(module: nn.Module, methods: Sequence[str], beside: Sequence[nn
 
 
 def _shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:
-    return Counter(
-        tuple(tensor.shape) for tensor in tensors if tensor.ndim
-    )  # averages keep counts and rates in scalars
+    # Without scalars, in which averages keep counts and rates.
+    return Counter(tuple(tensor.shape) for tensor in tensors if tensor.ndim)
+
+
+def _times(own: Counter[tuple[int, ...]], of: Counter[tuple[int, ...]]) -> int | None:
+    """Return how many copies of other shapes these are; None if they are something else."""
+    times = own.total() // of.total() if of else 0
+    return times if own == Counter({shape: times * many for shape, many in of.items()}) else None
 
 
 def _is_copy(module: nn.Module, other: nn.Module) -> bool:
     """Return whether the tensors of a module are one copy or more of another's parameters, and nothing else."""
     shared = {id(p) for p in other.parameters()}
-    parameters = list(module.parameters())
-    own = _shapes(t for t in parameters or module.buffers() if id(t) not in shared and t.is_floating_point())
-    for of in (_shapes(other.parameters()), _shapes(p for p in other.parameters() if p.requires_grad)):
-        times = own.total() // of.total() if of else 0
-        if times and own == Counter({shape: times * many for shape, many in of.items()}):
-            return True
-    return False
+    tensors: list[Tensor] = [*module.parameters()] or [*module.buffers()]
+    own = _shapes(t for t in tensors if id(t) not in shared and t.is_floating_point())
+    trained = _shapes(p for p in other.parameters() if p.requires_grad)
+    return bool(own) and any(_times(own, of) for of in (_shapes(other.parameters()), trained))
 
 
 def _wraps(module: nn.Module, other: nn.Module) -> bool:
