@@ -116,6 +116,12 @@ def test_the_update_is_that_of_accelerates_own_loop_to_the_bit(clip: str, settin
     assert same(alone["optimizer"], with_halfstep["optimizer"])
 
 
+def test_a_short_window_at_the_end_of_the_data_is_averaged_over_its_own_length() -> None:
+    """Six batches by four: accelerate alone divides the sum of the last two by four."""
+    short = {"gradient_accumulation_steps": 4}
+    assert not same(theirs(**short)["optimizer"], ours(**short)["optimizer"])
+
+
 def test_the_ways_of_clipping_differ_here() -> None:
     """Otherwise the test above could not tell them apart."""
     value, norm, none = map(ours, ("value", "norm", "none"))

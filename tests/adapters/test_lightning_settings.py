@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 from halfstep.adapters import lightning as adapter  # noqa: E402
 from halfstep.adapters.hosted_step import Clipping  # noqa: E402
 from halfstep.adapters.lightning import HalfstepPrecision  # noqa: E402
-from halfstep.errors import WrongUse  # noqa: E402
+from halfstep.errors import UnknownName, WrongUse  # noqa: E402
 from tests.support.foreign_loops import same  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -136,6 +136,22 @@ def test_a_limit_that_is_no_number_is_refused_by_name() -> None:
 
     with pytest.raises(WrongUse, match=r"gradient_clip_val='1\.0'"):
         fit(Module(), ours=True, change=change)
+
+
+def test_an_option_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(UnknownName, match="option 'gaurd'") as refused:
+        HalfstepPrecision("fp32", gaurd="off")  # type: ignore[call-arg]
+    assert "'guard'" in refused.value.do
+
+
+@pytest.mark.parametrize(("batches", "close"), [(3, True), (4, False)])
+def test_accumulation_that_is_no_power_of_two_or_has_a_short_end(batches: int, close: bool) -> None:
+    """By 3 the division rounds elsewhere; a short last window is averaged over its own length, as the page says."""
+    theirs, ours = both(accumulate_grad_batches=batches)
+    # Not the bias before BatchNorm, whose gradient is nothing but rounding.
+    pairs = [(theirs["model"][name], ours["model"][name]) for name in ("net.0.weight", "net.1.weight", "net.3.weight")]
+    assert not same(theirs["model"], ours["model"])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs) is close
 
 
 # -- hooks of the module ----------------------------------------------------------------------------------------------

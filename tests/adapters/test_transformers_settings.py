@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from halfstep.errors import WrongUse
+from halfstep.errors import UnknownName, WrongUse
 from tests.adapters.test_transformers import InOrder, Ours
 from tests.adapters.test_transformers_situations import TWO, language_model, tuned
 from tests.support.foreign_loops import same
@@ -79,6 +79,11 @@ def test_a_limit_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
     trainer.args.max_grad_norm = "1.0"
     with pytest.raises(WrongUse, match=r"max_grad_norm='1\.0'"):
         trainer.train()
+
+
+def test_an_option_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="option 'clip_norm'"):
+        Ours(language_model(), halfstep={"clip_norm": 1.0})  # type: ignore[typeddict-unknown-key]
 
 
 def test_a_limit_that_changes_during_training_is_refused_by_name(tmp_path: Path) -> None:

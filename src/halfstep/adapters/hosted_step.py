@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import WrongUse, same_presence
+from halfstep.errors import WrongUse, same_presence, unknown_name
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent, Level, warn
@@ -44,6 +44,13 @@ class Options(TypedDict, total=False):
     record: str | Path
     """A folder that failed steps are recorded in, to run them again; needs the train extra."""
     tell: Callable[[GuardEvent], None]
+
+
+def check_options(options: Options) -> None:
+    """Raise UnknownName for an option that no adapter has: a misspelt one would do nothing."""
+    for name in options:
+        if name not in Options.__annotations__:
+            raise unknown_name("option", name, Options.__annotations__)
 
 
 class Clipping(NamedTuple):

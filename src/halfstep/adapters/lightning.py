@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from halfstep.adapters.hosted_step import Clipping, HostedStep, Options, put_buffers_before_window, unwrapped
+from halfstep.adapters.hosted_step import (
+    Clipping,
+    HostedStep,
+    Options,
+    check_options,
+    put_buffers_before_window,
+    unwrapped,
+)
 from halfstep.errors import WrongUse
 from halfstep.precision.select import choose_precision
 from halfstep.step.report import StepReport
@@ -74,6 +81,7 @@ class HalfstepPrecision(Precision):
         """Take halfstep's own name of a precision, or any alias such as `bf16-mixed`; see `Options` for the rest."""
         if not _imported and "pytorch_lightning" in sys.modules and Precision.__module__.startswith("lightning."):
             warnings.warn("HalfstepPrecision is lightning's; for pytorch_lightning, import that first", stacklevel=2)
+        check_options(options)
         self._asked, self._options = precision, options
         self.callback = HalfstepCallback(self)
         self.hosted: HostedStep | None = None

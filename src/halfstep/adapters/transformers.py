@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.trainer_utils import get_last_checkpoint
 
 from halfstep.adapters.accelerate import refuse_other_engines
-from halfstep.adapters.hosted_step import Clipping, HostedStep, Options, order_gradients_by, unwrapped
+from halfstep.adapters.hosted_step import Clipping, HostedStep, Options, check_options, order_gradients_by, unwrapped
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step.optimizer_slot import owned_by
@@ -54,6 +54,7 @@ class HalfstepMixin(_Trainer):
     def __init__(self, *args: Any, halfstep: Options | None = None, **kwargs: Any) -> None:
         """Take the Trainer's own arguments, and `halfstep` for the settings in `Options`."""
         self._options: Options = halfstep or {}
+        check_options(self._options)
         self.hosted: HostedStep | None = None
         """The step of the current `train`."""
         self._resumed_from: str | None = None
