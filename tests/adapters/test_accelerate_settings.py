@@ -116,6 +116,15 @@ def test_the_update_is_that_of_accelerates_own_loop_to_the_bit(clip: str, settin
     assert same(alone["optimizer"], with_halfstep["optimizer"])
 
 
+def test_norms_are_summed_in_the_order_of_the_model() -> None:
+    active = accelerator()
+    model, optimizer, schedule = active.prepare(*parts())
+    stepper = halfstep.from_accelerate(active, model, optimizer, schedule, clip_norm=LIMIT)
+    [slot] = stepper._slots.values()
+    assert list(map(id, slot.gradients.parameters)) == list(map(id, model.parameters()))
+    assert list(map(id, slot.gradients.parameters)) != [id(p) for g in optimizer.param_groups for p in g["params"]]
+
+
 def test_a_short_window_at_the_end_of_the_data_is_averaged_over_its_own_length() -> None:
     """Six batches by four: accelerate alone divides the sum of the last two by four."""
     short = {"gradient_accumulation_steps": 4}

@@ -309,8 +309,16 @@ def test_a_model_with_such_a_method_is_no_average(make: Any) -> None:
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
+class WithNetwork(torchmetrics.MeanMetric):
+    """A metric with a frozen network of its own, as the Inception distance is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Net().requires_grad_(False)
+
+
 @pytest.mark.parametrize(
-    "make", [torchmetrics.MeanMetric, lambda: torchmetrics.MetricCollection([torchmetrics.MeanMetric()])]
+    "make", [torchmetrics.MeanMetric, WithNetwork, lambda: torchmetrics.MetricCollection([torchmetrics.MeanMetric()])]
 )
 def test_a_metric_is_no_average(make: Any) -> None:
     model, metric = Net(), make()
@@ -483,4 +491,23 @@ def test_a_model_that_ran_without_gradients_before_its_own_pass_is_no_teacher() 
             model(X)
         before = statistics(model)
         train(model, optimizer, scaler, x)
+    assert equal(statistics(model), before)
+
+
+def test_a_generator_that_runs_first_in_the_other_window_can_still_be_recalibrated() -> None:
+    """In the discriminator's window it is like a teacher; its own window begins with its own pass."""
+    torch.manual_seed(0)
+    model, other = Net(), nn.Linear(1, 1)
+    scaler = halfstep.GradScaler("cpu", precision="bf16")
+    scaler.include(model, other)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (other, model)]
+    with torch.no_grad():
+        fake = model(X)
+    scaler.scale(other(fake).square().mean()).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    with torch.no_grad():
+        model(7 * X)
+    before = statistics(model)
+    assert not train(model, optimizers[1], scaler, X * float("nan"))
     assert equal(statistics(model), before)
