@@ -8,22 +8,25 @@ from typing import Any
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import PrecisionType
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.hosted_step import put_buffers_before_window, unwrapped
+from halfstep.adapters.hosted_step import order_gradients_by, put_buffers_before_window, unwrapped
 from halfstep.errors import WrongUse, same_keys
 from halfstep.finding import Finding
+from halfstep.precision.names import read_precision
+from halfstep.step.loss import DynamicScale, LossScale
 from halfstep.step.optimizer_slot import checked_schedule
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
-_OTHER_ENGINES = (
-    DistributedType.DEEPSPEED,
-    DistributedType.FSDP,
-    DistributedType.MEGATRON_LM,
-    DistributedType.XLA,
-)
+_DDP = ("CPU", "GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
+"""The devices that accelerate trains with DistributedDataParallel; older versions have fewer."""
+_SUPPORTED = [DistributedType.NO]
+_SUPPORTED += [kind for kind in DistributedType if kind.name in [f"MULTI_{device}" for device in _DDP]]
+
+_PRECISIONS = {PrecisionType.NO: "fp32", PrecisionType.FP16: "fp16", PrecisionType.BF16: "bf16"}
 
 
 def from_accelerate(
@@ -56,7 +59,10 @@ def from_accelerate(
     had_autocast = take_off_autocast(accelerator, model)
     asked = precision or precision_of(accelerator)
     schedule = None if scheduler is None else _OwnSchedule(scheduler, inner)
+    if options.get("loss_scale") is None and read_precision(asked).name == "fp16":
+        options["loss_scale"] = scale_of(accelerator)
     stepper = Stepper(model, inner, precision=asked, schedule=schedule, **options)
+    order_gradients_by(stepper, model)
     if had_autocast:
         evidence = (
             f"accelerate's autocast in {accelerator.mixed_precision} was taken off {type(unwrapped(model)).__name__}"
@@ -103,16 +109,47 @@ def _retire(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def precision_of(accelerator: Accelerator) -> str:
-    """Return accelerate's setting by halfstep's name; raise WrongUse for fp8."""
-    word = str(accelerator.mixed_precision)
-    if word == "fp8":
-        raise WrongUse("accelerate with mixed_precision=fp8", allowed="no, fp16, bf16", do="precision='bf16'")
-    return "fp32" if word == "no" else word
+    """Return accelerate's setting by halfstep's name; raise WrongUse for one that has none, such as fp8."""
+    word = accelerator.mixed_precision
+    found = next((name for kind, name in _PRECISIONS.items() if kind.value == word), None)
+    if found is None:
+        allowed = ", ".join(kind.value for kind in _PRECISIONS)
+        raise WrongUse(f"accelerate with mixed_precision={word}", allowed=allowed, do="precision='bf16'")
+    handler = accelerator.autocast_handler
+    if found != "fp32" and handler is not None and not handler.enabled:
+        raise WrongUse(
+            f"accelerate with mixed_precision={word} and AutocastKwargs(enabled=False), which computes in fp32",
+            allowed="one of them",
+            do="from_accelerate(..., precision='fp32'), or no AutocastKwargs",
+        )
+    return found
+
+
+def scale_of(accelerator: Accelerator) -> LossScale | None:
+    """Return the loss scale that the Accelerator was given for fp16, or None; raise WrongUse for one that is off."""
+    handler = accelerator.scaler_handler
+    if handler is None or accelerator.mixed_precision != PrecisionType.FP16.value:
+        return None
+    if not handler.enabled:
+        raise WrongUse(
+            "accelerate with GradScalerKwargs(enabled=False)",
+            allowed="a loss scale for fp16",
+            do="from_accelerate(..., loss_scale=StaticScale(1.0))",
+        )
+    return DynamicScale(
+        init_scale=handler.init_scale,
+        growth_factor=handler.growth_factor,
+        backoff_factor=handler.backoff_factor,
+        growth_interval=handler.growth_interval,
+        # torch's scaler has no bounds: these hold whatever it begins with.
+        floor=min(1.0, handler.init_scale),
+        cap=max(2.0**24, handler.init_scale),
+    )
 
 
 def refuse_other_engines(accelerator: Accelerator) -> None:
-    """Raise WrongUse for engines that update weights by themselves."""
-    if accelerator.distributed_type in _OTHER_ENGINES:
+    """Raise WrongUse for engines other than one device and DistributedDataParallel."""
+    if accelerator.distributed_type not in _SUPPORTED:
         raise WrongUse(
             f"accelerate with {accelerator.distributed_type.value}",
             allowed="one device, or several with DistributedDataParallel",

@@ -14,10 +14,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.autograd.graph import increment_version
 
@@ -102,19 +102,25 @@ class GradScaler(torch.amp.GradScaler):
         self._adjusted_at = 0
         self._constants: tuple[Tensor, Tensor] | None = None
 
-    def include(self, *things: Any, hold: str | None = None) -> None:
+    def include(self, *things: Any, hold: str | Literal[False] | None = None) -> None:
         """Make a skip roll these back, or hold them.
 
         Buffers of a module, and the state of an object with `state_dict()`, are as they were before the window's first
-        forward pass. A schedule or an average does nothing when the loop calls it after a skip; `hold` names the method
-        for classes that are not known. An optimizer is known before its first step. Raises WrongUse for anything else.
+        forward pass. A schedule or an average does nothing when the loop calls it after a skip; a module is an average
+        if it holds a copy of another's parameters. `hold` names the method for classes that are not known, and is False
+        for a module that only looks like an average. An optimizer is known before its first step. Raises WrongUse for
+        anything else, and where it is not clear.
         """
+        beside = [*self._included.modules, *(thing for thing in things if isinstance(thing, nn.Module))]
         for thing in things if self._enabled else ():
             if isinstance(thing, torch.optim.Optimizer):
                 self._slot(thing)
-            elif methods := moving_methods(thing, hold):
+                continue
+            methods = moving_methods(thing, hold, beside)
+            if methods:
                 hold_methods(thing, methods, self._moves_of(getattr(thing, "optimizer", None)))
-            else:
+            # A teacher that its own method moves runs in training mode too, and has statistics.
+            if not methods or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters())):
                 self._included.add(thing)
 
     def _moves_of(self, optimizer: Any) -> Callable[[], Moves]:

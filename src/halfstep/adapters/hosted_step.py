@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import same_presence
+from halfstep.errors import WrongUse, same_presence, unknown_name
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent, Level, warn
@@ -45,6 +46,20 @@ class Options(TypedDict, total=False):
     tell: Callable[[GuardEvent], None]
 
 
+def check_options(options: Options) -> None:
+    """Raise UnknownName for an option that no adapter has: a misspelt one would do nothing."""
+    for name in options:
+        if name not in Options.__annotations__:
+            raise unknown_name("option", name, Options.__annotations__)
+
+
+class Clipping(NamedTuple):
+    """The clipping that a foreign library is set to, as settings of a Stepper: none, or one of the two."""
+
+    norm: float | None = None
+    value: float | None = None
+
+
 class HostedStep:
     """A Stepper with its Guardian, driven from the hooks of a foreign loop."""
 
@@ -54,8 +69,7 @@ class HostedStep:
         optimizer: Optimizer,
         *,
         precision: str,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        clipping: Clipping,
         on_gradients: Callable[[list[Tensor]], object] | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -69,12 +83,14 @@ class HostedStep:
             optimizer,
             precision=precision,
             strict=options.get("strict", False),
-            clip_norm=clip_norm,
-            clip_value=clip_value,
+            clip_norm=clipping.norm,
+            clip_value=clipping.value,
             ema=None if decay is None else Ema(model, decay),
             loss_scale=options.get("loss_scale"),
             on_gradients=on_gradients,
         )
+        self.applying = False
+        refuse_other_steps(optimizer, self)
         self.guardian = _guardian(self.stepper, unwrapped(model), options)
         self.report: StepReport | None = None
         """The report of the last window; None before the first one, and after one that was dropped."""
@@ -97,7 +113,11 @@ class HostedStep:
 
     def apply(self) -> StepReport:
         """Conclude the window, and let the Guardian examine it; raise Diverged if the run cannot continue."""
-        self.report = self.stepper.apply()
+        self.applying = True
+        try:
+            self.report = self.stepper.apply()
+        finally:
+            self.applying = False
         if self.guardian is not None:
             self.guardian.look(self.report)
         return self.report
@@ -122,6 +142,23 @@ class HostedStep:
         self.stepper.load_own_state(state["stepper"])
         if self.guardian is not None:
             self.guardian.load_state_dict(state["guardian"])
+
+
+def refuse_other_steps(optimizer: Optimizer, hosted: HostedStep) -> None:
+    """Make a step of the optimizer beside `hosted.apply()` raise WrongUse while a window is open."""
+    # By a weak reference: the optimizer may outlive the run.
+    known = weakref.ref(hosted)
+
+    def before_step(*_: object) -> None:
+        one = known()
+        if one is not None and one.stepper.in_window and not one.applying:
+            raise WrongUse(
+                f"{type(optimizer).__name__}.step() beside the Stepper, in a window that is not concluded",
+                allowed="the optimizer that the library passes to its hooks, whose step() concludes the window",
+                do="remove the call, or call step() of that optimizer in place of the inner one",
+            )
+
+    optimizer.register_step_pre_hook(before_step)
 
 
 def _guardian(stepper: Stepper, model: nn.Module, options: Options) -> Guardian | None:
@@ -149,6 +186,12 @@ def put_buffers_before_window(stepper: Stepper, weights: dict[str, Any]) -> None
             own = as_written(name).removeprefix("module.")
             if own in weights and buffer is not None:
                 weights[own] = buffer.clone()
+
+
+def order_gradients_by(stepper: Stepper, model: nn.Module) -> None:
+    """Compute norms to the bit as a loop does that clips `model.parameters()`, whatever the optimizer's groups."""
+    for slot in stepper._slots.values():
+        slot.order_by(model)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import inspect
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +34,122 @@ MOVING = ("step", "step_update", "update", "update_parameters")
 """The methods by which schedules and averages of torch, timm, diffusers and torch_ema move."""
 
 
-def moving_methods(thing: Any, named: str | None) -> list[str]:
+def moving_methods(thing: Any, named: str | Literal[False] | None, beside: Sequence[nn.Module] = ()) -> list[str]:
     """Return the methods that move a schedule or an average; none for anything else.
 
-    A module counts only where it is an average, as torch's `AveragedModel` and timm's `ModelEmaV3` are: other models
-    may well have a method called `update`. Raises WrongUse if `named` is no method.
+    `beside` are the other modules that are known, of which a module may hold an averaged copy. `named` is the method,
+    or False for a thing that has none. Raises WrongUse if `named` is no method, and for a module that may be an average
+    or a part of the model.
     """
+    if named is False:
+        return []
     if named is not None:
-        if not callable(getattr(type(thing), named, None)):
+        if not (isinstance(named, str) and callable(getattr(type(thing), named, None))):
             raise WrongUse(f"hold={named!r}", allowed=f"a method of {type(thing).__name__}", do="hold='update'")
         return [named]
-    if isinstance(thing, nn.Module) and not (hasattr(thing, "update_parameters") or hasattr(thing, "decay")):
+    methods = [name for name in MOVING if _is_own_method(type(thing), name)]
+    if not isinstance(thing, nn.Module):
+        return methods
+    # Many models have a method `update` or `step` that forward uses, and metrics have `update`: a module counts only
+    # if it holds a copy of trained parameters, which the method can move.
+    if _is_metric(thing) or any(isinstance(held, torch.optim.Optimizer) for held in vars(thing).values()):
         return []
-    return [name for name in MOVING if callable(getattr(type(thing), name, None))]
+    copies = callable(getattr(type(thing), "update_parameters", None)) or isinstance(thing, _timm_averages())
+    averages = copies or _holds_a_copy(thing, methods, [*beside, *_hidden_modules(thing)])
+    if averages is None or (averages and not methods):
+        raise _may_be_an_average(thing, methods)
+    return methods if averages else []
+
+
+def _is_own_method(kind: type, name: str) -> bool:
+    """Return whether a class has this method; not the `update` of torch's containers, which adds members."""
+    method = getattr(kind, name, None)
+    return callable(method) and method not in (nn.ModuleDict.update, nn.ParameterDict.update)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """Return whether a module has the methods of torchmetrics' Metric, whose `update` counts a batch."""
+    return all(callable(getattr(type(module), name, None)) for name in ("update", "compute", "reset"))
+
+
+def _timm_averages() -> tuple[type, ...]:
+    """Return timm's averages: their copies still require gradients, so that nothing else tells them from a model."""
+    found = sys.modules.get("timm.utils.model_ema")  # not imported: then nobody has one
+    return () if found is None else (found.ModelEmaV2, found.ModelEmaV3)
+
+
+def _hidden_modules(module: nn.Module) -> list[nn.Module]:
+    """Return modules that are held outside of the children, as averages hold the model that they average."""
+    held = [
+        item for value in vars(module).values() for item in (value if isinstance(value, (list, tuple)) else [value])
+    ]
+    held = [item() if isinstance(item, weakref.ref) else item for item in held]
+    return [item for item in held if isinstance(item, nn.Module)]
+
+
+def _holds_a_copy(module: nn.Module, methods: Sequence[str], beside: Sequence[nn.Module]) -> bool | None:
+    """Return whether a module holds an averaged copy of a trained one, by its parameters; None if that is not clear."""
+    trained = _shapes(p for p in module.parameters() if p.requires_grad)
+    frozen = _shapes(p for p in module.parameters() if not p.requires_grad)
+    if trained and frozen and methods:
+        # The trained model and its copy in one, as ema_pytorch's EMA; or a model with a target network of its own.
+        # What the model itself has frozen is there twice.
+        rest = frozen - trained
+        whole = trained <= frozen and (_times(rest, trained) is not None or not any(n % 2 for n in rest.values()))
+        if whole and all(_needs_no_argument(module, name) for name in methods):
+            return True
+        return None if trained <= frozen or frozen <= trained else False
+    copied = [other for other in beside if other is not module and _is_copy(module, other)]
+    if not (trained or frozen):
+        return bool(copied)
+    if not methods:
+        return False
+    if frozen or any(_wraps(module, other) for other in copied):
+        return True if copied else None
+    return None if copied else False  # a twin, such as the second generator of two
+
+
+def _shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:
+    # Without scalars, in which averages keep counts and rates.
+    return Counter(tuple(tensor.shape) for tensor in tensors if tensor.ndim)
+
+
+def _times(own: Counter[tuple[int, ...]], of: Counter[tuple[int, ...]]) -> int | None:
+    """Return how many copies of other shapes these are; None if they are something else."""
+    times = own.total() // of.total() if of else 0
+    return times if own == Counter({shape: times * many for shape, many in of.items()}) else None
+
+
+def _is_copy(module: nn.Module, other: nn.Module) -> bool:
+    """Return whether the tensors of a module are one copy or more of another's parameters, and nothing else."""
+    shared = {id(p) for p in other.parameters()}
+    tensors: list[Tensor] = [*module.parameters()] or [*module.buffers()]
+    own = _shapes(t for t in tensors if id(t) not in shared and t.is_floating_point())
+    trained = _shapes(p for p in other.parameters() if p.requires_grad)
+    return bool(own) and any(_times(own, of) for of in (_shapes(other.parameters()), trained))
+
+
+def _wraps(module: nn.Module, other: nn.Module) -> bool:
+    """Return whether a module has one child that is of the other's class and holds all of its parameters."""
+    inner = other._modules.get("_orig_mod") or other  # compiled
+    kinds = {type(other), type(inner), type(inner._modules.get("module"))}  # in DistributedDataParallel
+    many = len(list(module.parameters()))
+    return any(type(child) in kinds and len(list(child.parameters())) == many for child in module.children())
+
+
+def _needs_no_argument(module: nn.Module, method: str) -> bool:
+    wanted = inspect.signature(getattr(module, method)).parameters.values()
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in wanted)
+
+
+def _may_be_an_average(module: nn.Module, methods: Sequence[str]) -> WrongUse:
+    kind, method = type(module).__name__, methods[0] if methods else "forward"
+    has = f"has {', '.join(f'{name}()' for name in methods)}, and" if methods else "holds a copy of weights, and"
+    return WrongUse(
+        f"include({kind}), which {has} may be an average that moves with an update, or a part of the model",
+        allowed="an average by the method that moves it, or a module that no method moves",
+        do=f"include(thing, hold={method!r}) for an average, include(thing, hold=False) for a part of the model",
+    )
 
 
 class _Gate:
@@ -109,13 +215,19 @@ class Included:
         self._with_state: list[Any] = []
         self._states: list[Any] = []
         self._begun, self._seen, self._undecided = False, False, True
+        self._trained = False
+        """Whether a module has run with gradients on in this window."""
+        self._before: Counter[nn.Module] = Counter()
+        """How often modules have run in training mode and without gradients since the last decision, before that."""
+        self._teachers: Counter[nn.Module] | None = None
+        """How often the teachers do so in each window; None before the first one is over."""
 
     def add(self, thing: Any) -> None:
         """Cover a module, or an object with a state; raise WrongUse for anything else."""
         if isinstance(thing, nn.Module):
             self._modules.append((thing, ParamTracker(thing, [])))
             self._look_at_modules()
-            thing.register_forward_pre_hook(_OnForward(self.begin))
+            thing.register_forward_pre_hook(_OnForward(self.forward_begins))
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
             self._with_state.append(thing)
         else:
@@ -126,14 +238,36 @@ class Included:
             )
         self._remember()
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are covered."""
+        return [module for module, _ in self._modules]
+
     def _look_at_modules(self) -> None:
         self._buffers.follow(pair for module, _ in self._modules for pair in module.named_modules())
 
-    def begin(self) -> None:
-        """Save everything, where a module's first forward pass of a window begins."""
-        if not self._begun:
-            self._begun = self._seen = True
-            self._remember()
+    def forward_begins(self, module: nn.Module) -> None:
+        """Save everything, where the first forward pass of a window begins: one with gradients on, or a teacher's.
+
+        In the first window it is seen which modules run without gradients before it, and not with them: these are
+        teachers, whose forward pass begins later windows too. A teacher that runs more often is being recalibrated.
+        """
+        if torch.is_grad_enabled():
+            # The passes without gradients of a module that is trained are no part of the window.
+            ran_before = self._before.pop(module, 0) > 0
+            if not self._trained and (ran_before or not self._begun):
+                self._begin()
+            self._trained = True
+        elif not self._trained:
+            self._before[module] += 1
+            often = 0 if self._teachers is None else self._teachers[module]
+            if often and (not self._begun or self._before[module] > often):
+                self._before = Counter([module])
+                self._begin()
+
+    def _begin(self) -> None:
+        self._begun = self._seen = True
+        self._remember()
 
     def _remember(self) -> None:
         if any([tracker.change() for _, tracker in self._modules]):
@@ -163,7 +297,10 @@ class Included:
         if not applied and self._undecided:
             self._restore()
         self._undecided = self._undecided and not applied
-        self._begun = False
+        if self._teachers is None and self._trained:
+            self._teachers = self._before
+        self._before = Counter()
+        self._begun = self._trained = False
 
     def _restore(self) -> None:
         lost = self._buffers.restore()
@@ -182,16 +319,16 @@ class Included:
 class _OnForward:
     """A forward hook that belongs to one model: copies of the model, such as an average, do not have it."""
 
-    def __init__(self, begin: Callable[[], None] | None = None) -> None:
-        self._begin = None if begin is None else weakref.WeakMethod(begin)
+    def __init__(self, begins: Callable[[nn.Module], None] | None = None) -> None:
+        self._begins = None if begins is None else weakref.WeakMethod(begins)
 
     def __call__(self, module: nn.Module, _inputs: object) -> None:
-        # Evaluation, and the recalibration of statistics without gradients, belong to no window.
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+        # Evaluation belongs to no window.
+        if torch.compiler.is_compiling() or not module.training:
             return
-        begin = None if self._begin is None else self._begin()
-        if begin is not None:
-            begin()
+        begins = None if self._begins is None else self._begins()
+        if begins is not None:
+            begins(module)
 
     def __deepcopy__(self, _memo: object) -> _OnForward:
         return _OnForward()

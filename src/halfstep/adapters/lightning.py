@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from halfstep.adapters.hosted_step import HostedStep, Options, put_buffers_before_window, unwrapped
+from halfstep.adapters.hosted_step import (
+    Clipping,
+    HostedStep,
+    Options,
+    check_options,
+    put_buffers_before_window,
+    unwrapped,
+)
 from halfstep.errors import WrongUse
 from halfstep.precision.select import choose_precision
 from halfstep.step.report import StepReport
@@ -32,11 +39,27 @@ _imported = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sy
 if _imported or find_spec("lightning") is None:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.plugins.precision import Precision
-    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+    from pytorch_lightning.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        SingleDeviceStrategy,
+        SingleDeviceXLAStrategy,
+        XLAStrategy,
+    )
+    from pytorch_lightning.utilities import GradClipAlgorithmType
+    from pytorch_lightning.utilities.model_helpers import is_overridden
 else:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        SingleDeviceStrategy,
+        SingleDeviceXLAStrategy,
+        XLAStrategy,
+    )
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _WORDS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true"}
 """Lightning's names of the precisions, for what it prints."""
@@ -58,6 +81,7 @@ class HalfstepPrecision(Precision):
         """Take halfstep's own name of a precision, or any alias such as `bf16-mixed`; see `Options` for the rest."""
         if not _imported and "pytorch_lightning" in sys.modules and Precision.__module__.startswith("lightning."):
             warnings.warn("HalfstepPrecision is lightning's; for pytorch_lightning, import that first", stacklevel=2)
+        check_options(options)
         self._asked, self._options = precision, options
         self.callback = HalfstepCallback(self)
         self.hosted: HostedStep | None = None
@@ -66,7 +90,7 @@ class HalfstepPrecision(Precision):
         """The arguments of the current training_step, if they are known."""
         self.concluded = False
         """Whether the current batch ended a window."""
-        self._last = self._owes_backward = False
+        self._owes_backward = False
         self._microbatches = 0
 
     @property
@@ -79,23 +103,29 @@ class HalfstepPrecision(Precision):
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         """Build the Stepper of a fit; raise WrongUse for a Trainer or a module that bypasses the plugin."""
         module: Any = unwrapped(model)
-        self._last = self._owes_backward = False
+        self._owes_backward = False
         self._device = next(model.parameters(), torch.empty(0)).device
         # Lightning keeps the optimizers of a fit, and shows them again when it validates, tests or predicts after it.
         if module.trainer.state.fn != "fit":
             strict = self._options.get("strict", False)
             self._choice = choose_precision(self._asked, device=self._device, strict=strict)
         else:
-            self._progress = module.trainer.fit_loop.epoch_loop.automatic_optimization
+            self._fit_loop = module.trainer.fit_loop
+            self._progress = self._fit_loop.epoch_loop.automatic_optimization
             _check_supported(module, optimizers, self)
             self._optimizer = optimizers[0]
-            self._clipping = _clipping(module)
+            self._module_clips = any(
+                _overrides(module, hook) for hook in ("configure_gradient_clipping", "clip_gradients")
+            )
+            trainer = module.trainer
+            asked = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            self._clipping = Clipping() if self._module_clips else asked
             self.hosted = HostedStep(
                 model,
                 optimizers[0],
                 precision=self._asked,
+                clipping=self._clipping,
                 on_gradients=lambda _: self._after_closure(module, optimizers[0]),
-                **self._clipping,
                 **self._options,
             )
             self._choice = self.hosted.stepper.choice
@@ -129,7 +159,7 @@ class HalfstepPrecision(Precision):
         # An accumulation schedule changes the number between windows only.
         self._microbatches = self._microbatches + 1 if self._hosted.stepper.in_window else 1
         rerun = None if self.inputs is None else (_training_loss, self.inputs)
-        return self._hosted.forward(last=self._last, rerun=rerun)
+        return self._hosted.forward(last=not self._fit_loop._should_accumulate(), rerun=rerun)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of the Stepper."""
@@ -154,12 +184,10 @@ class HalfstepPrecision(Precision):
                 "optimizer.add_param_group(...), or write to its param_groups",
             )
         # Lightning calls the closure of other micro-batches by itself: only the last one arrives here.
-        self._last = True
-        try:
-            loss = closure()
-        finally:
-            self._last = False
-        if loss is None or self._progress._skip_backward:
+        loss = closure()
+        # None where training_step returned None; also where the module ran the closure before `optimizer.step()`.
+        ran_before = loss is None and not self._owes_backward and self._hosted.stepper.in_window
+        if (loss is None and not ran_before) or self._progress._skip_backward:
             self._owes_backward = False
             self._hosted.drop()
         else:
@@ -172,11 +200,31 @@ class HalfstepPrecision(Precision):
             self._progress.optim_progress.optimizer.step.increment_by(-1)
         return loss
 
-    def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip as an overridden `configure_gradient_clipping` asks; the Trainer's own settings are the Stepper's."""
-        # Called by Lightning with unscaled gradients, before the Stepper checks and clips them.
-        if not self._clipping:
-            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+    def _clip_gradients(
+        self, model: Any, optimizer: Any, clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Let a module with its own clipping clip now; otherwise the Stepper clips, after its check.
+
+        Called by Lightning with unscaled gradients and the Trainer's current settings. Raises WrongUse for settings
+        that changed since fit began.
+        """
+        if self._module_clips:
+            super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
+        elif clipping_of(clip_val, gradient_clip_algorithm) != self._clipping:
+            raise _unsupported(
+                f"gradient_clip_val={clip_val!r} and gradient_clip_algorithm={gradient_clip_algorithm!r}, changed "
+                "during fit",
+                f"those that fit began with: {self._clipping}",
+                "configure_gradient_clipping in the module, with self.clip_gradients(optimizer, value, 'norm'), and a "
+                "Trainer without gradient_clip_val",
+            )
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: Any) -> None:
+        """Clip as a hook of the module asks; an infinite gradient becomes NaN, so that the check still finds it."""
+        for parameter in self.main_params(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(parameter.grad.isinf(), torch.nan)
+        super().clip_grad_by_value(optimizer, clip_val)
 
     @property
     def _hosted(self) -> HostedStep:
@@ -355,10 +403,15 @@ def _check_supported(module: LightningModule, optimizers: list[Any], plugin: Hal
         raise _unsupported("manual optimization", "automatic optimization", "stepper.step() in training_step")
     if len(optimizers) > 1:
         raise _unsupported("several optimizers", "one optimizer", "manual loops take halfstep.Stepper(optimizers=...)")
-    if type(module).backward is not LightningModule.backward:
+    if _overrides(module, "backward"):
         raise _unsupported("LightningModule.backward overridden", "Lightning's own", "change the loss instead")
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-        raise _unsupported(type(trainer.strategy).__name__, "one device, or strategy='ddp'", "halfstep's own trainer")
+    if _overrides(module, "optimizer_zero_grad"):
+        raise _unsupported(
+            "LightningModule.optimizer_zero_grad overridden",
+            "Lightning's own: the Stepper clears the gradients of every window, to None",
+            "remove it; Trainer(accumulate_grad_batches=...) to accumulate over batches",
+        )
+    _check_strategy(trainer.strategy)
     if plugin.callback not in trainer.callbacks:
         raise _unsupported(
             "Trainer(plugins=step) alone",
@@ -367,17 +420,55 @@ def _check_supported(module: LightningModule, optimizers: list[Any], plugin: Hal
         )
 
 
+def _check_strategy(strategy: Any) -> None:
+    """Raise WrongUse for a strategy that updates weights, or places them, by itself."""
+    # These derive from the two that are supported.
+    others = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, others):
+        raise _unsupported(type(strategy).__name__, "one device, or strategy='ddp'", "halfstep's own trainer")
+    if isinstance(strategy, DDPStrategy) and strategy._model_averaging_period is not None:
+        raise _unsupported(
+            f"DDPStrategy(model_averaging_period={strategy._model_averaging_period})",
+            "gradients that are summed over ranks in every step",
+            "DDPStrategy() without it, and without a post-local SGD hook",
+        )
+
+
+def _overrides(module: LightningModule, hook: str) -> bool:
+    """Return whether the module has its own hook, of its class or set on the instance."""
+    found: bool = is_overridden(hook, module, LightningModule)
+    return found
+
+
 def _unsupported(given: str, allowed: str, do: str) -> WrongUse:
     return WrongUse(f"{given} under HalfstepPrecision", allowed=allowed, do=do)
 
 
-def _clipping(module: LightningModule) -> dict[str, float | None]:
-    """Return the Trainer's clipping as settings of a Stepper; nothing if the module has its own way of clipping."""
-    limit, algorithm = module.trainer.gradient_clip_val, str(module.trainer.gradient_clip_algorithm or "norm")
-    own = type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping
-    if not limit or own:
-        return {}
-    return {"clip_value": float(limit)} if algorithm.endswith("value") else {"clip_norm": float(limit)}
+def clipping_of(limit: Any, algorithm: Any) -> Clipping:
+    """Return Lightning's two settings as those of a Stepper; raise WrongUse for values that Lightning does not have."""
+    if not (limit is None or isinstance(limit, (int, float))):
+        raise _unsupported(f"gradient_clip_val={limit!r}", "a number, or None", "gradient_clip_val=1.0")
+    kind = _algorithm(algorithm)
+    # As in Lightning: without a positive value nothing is clipped.
+    if limit is None or limit <= 0:
+        return Clipping()
+    return Clipping(value=float(limit)) if kind is GradClipAlgorithmType.VALUE else Clipping(norm=float(limit))
+
+
+def _algorithm(given: Any) -> GradClipAlgorithmType:
+    """Return the member of Lightning's enum: NORM or VALUE, which are those that a Stepper has too."""
+    if given is None:
+        return GradClipAlgorithmType.NORM  # Lightning's own default
+    known = (GradClipAlgorithmType.NORM, GradClipAlgorithmType.VALUE)
+    # A string where a script has written to the attribute of the Trainer; Lightning ignores its case.
+    found = next((one for one in known if isinstance(given, str) and given.lower() == one.value), None)
+    if found is None:
+        raise _unsupported(
+            f"gradient_clip_algorithm={given!r}",
+            ", ".join(repr(one.value) for one in known),
+            "gradient_clip_algorithm='norm'",
+        )
+    return found
 
 
 # -- running a step again ---------------------------------------------------------------------------------------------

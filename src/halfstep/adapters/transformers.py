@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.trainer_utils import get_last_checkpoint
 
 from halfstep.adapters.accelerate import refuse_other_engines
-from halfstep.adapters.hosted_step import HostedStep, Options, unwrapped
+from halfstep.adapters.hosted_step import Clipping, HostedStep, Options, check_options, order_gradients_by, unwrapped
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.precision.select import Choice, choose_precision
+from halfstep.step.optimizer_slot import owned_by
 from halfstep.step.report import StepReport
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ class HalfstepMixin(_Trainer):
     def __init__(self, *args: Any, halfstep: Options | None = None, **kwargs: Any) -> None:
         """Take the Trainer's own arguments, and `halfstep` for the settings in `Options`."""
         self._options: Options = halfstep or {}
+        check_options(self._options)
         self.hosted: HostedStep | None = None
         """The step of the current `train`."""
         self._resumed_from: str | None = None
@@ -109,17 +113,19 @@ class HalfstepMixin(_Trainer):
         """Return the step of this run."""
         if self.hosted is None:
             _check_supported(self)
-            limit = self.args.max_grad_norm
+            clipping = _clipping(self.args.max_grad_norm)
+            _check_all_owned(unwrapped(model), self.optimizer.optimizer, clipping)
             self.hosted = HostedStep(
                 model,
                 self.optimizer.optimizer,
                 precision=_asked(self.args),
-                clip_norm=limit if limit and limit > 0 else None,
+                clipping=clipping,
                 **self._options,
             )
+            order_gradients_by(self.hosted.stepper, model)
             _take_over(self.optimizer, self.hosted, self._after)
             self.accelerator.backward = self._backward
-            self.accelerator.clip_grad_norm_ = _known_later
+            self.accelerator.clip_grad_norm_ = _ClippedLater(clipping)
             if self._resumed_from is not None:
                 self.hosted.load_state_dict(_read(Path(self._resumed_from)))
         return self.hosted
@@ -249,9 +255,42 @@ def _take_over(optimizer: Any, hosted: HostedStep, after: Callable[[StepReport],
     optimizer.hosted, optimizer.after = hosted, after
 
 
-def _known_later(*_: object, **__: object) -> float:
-    """Clip nothing: the Stepper clips, and its report has the norm that is logged."""
-    return math.nan
+def _clipping(limit: Any) -> Clipping:
+    """Return `max_grad_norm` as a setting of a Stepper: as in the Trainer, nothing is clipped unless it is positive."""
+    if not (limit is None or isinstance(limit, (int, float))):
+        raise WrongUse(f"max_grad_norm={limit!r}", allowed="a number, or None", do="max_grad_norm=1.0")
+    return Clipping(norm=float(limit)) if limit is not None and limit > 0 else Clipping()
+
+
+def _check_all_owned(model: nn.Module, optimizer: Optimizer, clipping: Clipping) -> None:
+    """Raise WrongUse where the Trainer's norm would have gradients in it that the Stepper does not clip."""
+    owned = {id(p) for p in owned_by(optimizer)}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned]
+    if clipping.norm is not None and others:
+        raise WrongUse(
+            f"max_grad_norm={clipping.norm} and {len(others)} trainable parameters that the optimizer does not have, "
+            f"such as {others[0]}: the Trainer's norm counts their gradients",
+            allowed="an optimizer with every trainable parameter, or max_grad_norm=0",
+            do="requires_grad_(False) on parameters that are not trained",
+        )
+
+
+class _ClippedLater:
+    """In the place of the accelerator's `clip_grad_norm_`: the Stepper clips, after its check."""
+
+    def __init__(self, clipping: Clipping) -> None:
+        self._clipping = clipping
+
+    def __call__(self, parameters: object, max_norm: float, norm_type: float = 2) -> float:
+        """Clip nothing, and return NaN: the report has the norm that is logged; raise WrongUse for another clip."""
+        # The Trainer asks for the norm alone by an infinite limit.
+        if norm_type != 2 or (max_norm != math.inf and _clipping(max_norm) != self._clipping):
+            raise WrongUse(
+                f"clip_grad_norm_(max_norm={max_norm!r}, norm_type={norm_type!r}) under HalfstepMixin",
+                allowed=f"the max_grad_norm that the run began with: {self._clipping}",
+                do="TrainingArguments(max_grad_norm=...), and no change of it during train()",
+            )
+        return math.nan
 
 
 def _asked(arguments: Any) -> str:
@@ -267,6 +306,12 @@ def _check_supported(trainer: Any) -> None:
             f"DataParallel on {trainer.args.n_gpu} GPUs in one process",
             allowed="one process a GPU",
             do="torchrun --nproc-per-node GPUS script.py",
+        )
+    if isinstance(trainer.optimizer.optimizer, LayerWiseDummyOptimizer) or trainer.accelerator.has_lomo_optimizer:
+        raise WrongUse(
+            f"optim={str(trainer.args.optim)!r}, which updates the weights during backward",
+            allowed="an optimizer whose step() makes the update",
+            do="the same optimizer without `layerwise`, or adamw_torch",
         )
 
 

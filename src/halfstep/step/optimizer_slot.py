@@ -209,13 +209,26 @@ class OptimizerSlot:
     ) -> None:
         self.name, self.optimizer, self.schedule = name, optimizer, checked_schedule(schedule, optimizer)
         self.clip_norm, self.clip_value = clip_norm, clip_value
+        self._ordered_by: nn.Module | None = None
         self.gradients = Gradients(owned_by(optimizer))
         self.norm = self.multiplier = math.nan
         """The norm of its gradients, unscaled and before clipping, and the factor that they were multiplied by."""
 
+    def order_by(self, model: nn.Module) -> None:
+        """Sum norms in the model's order of parameters, as `clip_grad_norm_(model.parameters())` does.
+
+        An optimizer with several groups has another order, and a sum in another order rounds differently.
+        """
+        self._ordered_by = model
+        self.follow()
+
     def follow(self) -> None:
         """Rebuild the list of parameters after some were added, removed or unfrozen."""
-        self.gradients = Gradients(owned_by(self.optimizer))
+        owned = owned_by(self.optimizer)
+        if self._ordered_by is not None:
+            places = {id(p): place for place, p in enumerate(self._ordered_by.parameters())}
+            owned.sort(key=lambda p: places.get(id(p), len(places)))
+        self.gradients = Gradients(owned)
 
     def apply(self) -> None:
         """Step the optimizer, then its schedule."""
