@@ -1,0 +1,315 @@
+"""The table of docs/step.md, "What a skip restores", as a function of a program; and a program held against it.
+
+Where the page leaves open what happens, or promises less than equality, more is accepted: a tensor that may stay changed
+may also be restored.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from halfstep import Finding, Stepper
+from tests.support.digest import digest_of_run
+from tests.support.write_programs import BACKWARD, THROUGH_DATA, Action, Item, Program, is_side, script_of
+
+
+class Outcome(Enum):
+    """What a bad step may leave of its writes to an item."""
+
+    RESTORED = "restored"
+    REPORTED = "restored, or reported by name in the same step"
+    UNNOTICED = "restored, or reported by name when its turn to be checked comes"
+    LATER = "restored, or reported by the next observed step"
+    REBOUND = "reported as rebound"
+    OPEN = "not covered"
+
+
+# -- the promise -------------------------------------------------------------------------------------------------------
+
+
+def performed(program: Program, item: Item, number: int) -> list[Action]:
+    """The writes that run in an attempt: an error ends it, in the loss function or in backward."""
+    bad, last = program.attempts[number], program.bad_micro
+
+    def runs(action: Action) -> bool:
+        first = action.micro or 0
+        if bad == "error":
+            return first < last if action.place in BACKWARD else first <= last
+        if bad == "error in backward":
+            return first < last if action.place == "accumulated hook" else first <= last
+        return True
+
+    return [action for action in item.actions if action.active[number] and runs(action)]
+
+
+def is_known(program: Program, item: Item) -> bool:
+    """Whether a module holds the item that halfstep knows: of the model, of the loss function, run, or included."""
+    if item.target == "tensor":
+        return False
+    return item.holder == "model" or (is_side(item) and (item.runs or item.holder == "included" or _loss_holds(program, item)))
+
+
+def _loss_holds(program: Program, item: Item) -> bool:
+    """Whether the loss function surely holds the item, or the module around it: a variable that it closes over."""
+    in_loss = item.reads or any(action.place in ("before forward", "after forward") for action in item.actions)
+    return program.form != "context" and item.holder == "closure" and in_loss
+
+
+def _is_replacing(action: Action) -> bool:
+    return action.how in ("set_", ".data =", "resize_", "rebind")
+
+
+@dataclass
+class Coverage:
+    """What halfstep has seen of one item's writes in the attempts so far."""
+
+    program: Program
+    item: Item
+    steps_to_check: int
+    in_place: bool = False
+    replaced: bool = False
+    used: bool = False
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        applied = 0
+        for number, bad in enumerate(self.program.attempts):
+            actions = performed(self.program, self.item, number)
+            self.outcomes.append(self.judge(actions, number))
+            self.see(actions, number, applied)
+            applied += not bad
+
+    def judge(self, actions: list[Action], number: int) -> Outcome:
+        item, rebinds = self.item, any(action.how == "rebind" for action in actions)
+        if not actions or item.target in ("metric", "meter", "count"):
+            return Outcome.RESTORED
+        if item.target == "batch":
+            return Outcome.OPEN
+        if item.is_value or (rebinds and item.target == "attribute"):
+            return self.judge_attribute(actions, number)
+        if rebinds and item.target == "tensor":
+            return self.judge_rebound(actions)
+        return self.judge_memory(actions, number)
+
+    def judge_attribute(self, actions: list[Action], number: int) -> Outcome:
+        """The table's last row; what is written in place before or after is a row of its own."""
+        item = self.item
+        if not (item.holder in ("model", "included") or item.runs):
+            return Outcome.OPEN
+        in_place = [action for action in actions if not (item.is_value or action.how == "rebind")]
+        return self.judge_memory(in_place, number) if in_place else Outcome.RESTORED
+
+    def judge_rebound(self, actions: list[Action]) -> Outcome:
+        """Rebinding outside of modules. In hooks the loss function need not hold what is rebound."""
+        in_loss = any(action.how == "rebind" and action.place in ("before forward", "after forward") for action in actions)
+        named = self.item.holder in ("closure", "global", "object", "slots")
+        return Outcome.REBOUND if named and in_loss and self.program.form != "context" else Outcome.OPEN
+
+    def judge_memory(self, actions: list[Action], number: int) -> Outcome:
+        """The first four rows of the table."""
+        item, known = self.item, is_known(self.program, self.item)
+        whole = item.holder == "included" and item.target != "parameter"
+        if known and (whole or (item.target not in ("parameter", "trained") and not item.large)):
+            return Outcome.RESTORED
+        if number == 0 or all(self.replaced if _is_replacing(action) else self.in_place for action in actions):
+            return Outcome.RESTORED
+        if not known and not self.used:
+            return Outcome.LATER
+        through_data = any(action.how in THROUGH_DATA for action in actions)
+        return Outcome.UNNOTICED if through_data and self.steps_to_check > 1 else Outcome.REPORTED
+
+    def see(self, actions: list[Action], number: int, applied: int) -> None:
+        """
+        The first step is observed, and one around update 10: which one exactly is left open. Other steps see what they check.
+        Memory that was replaced is other memory: its first write in place is a first write.
+        """
+        item, outcome = self.item, self.outcomes[-1]
+        self.used |= number == 0 and (item.reads or bool(actions))
+        if applied >= 12 and all(self.written_at_update(update) for update in range(9, 13)):
+            self.used = self.in_place = self.replaced = True
+        if not actions:
+            return
+        noticed = outcome in (Outcome.RESTORED, Outcome.REPORTED)
+        replaces = any(_is_replacing(action) for action in actions)
+        self.replaced |= replaces and noticed
+        if replaces:
+            self.in_place = False
+        elif noticed:
+            self.in_place = True
+
+    def written_at_update(self, update: int) -> bool:
+        good = [number for number, bad in enumerate(self.program.attempts) if not bad]
+        return len(good) >= update and bool(performed(self.program, self.item, good[update - 1]))
+
+
+# -- a program held against it -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trace:
+    """What a run with bad steps left: before and after each bad step, the findings after it, and the end."""
+
+    before: dict[int, State]
+    after: dict[int, State]
+    findings: dict[int, list[Finding]]
+    end: State
+    steps_to_check: int
+
+
+@dataclass(frozen=True)
+class State:
+    trained: str
+    items: dict[str, Any]
+
+
+def frozen(value: Any) -> Any:
+    """A value that compares by bits."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: frozen(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [frozen(held) for held in value]
+    return repr(value)
+
+
+def trace(program: Program, run: Callable[[bool], Any], with_bad: bool) -> Trace:
+    before, after, findings = {}, {}, {}
+    steps_to_check, bad_number = 1, None
+    for number, stepper, look in run(with_bad):
+        if bad_number is not None or number == len(program.attempts) or program.attempts[number]:
+            state = state_of(stepper, look)
+        if bad_number is not None:
+            after[bad_number], findings[bad_number] = state, list(stepper.findings)
+        bad_number = number if number < len(program.attempts) and program.attempts[number] else None
+        if bad_number is not None:
+            before[number] = state
+        steps_to_check = max(steps_to_check, getattr(stepper, "steps_to_check", 1))
+    findings[len(program.attempts)] = list(stepper.findings)
+    return Trace(before, after, findings, state, steps_to_check)
+
+
+def state_of(stepper: Stepper, look: Callable[[], dict[str, Any]]) -> State:
+    return State(digest_of_run(stepper), {name: frozen(value) for name, value in look().items()})
+
+
+def names(findings: list[Finding], identity: str, name: str) -> bool:
+    return any(finding.id == identity and name in f"{finding.evidence} {finding.fix}" for finding in findings)
+
+
+def broken_promises(program: Program) -> list[str]:
+    """What a program shows that the page rules out, a sentence each."""
+    space: dict[str, Any] = {"__name__": f"write_program_{program.seed}"}
+    exec(compile(script_of(program), f"<write program {program.seed}>", "exec"), space)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        clean, seen = trace(program, space["run"], False), trace(program, space["run"], True)
+    coverage = {item: Coverage(program, item, seen.steps_to_check) for item in program.items}
+    broken, moved = [], set()
+    for number in seen.before:
+        step = f"step {number} ({program.attempts[number]})"
+        for item in program.items:
+            if item.target == "batch":
+                continue
+            stays = seen.before[number].items[item.name] != seen.after[number].items[item.name]
+            broken += _broken_by(item, coverage[item].outcomes[number], stays, seen.findings[number], step)
+            if stays:
+                moved.add(item)
+        if seen.before[number].trained != seen.after[number].trained and not any(i.target == "trained" for i in moved):
+            broken.append(f"{step}: weights, optimizer state or buffers of the model changed")
+    if not any(item.target == "trained" for item in moved):
+        if clean.end.trained != seen.end.trained and not any(item.holder == "model" for item in moved):
+            broken.append("weights, optimizer state or buffers of the model end different from the run without bad steps")
+        for item in program.items:
+            if item not in moved and item.target != "batch" and clean.end.items[item.name] != seen.end.items[item.name]:
+                broken.append(f"{item.name} ends different from the run without bad steps")
+    return broken + _broken_reports(program, coverage, seen.findings[len(program.attempts)])
+
+
+def _broken_by(item: Item, outcome: Outcome, stays: bool, findings: list[Finding], step: str) -> list[str]:
+    if outcome is Outcome.RESTORED and stays:
+        return [f"{step}: {item.name} is not restored"]
+    if outcome is Outcome.REPORTED and stays and not names(findings, "rollback.first_write", item.name):
+        return [f"{step}: {item.name} stays changed, and no rollback.first_write names it"]
+    if outcome is Outcome.REBOUND and "error" not in step and not names(findings, "rollback.rebound", item.name):
+        return [f"{step}: {item.name} was rebound, and no rollback.rebound names it"]
+    return []
+
+
+def _broken_reports(program: Program, coverage: dict[Item, Coverage], findings: list[Finding]) -> list[str]:
+    """First writes in good steps are reported too, batches that were written, and nothing else."""
+    broken = []
+    rows = {"rollback.first_write": {Outcome.REPORTED, Outcome.UNNOTICED, Outcome.LATER, Outcome.OPEN}}
+    rows["rollback.rebound"] = {Outcome.REBOUND, Outcome.OPEN}
+    for item in program.items:
+        outcomes = coverage[item].outcomes
+        good = [number for number, bad in enumerate(program.attempts) if not bad]
+        first_writes = [number for number in good[:8] if outcomes[number] is Outcome.REPORTED]
+        if first_writes and not names(findings, "rollback.first_write", item.name):
+            broken.append(f"{item.name} was first written in step {first_writes[0]}, and no rollback.first_write names it")
+        if item.target == "batch" and not names(findings, "batch.written", ""):
+            if any(action.how != "x.data.mul_" or action.active[0] for n in good for action in performed(program, item, n)):
+                broken.append("a batch was written, and no batch.written says so")
+        if _seen_late(program, coverage[item], good) and not names(findings, "rollback.first_write", item.name):
+            broken.append(f"{item.name} is written in steps 9 to 12, and no rollback.first_write names it")
+        for identity, reasons in rows.items():
+            if item.target != "batch" and not reasons & set(outcomes) and names(findings, identity, item.name):
+                broken.append(f"{item.name} is named by {identity}, and nothing was lost")
+    if not any(item.target == "batch" for item in program.items) and names(findings, "batch.written", ""):
+        broken.append("batch.written, and no batch was written")
+    return broken
+
+
+def _seen_late(program: Program, coverage: Coverage, good: list[int]) -> bool:
+    """Whether a step that is observed later must see it, after steps that could not."""
+    return (
+        len(good) >= 12
+        and any(coverage.outcomes[number] is Outcome.LATER for number in good[:8])
+        and all(coverage.written_at_update(update) for update in range(9, 13))
+    )
+
+
+# -- the smallest program that still shows it --------------------------------------------------------------------------
+
+
+def smallest(program: Program) -> Program:
+    """Leaves out items, writes, options and good steps at the end while a promise stays broken."""
+    for simpler in _simpler(program):
+        try:
+            still = bool(broken_promises(simpler))
+        except Exception:
+            still = False
+        if still:
+            return smallest(simpler)
+    return program
+
+
+def _simpler(program: Program) -> Any:
+    for item in program.items:
+        yield replace(program, items=tuple(other for other in program.items if other is not item))
+        for action in item.actions if len(item.actions) > 1 else ():
+            fewer = replace(item, actions=tuple(other for other in item.actions if other is not action))
+            yield replace(program, items=tuple(fewer if other is item else other for other in program.items))
+    for name, plain in {"precision": '"fp32"', "dropout": False, "batch_norm": False, "wide": False}.items():
+        if getattr(program, name) != plain:
+            yield replace(program, **{name: plain})
+    for number in reversed(range(len(program.attempts))):
+        if len(program.attempts) > 1:
+            yield _without(program, number)
+
+
+def _without(program: Program, number: int) -> Program:
+    def cut(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return values[:number] + values[number + 1 :]
+
+    items = tuple(
+        replace(item, actions=tuple(replace(action, active=cut(action.active)) for action in item.actions))
+        for item in program.items
+    )
+    return replace(program, attempts=cut(program.attempts), items=items)
