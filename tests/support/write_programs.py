@@ -1,9 +1,9 @@
 """Random training programs that write tensors in many ways, each as the text of a plain script.
 
-A program has a small model and up to three *items*: something that a step can write (a tensor, a plain attribute), who holds
-it, and the writes themselves. Whether a write happens in a step is a field of the batch, so a run with bad batches and one
-without them do the same in the steps that they share. Values follow from the batch and from what is written, never from
-counters, so the two runs must end equal: `tests/support/write_promise.py` says where they may differ.
+A program has a small model and up to three *items*: something that a step can write (a tensor, a plain attribute), who
+holds it, and the writes themselves. Whether a write happens in a step is a field of the batch, so a run with bad batches
+and one without them do the same in the steps that they share. Values follow from the batch and from what is written,
+never from counters, so the two runs must end equal: `tests/support/write_promise.py` says where they may differ.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Action:
 @dataclass(frozen=True)
 class Item:
     """
-    `holder` is who holds it, such as "closure" or "model". `target` is what is held: "tensor" without a module around it;
-    "parameter", "trained", "buffer", "attribute", "count" or a plain value of a module; or something of its own kind.
+    `holder` is who holds it, such as "closure" or "model". `target` is what is held: "tensor" without a module around
+    it; "parameter", "trained", "buffer", "attribute", "count" or a plain value of a module; a metric, a meter, a batch.
     `runs`: each step calls the module that holds it. `reads`: each step reads it.
     """
 
@@ -131,9 +131,9 @@ class Program:
     wide: bool = False
 
     def __str__(self) -> str:
-        lines = [
-            f"program {self.seed}: {self.form} of {self.micros}, attempts {[bad or 'good' for bad in self.attempts]}"
-        ]
+        options = [name for name in ("dropout", "batch_norm", "wide") if getattr(self, name)]
+        lines = [f"program {self.seed}: {self.form} of {self.micros}, {self.precision}, {self.optimizer} {options}"]
+        lines.append(f"  attempts {[bad or 'good' for bad in self.attempts]}, bad in micro-batch {self.bad_micro}")
         for item in self.items:
             size = "large " if item.large else ""
             lines.append(f"  {item.name}: {size}{item.target} of {item.holder}, runs={item.runs}, reads={item.reads}")
@@ -302,47 +302,6 @@ class Failed(Exception):
     pass
 
 
-class Box:
-    pass
-
-
-class Metric(nn.Module):
-    """The states of a torchmetrics metric: tensors that are rebound, and containers."""
-
-    def __init__(self):
-        super().__init__()
-        self.total, self.updates = torch.zeros(()), 0
-        self.values, self.latest, self.lengths = [], {{}}, set()
-
-    def update(self, value):
-        self.total, self.updates = self.total + value, self.updates + 1
-        self.values.append(value.clone())
-        self.latest["value"] = value.clone()
-        self.lengths.add(len(self.values))
-
-    def reset(self):
-        self.total, self.values = torch.zeros(()), []
-
-    def forget(self):
-        self.values.clear()
-        self.latest.clear()
-
-
-class Meter:
-    """Not a module; it has a state."""
-
-    def __init__(self):
-        self.total, self.updates = torch.zeros(4), 0
-
-    def update(self, value):
-        self.total, self.updates = self.total + value, self.updates + 1
-
-    def state_dict(self):
-        return {{"total": self.total, "updates": self.updates}}
-
-    def load_state_dict(self, state):
-        self.total, self.updates = state["total"], state["updates"]
-
 {classes}
 class Net(nn.Module):
     def __init__(self):
@@ -390,12 +349,13 @@ def make_batch(number, micro, active, bad):
 
 
 def run(with_bad):
-    """Before each step: its number, the stepper, and a function that returns what may be written. After the last, too."""
+    """Before each step and after the last: the number, the stepper, and a function that returns what may be written."""
     stepper, loss_fn, look = build()
     for number, (bad, flags) in enumerate(ATTEMPTS):
         if bad and not with_bad:
             continue
         yield number, stepper, look
+        torch.default_generator.manual_seed(number)
         batches = [make_batch(number, m, flags[m], bad if m == {bad_micro} else "") for m in range({micros})]
         report = None
         try:
@@ -412,6 +372,51 @@ if __name__ == "__main__":
     for finding in stepper.findings:
         print(finding)
 '''
+
+CLASSES = {
+    "object": """
+class Box:
+    pass
+""",
+    "metric": '''
+class Metric(nn.Module):
+    """The states of a torchmetrics metric: tensors that are rebound, and containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.updates = torch.zeros(()), 0
+        self.values, self.latest, self.lengths = [], {}, set()
+
+    def update(self, value):
+        self.total, self.updates = self.total + value, self.updates + 1
+        self.values.append(value.clone())
+        self.latest["value"] = value.clone()
+        self.lengths.add(len(self.values))
+
+    def reset(self):
+        self.total, self.values = torch.zeros(()), []
+
+    def forget(self):
+        self.values.clear()
+        self.latest.clear()
+''',
+    "meter": '''
+class Meter:
+    """Not a module; it has a state."""
+
+    def __init__(self):
+        self.total, self.updates = torch.zeros(4), 0
+
+    def update(self, value):
+        self.total, self.updates = self.total + value, self.updates + 1
+
+    def state_dict(self):
+        return {"total": self.total, "updates": self.updates}
+
+    def load_state_dict(self, state):
+        self.total, self.updates = state["total"], state["updates"]
+''',
+}
 
 FORMS = {
     "step": "report = stepper.step(loss_fn, batches[0])",
@@ -614,11 +619,14 @@ class Script:
         activation = "torch.tanh(self.first(x))"
         activation = f"self.norm({activation})" if program.batch_norm else activation
         activation = f"nn.functional.dropout({activation}, 0.25)" if program.dropout else activation
+        kinds = {kind for item in near for kind in (item.holder, item.target)}
+        classes = [text for kind, text in CLASSES.items() if kind in kinds]
+        classes += [self.side(item) for item in near if is_side(item)]
         global_names = [_outer_name(item) for item in near if item.holder == "global"]
         return SKELETON.format(
             about=str(program),
             attempts=self.attempts(),
-            classes="\n".join(self.side(item) for item in near if is_side(item)),
+            classes="\n".join(classes),
             declared=_indented("\n".join(declared), 2),
             forward=_indented(self.writes("forward"), 2),
             activation=activation,

@@ -1,7 +1,7 @@
 """The table of docs/step.md, "What a skip restores", as a function of a program; and a program held against it.
 
-Where the page leaves open what happens, or promises less than equality, more is accepted: a tensor that may stay changed
-may also be restored.
+Where the page leaves open what happens, or promises less than equality, more is accepted: a tensor that may stay
+changed may also be restored.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, contiguous_format
 
 from halfstep import Finding, Stepper
-from tests.support.digest import digest_of_run
 from tests.support.write_programs import BACKWARD, THROUGH_DATA, Action, Item, Program, is_side, script_of
 
 
@@ -23,7 +22,8 @@ class Outcome(Enum):
     """What a bad step may leave of its writes to an item."""
 
     RESTORED = "restored"
-    REPORTED = "restored, or reported by name in the same step"
+    FIRST_WRITE = "restored, or reported by name in the same step; in a good step reported, too"
+    NEW_MEMORY = "restored, or reported by name in the same step"
     UNNOTICED = "restored, or reported by name when its turn to be checked comes"
     LATER = "restored, or reported by the next observed step"
     REBOUND = "reported as rebound"
@@ -52,7 +52,9 @@ def is_known(program: Program, item: Item) -> bool:
     """Whether a module holds the item that halfstep knows: of the model, of the loss function, run, or included."""
     if item.target == "tensor":
         return False
-    return item.holder == "model" or (is_side(item) and (item.runs or item.holder == "included" or _loss_holds(program, item)))
+    return item.holder == "model" or (
+        is_side(item) and (item.runs or item.holder == "included" or _loss_holds(program, item))
+    )
 
 
 def _loss_holds(program: Program, item: Item) -> bool:
@@ -74,6 +76,7 @@ class Coverage:
     steps_to_check: int
     in_place: bool = False
     replaced: bool = False
+    written: bool = False
     used: bool = False
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -107,7 +110,9 @@ class Coverage:
 
     def judge_rebound(self, actions: list[Action]) -> Outcome:
         """Rebinding outside of modules. In hooks the loss function need not hold what is rebound."""
-        in_loss = any(action.how == "rebind" and action.place in ("before forward", "after forward") for action in actions)
+        in_loss = any(
+            action.how == "rebind" and action.place in ("before forward", "after forward") for action in actions
+        )
         named = self.item.holder in ("closure", "global", "object", "slots")
         return Outcome.REBOUND if named and in_loss and self.program.form != "context" else Outcome.OPEN
 
@@ -122,12 +127,14 @@ class Coverage:
         if not known and not self.used:
             return Outcome.LATER
         through_data = any(action.how in THROUGH_DATA for action in actions)
-        return Outcome.UNNOTICED if through_data and self.steps_to_check > 1 else Outcome.REPORTED
+        if through_data and self.steps_to_check > 1:
+            return Outcome.UNNOTICED
+        return Outcome.NEW_MEMORY if self.written else Outcome.FIRST_WRITE
 
     def see(self, actions: list[Action], number: int, applied: int) -> None:
         """
-        The first step is observed, and one around update 10: which one exactly is left open. Other steps see what they check.
-        Memory that was replaced is other memory: its first write in place is a first write.
+        The first step is observed, and one around update 10: which one exactly is left open. Other steps see what they
+        check. Memory that was replaced is other memory: its first write in place is a first write.
         """
         item, outcome = self.item, self.outcomes[-1]
         self.used |= number == 0 and (item.reads or bool(actions))
@@ -135,7 +142,8 @@ class Coverage:
             self.used = self.in_place = self.replaced = True
         if not actions:
             return
-        noticed = outcome in (Outcome.RESTORED, Outcome.REPORTED)
+        self.written = True
+        noticed = outcome in (Outcome.RESTORED, Outcome.FIRST_WRITE, Outcome.NEW_MEMORY)
         replaces = any(_is_replacing(action) for action in actions)
         self.replaced |= replaces and noticed
         if replaces:
@@ -164,14 +172,19 @@ class Trace:
 
 @dataclass(frozen=True)
 class State:
-    trained: str
+    trained: Any
     items: dict[str, Any]
 
 
 def frozen(value: Any) -> Any:
     """A value that compares by bits."""
     if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+        # A copy: torch does not resize memory that NumPy has seen.
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().clone(memory_format=contiguous_format).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: frozen(held) for key, held in value.items()}
     if isinstance(value, (list, tuple)):
@@ -196,7 +209,14 @@ def trace(program: Program, run: Callable[[bool], Any], with_bad: bool) -> Trace
 
 
 def state_of(stepper: Stepper, look: Callable[[], dict[str, Any]]) -> State:
-    return State(digest_of_run(stepper), {name: frozen(value) for name, value in look().items()})
+    optimizers = [own["optimizer"] for own in stepper.state_dict()["optimizers"].values()]
+    held = (
+        dict(stepper.model.named_parameters()),
+        dict(stepper.model.named_buffers()),
+        optimizers,
+        stepper.counts.applied,
+    )
+    return State(frozen(held), {name: frozen(value) for name, value in look().items()})
 
 
 def names(findings: list[Finding], identity: str, name: str) -> bool:
@@ -225,7 +245,9 @@ def broken_promises(program: Program) -> list[str]:
             broken.append(f"{step}: weights, optimizer state or buffers of the model changed")
     if not any(item.target == "trained" for item in moved):
         if clean.end.trained != seen.end.trained and not any(item.holder == "model" for item in moved):
-            broken.append("weights, optimizer state or buffers of the model end different from the run without bad steps")
+            broken.append(
+                "weights, optimizer state or buffers of the model end different from the run without bad steps"
+            )
         for item in program.items:
             if item not in moved and item.target != "batch" and clean.end.items[item.name] != seen.end.items[item.name]:
                 broken.append(f"{item.name} ends different from the run without bad steps")
@@ -235,7 +257,8 @@ def broken_promises(program: Program) -> list[str]:
 def _broken_by(item: Item, outcome: Outcome, stays: bool, findings: list[Finding], step: str) -> list[str]:
     if outcome is Outcome.RESTORED and stays:
         return [f"{step}: {item.name} is not restored"]
-    if outcome is Outcome.REPORTED and stays and not names(findings, "rollback.first_write", item.name):
+    in_step = outcome in (Outcome.FIRST_WRITE, Outcome.NEW_MEMORY)
+    if in_step and stays and not names(findings, "rollback.first_write", item.name):
         return [f"{step}: {item.name} stays changed, and no rollback.first_write names it"]
     if outcome is Outcome.REBOUND and "error" not in step and not names(findings, "rollback.rebound", item.name):
         return [f"{step}: {item.name} was rebound, and no rollback.rebound names it"]
@@ -245,17 +268,22 @@ def _broken_by(item: Item, outcome: Outcome, stays: bool, findings: list[Finding
 def _broken_reports(program: Program, coverage: dict[Item, Coverage], findings: list[Finding]) -> list[str]:
     """First writes in good steps are reported too, batches that were written, and nothing else."""
     broken = []
-    rows = {"rollback.first_write": {Outcome.REPORTED, Outcome.UNNOTICED, Outcome.LATER, Outcome.OPEN}}
-    rows["rollback.rebound"] = {Outcome.REBOUND, Outcome.OPEN}
+    rows = {
+        "rollback.first_write": set(Outcome) - {Outcome.RESTORED, Outcome.REBOUND},
+        "rollback.rebound": {Outcome.REBOUND, Outcome.OPEN},
+    }
     for item in program.items:
         outcomes = coverage[item].outcomes
         good = [number for number, bad in enumerate(program.attempts) if not bad]
-        first_writes = [number for number in good[:8] if outcomes[number] is Outcome.REPORTED]
+        first_writes = [number for number in good[:8] if outcomes[number] is Outcome.FIRST_WRITE]
         if first_writes and not names(findings, "rollback.first_write", item.name):
-            broken.append(f"{item.name} was first written in step {first_writes[0]}, and no rollback.first_write names it")
-        if item.target == "batch" and not names(findings, "batch.written", ""):
-            if any(action.how != "x.data.mul_" or action.active[0] for n in good for action in performed(program, item, n)):
-                broken.append("a batch was written, and no batch.written says so")
+            broken.append(
+                f"{item.name} was first written in step {first_writes[0]}, and no rollback.first_write names it"
+            )
+        written = [action for number in good for action in performed(program, item, number) if item.target == "batch"]
+        noticeable = any(action.how != "x.data.mul_" or action.active[0] for action in written)
+        if noticeable and not names(findings, "batch.written", ""):
+            broken.append("a batch was written, and no batch.written says so")
         if _seen_late(program, coverage[item], good) and not names(findings, "rollback.first_write", item.name):
             broken.append(f"{item.name} is written in steps 9 to 12, and no rollback.first_write names it")
         for identity, reasons in rows.items():
