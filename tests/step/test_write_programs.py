@@ -1,8 +1,8 @@
 """
 Random programs of writes with bad steps in them end as the same programs without the bad steps do.
 
-`python -m tests.step.test_write_programs SEED` reruns one and prints the script of its smallest form that fails, and what
-is wrong with it.
+`python -m tests.step.test_write_programs SEED` reruns one and prints the script of its smallest form that fails, and
+what is wrong with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Random training programs that write tensors in many ways, each as the text of a plain script.
 
-A program has a small model and up to three *items*: something that a step can write (a tensor, a plain attribute), who
-holds it, and the writes themselves. Whether a write happens in a step is a field of the batch, so a run with bad batches
-and one without them do the same in the steps that they share. Values follow from the batch and from what is written,
-never from counters, so the two runs must end equal: `tests/support/write_promise.py` says where they may differ.
+A program has a small model and up to three *items*: something that a step can write (a tensor, a plain attribute),
+who holds it, and the writes themselves. Whether a write happens in a step is a field of the batch, so a run with bad
+batches and one without them do the same in the steps that they share. Values follow from the batch and from what is
+written, never from counters, so the two runs must end equal: `tests/support/write_promise.py` says where they may not.
 """
 
 from __future__ import annotations
