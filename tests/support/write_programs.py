@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ROWS = {False: 4, True: 257}
-COLUMNS = {False: 4, True: 256}  # 257 x 256 is more than 65,536 elements
+SMALL = 4  # rows and columns
+LARGE = 257, 1025  # rows of 256 columns: more than 65,536 elements
 
 
 @torch.library.custom_op("write_programs::pull", mutates_args=("held",))
@@ -101,13 +101,21 @@ class Item:
     holder: str
     target: str
     actions: tuple[Action, ...]
-    large: bool = False
+    rows: int = SMALL
     runs: bool = False
     reads: bool = False
 
     @property
     def name(self) -> str:
         return f"held{self.number}"
+
+    @property
+    def large(self) -> bool:
+        return self.rows != SMALL
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, 256 if self.large else SMALL
 
     @property
     def is_value(self) -> bool:
@@ -135,7 +143,7 @@ class Program:
         lines = [f"program {self.seed}: {self.form} of {self.micros}, {self.precision}, {self.optimizer} {options}"]
         lines.append(f"  attempts {[bad or 'good' for bad in self.attempts]}, bad in micro-batch {self.bad_micro}")
         for item in self.items:
-            size = "large " if item.large else ""
+            size = f"large ({item.rows} x 256) " if item.large else ""
             lines.append(f"  {item.name}: {size}{item.target} of {item.holder}, runs={item.runs}, reads={item.reads}")
             for action in item.actions:
                 when = "".join("x" if active else "." for active in action.active)
@@ -191,7 +199,7 @@ def _draw_attempts(rng: random.Random) -> tuple[str, ...]:
 
 
 def _draw_item(rng: random.Random, number: int, attempts: Sequence[str], micros: int) -> Item:
-    large, runs, reads = rng.random() < 0.3, rng.random() < 0.6, rng.random() < 0.4
+    rows, runs, reads = rng.choices((SMALL, *LARGE), (70, 15, 15))[0], rng.random() < 0.6, rng.random() < 0.4
     family = rng.choices(("model", "side", "tensor", "criterion", "metric", "meter", "batch"), (8, 10, 7, 3, 2, 1, 1))[
         0
     ]
@@ -210,7 +218,7 @@ def _draw_item(rng: random.Random, number: int, attempts: Sequence[str], micros:
         target = rng.choice(list(VALUES))
     small = target in ("trained", "parameter", "view", "count", "metric", "meter", "batch", *VALUES)
     item = Item(
-        number, holder, target, (), large and not small, runs and family in ("side", "criterion"),
+        number, holder, target, (), SMALL if small else rows, runs and family in ("side", "criterion"),
         reads and target not in ("metric", "meter", "batch", *VALUES),
     )  # fmt: skip
     hows = ways_to_write(item)
@@ -331,14 +339,14 @@ def build():
         if bad == "error":
             raise Failed
         {register}
-        loss = y.float().square().mean()
+        loss = y.float().square().mean() / 64
         return loss + (y.float() * 0).sqrt().sum() if bad == "gradient" else loss
 
     def look(kept=keep):
         return {{{looked}}}
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.{optimizer}(trained, lr=0.05{momentum})
+    optimizer = torch.optim.{optimizer}(trained, lr={rate})
     stepper = halfstep.Stepper(model, optimizer, precision={precision})
 {included}    return stepper, loss_fn, look
 
@@ -357,12 +365,10 @@ def run(with_bad):
         yield number, stepper, look
         torch.default_generator.manual_seed(number)
         batches = [make_batch(number, m, flags[m], bad if m == {bad_micro} else "") for m in range({micros})]
-        report = None
         try:
 {step}
         except Failed:
-            assert bad.startswith("error"), bad
-        assert (report is not None and report.applied) == (not bad), (bad, report)
+            pass
     yield len(ATTEMPTS), stepper, look
 
 
@@ -419,14 +425,14 @@ class Meter:
 }
 
 FORMS = {
-    "step": "report = stepper.step(loss_fn, batches[0])",
-    "window": "report = stepper.step(loss_fn, halfstep.Window(batches))",
+    "step": "stepper.step(loss_fn, batches[0])",
+    "window": "stepper.step(loss_fn, halfstep.Window(batches))",
     "context": """\
 for m, batch in enumerate(batches):
     with stepper.forward(last=m == len(batches) - 1):
         loss = loss_fn(stepper.model, batch)
     stepper.backward(loss)
-report = stepper.apply()""",
+stepper.apply()""",
 }
 
 # How a holder other than the model holds {content} under {name}: the lines that set it up, and how to reach it.
@@ -476,8 +482,7 @@ def reach(item: Item, model: str = "model") -> str:
 
 def _declare(item: Item) -> str:
     """The line in a module's `__init__`."""
-    name, large = item.name, item.large
-    filled = f"torch.full(({ROWS[large]}, {COLUMNS[large]}), 0.5)"
+    name, filled = item.name, f"torch.full({item.shape}, 0.5)"
     if item.is_value:
         first = VALUES[item.target][0]
         return f"self.{name} = {first}" if first else "pass"
@@ -527,7 +532,7 @@ class Script:
     def statement(self, item: Item, action: Action, target: str) -> Iterator[str]:
         text = next(group[action.how] for group in ways_to_write(item) if action.how in group)
         written = text.format(
-            T=target, v="v", name=item.name, owner=target.rpartition(".")[0], other_rows=2 * ROWS[item.large] + 1
+            T=target, v="v", name=item.name, owner=target.rpartition(".")[0], other_rows=2 * item.rows + 1
         )
         yield f"if active[{self.flags[id(action)]}]:"
         yield "    with torch.no_grad():"
@@ -641,7 +646,7 @@ class Script:
             register="y.register_hook(in_backward)",
             looked=", ".join(self.looked(item) for item in program.items if item.target != "batch"),
             optimizer=program.optimizer,
-            momentum=", momentum=0.9" if program.optimizer == "SGD" else "",
+            rate="0.5, momentum=0.9" if program.optimizer == "SGD" else "0.05",
             precision=program.precision,
             included=_indented(
                 "".join(f"stepper.include({_outer_name(item)})\n" for item in near if item.holder == "included"), 1

@@ -33,8 +33,8 @@ class Outcome(Enum):
     """What a bad step may leave of its writes to an item."""
 
     RESTORED = "restored"
-    FIRST_WRITE = "restored, or reported by name in the same step; in a good step reported, too"
-    NEW_MEMORY = "restored, or reported by name in the same step"
+    FIRST_WRITE = "restored, or reported by name in the same step; reported in a good step, too"
+    IN_STEP = "restored, or reported by name in the same step"
     UNNOTICED = "restored, or reported by name when its turn to be checked comes"
     LATER = "restored, or reported by the next observed step"
     REBOUND = "reported as rebound"
@@ -140,7 +140,8 @@ class Coverage:
         through_data = any(action.how in THROUGH_DATA for action in actions)
         if through_data and self.steps_to_check > 1:
             return Outcome.UNNOTICED
-        return Outcome.NEW_MEMORY if self.written else Outcome.FIRST_WRITE
+        replaces = any(_is_replacing(action) for action in actions)
+        return Outcome.IN_STEP if self.written or replaces or not known else Outcome.FIRST_WRITE
 
     def see(self, actions: list[Action], number: int, applied: int) -> None:
         """
@@ -154,10 +155,12 @@ class Coverage:
         if not actions:
             return
         self.written = True
-        noticed = outcome in (Outcome.RESTORED, Outcome.FIRST_WRITE, Outcome.NEW_MEMORY)
+        noticed = outcome in (Outcome.RESTORED, Outcome.FIRST_WRITE, Outcome.IN_STEP)
         replaces = any(_is_replacing(action) for action in actions)
         self.replaced |= replaces and noticed
-        if replaces:
+        if item.target == "tensor" and any(action.how == "rebind" for action in actions):  # to another tensor
+            self.in_place = self.replaced = self.used = self.written = False
+        elif replaces:
             self.in_place = False
         elif noticed:
             self.in_place = True
@@ -261,7 +264,7 @@ def _broken_by(coverage: Coverage, number: int, stays: bool, findings: list[Find
     words = words_for(coverage.program, item)
     if outcome is Outcome.RESTORED and stays:
         return [f"{step}: {item.name} is not restored"]
-    in_step = outcome in (Outcome.FIRST_WRITE, Outcome.NEW_MEMORY)
+    in_step = outcome in (Outcome.FIRST_WRITE, Outcome.IN_STEP)
     if in_step and stays and not says(findings, "rollback.first_write", *words):
         return [f"{step}: {item.name} stays changed, and no rollback.first_write names it"]
     if outcome is Outcome.REBOUND and "error" not in step and not says(findings, "rollback.rebound", *words):
