@@ -138,7 +138,8 @@ class Coverage:
         through_data = any(action.how in THROUGH_DATA for action in actions)
         if through_data and self.steps_to_check > 1:
             return Outcome.UNNOTICED
-        plain = known and item.target in ("parameter", "trained") and not any(map(_is_replacing, actions))
+        uncopied = item.target in ("parameter", "trained") and known and item.holder != "included"
+        plain = uncopied and not any(map(_is_replacing, actions))
         return Outcome.FIRST_WRITE if plain and not self.written else Outcome.IN_STEP
 
     def see(self, actions: list[Action], number: int, applied: int) -> None:
