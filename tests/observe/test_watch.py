@@ -91,7 +91,7 @@ def test_the_context_form_is_watched_as_well(dropout: float) -> None:
     for form in ("function", "context"):
         stepper = make(model)
         if form == "function":
-            stepper.step(mse, torch.randn(2, 32, 16))
+            stepper.step(mse, Window([torch.randn(2, 32, 16), torch.randn(2, 32, 16)]))
         else:
             for last in (False, True):
                 with stepper.forward(last=last):

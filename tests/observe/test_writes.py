@@ -30,6 +30,9 @@ class Memory:
     def before_write(self, tensor: Tensor, line: str | None) -> None:
         self._write(tensor)
 
+    def before_replace(self, tensor: Tensor, line: str | None) -> None:
+        self._write(tensor)
+
 
 def announced(run: Callable[[], object], tensor: Tensor) -> list[Tensor]:
     """Copies of a tensor, made each time that a write into it was announced."""
@@ -56,6 +59,7 @@ def _writes(x: Tensor) -> dict[str, Callable[[], object]]:
         "view": lambda: x[1:].mul_(2),
         "embedding max_norm": lambda: nn.functional.embedding(torch.tensor([0]), x, max_norm=0.1),
         "detached": lambda: x.detach().zero_(),
+        "data =": lambda: setattr(x, "data", other),
         "where the mode is inference": lambda: _in_inference(x),
     }
 

@@ -29,6 +29,7 @@ from halfstep.formats import FP32, widest
 from halfstep.precision.names import read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.step.ema import StepCounts
+from halfstep.step.objective import LocalFlags
 from halfstep.step.optimizer_slot import on, owned_by
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
@@ -303,7 +304,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _decide(self, slots: Sequence[ScalerSlot]) -> None:
         """Decide on some optimizers together, with all ranks, from one read of the device; count and report it."""
-        self._included.look()
         agreed = self._agree(slots)
         self._last_scale = agreed.scale
         reason = self._reason(agreed)
@@ -321,13 +321,15 @@ class GradScaler(torch.amp.GradScaler):
         numbers = [*self._numbers(slots, device), *norms, *self._buffer_flags(ranks.size, device)]
         # Stacked as they are, and widened once: this is done in every step.
         vector = torch.stack([on(device, number) for number in numbers])
-        agreed = ranks.agree(vector.to(widest(device)) if ranks.size > 1 else vector).tolist()  # host read
+        flags = LocalFlags(None, self._included.unseen_writes())
+        agreed = flags.read_with(ranks.agree(vector.to(widest(device)) if ranks.size > 1 else vector))
+        self._included.look(flags.read)
         nonfinite, with_loss, loss, scale, *rest = agreed
-        read, flags = rest[: len(slots)], rest[len(slots) :]
+        read, largest = rest[: len(slots)], rest[len(slots) :]
         if ranks.size > 1:
             scale, read = scale / ranks.size, [math.sqrt(square) for square in read]
         norms_ = [norm / (1.0 if slot.unscaled else scale) for slot, norm in zip(slots, read, strict=True)]
-        bad_buffer = not all(map(math.isfinite, flags))
+        bad_buffer = not all(map(math.isfinite, largest))
         return _Agreed(nonfinite == 0.0, loss / with_loss if with_loss else None, bad_buffer, scale, norms_)
 
     def _numbers(self, slots: Sequence[ScalerSlot], device: torch.device) -> list[Tensor]:

@@ -6,7 +6,6 @@ own method does nothing where it is called after a skip.
 
 from __future__ import annotations
 
-import copy
 import copyreg
 import functools
 import inspect
@@ -22,8 +21,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.step.buffers import Buffers
+from halfstep.step.checks import check_initialized
 from halfstep.step.optimizer_slot import ParamTracker
+from halfstep.step.rollback import Rollback, has_state
 
 Moves = tuple[int, int]
 """How many updates were attempted, and how many of them applied."""
@@ -207,13 +207,12 @@ def _reduced_as(kind: Any) -> Any:
 
 
 class Included:
-    """Buffers of modules, and states of other objects: copied where a window begins, put back on a skip."""
+    """Modules, and objects with a state: saved where a window begins, restored on a skip."""
 
     def __init__(self) -> None:
-        self._buffers = Buffers()
+        self._rollback = Rollback(_warn)
         self._modules: list[tuple[nn.Module, ParamTracker]] = []
-        self._with_state: list[Any] = []
-        self._states: list[Any] = []
+        self._empty = True
         self._begun, self._seen, self._undecided = False, False, True
         self._trained = False
         """Whether a module has run with gradients on in this window."""
@@ -225,26 +224,23 @@ class Included:
     def add(self, thing: Any) -> None:
         """Cover a module, or an object with a state; raise WrongUse for anything else."""
         if isinstance(thing, nn.Module):
+            check_initialized(thing)
             self._modules.append((thing, ParamTracker(thing, [])))
-            self._look_at_modules()
             thing.register_forward_pre_hook(_OnForward(self.forward_begins))
-        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
-            self._with_state.append(thing)
-        else:
+        elif not has_state(thing):
             raise WrongUse(
                 f"include({type(thing).__name__}), which a skip can neither hold nor roll back",
                 allowed="a module, an optimizer, a schedule, an average, or an object with state_dict()",
                 do="include(thing, hold='name of the method that moves it')",
             )
+        self._rollback.include(thing)
+        self._empty = False
         self._remember()
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that are covered."""
         return [module for module, _ in self._modules]
-
-    def _look_at_modules(self) -> None:
-        self._buffers.follow(pair for module, _ in self._modules for pair in module.named_modules())
 
     def forward_begins(self, module: nn.Module) -> None:
         """Save everything, where the first forward pass of a window begins: one with gradients on, or a teacher's.
@@ -273,45 +269,46 @@ class Included:
         if any([tracker.change() for _, tracker in self._modules]):
             for _, tracker in self._modules:
                 tracker.look()
-            self._look_at_modules()
-        self._buffers.remember()
-        self._states = [copy.deepcopy(thing.state_dict()) for thing in self._with_state]
+            self._rollback.follow()
+        self._rollback.remember()
         self._undecided = True
 
     def largest(self) -> list[Tensor]:
         """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
-        return self._buffers.largest()
+        return self._rollback.largest()
 
     def first_not_finite(self) -> str | None:
         """Return the name of a buffer that this window made non-finite, or None; reads the device."""
-        return self._buffers.first_not_finite()
+        return self._rollback.first_not_finite()
 
-    def look(self) -> None:
-        """Look for buffers that are written silently, after the last backward."""
-        self._buffers.compare()
+    def unseen_writes(self) -> list[Tensor]:
+        """Return flags on the device for `look`, while nothing is decided."""
+        return self._rollback.unseen_writes() if self._undecided and self._begun else []
+
+    def look(self, flags: Sequence[float]) -> None:
+        """Look for writes to tensors without a copy; `flags` are those of `unseen_writes`, as read."""
+        # Not after an update, nor in a window that no forward pass began: writes of the loop are among them.
+        if self._undecided and self._begun:
+            self._rollback.look(flags)
 
     def decided(self, *, applied: bool) -> None:
         """Accept what was written until now, or put everything back to where the window began."""
         # Of several optimizers that are decided on one after another, an applied one has used what forward wrote:
         # a later skip does not take that back.
-        if not applied and self._undecided:
-            self._restore()
+        if self._undecided:
+            if applied:
+                self._rollback.keep()
+            else:
+                self._rollback.restore()
         self._undecided = self._undecided and not applied
         if self._teachers is None and self._trained:
             self._teachers = self._before
         self._before = Counter()
         self._begun = self._trained = False
 
-    def _restore(self) -> None:
-        lost = self._buffers.restore()
-        for thing, state in zip(self._with_state, self._states, strict=True):
-            thing.load_state_dict(copy.deepcopy(state))
-        if lost:
-            warnings.warn(str(_lost(lost)), stacklevel=4)
-
     def window_over(self) -> None:
         """Save everything now if no forward pass of this window was seen, as with a compiled inner module."""
-        if not self._seen and (self._modules or self._with_state):
+        if not (self._seen or self._empty):
             self._remember()
         self._seen = False
 
@@ -337,10 +334,6 @@ class _OnForward:
         return _OnForward, ()
 
 
-def _lost(names: Sequence[str]) -> Finding:
-    return Finding(
-        "rollback.first_write",
-        "warning",
-        f"{', '.join(names[:5])} was written without a version change, and could not be rolled back in this step",
-        "nothing: from now on a copy is kept before each step",
-    )
+def _warn(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        warnings.warn(str(finding), stacklevel=4)

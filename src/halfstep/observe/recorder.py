@@ -156,13 +156,22 @@ def _given(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[
 # -- recorder ---------------------------------------------------------------------------------------------------------
 
 
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class _Calls(TorchFunctionMode):
     """A function mode that notices attention with narrow inputs, and replaces torch.cond and similar operators."""
 
     inside = False
 
+    def __init__(self, memory: MemoryListener | None = None) -> None:
+        super().__init__()
+        self._memory = memory
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._memory is not None and func == _SET_DATA and not _is_machinery():
+            self._memory.before_replace(args[0], running_line())
         if isinstance(func, HigherOrderOperator) and (meaning := meaning_of(func, args, kwargs)) is not None:
             with self:
                 # torch disables a mode inside its own handler; entered again, it sees the calls of the branches.
@@ -212,6 +221,9 @@ class MemoryListener(Protocol):
 
     def before_write(self, tensor: Tensor, line: str | None) -> None:
         """Called before an operation in this line of user code writes into a tensor."""
+
+    def before_replace(self, tensor: Tensor, line: str | None) -> None:
+        """Called before `tensor.data = ...` in this line of user code."""
 
 
 class Place(NamedTuple):
@@ -263,7 +275,7 @@ class Recorder(TorchDispatchMode):
         self._recorded = 0
         self._opened = 0
         self._hooks: list[Any] = []
-        self._calls = _Calls()
+        self._calls = _Calls(memory)
 
     @property
     def module(self) -> str:

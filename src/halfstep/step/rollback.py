@@ -94,10 +94,12 @@ class Rollback:
         self._beside: list[nn.Module] = []
         self._included: list[nn.Module] = []
         self._ran: list[weakref.ref[nn.Module]] = []
-        self._with_state: list[Any] = []
+        self.with_state: list[Any] = []
         self._states: list[Any] = []
         self._bindings, self._unseen = Bindings(), UnseenWrites()
         self._copied: list[_Copied] = []
+        self._copies, self._copied_storages = Copies(), set[int]()
+        self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
         self._sparse: list[tuple[_Held, Tensor]] = []
         self._finite: list[_Finite] = []
         self._never_finite: dict[str, bool] = {}
@@ -135,8 +137,8 @@ class Rollback:
         if isinstance(thing, nn.Module):
             self._included.append(thing)
             self.follow()
-        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
-            self._with_state.append(thing)
+        elif has_state(thing):
+            self.with_state.append(thing)
         else:
             raise WrongUse(
                 f"include({type(thing).__name__}), which has no state to restore",
@@ -202,7 +204,6 @@ class Rollback:
 
     # -- before the window --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def remember(self) -> None:
         """Save everything, before the first micro-batch."""
         self._begin()
@@ -222,8 +223,8 @@ class Rollback:
         if self._loose or self._blocks:
             self._copy_outside()
         self._unseen.remember()
-        if self._with_state:
-            self._states = [copy.deepcopy(thing.state_dict()) for thing in self._with_state]
+        if self.with_state:
+            self._states = [copy.deepcopy(thing.state_dict()) for thing in self.with_state]
 
     def _sort_tensors(self) -> None:
         """Decide which tensors are copied before each window, and which are checked for writes; copy the first."""
@@ -252,7 +253,7 @@ class Rollback:
         self._copies.renew()
         loose = [(entry.name, entry.tensor) for entry in self._loose.values() if not entry.copied]
         self._unseen.follow(unseen, loose)
-        self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+        self._unseen_by_storage = {}
         for name, tensor in unseen:
             self._unseen_by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
         self._copied_storages = {storage_key(entry.tensor) for entry in self._copied if _spans_storage(entry)}
@@ -303,7 +304,7 @@ class Rollback:
         """
         self._batch, self._name_of = dict(batch), name_of
         self._observations += 1
-        states = (leaf for thing in self._with_state for _, leaf in leaves(thing.state_dict()))
+        states = (leaf for thing in self.with_state for _, leaf in leaves(thing.state_dict()))
         self._included_storages = {storage_key(part) for leaf in states for part in plain_parts(leaf)}
 
     def module_runs(self, module: nn.Module) -> None:
@@ -320,7 +321,6 @@ class Rollback:
     def _went(self, _reference: object) -> None:
         self._stale = True
 
-    @torch.no_grad()
     def reads(self, tensor: Tensor, line: str | None) -> None:
         """Cover a tensor from before the window that an operation in this line of code reads."""
         for part in plain_parts(tensor):
@@ -330,7 +330,6 @@ class Rollback:
                 if loose.copied:
                     self._copy_block(key, part, written=False)
 
-    @torch.no_grad()
     def before_write(self, tensor: Tensor, line: str | None) -> None:
         """Copy memory from before the window that an operation in this line of code is about to write."""
         for part in plain_parts(tensor):
@@ -351,6 +350,13 @@ class Rollback:
             elif not self._is_covered(key) and not self._is_gradient(key):
                 self._copy_block(key, part, written=True)
                 self._seen.append(self._add_loose(part, line, written=True).name)
+
+    def before_replace(self, tensor: Tensor, line: str | None) -> None:
+        """Cover a tensor that is about to get other memory; that of modules is restored in any case."""
+        for part in plain_parts(tensor):
+            key = storage_key(part)
+            if key in self._blocks or not (self._is_covered(key) or key in self._unseen_by_storage):
+                self.before_write(part, line)
 
     def _is_covered(self, key: int) -> bool:
         return any(
@@ -422,6 +428,10 @@ class Rollback:
                 else:
                     self._written.add(name)
 
+    def accept_updates(self) -> None:
+        """Take what was written until now for an update of somebody else, which no skip can restore."""
+        self._unseen.remember()
+
     def look_after_error(self) -> None:
         """Look for writes without a copy in a window that ended before its agreement; reads the device."""
         try:
@@ -450,7 +460,6 @@ class Rollback:
             self._emit([_first_write(names, restored=True)])
         self._end()
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Restore the state before the window's first micro-batch, after a skip or an error."""
         self._bindings.restore()
@@ -463,7 +472,7 @@ class Rollback:
         for held, before in self._sparse:
             if not same_sparse(held.tensor, before):
                 held.holder[held.key] = before.clone()
-        for thing, state in zip(self._with_state, self._states, strict=True):
+        for thing, state in zip(self.with_state, self._states, strict=True):
             # A copy, because an object may keep the state that it is given, and this one may be needed again.
             thing.load_state_dict(copy.deepcopy(state))
         if self._first:
@@ -478,6 +487,11 @@ class Rollback:
         if self._places or self._outside.rows:
             self._outside, self._places = Copies(), []
         self._batch = {}
+
+
+def has_state(thing: Any) -> bool:
+    """Return whether an object can be saved and restored by `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 _JUDGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

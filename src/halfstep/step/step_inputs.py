@@ -33,18 +33,17 @@ class Holdings:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._function: Any = None
-        self._near: list[Any] = []
+        self._near: list[tuple[str, Any]] = []
         self.modules: list[nn.Module] = []
         """Modules beside the model; none of them is part of another one here."""
         self._generators: list[torch.Generator] = []
 
     def look(self, function: Any) -> list[nn.Module]:
         """Return the modules that were added or removed since the last look."""
-        near = [thing for _, thing in _near(function)]
+        near, before = list(_near(function)), self._near
         # A lambda in the loop is a new function in every step, and holds the same objects.
         same = function is self._function or _same_code(function, self._function)
-        self._function, before = function, self._near
-        self._near = near
+        self._function, self._near = function, near
         # The full search walks everything reachable, so it runs only if the nearest objects changed.
         if same and len(near) == len(before) and all(map(_same_or_tensors, near, before)):
             return []
@@ -52,26 +51,31 @@ class Holdings:
         self._generators = held_by(function, torch.Generator)
         return _in_one_only(modules, self.modules)
 
-    def rebound(self) -> list[str]:
-        """Return the names of tensors next to the loss function that were bound anew since the last look."""
-        now = list(_near(self._function))
-        if len(now) != len(self._near):
-            return []
-        pairs = zip(now, self._near, strict=True)
-        return [name for (name, thing), before in pairs if thing is not before and isinstance(thing, Tensor)]
+    def rebound(self, but_for: Sequence[Any]) -> list[str]:
+        """Return the names of tensors next to the loss function that were bound anew since the last look.
+
+        Attributes of the objects in `but_for` are left out.
+        """
+        before = dict(self._near)
+        others = tuple(f"{name}." for name, thing in self._near if any(thing is other for other in but_for))
+        return [
+            name
+            for name, thing in _near(self._function)
+            if isinstance(thing, Tensor) and before.get(name, thing) is not thing and not name.startswith(others)
+        ]
 
     def release(self) -> None:
         """Let go of tensors, after the window: the loop may drop them before the next one."""
-        self._near = [_A_TENSOR if isinstance(thing, Tensor) else thing for thing in self._near]
+        self._near = [(name, _A_TENSOR if isinstance(thing, Tensor) else thing) for name, thing in self._near]
 
     def generator_states(self) -> list[tuple[torch.Generator, Tensor]]:
         """Return each generator with its current state."""
         return [(generator, generator.get_state()) for generator in self._generators] if self._generators else []
 
 
-def _same_or_tensors(one: Any, other: Any) -> bool:
+def _same_or_tensors(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     # A tensor that is bound anew in each step leads to no module.
-    return one is other or (isinstance(one, Tensor) and other is _A_TENSOR)
+    return one[1] is other[1] or (isinstance(one[1], Tensor) and other[1] is _A_TENSOR)
 
 
 def _in_one_only(some: list[nn.Module], others: list[nn.Module]) -> list[nn.Module]:

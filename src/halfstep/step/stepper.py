@@ -229,7 +229,11 @@ class Stepper(StepperBase):
         if written and not self._batch_written:
             self._batch_written = True
             self._emit([checks.batch_written(written)])
-        if not report.applied and self.attempt.loss_fn is not None and (names := self._holdings.rebound()):
+        if (
+            not report.applied
+            and self.attempt.loss_fn is not None
+            and (names := self._holdings.rebound(but_for=self._rollback.with_state))
+        ):
             self._emit([checks.rebound(names)])
 
     def _agree(self, mine: Votes) -> Votes:
@@ -424,7 +428,10 @@ class Stepper(StepperBase):
         """
         self._call_order.apply()
         with self._interrupts, self.ranks.here(), self._or_abandon:
-            checks.check_foreign_calls(*self._call_order.moved(self._open))
+            weights_moved, gradients_moved = self._call_order.moved(self._open)
+            if weights_moved:
+                self._rollback.accept_updates()
+            checks.check_foreign_calls(weights_moved, gradients_moved)
             report = self._conclude(None)
             assert report is not None, "this rank had a batch"
             return report

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.step.memory import put_back_places, words_of
+from halfstep.step.memory import put_back_places, same_place, words_of
 
 TENSORS_PER_STEP = 16
 BYTES_PER_STEP = 2**26
@@ -36,8 +36,8 @@ class _Part(NamedTuple):
     place: int
     start: int
     end: int
-    words: Tensor | None
-    """None for a tensor that is held weakly: its memory is looked up in each turn."""
+    rows: list[Tensor] | None
+    """What is summed or compared, see `_rows`; None for a tensor that is held weakly, whose memory is looked up."""
 
 
 class _Group:
@@ -84,25 +84,33 @@ class UnseenWrites:
         self._before: Tensor | None = None
 
     def _divided(self) -> Iterator[_Group]:
-        """Divide the memory into groups; one group is on one device, and trained or not."""
+        """Divide the memory into groups for one step each, on one device, and all trained or all not."""
+        words = [words_of(tensor.detach()) for tensor in self._tensors]
+        places = sorted(range(len(words)), key=lambda place: self._tensors[place].requires_grad)
+        kinds = [(words[place].device, self._tensors[place].requires_grad) for place in places]
+        size = sum(row.nbytes for row in words)
+        if len({device for device, _ in kinds}) == 1 and len(words) <= TENSORS_PER_STEP and size <= _most(words[0]):
+            yield _Group([self._part(place, words[place], 0, words[place].numel()) for place in places])
+            return
         parts: list[_Part] = []
-        kind: tuple[torch.device, bool] | None = None
-        left = 0
-        for place, tensor in sorted(enumerate(self._tensors), key=lambda item: item[1].requires_grad):
-            words = words_of(tensor.detach())
-            most = BYTES_PER_STEP_ON_CPU if words.device.type == "cpu" else BYTES_PER_STEP
-            start, size, own = 0, words.element_size(), (words.device, tensor.requires_grad)
-            while start < words.numel():
-                if parts and (kind != own or len(parts) == TENSORS_PER_STEP or left < 8):
+        left, last = 0, None
+        for place, kind in zip(places, kinds, strict=True):
+            row, start = words[place], 0
+            while start < row.numel():
+                if parts and (kind != last or len(parts) == TENSORS_PER_STEP or left < 8):
                     yield _Group(parts)
                     parts = []
                 if not parts:
-                    kind, left = own, most
-                end = min(words.numel(), start + left // 8 * 8 // size)
-                parts.append(_Part(place, start, end, words[start:end] if place < self._held else None))
-                start, left = end, left - (end - start) * size
+                    left, last = _most(row), kind
+                end = min(row.numel(), start + left // 8 * 8 // row.element_size())
+                parts.append(self._part(place, row, start, end))
+                left -= (end - start) * row.element_size()
+                start = end
         if parts:
             yield _Group(parts)
+
+    def _part(self, place: int, words: Tensor, start: int, end: int) -> _Part:
+        return _Part(place, start, end, _rows(words[start:end]) if place < self._held else None)
 
     @property
     def steps(self) -> int:
@@ -148,21 +156,25 @@ class UnseenWrites:
     def written(self, flags: Sequence[float]) -> list[tuple[str, Tensor]]:
         """Return the tensors that this window wrote in place, by name; `flags` are those of `changed`, as numbers."""
         found: set[int] = set()
-        versions = [tensor._version for tensor in self._tensors]
+        group, versions = self._compared, [tensor._version for tensor in self._tensors]
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             found = {place for place, (now, before) in enumerate(pairs) if now != before}
-        if self._compared is not None and any(flags):
+            if group is not None and len(self._groups) == 1:
+                # `set_` increases the version, and leaves the memory as it was.
+                moved = {place for place in found if not same_place(self._tensors[place], self._aliases[place])}
+                found -= moved - self._differing(group) if moved else set()
+        if group is not None and any(flags):
             if flags[0]:
-                found |= self._differing(self._compared)
+                found |= self._differing(group)
             else:
-                self._suspect(self._compared)
+                self._suspect(group)
         return [(self._names[place], self._tensors[place]) for place in sorted(found)]
 
     def _differing(self, group: _Group) -> set[int]:
         """Return the places of tensors whose checksums differ from those before the window; reads the device."""
-        ends = list(accumulate(len(_checksum(self._words(part))) for part in group.parts))
         assert self._before is not None, "a group was compared"
+        ends = list(accumulate(sum(map(_sums, self._rows(part))) for part in group.parts))
         differing = self._checksum(group).ne(self._before).nonzero().flatten().tolist()
         spans = zip(group.parts, [0, *ends[:-1]], ends, strict=True)
         return {part.place for part, start, end in spans if any(start <= place < end for place in differing)}
@@ -183,11 +195,16 @@ class UnseenWrites:
         if self._weak:
             del self._tensors[self._held :], self._aliases[self._held :]
 
-    def _words(self, part: _Part) -> Tensor:
-        return words_of(self._aliases[part.place])[part.start : part.end] if part.words is None else part.words
+    def _rows(self, part: _Part) -> list[Tensor]:
+        return _rows(words_of(self._aliases[part.place])[part.start : part.end]) if part.rows is None else part.rows
 
     def _checksum(self, group: _Group) -> Tensor:
-        return torch.cat([_checksum(self._words(part)) for part in group.parts])
+        """Return the checksum of a group as a row of integers; the host reads nothing."""
+        return torch.cat([numbers for part in group.parts for row in self._rows(part) for numbers in _summed(row)])
+
+
+def _most(words: Tensor) -> int:
+    return BYTES_PER_STEP_ON_CPU if words.device.type == "cpu" else BYTES_PER_STEP
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------
@@ -195,20 +212,32 @@ class UnseenWrites:
 # as well as changed ones. Integers wrap around: the result depends neither on the order of a sum nor on the format.
 
 _WIDTH = 1024
-"""Columns of a table; fewer words count as they are."""
+"""Columns of a table."""
+_RAW = 2048
+"""Words up to which memory counts as it is."""
 
 
-def _checksum(words: Tensor) -> Tensor:
-    """Return the checksum of some memory as a row of integers; the host reads nothing."""
-    if words.dtype is not torch.int64 and words.storage_offset() % 8 == 0 and words.numel() >= _WIDTH:
+def _rows(words: Tensor) -> list[Tensor]:
+    """Divide memory into one table of words of eight bytes, which is summed, and rows that count as they are."""
+    if words.dtype is not torch.int64 and words.storage_offset() % 8 == 0 and words.numel() > 8 * _RAW:
         whole = words.numel() // 8 * 8
         # Words of eight bytes are summed many times as fast as bytes.
-        return torch.cat([_checksum(words[:whole].view(torch.int64)), words[whole:].long()])
-    if words.numel() < _WIDTH:
-        return words.long()
+        return [*_rows(words[:whole].view(torch.int64)), words[whole:]]
+    if words.numel() <= _RAW:
+        return [words]
     whole = words.numel() // _WIDTH * _WIDTH
-    table = words[:whole].view(-1, _WIDTH)
-    return torch.cat([table.sum(0), table.sum(1), words[whole:].long()])
+    return [words[:whole].view(-1, _WIDTH), words[whole:]]
+
+
+def _summed(row: Tensor) -> list[Tensor]:
+    if row.ndim == 2:
+        return [row.sum(0), row.sum(1)]
+    return [row if row.dtype is torch.int64 else row.long()]
+
+
+def _sums(row: Tensor) -> int:
+    """Return the number of integers in the checksum of a row."""
+    return sum(row.shape)
 
 
 def _in_one_number(checksum: Tensor) -> Tensor:
