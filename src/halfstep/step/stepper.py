@@ -202,9 +202,9 @@ class Stepper(StepperBase):
         # From here on no rank may leave for a reason of its own: Ctrl-C has to wait.
         self._interrupts.interruptible, self._concluding = False, True
         self._synchroniser.finish([slot.gradients for slot in self._open])
-        if self._on_gradients is not None:
+        if self.on_gradients is not None:
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
-            self._on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
+            self.on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
         self._rollback.look()
         save = int(self.save_requested and self.ranks.rank == 0)
         agreed = self._agree(Votes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save))

@@ -89,7 +89,7 @@ class StepperBase:
         self.findings: list[Finding] = []
         self._slots = _slots(named, schedule, clip_norm, clip_value)
         self._clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
-        self._on_gradients = on_gradients
+        self.on_gradients = on_gradients
         self._rollback, self._holdings = Rollback(model, self._emit), Holdings(model)
         self._observe, self._look_schedule = observe, LookSchedule()
         self.observed: Observation | None = None
