@@ -196,7 +196,7 @@ class Stepper(StepperBase):
     def _objective(self, slots: list[OptimizerSlot]) -> Objective:
         loss = self._losses[slots[0].name if len(slots) == 1 else ONLY]
         everywhere = len(slots) == len(self._slots) or self._synchroniser.backward_goes_everywhere
-        return Objective(loss, slots, clip_norm=self._clip_norm, everywhere=everywhere)
+        return Objective(loss, slots, clip_norm=self.clip_norm, everywhere=everywhere)
 
     def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
         # From here on no rank may leave for a reason of its own: Ctrl-C has to wait.

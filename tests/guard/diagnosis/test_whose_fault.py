@@ -146,17 +146,18 @@ def annealed(model: nn.Module, batch: tuple[Tensor, float, float]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("build", "options"),
     [
-        lambda p: torch.optim.SGD(p, 1e-4),
-        lambda p: torch.optim.SGD(p, 1e-5, momentum=0.9),
-        lambda p: torch.optim.AdamW(p, 1e-3),
+        (lambda p: torch.optim.SGD(p, 1e-4), {}),
+        (lambda p: torch.optim.SGD(p, 1e-5, momentum=0.9), {}),
+        (lambda p: torch.optim.SGD(p, 1.0), {"clip_norm": 0.01}),
+        (lambda p: torch.optim.AdamW(p, 1e-3), {}),
     ],
 )
-def test_a_logarithm_of_zero_under_a_weight_that_is_warmed_up_is_the_codes(build: Any) -> None:
+def test_a_logarithm_of_zero_under_a_weight_that_is_warmed_up_is_the_codes(build: Any, options: Any) -> None:
     x = torch.randn(6, 8)
     good = [(x, 10.0 ** (k - 5), 1.0) for k in range(7)]
-    found = last_verdict(annealed, good, (x, 10.0, 0.0), build=build)
+    found = last_verdict(annealed, good, (x, 10.0, 0.0), build=build, **options)
     assert found.cause == "code"
     assert "takes the logarithm of 0" in found.sentence
     (told,) = (line for line in found.evidence if "the loss went from" in line)

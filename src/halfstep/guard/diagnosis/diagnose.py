@@ -132,6 +132,7 @@ def diagnose(
     past: bad_inputs.Past = _NO_PAST,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     on_gradients: OnGradients | None = None,
+    clip_norm: float | None = None,
     seconds: float | None = None,
     tell: Callable[[Cost], None] = lambda cost: None,
 ) -> Verdict:
@@ -149,7 +150,9 @@ def diagnose(
     if cost.is_large:
         tell(cost)
     trials = Trials(model, attempt, written=written, most=cost.reruns)
-    case = _Case(trials, precision, reason, history, compiled, past, tuple(optimizers), on_gradients, storages)
+    case = _Case(
+        trials, precision, reason, history, compiled, past, tuple(optimizers), on_gradients, clip_norm, storages
+    )
     verdict = agreed(case.verdict())
     if not written or _CLONE_FIRST in verdict.cures:
         return verdict
@@ -169,6 +172,7 @@ class _Case:
     past: bad_inputs.Past
     optimizers: tuple[torch.optim.Optimizer, ...]
     on_gradients: OnGradients | None
+    clip_norm: float | None
     written: frozenset[int]
     """The storages of the batch that the step wrote to."""
 
@@ -203,7 +207,7 @@ class _Case:
         taking_part = [
             each for each in self.optimizers if any(id(p) in known for g in each.param_groups for p in g["params"])
         ]
-        mine = explain.update_share(self.history, weights, taking_part)
+        mine = explain.update_share(self.history, weights, taking_part, self.clip_norm)
         found = [float(text) for text in distributed.from_all("" if mine is None else repr(mine)) if text]
         return max(found, default=None)
 

@@ -260,6 +260,7 @@ def diagnose(
         past=past or Past(applied=report.step),
         optimizers=tuple(stepper.optimizers.values()),
         on_gradients=stepper.on_gradients,
+        clip_norm=stepper.clip_norm,
         seconds=seconds,
         tell=tell,
     )

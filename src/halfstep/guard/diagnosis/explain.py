@@ -190,7 +190,7 @@ HUGE = 1e10
 """The limit above which no intermediate result of a healthy model lies, unless the batch has such values."""
 LARGE_WEIGHT = 1e3
 """The limit above which a weight confirms that growing losses are a divergence."""
-LARGE_UPDATE = 0.03
+LARGE_UPDATE = 0.1
 """The size of an update, as a part of the weights' norm, that makes a loss grow a thousandfold within a history."""
 LEARNT = 1e-4
 """The loss below which a task is as good as learnt, so that a jump by any factor means nothing."""
@@ -229,7 +229,7 @@ def strays_slowly(fp32: TrialOutcome, history: History) -> bool:
 
 
 def update_share(
-    history: History, weights: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    history: History, weights: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer], clip_norm: float | None
 ) -> float | None:
     """Return the largest of the newest updates as a part of the weights' norm; None if no learning rate is known.
 
@@ -245,6 +245,7 @@ def update_share(
     gradient = max((value for value in history.grad_norms[-3:] if math.isfinite(value)), default=None)
     if gradient is None:
         return max(rates) * scaled / norm
+    gradient = gradient if clip_norm is None else min(gradient, clip_norm)
     if optimizers and all(isinstance(each, torch.optim.SGD) for each in optimizers):
         momentum = max(float(group["momentum"]) for each in optimizers for group in each.param_groups)
         return max(rates) * gradient / max(1.0 - momentum, 1e-3) / norm
