@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper, diagnose
+from halfstep.guard.diagnosis.diagnose import diagnose as diagnose_inputs
 from halfstep.guard.verdict import GuardEvent, Verdict
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale
@@ -217,6 +218,17 @@ def test_a_batch_that_the_code_divides_by_zero_is_the_codes(precision: str) -> N
     assert "divides by zero" in found.sentence
     assert any("the batch[0], sample 0 holds" in line for line in found.evidence)
     assert not batch[0].isfinite().any()  # as the step left it
+
+
+def test_a_step_from_disk_does_not_know_which_tensors_were_written() -> None:
+    """Its versions are empty: each tensor of the batch may have been written to."""
+    model, batch = plain_model(), (torch.randn(6, 8), torch.zeros(()))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32", observe=False)
+    report = stepper.step(written_by(lambda b: b[0].div_(b[1])), batch)
+    assert stepper.attempt is not None
+    unknown = stepper.attempt._replace(versions=())
+    found = diagnose_inputs(model, unknown, precision=stepper.precision, reason=str(report.reason))
+    assert found.cause == "code"
 
 
 def test_a_logarithm_that_the_code_writes_into_its_batch_is_the_codes() -> None:
