@@ -2,10 +2,10 @@
 
     python benchmarks/culprits.py [--only NAME] [--warm-ups 200] [--json] [--record]
 
-What is expected of each fault is written beside it in benchmarks/plants/. A fault is named where class, operation,
-module, direction and line are those that were planted. A warm-up is named right where every step that was skipped is
-called one. `--record` keeps the result in benchmarks/culprits.json. There is a line for each class, and the last line
-is `named=N/M false=K`: K of the warm-ups got another word.
+What is expected of each fault is written beside it in benchmarks/plants/, whose docstring says how to add one. A fault
+is named where class, operation, module, direction and line are those that were planted. A warm-up is named right where
+every step that was skipped is called one. `--record` keeps the result in benchmarks/culprits.json. There is a line for
+each class, and the last line is `named=N/M false=K`: K of the warm-ups got another word.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _guarded(scene: Scene, precision: str, found: list[Verdict]) -> Guardian:
     """A guardian that adds what it says to `found`, and never ends a run by itself."""
     scale: LossScale | None = DynamicScale(init_scale=scene.scale) if precision == "fp16" else None
     optimizer = scene.optimizer(scene.model, scene.rate)
-    stepper = Stepper(scene.model, optimizer, precision=precision_named(precision), loss_scale=scale, observe=False)
+    named = precision_named(precision)
+    stepper = Stepper(scene.model, optimizer, precision=named, loss_scale=scale, observe=False, **scene.options)
 
     def on_event(told: GuardEvent) -> None:
         if told.kind == "verdict":

@@ -1,13 +1,16 @@
 """Healthy runs that look like trouble: is one of them stopped, refused or called sick?
 
     python benchmarks/healthy_runs.py [--runs 500] [--only SHAPE] [--json] [--record]
+    python benchmarks/healthy_runs.py --odd [--runs 40] ...
 
 Small models are really trained, in eight shapes: warm-ups of the learning rate, level changes, a curriculum, noisy
 small batches, a loss term that is switched on, losses over four decades, a GAN, and warm-ups of an fp16 loss scale.
+`--odd` trains those of benchmarks/odd_shapes.py instead, in fourteen further shapes.
 Every other run is under `repair`, the others under the default; nothing else is set. False is whatever a person would
 be misled by: an error, a verdict other than a warm-up of the scale, a remedy, a step refused by the guard, a run that
 was ended; and a warning, unless it tells of a level in a shape where the level did change. `--record` keeps the result
-in benchmarks/healthy_runs.json. The last line is `healthy=N false=F stopped=S`: S of the runs were ended.
+in benchmarks/healthy_runs.json, or odd_runs.json. The last line is `healthy=N false=F stopped=S`: S of the runs were
+ended.
 """
 
 from __future__ import annotations
@@ -210,7 +213,8 @@ def scale_warm_up() -> Training:
     return Training(stepper_for(model, 3e-3, precision="fp16", loss_scale=scale), run())
 
 
-SHAPES: dict[str, Callable[[], Training]] = {
+Shapes = dict[str, Callable[[], Training]]
+SHAPES: Shapes = {
     "warm-up": warm_up,
     "level change": level_change,
     "curriculum": curriculum,
@@ -238,12 +242,12 @@ class Outcome:
     stopped: bool
 
 
-def one(number: int) -> Outcome:
+def one(number: int, shapes: Shapes = SHAPES) -> Outcome:
     """Train the run of this number, which says its shape, its mode and its seed."""
-    shape, seed = list(SHAPES)[number % len(SHAPES)], number // len(SHAPES)
+    shape, seed = list(shapes)[number % len(shapes)], number // len(shapes)
     mode: Any = "watch" if seed % 2 == 0 else "repair"
     torch.manual_seed(seed)
-    training, told, reasons = SHAPES[shape](), list[GuardEvent](), list[str]()
+    training, told, reasons = shapes[shape](), list[GuardEvent](), list[str]()
     guardian, stopped, steps = Guardian(training.stepper, mode=mode, tell=told.append), False, 0
     for loss_fn, batch, only in training.steps:
         steps += 1
@@ -265,17 +269,17 @@ def is_false(told: GuardEvent, level_changes: bool) -> bool:
     return told.level != "info" and not (told.kind == "alarm" and told.level == "warning" and level_changes)
 
 
-def outcomes(count: int, only: str | None = None) -> Iterator[Outcome]:
-    numbers = (n for n in range(count) if only in (None, list(SHAPES)[n % len(SHAPES)]))
+def outcomes(count: int, only: str | None = None, shapes: Shapes = SHAPES) -> Iterator[Outcome]:
+    numbers = (n for n in range(count) if only in (None, list(shapes)[n % len(shapes)]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in numbers:
-            yield one(number)
+            yield one(number, shapes)
 
 
-def run(count: int) -> tuple[int, int]:
+def run(count: int, shapes: Shapes = SHAPES) -> tuple[int, int]:
     """Train so many runs, and return how many there were and how many of them had a false alarm."""
-    found = list(outcomes(count))
+    found = list(outcomes(count, shapes=shapes))
     return len(found), sum(bool(outcome.wrong) for outcome in found)
 
 
@@ -283,29 +287,36 @@ def run(count: int) -> tuple[int, int]:
 
 
 def main() -> None:
+    from benchmarks.odd_shapes import ODD
+
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--runs", type=int, default=500)
-    options.add_argument("--only", metavar="SHAPE", choices=list(SHAPES))
+    options.add_argument("--odd", action="store_true", help="the odd shapes instead")
+    options.add_argument("--runs", type=int, help="how many, over all shapes; 500, or 40 odd ones")
+    options.add_argument("--only", metavar="SHAPE", help="only the runs of this shape")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     options.add_argument("--record", action="store_true", help="keep the result beside this file")
     given = options.parse_args()
+    shapes, runs, name = (ODD, 40, "odd_runs") if given.odd else (SHAPES, 500, "healthy_runs")
+    if given.only not in (None, *shapes):
+        options.error(f"--only {given.only!r} is none of {', '.join(shapes)}")
     logging.disable(logging.WARNING)
     start, found = time.perf_counter(), list[Outcome]()
-    for outcome in outcomes(given.runs, given.only):
+    for outcome in outcomes(given.runs or runs, given.only, shapes):
         found.append(outcome)
         if outcome.wrong or len(found) % 50 == 0:
             print(
                 f"{len(found):3} {outcome.shape}, {outcome.mode}: {outcome.wrong or 'ok'}", file=sys.stderr, flush=True
             )
-    report = {"command": "python benchmarks/healthy_runs.py", "torch": torch.__version__, **summary(found)}
+    command = f"python benchmarks/healthy_runs.py{' --odd' if given.odd else ''}"
+    report = {"command": command, "torch": torch.__version__, **summary(found, shapes)}
     report["seconds"] = round(time.perf_counter() - start)
     if given.record:
-        Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        Path(__file__).with_name(f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     _show(report, given.json)
 
 
-def summary(found: list[Outcome]) -> dict[str, Any]:
-    rows = {shape: [outcome for outcome in found if outcome.shape == shape] for shape in SHAPES}
+def summary(found: list[Outcome], shapes: Shapes) -> dict[str, Any]:
+    rows = {shape: [outcome for outcome in found if outcome.shape == shape] for shape in shapes}
     return {
         "healthy": len(found),
         "false": sum(bool(outcome.wrong) for outcome in found),
@@ -336,4 +347,5 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the odd shapes can be imported by name
     main()

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.plants import (
-    batches,
-    compilers,
-    divergences,
-    faults,
-    flaky,
-    losses,
-    runs,
-    said_before,
-    states,
-    undefined,
-    warm_ups,
-)
+from benchmarks.plants import batches, faults, losses, runs
 from benchmarks.plants.faults import Applies, Deep, Recomputed
 from benchmarks.plants.models import (
     Amplifies,
@@ -38,6 +29,7 @@ from benchmarks.plants.models import (
 from benchmarks.plants.plant import LOSS, ROOT, Expected, Plant, Scene, plants
 
 ALL = "fp16 bf16 fp32"
+_FOLDER = str(Path(__file__).parent)
 
 
 def _with(model: Callable[[], nn.Module], loss_fn: Callable[..., Any] = squares) -> Callable[[], Scene]:
@@ -218,7 +210,7 @@ def hidden() -> list[Plant]:
         *plants("compiled_part", "bf16 fp32", runs.compiled_part,
                 Expected("code", "aten.div", "fault", mark="by zero")),
         *plants("wrong_compiler", "bf16 fp32", runs.wrong_compiler, Expected("compiler")),
-        *plants("once", ALL, _faulty(faults.Once), Expected("hardware")),
+        *plants("once", ALL, _faulty(faults.Once), Expected("not_reproducible")),
     ]  # fmt: skip
 
 
@@ -265,20 +257,9 @@ def in_the_weights() -> list[Plant]:
 
 
 def all_plants() -> list[Plant]:
-    groups = (
-        too_large,
-        vanishing,
-        in_any_format,
-        in_backward,
-        hidden,
-        in_the_batch,
-        in_the_weights,
-        said_before.all_of_them,
-        undefined.all_of_them,
-        states.all_of_them,
-        divergences.all_of_them,
-        compilers.all_of_them,
-        flaky.all_of_them,
-        warm_ups.all_of_them,
-    )
+    groups = [too_large, vanishing, in_any_format, in_backward, hidden, in_the_batch, in_the_weights]
+    # Every other file of the folder that has plants, by name.
+    modules = (importlib.import_module(f"benchmarks.plants.{found.name}") for found in pkgutil.iter_modules([_FOLDER])
+               if found.name != "catalogue")  # fmt: skip
+    groups += [module.all_of_them for module in modules if hasattr(module, "all_of_them")]
     return [plant for group in groups for plant in group()]

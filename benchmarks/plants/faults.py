@@ -194,13 +194,11 @@ class Once(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done = False
+        # In a list: a skip restores a module's plain attributes, and the event would repeat.
+        self.left = [torch.nan]
 
     def forward(self, h: Tensor) -> Tensor:
-        if self.done:
-            return h
-        self.done = True
-        return h * torch.nan
+        return h * self.left.pop() if self.left else h
 
 
 class Scales(nn.Module):

@@ -16,16 +16,26 @@ from halfstep import Window
 TWO = "bf16 fp32"
 
 
+def counter() -> Callable[[], int]:
+    """Count calls from 1, outside the module: a skip restores plain attributes, and the event would repeat."""
+    calls: list[None] = []
+
+    def count() -> int:
+        calls.append(None)
+        return len(calls)
+
+    return count
+
+
 class Fails(nn.Module):
     """In some of its calls, counted from 1."""
 
     def __init__(self, *calls: int, value: float = float("nan")) -> None:
         super().__init__()
-        self.calls, self.value, self.done = calls, value, 0
+        self.calls, self.value, self.count = calls, value, counter()
 
     def forward(self, h: Tensor) -> Tensor:
-        self.done += 1
-        return h * self.value if self.done in self.calls else h
+        return h * self.value if self.count() in self.calls else h
 
 
 class Chance(nn.Module):
@@ -44,12 +54,11 @@ class BackwardsOnce(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done = False
+        self.count = counter()
 
     def forward(self, h: Tensor) -> Tensor:
         h = h.clone()
-        if not self.done and h.requires_grad:
-            self.done = True
+        if h.requires_grad and self.count() == 1:
             h.register_hook(lambda gradient: gradient * torch.nan)
         return h
 
@@ -70,12 +79,11 @@ class Element(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done = False
+        self.count = counter()
 
     def forward(self, h: Tensor) -> Tensor:
-        if self.done:
+        if self.count() > 1:
             return h
-        self.done = True
         flipped = torch.zeros_like(h)
         flipped.view(-1)[0] = torch.inf
         return h + flipped
@@ -108,7 +116,7 @@ def second_of_three() -> Scene:
 
 
 def all_of_them() -> list[Plant]:
-    expected = Expected("hardware", words=("does not happen again",))
+    expected = Expected("not_reproducible", words=("does not happen again",))
     return [
         *plants("fails_twice", "fp16 bf16 fp32", _in(Perceptron, lambda: Fails(1, 2)), expected),
         *plants("fails_in_attention", TWO, _in(Transformer, lambda: Fails(1)), expected),

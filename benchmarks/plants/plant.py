@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,8 @@ class Scene:
     """The batch of each step, where they differ."""
     checkpoint: str = ""
     """What the run was taken up from, before its first step."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the Stepper, such as `on_gradients`."""
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] = field(
         default=lambda model, rate: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
     )

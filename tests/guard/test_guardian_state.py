@@ -53,7 +53,7 @@ def test_decisions_are_the_same_after_saving_at_any_point(spikes: str) -> None:
     whole, told = new(spikes)
     expected = run(whole, stream)
     assert expected[-1] is not None
-    assert expected[-1].startswith("divergence: ")
+    assert expected[-1].startswith("code: ")
     for at in (1, 19, 33, 47, 62, 79, 82, 84):
         first, told_first = new(spikes)
         outcomes = run(first, stream[:at])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import healthy_runs
+from benchmarks.odd_shapes import ODD
 from halfstep.guard.alarms import spike
 from halfstep.guard.alarms.spike import DivergenceThreshold
 from halfstep.guard.verdict import GuardEvent
@@ -14,6 +15,11 @@ from halfstep.guard.verdict import GuardEvent
 @pytest.mark.full
 def test_a_run_of_each_shape_in_both_modes_is_left_alone() -> None:
     assert healthy_runs.run(2 * len(healthy_runs.SHAPES)) == (16, 0)
+
+
+@pytest.mark.full
+def test_a_run_of_each_odd_shape_in_both_modes_is_left_alone() -> None:
+    assert healthy_runs.run(2 * len(ODD), ODD) == (28, 0)
 
 
 def test_a_guard_that_takes_every_level_for_ruin_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from halfstep.errors import WrongUse, unknown_name
 from halfstep.formats import FP32
-from halfstep.guard.verdict import CODE, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE, WARM_UP, Verdict
+from halfstep.guard.verdict import CODE, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE, WARM_UP, Verdict
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, OptimizerReport, StepReport
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ class Streak:
 
     def calls_for_diagnosis(self, reason: str) -> bool:
         """Return whether a skip with this reason needs a diagnosis: once per cause."""
-        # A cause in the batch or in the device may be a different one the next time; all others stay the same.
-        return reason != self.diagnosed or self.verdict is None or self.verdict.cause in (DATA, HARDWARE)
+        # A cause in the batch, or one that does not repeat, may be another the next time; all others stay the same.
+        return reason != self.diagnosed or self.verdict is None or self.verdict.cause in (DATA, NOT_REPRODUCIBLE)
 
     @property
     def excused(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
 
-Cause = Literal["warm_up", "precision", "data", "code", "state", "divergence", "compiler", "hardware"]
+Cause = Literal["warm_up", "precision", "data", "code", "state", "divergence", "compiler", "not_reproducible"]
 WARM_UP: Cause = "warm_up"
 """The loss scale is adjusting: normal, and over in a few steps."""
 PRECISION: Cause = "precision"
@@ -21,15 +21,16 @@ PRECISION: Cause = "precision"
 DATA: Cause = "data"
 """The batch contains unusable values, was written to in place, or cannot be used a second time."""
 CODE: Cause = "code"
-"""The model or the loss has no finite result for these inputs in any precision: 0/0, log 0, a mean over nothing."""
+"""The model, the loss or on_gradients has no finite result for these inputs in any precision: 0/0, log 0."""
 STATE: Cause = "state"
 """A weight or a buffer was non-finite, or impossible, before the step began."""
 DIVERGENCE: Cause = "divergence"
 """fp32 fails too, or its loss is far from all before, and losses, norms or weights have grown."""
 COMPILER: Cause = "compiler"
 """The same step is finite when it is not compiled."""
-HARDWARE: Cause = "hardware"
-"""The failure does not repeat: a nondeterministic operation, random numbers not from torch, or the device."""
+NOT_REPRODUCIBLE: Cause = "not_reproducible"
+"""Run again, the step is finite: Python state, random numbers not from torch, a nondeterministic operation, or the
+device."""
 
 CureKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code", "restore"]
 

@@ -1,6 +1,8 @@
 """Count the FLOPs of matrix products, convolutions, attention and recurrent layers, and the format they ran in.
 
 Nothing is counted without an exact formula: `is_unknown` recognizes operations that may do such work and have none.
+Nor is work that torch cannot compute in 16 bits, such as decompositions and complex products (`WideWork`): it says
+nothing about the precision that was asked for, and lowers the confidence.
 """
 
 from __future__ import annotations
@@ -99,16 +101,19 @@ _FORMULAS |= {
 
 def flops(operation: Operation) -> int:
     """Return the FLOPs of real products, convolutions, attention and recurrent layers; 0 for other operations."""
-    formula = _FORMULAS.get(_packet(operation))
-    if formula is None:
+    if _packet(operation) not in _FORMULAS:
         return 0
     operands = _operands(operation)
     if not operands or not all(operand.is_floating_point() for operand in operands):
         return 0
     if any(operand.layout is not torch.strided for operand in operands):
         return _of_sparse(operands)
+    return _by_formula(operation)
+
+
+def _by_formula(operation: Operation) -> int:
     keywords = {name: value for name, value in operation.keywords.items() if name != "out"}
-    return int(formula(*operation.arguments, **keywords, out_val=operation.result))
+    return int(_FORMULAS[_packet(operation)](*operation.arguments, **keywords, out_val=operation.result))
 
 
 def computed_in(operation: Operation) -> str:
@@ -122,6 +127,91 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def has_no_narrow_kernel(operation: Operation) -> bool:
     """Return whether torch has this operation in fp32 only, such as sparse rows on a CPU."""
     return any(operand.layout in _COMPRESSED and operand.device.type == "cpu" for operand in _operands(operation))
+
+
+# -- what torch computes in fp32 alone --------------------------------------------------------------------------------
+
+_CUBIC: dict[str, float] = {
+    "cholesky": 1 / 3, "cholesky_ex": 1 / 3, "cholesky_inverse": 1, "cholesky_solve": 2, "ldl_factor_ex": 1 / 3,
+    "ldl_solve": 2, "lu": 2 / 3, "lu_factor_ex": 2 / 3, "lu_solve": 2, "solve_ex": 8 / 3, "inv_ex": 2, "det": 2 / 3,
+    "slogdet": 2 / 3, "solve_triangular": 1, "triangular_solve": 1, "qr": 10 / 3, "geqrf": 4 / 3, "ormqr": 4,
+    "householder_product": 4 / 3, "lstsq": 10 / 3, "eigh": 9, "eig": 25, "eigvals": 10, "svd": 20, "pinv": 22,
+    "matrix_exp": 16,
+}  # fmt: skip
+"""Operations by their name without `linalg`, with their usual FLOPs as multiples of n³ for a square matrix."""
+_LIGHT_LINALG = frozenset({"linalg_vector_norm", "linalg_check_errors", "linalg_cross", "linalg_powsum"})
+_DISTANCES = frozenset({
+    "euclidean_dist", "cdist_forward", "cdist_backward", "pdist_forward", "pdist_backward",
+})  # fmt: skip
+_TRANSFORMS = frozenset({"fft_r2c", "fft_c2r", "fft_c2c"})
+
+
+class WideWork:
+    """Recognize work that torch does in fp32 alone, whatever precision is asked for.
+
+    These are decompositions, distances and Fourier transforms, which have no 16-bit kernel or which autocast keeps in
+    fp32, complex products, and the products in the backward of all of these.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: set[int] = set()
+
+    def includes(self, operation: Operation) -> bool:
+        """Return whether an operation is such work; every operation of a step must be given in its order."""
+        if operation.backward and operation.node in self._nodes:
+            return True
+        found = _is_wide(operation)
+        if found and not operation.backward and operation.node is not None:
+            self._nodes.add(operation.node)
+        return found
+
+
+def _is_wide(operation: Operation) -> bool:
+    if getattr(operation.function, "namespace", "") != "aten":
+        return False
+    packet = _packet(operation)
+    if packet in _FORMULAS:
+        operands = _operands(operation)
+        # torch computes a complex convolution as three real ones, two of them of views.
+        split = packet is _aten.convolution and all(_is_part_of_complex(operand) for operand in operands)
+        return split or any(operand.is_complex() for operand in operands)
+    name = packet.__name__.strip("_")
+    return (
+        (name.startswith("linalg_") and name not in _LIGHT_LINALG)
+        or name.removeprefix("linalg_") in _CUBIC
+        or name in _DISTANCES
+        or name in _TRANSFORMS
+    )
+
+
+def _is_part_of_complex(operand: Tensor) -> bool:
+    return operand._base is not None and operand._base.is_complex()
+
+
+def _wide_flops(operation: Operation) -> int | None:
+    """Return about how much work an operation of `WideWork` does; None if no rule tells."""
+    packet, given = _packet(operation), _floating(operation)
+    if packet in _FORMULAS:
+        # A complex product is four real ones.
+        return _by_formula(operation) * (4 if given and given[0].is_complex() else 1)
+    name, sizes = packet.__name__.strip("_").removeprefix("linalg_"), [_numbers(tensor) for tensor in given]
+    if not given:
+        return None
+    if name in _CUBIC and given[0].dim() > 1:
+        rows, columns = sorted(given[0].shape[-2:])
+        return round(_CUBIC[name] * sizes[0] * rows * (4 if given[0].is_complex() else 1)) if columns else 0
+    if name in _DISTANCES:
+        # Three operations for each number of each pair; a backward is given the gradients of the pairs first.
+        backward = name.endswith("backward")
+        made = (
+            given if backward else [leaf for leaf in pytree.tree_leaves(operation.result) if isinstance(leaf, Tensor)]
+        )
+        return (6 if backward else 3) * _numbers(made[0]) * given[int(backward)].shape[-1]
+    if name in _TRANSFORMS:
+        axes = operation.arguments[1]
+        points = math.prod(given[0].shape[axis] for axis in axes)
+        return round(5 * sizes[0] * math.log2(max(points, 2)))
+    return None
 
 
 # -- what has no rule ----------------------------------------------------------------------------------------------
@@ -144,6 +234,8 @@ _LIGHT = frozenset({"upsample", "thnn", "flatten", "reorder", "convert", "prepac
 def is_unknown(operation: Operation) -> bool:
     """Return whether this may be matrix work without a formula: a custom operation, or one of torch's."""
     function, packet = operation.function, _packet(operation)
+    if _is_wide(operation):
+        return True
     if function.namespace == "aten":
         if packet in _FORMULAS:
             return _is_of_two_sparse(operation)
@@ -160,6 +252,8 @@ def guessed(operation: Operation) -> tuple[int, str]:
     For a product of two matrices the square root is exact: (m k)(k n)(m n) = (m n k)².
     """
     given = sorted(_floating(operation), key=_numbers, reverse=True)
+    if _is_wide(operation) and (work := _wide_flops(operation)) is not None:
+        return work, _format(given[0])
     made = [leaf for leaf in pytree.tree_leaves(operation.result) if isinstance(leaf, Tensor)]
     out = max(map(_numbers, made), default=1)
     pairs = [2 * math.isqrt(_numbers(given[0]) * _numbers(other) * out) for other in given[1:]]
@@ -168,7 +262,7 @@ def guessed(operation: Operation) -> tuple[int, str]:
 
 def _floating(operation: Operation) -> list[Tensor]:
     leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())]
 
 
 # -- operands ------------------------------------------------------------------------------------------------------
@@ -213,6 +307,7 @@ def _is_of_two_sparse(operation: Operation) -> bool:
 
 
 def _format(operand: Tensor) -> str:
-    if format_of(operand.dtype) is FP32 and computes_tf32(operand.device):
+    dtype = operand.dtype.to_real()
+    if format_of(dtype) is FP32 and computes_tf32(operand.device):
         return "tf32"
-    return name_of(operand.dtype)
+    return name_of(dtype)

@@ -14,7 +14,7 @@ from torch import nn
 from halfstep.errors import PrecisionNotObserved
 from halfstep.finding import Finding
 from halfstep.formats import FP32
-from halfstep.observe.flops import computed_in, flops, guessed, has_no_narrow_kernel, is_unknown
+from halfstep.observe.flops import WideWork, computed_in, flops, guessed, has_no_narrow_kernel, is_unknown
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
 from halfstep.observe.recorder import MemoryListener, Operation, Recorder, eagerly, uses_compiled
@@ -148,18 +148,19 @@ class WorkByFormat:
         self._in_islands = 0
         self._idle = {id(module): path for path, module in islands(model).items() if not _frozen(module)}
         self.backward_seen = False
+        self._wide = WideWork()
 
     def __call__(self, operation: Operation) -> None:
         self.backward_seen |= operation.backward
-        work = flops(operation)
+        work, wide = flops(operation), self._wide.includes(operation)
         if operation.islands:
             self._in_islands += work
             for island in operation.islands:
                 self._idle.pop(id(island), None)
-        elif work:
+        elif work and not wide:
             self._count(operation, work, computed_in(operation))
-        elif is_unknown(operation):
-            self._guess(operation)
+        elif work or is_unknown(operation):
+            self._guess(operation, "; torch has nothing narrower" if wide else "")
 
     def observation(self) -> Observation:
         """Return what was observed so far."""
@@ -186,12 +187,12 @@ class WorkByFormat:
         if found != self.expected:
             self._strays[f"{operation.module or '(the model itself)'} [{found}]"] += work
 
-    def _guess(self, operation: Operation) -> None:
+    def _guess(self, operation: Operation, note: str) -> None:
         work, found = guessed(operation)
         if operation.widened and found == FP32.name:
             return
         place = operation.module or "the model itself"
-        self._unknown[f"{operation.function._overloadpacket} in {place} [{found}]"] += work
+        self._unknown[f"{operation.function._overloadpacket} in {place} [{found}{note}]"] += work
         if found == self.expected:
             self._unknown_as_expected += work
 

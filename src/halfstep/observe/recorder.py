@@ -164,14 +164,14 @@ class _Calls(TorchFunctionMode):
 
     inside = False
 
-    def __init__(self, memory: MemoryListener | None = None) -> None:
+    def __init__(self, replaces: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._memory = memory
+        self._replaces = replaces
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._memory is not None and func == _SET_DATA and not _is_machinery():
-            self._memory.before_replace(args[0], running_line())
+        if func == _SET_DATA:
+            self._replaces(args[0])
         if isinstance(func, HigherOrderOperator) and (meaning := meaning_of(func, args, kwargs)) is not None:
             with self:
                 # torch disables a mode inside its own handler; entered again, it sees the calls of the branches.
@@ -275,7 +275,11 @@ class Recorder(TorchDispatchMode):
         self._recorded = 0
         self._opened = 0
         self._hooks: list[Any] = []
-        self._calls = _Calls(memory)
+        self._calls = _Calls(self._replaces)
+
+    def __deepcopy__(self, _memo: object) -> Recorder:
+        """Return the recorder itself: a loss function may copy a model whose hooks hold it."""
+        return self
 
     @property
     def module(self) -> str:
@@ -348,6 +352,11 @@ class Recorder(TorchDispatchMode):
                 memory.reads(old[storage], line)
                 self._used.add(storage)
         return set(old)
+
+    def _replaces(self, tensor: Tensor) -> None:
+        """Announce that a tensor from before the recording gets other memory, which no operation shows."""
+        if self._memory is not None and _storage(tensor) not in self._made and not _is_machinery():
+            self._memory.before_replace(tensor, running_line())
 
     def _runs(self, module: nn.Module, _inputs: Any) -> None:
         assert self._memory is not None, "the hook is registered for a listener"

@@ -221,7 +221,7 @@ def _verdict(replayed: Replayed, attempt: StepInputs, first: TrialOutcome) -> Ve
         compiled=uses_compiled(replayed.model),
     )
     if precision.name == recorded.precision:
-        # A finite result in another environment does not prove a hardware failure.
+        # A finite result in another environment does not prove that it cannot be reproduced.
         here = not first.finite or refused_by(reason) is not None or not replayed.notes
         return judge(reason=reason) if here else None
     if first.finite:

@@ -200,7 +200,7 @@ class Stepper(StepperBase):
     def _objective(self, slots: list[OptimizerSlot]) -> Objective:
         loss = self._losses[slots[0].name if len(slots) == 1 else ONLY]
         everywhere = len(slots) == len(self._slots) or self._synchroniser.backward_goes_everywhere
-        return Objective(loss, slots, clip_norm=self._clip_norm, everywhere=everywhere)
+        return Objective(loss, slots, clip_norm=self.clip_norm, everywhere=everywhere)
 
     def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
         if isinstance(self._scope, Watch):
@@ -208,9 +208,9 @@ class Stepper(StepperBase):
         # From here on no rank may leave for a reason of its own: Ctrl-C has to wait.
         self._interrupts.interruptible, self._concluding = False, True
         self._synchroniser.finish([slot.gradients for slot in self._open])
-        if self._on_gradients is not None:
+        if self.on_gradients is not None:
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
-            self._on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
+            self.on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
         save = int(self.save_requested and self.ranks.rank == 0)
         agreed = self._agree(Votes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save))
         # Every rank has run out of batches: this window never happened.

@@ -88,8 +88,8 @@ class StepperBase:
         self.device = next(model.parameters()).device
         self.findings: list[Finding] = []
         self._slots = _slots(named, schedule, clip_norm, clip_value)
-        self._clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
-        self._on_gradients = on_gradients
+        self.clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
+        self.on_gradients = on_gradients
         self._rollback, self._holdings = Rollback(self._emit, model), Holdings(model)
         self._observe, self._look_schedule = observe, LookSchedule()
         self.observed: Observation | None = None

@@ -14,7 +14,7 @@ from halfstep import distributed
 from halfstep.errors import Diverged, HalfstepError, OutOfMemory, RankFailed, reason_in
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.repair.advice import LOWER_LR
-from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, PRECISION, STATE
+from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.out_of_memory import as_error, is_out_of_memory, tells_of_memory
@@ -170,7 +170,7 @@ def _smaller(loop: Loop) -> dict[str, Any]:
 
 
 REPAIR = "repair"
-_CURED = (PRECISION, COMPILER, HARDWARE)
+_CURED = (PRECISION, COMPILER, NOT_REPRODUCIBLE)
 """Causes that the guard can remedy itself."""
 _IN_THE_WEIGHTS = (DIVERGENCE, STATE)
 """Causes for which a recent checkpoint may be as bad as the weights."""

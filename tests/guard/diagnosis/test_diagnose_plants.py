@@ -37,7 +37,7 @@ def test_healthy_warm_ups_are_called_so(seed: int) -> None:
 
 
 def test_there_are_enough_and_no_two_are_the_same() -> None:
-    assert len(PLANTS) == len(all_plants()) >= 220
+    assert len(PLANTS) == len(all_plants()) >= 378
     assert {plant.precision for plant in PLANTS.values()} == {"fp16", "bf16", "fp32"}
     by_class = Counter(plant.expected.cause for plant in PLANTS.values())
     assert set(by_class) == set(get_args(Cause))

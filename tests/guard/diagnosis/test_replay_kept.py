@@ -191,7 +191,7 @@ def test_where_the_state_of_a_generator_is_not_known_that_is_said() -> None:
     stepper = stepper_of(model)
     aimed(model)
     found = by_hand(stepper, stepper.step(call, torch.randn(4, 8)))
-    assert found.cause == "hardware"
+    assert found.cause == "not_reproducible"
     assert "torch.Generator of its own" in found.evidence[1]
 
 
@@ -204,7 +204,7 @@ def test_a_fault_that_comes_back_once_and_then_not_is_the_devices() -> None:
 
     stepper = stepper_of(plain_model())
     found = by_hand(stepper, stepper.step(loss_fn, torch.randn(4, 8)))
-    assert found.cause == "hardware"
+    assert found.cause == "not_reproducible"
     assert found.evidence[0] == "run again twice, once it was finite and once not"
 
 

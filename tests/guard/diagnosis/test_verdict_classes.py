@@ -129,7 +129,7 @@ def test_a_loss_that_was_as_good_as_zero_may_grow() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_norm_that_fp32_cannot_hold_is_not_the_hardwares_fault(precision: str) -> None:
+def test_a_norm_that_fp32_cannot_hold_is_reproducible(precision: str) -> None:
     """Every gradient is finite, their squares are not: the step and its rerun judge alike."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     model[2].weight.data.mul_(1e15)

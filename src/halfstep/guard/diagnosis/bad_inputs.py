@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ from halfstep import distributed
 from halfstep.guard.diagnosis.rerun import ATTRIBUTE, HeldTensors
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import Cure
-from halfstep.observe.nonfinite_origin import BATCH, INF, MINUS_INF, NAN, all_finite, kinds_of, local
+from halfstep.observe.nonfinite_origin import BATCH, INF, MINUS_INF, NAN, all_finite, kinds_of, local, storage_of
 from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import as_written
 from halfstep.printable import number
-from halfstep.step.step_inputs import StepInputs
+from halfstep.step.step_inputs import StepInputs, versions_of
 
 # -- batch ------------------------------------------------------------------------------------------------------------
 
@@ -44,6 +45,8 @@ class Spot(NamedTuple):
     many: int
     """The number of such values in the tensor."""
     rank: int = 0
+    written: bool = False
+    """Whether the step wrote to the tensor, so that its values are not those that it came with."""
 
     def __str__(self) -> str:
         batch = f"micro-batch {self.microbatch}" if self.of > 1 else "the batch"
@@ -53,15 +56,57 @@ class Spot(NamedTuple):
         return f"{where}{sample}{process}"
 
 
-def not_finite(microbatches: Sequence[Any], name: str | None) -> list[Spot]:
-    """Return the places with non-finite values, on any rank; the tensor of this name comes first."""
+def not_finite(microbatches: Sequence[Any], name: str | None, written: frozenset[int] = frozenset()) -> list[Spot]:
+    """Return the places with non-finite values, on any rank; the tensor of this name comes first.
+
+    `written` are the storages that `written_storages` returned before the reruns.
+    """
     found = [
-        (f"{BATCH}[{index}]{path}" != name, _spot(index, len(microbatches), path, leaf))
+        (
+            f"{BATCH}[{index}]{path}" != name,
+            _spot(index, len(microbatches), path, leaf)._replace(written=storage_of(leaf) in written),
+        )
         for index, path, leaf in _floating(microbatches)
         if not all_finite(leaf)
     ]
     # -inf comes last: masks contain it on purpose.
     return _shared([spot for _, spot in sorted(found, key=lambda pair: (pair[0], pair[1].value == MINUS_INF))])
+
+
+def written_storages(attempt: StepInputs) -> frozenset[int]:
+    """Return the storages of the batch that were written to since the step began; all of them if that is not known."""
+    found = [leaf for microbatch in attempt.microbatches for _, leaf in leaves(microbatch)]
+    versions = versions_of(attempt.microbatches)
+    known = len(versions) == len(attempt.versions) == len(found)
+    before: Sequence[int | None] = attempt.versions if known else [None] * len(found)
+    changed = zip(found, before, versions if known else before, strict=True)
+    return frozenset(
+        storage_of(leaf)
+        for leaf, then, now in changed
+        if (then is None or then != now) and leaf.layout is torch.strided and not leaf.is_meta
+    )
+
+
+@contextmanager
+def with_ordinary_numbers(attempt: StepInputs, written: frozenset[int], *, zeros: bool) -> Iterator[None]:
+    """Replace non-finite tensors that the step may have written by numbers from 0.25 to 0.75, until the block ends.
+
+    With `zeros`, non-finite values become 0. Finite ones are replaced as well: they are results of the first write.
+    """
+    chance = torch.Generator().manual_seed(0)
+    kept = [
+        (leaf, leaf.clone())
+        for _, _, leaf in _floating(attempt.microbatches)
+        if storage_of(leaf) in written and not leaf.is_inference() and leaf.itemsize > 1 and not all_finite(leaf)
+    ]
+    for leaf, copy in kept:
+        ordinary = (0.25 + 0.5 * torch.rand(copy.shape, generator=chance)).to(copy)
+        leaf.copy_(torch.where(copy.isfinite(), ordinary, 0.0) if zeros else ordinary)
+    try:
+        yield
+    finally:
+        for leaf, copy in kept:
+            leaf.copy_(copy)
 
 
 def outlier(microbatches: Sequence[Any]) -> Spot | None:

@@ -14,14 +14,14 @@ from torch import nn
 from halfstep import distributed
 from halfstep.formats import FP32
 from halfstep.guard.diagnosis import bad_inputs, explain
-from halfstep.guard.diagnosis.rerun import HeldTensors, ReplayConfig, holdings
+from halfstep.guard.diagnosis.rerun import HeldTensors, OnGradients, ReplayConfig, holdings
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, remedies_for
 from halfstep.guard.verdict import (
     CODE,
     COMPILER,
     DATA,
     DIVERGENCE,
-    HARDWARE,
+    NOT_REPRODUCIBLE,
     PRECISION,
     STATE,
     WARM_UP,
@@ -31,7 +31,7 @@ from halfstep.guard.verdict import (
     Verdict,
     place_of,
 )
-from halfstep.observe.nonfinite_origin import BATCH, LITERAL, OTHERS
+from halfstep.observe.nonfinite_origin import BATCH, LITERAL, NAN, OTHERS
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, refused_by
 from halfstep.step.step_inputs import StepInputs
@@ -48,7 +48,7 @@ def agreed(verdict: Verdict) -> Verdict:
 
 def _rank(verdict: Verdict) -> tuple[bool, bool, bool]:
     culprit = verdict.culprit
-    return culprit is None, culprit is not None and culprit.backward, verdict.cause == HARDWARE
+    return culprit is None, culprit is not None and culprit.backward, verdict.cause == NOT_REPRODUCIBLE
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------
@@ -131,6 +131,8 @@ def diagnose(
     compiled: bool = False,
     past: bad_inputs.Past = _NO_PAST,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    on_gradients: OnGradients | None = None,
+    clip_norm: float | None = None,
     seconds: float | None = None,
     tell: Callable[[Cost], None] = lambda cost: None,
 ) -> Verdict:
@@ -142,11 +144,16 @@ def diagnose(
     # All ranks make the same reruns, so they must decide from the same facts, and one alone may have noticed the write.
     # With a sharded model, each rank sees other weights and may find another origin.
     written = _WRITTEN in distributed.from_all(_WRITTEN if attempt.batch_changed else "")
+    # Before the reruns, which may write to the batch as well.
+    storages = bad_inputs.written_storages(attempt) if written else frozenset()
     cost = cost_of(model, seconds)
     if cost.is_large:
         tell(cost)
     trials = Trials(model, attempt, written=written, most=cost.reruns)
-    verdict = agreed(_Case(trials, precision, reason, history, compiled, past, tuple(optimizers)).verdict())
+    case = _Case(
+        trials, precision, reason, history, compiled, past, tuple(optimizers), on_gradients, clip_norm, storages
+    )
+    verdict = agreed(case.verdict())
     if not written or _CLONE_FIRST in verdict.cures:
         return verdict
     # The batch was changed during the step, so the reruns are not quite the step that failed.
@@ -164,6 +171,10 @@ class _Case:
     compiled: bool
     past: bad_inputs.Past
     optimizers: tuple[torch.optim.Optimizer, ...]
+    on_gradients: OnGradients | None
+    clip_norm: float | None
+    written: frozenset[int]
+    """The storages of the batch that the step wrote to."""
 
     @property
     def attempt(self) -> StepInputs:
@@ -186,6 +197,32 @@ class _Case:
     @cached_property
     def _held(self) -> HeldTensors:
         return holdings(self.trials.model, self.attempt.loss_fn, self.attempt.microbatches)
+
+    @cached_property
+    def _update_share(self) -> float | None:
+        """Return the size of the newest updates as a part of the weights' norm, as the ranks agree on it."""
+        model, reaches = self.trials.model, self.attempt.reaches
+        weights = [p for reach in reaches.values() for p in reach.parameters] if reaches else list(model.parameters())
+        known = set(map(id, weights))
+        taking_part = [
+            each for each in self.optimizers if any(id(p) in known for g in each.param_groups for p in g["params"])
+        ]
+        mine = explain.update_share(self.history, weights, taking_part, self.clip_norm)
+        found = [float(text) for text in distributed.from_all("" if mine is None else repr(mine)) if text]
+        return max(found, default=None)
+
+    @cached_property
+    def _grown(self) -> str:
+        """Return how losses or norms have grown; empty if they have not, or if it is not the weights' doing."""
+        found = explain.grown(self.history)
+        return found if found and self._weights_moved else ""
+
+    @cached_property
+    def _weights_moved(self) -> bool:
+        """Return whether the weights may have moved enough to make a loss a thousand times as large."""
+        share = self._update_share
+        largest = max(float(text) for text in distributed.from_all(repr(explain.largest_weight(self.trials.model)[0])))
+        return share is None or share > explain.LARGE_UPDATE or largest > explain.LARGE_WEIGHT
 
     def verdict(self) -> Verdict:
         """Return the verdict; each test assumes that those before it failed."""
@@ -221,6 +258,11 @@ class _Case:
     def _not_again(self) -> Verdict:
         if (guard := refused_by(self.reason)) is not None:
             return self._divergence(explain.refused(guard), None)
+        if self.on_gradients is not None and self.reason not in _FORWARD:
+            edited = self.trials.run(ReplayConfig(self.precision, on_gradients=self.on_gradients))
+            if not edited.finite and not edited.error:
+                fix = Cure("fix_code", explain.fix_on_gradients(edited), None)
+                return Verdict(CODE, explain.in_on_gradients(edited), edited.culprit, (), (fix,))
         if self.trials.written:
             sentence = f"data: {explain.BATCH_WRITTEN}; run again as it is now it is finite"
             return Verdict(DATA, sentence, None, (), (_CLONE_FIRST,))
@@ -233,13 +275,13 @@ class _Case:
                 return self._only_compiled(as_compiled)
         # A third result: finite now and failing then is a nondeterministic operation, not a single event.
         once_more = self._run(self._own_scale)
-        return self._hardware(explain.NOT_NOW if once_more.finite or once_more.error else explain.NOW_AND_THEN)
+        return self._not_reproducible(explain.NOT_NOW if once_more.finite or once_more.error else explain.NOW_AND_THEN)
 
-    def _hardware(self, evidence: str) -> Verdict:
+    def _not_reproducible(self, evidence: str) -> Verdict:
         known = {id(generator) for generator, _ in self.attempt.own_generators}
         unknown = any(id(generator) not in known for generator in self._held.generators)
         told = (evidence, *((explain.OWN_GENERATOR,) if unknown else ()))
-        return Verdict(HARDWARE, explain.NOT_AGAIN, None, told, (_SKIP,))
+        return Verdict(NOT_REPRODUCIBLE, explain.NOT_AGAIN, None, told, (_SKIP,))
 
     def _only_compiled(self, as_compiled: TrialOutcome) -> Verdict:
         if self.reason == GRADIENT_OVERFLOW and self._run(1.0, compiled=True).finite:
@@ -257,7 +299,9 @@ class _Case:
         culprit = as_it_was.culprit
         outside = "" if culprit is None else culprit.outside or ""
         if outside.startswith(BATCH):
-            spots = bad_inputs.not_finite(self.attempt.microbatches, outside)
+            spots = bad_inputs.not_finite(self.attempt.microbatches, outside, self.written)
+            if spots and spots[0].written:
+                return self._written_by_the_step(as_it_was, spots)
             if spots:
                 others = tuple(map(explain.spot, spots[1:]))
                 return Verdict(DATA, f"data: {explain.spot(spots[0])}", culprit, others, (_SKIP,))
@@ -266,6 +310,20 @@ class _Case:
         if broken := bad_inputs.impossible(self.trials.model, self._held, as_it_was):
             return self._in_state(as_it_was, broken, f"{broken} has negative numbers")
         return self._in_the_batch(as_it_was) or self._precision_or_not(as_it_was)
+
+    def _written_by_the_step(self, as_it_was: TrialOutcome, spots: Sequence[bad_inputs.Spot]) -> Verdict:
+        """Return the verdict on a batch that is non-finite now, and that the step wrote to."""
+        kinds = {spot.value for spot in spots if spot.written}
+        for zeros in (False, True):
+            with bad_inputs.with_ordinary_numbers(self.attempt, self.written, zeros=zeros):
+                outcome = self._run(1.0)
+                # Ordinary numbers that fail prove that the code makes them. Zeros that fail prove it only for
+                # infinities: NaN in a batch stays NaN, whatever is computed.
+                same = outcome.culprit is not None and kinds <= set(outcome.culprit.kinds) - {NAN}
+                if not outcome.finite and not outcome.error and (same or not zeros):
+                    verdict = self._precision_or_not(outcome)
+                    return replace(verdict, evidence=(explain.spot(spots[0]), *verdict.evidence))
+        return Verdict(DATA, explain.written(spots[0]), as_it_was.culprit, (), (_CLONE_FIRST, _SKIP))
 
     def _came_from_outside(self, as_it_was: TrialOutcome, name: str) -> Verdict:
         """Return the verdict on values that came neither from an operation of the step nor from the batch."""
@@ -283,7 +341,7 @@ class _Case:
 
     def _in_state(self, as_it_was: TrialOutcome, name: str, what: str, looked_up: bool = False) -> Verdict:
         # Losses that had grown before explain a bad weight: an update made it, nothing overwrote it.
-        if why := explain.grown(self.history):
+        if why := self._grown:
             evidence = (why, *explain.rate_evidence(self.history))
             return Verdict(DIVERGENCE, f"divergence: {what}, and {why}", as_it_was.culprit, evidence, (_SLOWER,))
         tensor = bad_inputs.named_tensor(name, self.trials.model, self._held)
@@ -321,7 +379,7 @@ class _Case:
         if self.precision.computes is FP32:
             if self._happens_again():
                 return self._fails_in_fp32(as_it_was, as_it_was)
-            return self._hardware(explain.NOW_AND_THEN)
+            return self._not_reproducible(explain.NOW_AND_THEN)
         fp32 = self._in_fp32()
         if fp32.error:
             return self._without_fp32(as_it_was, fp32)
@@ -329,8 +387,10 @@ class _Case:
             return self._fails_in_fp32(as_it_was, fp32)
         # An operation whose result fits fp32 but not its own format fails every time. For others that must be tried.
         if not _overflows(as_it_was) and not self._happens_again():
-            return self._hardware(explain.NOW_AND_THEN)
-        if why := explain.strayed(fp32, self.history):
+            return self._not_reproducible(explain.NOW_AND_THEN)
+        why = explain.strayed(fp32, self.history)
+        # A loss may grow on purpose, slowly, as its weight is raised; a jump is none.
+        if why and (self._weights_moved or not explain.strays_slowly(fp32, self.history)):
             return self._divergence(f"divergence: {why}", as_it_was.culprit, explain.what_happened(as_it_was))
         return self._precision(as_it_was, fp32)
 
@@ -357,7 +417,7 @@ class _Case:
     def _fails_in_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         """Return the verdict on a step that also fails in fp32."""
         # The origin in fp32 is what must change, even if another operation failed before it in 16 bits.
-        why = explain.grown(self.history)
+        why = self._grown
         if not fp32.undefined and not why:
             culprit = fp32.culprit
             largest = fp32.grad_norm if culprit is None else culprit.largest_input
@@ -370,11 +430,16 @@ class _Case:
     def _in_the_code(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         evidence = (
             *self._first_elsewhere(as_it_was, fp32),
-            explain.NO_SIGN,
+            self._no_divergence,
             explain.weight_evidence(self.trials.model),
         )
         fix = Cure("fix_code", explain.fix(fp32), None)
         return Verdict(CODE, explain.in_the_code(fp32), fp32.culprit, evidence, (fix,))
+
+    @property
+    def _no_divergence(self) -> str:
+        grown, share = explain.grown(self.history), self._update_share
+        return explain.NO_SIGN if not grown or share is None else explain.grown_on_purpose(grown, share)
 
     def _first_elsewhere(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> tuple[str, ...]:
         if place_of(as_it_was.culprit) == place_of(fp32.culprit):

@@ -259,6 +259,8 @@ def diagnose(
         compiled=uses_compiled(stepper.model, attempt.loss_fn),
         past=past or Past(applied=report.step),
         optimizers=tuple(stepper.optimizers.values()),
+        on_gradients=stepper.on_gradients,
+        clip_norm=stepper.clip_norm,
         seconds=seconds,
         tell=tell,
     )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from halfstep.guard.diagnosis.bad_inputs import Spot
+from halfstep.guard.diagnosis.rerun import ON_GRADIENTS
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import Culprit, Cure, History
-from halfstep.observe.nonfinite_origin import CONSTANT, all_finite, largest_finite
+from halfstep.observe.nonfinite_origin import CONSTANT, all_finite, largest_finite, local, norm_of
 from halfstep.observe.recorder import OUTSIDE, as_written
 from halfstep.precision.precision import Precision
 from halfstep.printable import number
@@ -20,8 +22,8 @@ BATCH_WRITTEN = "the batch was written to in place during the step"
 CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"
 ONLY_COMPILED = "compiler: the step is finite when it is not compiled, and not finite when it is"
 NOT_AGAIN = (
-    "hardware: it does not happen again: an operation that is not deterministic, random numbers that are not torch's, "
-    "or the device"
+    "not_reproducible: it does not happen again: Python state that the step changes, random numbers that are not "
+    "torch's, a nondeterministic operation, or the device"
 )
 NOT_NOW = "run again, with the same batch and the same random numbers, it is finite"
 NOW_AND_THEN = "run again twice, once it was finite and once not"
@@ -54,7 +56,9 @@ def place(outcome: TrialOutcome) -> str:
         return f"the gradient of {outcome.bad_parameters[0]}" if outcome.bad_parameters else "the step"
     if culprit.outside is not None:
         return culprit.outside
-    where = {"": "the model's own forward", OUTSIDE: "the loss"}.get(culprit.module, culprit.module)
+    where = {"": "the model's own forward", OUTSIDE: "the loss", ON_GRADIENTS: "on_gradients"}.get(
+        culprit.module, culprit.module
+    )
     details = [
         culprit.operation,
         *(["in backward"] if culprit.backward else []),
@@ -121,9 +125,19 @@ def diverged(fp32: TrialOutcome, why: str) -> str:
     return f"divergence: {what_happened(fp32)}; fp32 fails too, and {why}"
 
 
+def grown_on_purpose(grown: str, share: float) -> str:
+    """Return that losses have grown without updates that would explain it."""
+    return f"{grown}, but no update was large enough to be the cause: at most {share:.2g} of the weights' norm"
+
+
 def in_the_code(fp32: TrialOutcome) -> str:
     """Return the sentence for code without a finite result."""
     return f"code: {what_happened(fp32)}; fp32 fails too"
+
+
+def in_on_gradients(edited: TrialOutcome) -> str:
+    """Return the sentence for an on_gradients that spoils finite gradients."""
+    return f"code: gradients are finite before on_gradients and not after it: {what_happened(edited)}"
 
 
 def state(what: str, since: str) -> str:
@@ -148,10 +162,20 @@ def fix(fp32: TrialOutcome) -> str:
     return f"change {where}, which {fp32.effect or 'is not finite'}"
 
 
+def fix_on_gradients(edited: TrialOutcome) -> str:
+    """Return which line of on_gradients to change, if it is known."""
+    return fix(edited) if edited.culprit is not None else f"change on_gradients: {what_happened(edited)}"
+
+
 def spot(found: Spot) -> str:
     """Return where a batch holds non-finite values."""
     many = f", one of {found.many:,} such numbers" if found.many > 1 else ""
     return f"{found} holds {found.value}{many}"
+
+
+def written(found: Spot) -> str:
+    """Return the sentence for non-finite values in a batch that the step wrote to, whatever it came with."""
+    return f"data: {spot(found)}, and {BATCH_WRITTEN}, so it is not known whether it came so"
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -164,6 +188,10 @@ HUGE_WEIGHT = 1e6
 """The limit above which no weight of a healthy model lies."""
 HUGE = 1e10
 """The limit above which no intermediate result of a healthy model lies, unless the batch has such values."""
+LARGE_WEIGHT = 1e3
+"""The limit above which a weight confirms that growing losses are a divergence."""
+LARGE_UPDATE = 0.1
+"""The size of an update, as a part of the weights' norm, that makes a loss grow a thousandfold within a history."""
 LEARNT = 1e-4
 """The loss below which a task is as good as learnt, so that a jump by any factor means nothing."""
 
@@ -194,9 +222,43 @@ def grown(history: History) -> str:
     return ""
 
 
+def strays_slowly(fp32: TrialOutcome, history: History) -> bool:
+    """Return whether the loss is near that of the step before, so that it did not jump."""
+    newest = next((abs(loss) for loss in reversed(history.losses) if math.isfinite(loss)), math.inf)
+    return abs(fp32.loss) <= FAR * max(newest, LEARNT)
+
+
+def update_share(
+    history: History, weights: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer], clip_norm: float | None
+) -> float | None:
+    """Return the largest of the newest updates as a part of the weights' norm; None if no learning rate is known.
+
+    A loss that grows does so on purpose where a weight of it is raised, or because large updates ruin the weights.
+    """
+    parts = [part for part in map(local, weights) if part.is_floating_point() and part.itemsize > 1]
+    norm = math.hypot(*(_norm_of_finite(part) for part in parts))
+    rates = history.rates[-3:] or tuple(float(group["lr"]) for each in optimizers for group in each.param_groups)
+    if not rates or not norm:
+        return None
+    # SGD's update is proportional to the gradient. Others divide by its size, so that each weight moves by the rate.
+    scaled = math.sqrt(sum(part.numel() for part in parts))
+    gradient = max((value for value in history.grad_norms[-3:] if math.isfinite(value)), default=None)
+    if gradient is None:
+        return max(rates) * scaled / norm
+    gradient = gradient if clip_norm is None else min(gradient, clip_norm)
+    if optimizers and all(isinstance(each, torch.optim.SGD) for each in optimizers):
+        momentum = max(float(group["momentum"]) for each in optimizers for group in each.param_groups)
+        return max(rates) * gradient / max(1.0 - momentum, 1e-3) / norm
+    return max(rates) * (scaled if optimizers else min(scaled, gradient)) / norm
+
+
+def _norm_of_finite(weight: Tensor) -> float:
+    return norm_of(torch.where(weight.isfinite(), weight, 0))
+
+
 def too_large(model: nn.Module, largest_input: float, applied: int) -> str:
     """Return which weights or values are larger than in any healthy run; empty if none are."""
-    largest, name = _largest_weight(model)
+    largest, name = largest_weight(model)
     if largest > HUGE_WEIGHT:
         return f"the largest weight is {number(largest)}, in {name}"
     if applied and largest_input > HUGE:
@@ -204,7 +266,8 @@ def too_large(model: nn.Module, largest_input: float, applied: int) -> str:
     return ""
 
 
-def _largest_weight(model: nn.Module) -> tuple[float, str]:
+def largest_weight(model: nn.Module) -> tuple[float, str]:
+    """Return the largest finite absolute value of all weights, and the name of its parameter."""
     sizes = ((largest_finite(weight), as_written(path)) for path, weight in model.named_parameters())
     return max(sizes, default=(0.0, ""), key=lambda pair: pair[0])
 

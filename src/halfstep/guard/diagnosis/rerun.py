@@ -7,9 +7,9 @@ holds a reference to it sees the same object; whatever the rerun writes is resto
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from halfstep.observe.nonfinite_origin import (
     total_norm,
     written_by,
 )
-from halfstep.observe.reachable import leaves, outermost, reachable
+from halfstep.observe.reachable import held_by, leaves, outermost, reachable
 from halfstep.observe.recorder import OUTSIDE, Operation, Recorder, as_written, eagerly
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
@@ -90,7 +90,8 @@ def _of(name: str, holder: str) -> str:
 class Weights:
     """The parameters of some modules as they are now; `run` is how a recorder runs operations meanwhile."""
 
-    def __init__(self, modules: Sequence[nn.Module], others: Iterable[Tensor]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], others: Iterable[Tensor], plain: Iterable[Tensor] = ()) -> None:
+        """Keep the parameters of these modules, other parameters, and plain tensors such as a carried state."""
         slots = [(module._parameters, dict(module._parameters)) for top in modules for module in top.modules()]
         registered = [parameter for _, names in slots for parameter in names.values() if parameter is not None]
         self.parameters = list({id(parameter): parameter for parameter in (*registered, *others)}.values())
@@ -103,6 +104,9 @@ class Weights:
         for parameter in self.parameters:
             if parameter.layout is torch.strided and not parameter.is_meta:
                 self._by_storage.setdefault(storage_of(parameter), []).append(parameter)
+        for tensor in plain:
+            if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference():
+                self._by_storage.setdefault(storage_of(tensor), []).append(tensor.detach())
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -141,17 +145,41 @@ class Weights:
         self._copies.clear()
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, Tensor, type(None))
+
+
+class PlainAttributes:
+    """The attributes of modules that are numbers, strings, tuples or tensors, as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._kept = [(vars(module), _plain_in(vars(module))) for top in modules for module in top.modules()]
+
+    def restore(self) -> None:
+        """Restore those that were replaced or deleted, and delete new ones."""
+        for attributes, before in self._kept:
+            for name in _plain_in(attributes).keys() - before.keys():
+                del attributes[name]
+            for name, value in before.items():
+                if name not in attributes or attributes[name] is not value:
+                    attributes[name] = value
+
+
+def _plain_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
+
+
 @contextmanager
 def undisturbed(
     model: nn.Module, attempt: StepInputs, holdings: HeldTensors, device: torch.device
 ) -> Iterator[Weights]:
-    """Restore weights, buffers, gradients and random numbers after the block.
+    """Restore weights, buffers, plain attributes, gradients and random numbers after the block.
 
     That includes modules that the loss function holds.
     """
     modules = [model, *(module for _, module in holdings.modules)]
     trained = [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
-    weights, buffers = Weights(modules, trained), [Buffers(module) for module in modules]
+    weights, buffers = Weights(modules, trained, holdings.tensors.values()), [Buffers(module) for module in modules]
+    attributes = PlainAttributes(modules)
     own = {id(each): (each, each.get_state()) for each in holdings.generators}
     own |= {id(each): (each, each.get_state()) for each, _ in attempt.own_generators}
     generators = generator_states(device)
@@ -167,6 +195,7 @@ def undisturbed(
         weights.restore()
         for kept in buffers:
             kept.restore()
+        attributes.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         set_generator_states(generators, device)
@@ -187,6 +216,8 @@ class ReplayLoss:
         self.totals: list[Tensor] = []
         self.count: float | None = None
         """The number of elements, for a loss that is a Counted sum."""
+        self.unscaled = False
+        """Whether the gradients are unscaled already, for on_gradients."""
 
     def weighed(self, given: Any) -> Tensor:
         """Return the value that backward runs on."""
@@ -218,6 +249,8 @@ class ReplayLoss:
     @property
     def unscale(self) -> float:
         """Return the factor that turns the gradients of backward into those of the mean."""
+        if self.unscaled:
+            return 1.0
         if self.count is None or self.counts_nothing:
             return 1.0 / self.scale
         return (self._base or 1.0) / self.count / self.scale
@@ -228,6 +261,9 @@ class ReplayLoss:
 
 MOST_COPIED = 1_000_000_000
 """The number of parameters up to which all are copied before compiled code runs; above, only untrained ones."""
+ON_GRADIENTS = "(on_gradients)"
+"""The module of operations that a Stepper's on_gradients runs."""
+OnGradients = Callable[[list[Tensor]], object]
 
 
 @dataclass(frozen=True)
@@ -240,6 +276,8 @@ class ReplayConfig:
     """The loss scale in place of the step's own, or None."""
     compiled: bool = False
     """Whether compiled code runs as it did; then operations cannot be observed."""
+    on_gradients: OnGradients | None = None
+    """The Stepper's on_gradients, to be run after backward; None to leave it out: it may have side effects."""
 
 
 @dataclass(frozen=True)
@@ -282,8 +320,14 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
             for generator, state in attempt.own_generators:
                 generator.set_state(state)
             shares = _run(model, attempt, config, device)
+            after_backward = origins.order
+            if config.on_gradients is not None:
+                _edit(model, attempt, shares, config.on_gradients)
         buffers = {name: buffer for name, buffer in _not_finite(model, held).items() if name not in bad_before}
-        return _judged(model, attempt, shares, buffers, origins, config)
+        found = _judged(model, attempt, shares, buffers, origins, config)
+    if found.origin is None or found.origin.order <= after_backward:
+        return found
+    return replace(found, origin=replace(found.origin, module=ON_GRADIENTS))
 
 
 def _watch(active: ExitStack, model: nn.Module, compiled: bool, origins: NonfiniteOrigins, weights: Weights) -> None:
@@ -327,6 +371,21 @@ def _run(model: nn.Module, attempt: StepInputs, config: ReplayConfig, device: to
             inputs = None if reach is None or reach.alone else list(reach.parameters)
             loss.backward(inputs=inputs, retain_graph=name != last)
     return shares
+
+
+def _edit(model: nn.Module, attempt: StepInputs, shares: Mapping[str, ReplayLoss], on_gradients: OnGradients) -> None:
+    """Unscale the gradients and run on_gradients as the step does; tensors that it holds are restored."""
+    parameters: list[Tensor] = []
+    for name, share in shares.items():
+        reached = model.parameters() if attempt.reaches is None else attempt.reaches[name].parameters
+        for parameter in reached:
+            if parameter.grad is not None:
+                parameter.grad.mul_(share.unscale)
+                parameters.append(parameter)
+        share.unscaled = True
+    held = [each for each in held_by(on_gradients, Tensor) if not isinstance(each, nn.Parameter) and _has_numbers(each)]
+    with batch_kept(held):
+        on_gradients(parameters)
 
 
 def _judged(

@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep import distributed
 from halfstep.formats import BF16, FORMATS, FP16, FP32
-from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, batch_kept, rerun
+from halfstep.guard.diagnosis.rerun import ON_GRADIENTS, ReplayConfig, RerunResult, batch_kept, rerun
 from halfstep.guard.verdict import Culprit, Cure
 from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, Made, OperationInput
 from halfstep.observe.recorder import OUTSIDE
@@ -203,7 +203,7 @@ def remedies_for(
 def candidates(model: nn.Module, module: str) -> list[str]:
     """Return the module and those that enclose it, without the model itself: that would be another precision."""
     found: list[str] = []
-    while module and module != OUTSIDE and len(found) < _MODULES:
+    while module and module not in (OUTSIDE, ON_GRADIENTS) and len(found) < _MODULES:
         found.append(module)
         module = module.rpartition(".")[0]
     # A list of modules has no forward of its own, so an island around it would have no effect.

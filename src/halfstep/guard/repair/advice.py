@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 from halfstep.errors import Diverged
 from halfstep.guard.repair.remedies import RemedyKind
 from halfstep.guard.streak import Limits, Streak
-from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, HARDWARE, WARM_UP, Cause, CureKind, Verdict
+from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE, WARM_UP, Cause, CureKind, Verdict
 from halfstep.observe.recorder import OUTSIDE
 
 REPAIR = "--guard repair"
@@ -40,9 +40,9 @@ _BY_CAUSE: dict[Cause, Wording] = {
     DATA: Wording(
         "mend or leave out the samples that are named", "mend the samples that are named, or leave them out", REPAIR
     ),
-    HARDWARE: Wording(
-        "halfstep doctor, and the same run on another device",
-        "leave this batch out; look at the device where it comes back",
+    NOT_REPRODUCIBLE: Wording(
+        "look for Python state and random numbers outside torch; without these, the same run on another device",
+        "leave this batch out; if it comes back, look for Python state and random numbers outside torch",
         REPAIR,
     ),
     COMPILER: _WORDINGS["eager"],

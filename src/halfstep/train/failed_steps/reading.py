@@ -295,7 +295,8 @@ def load_attempt(record: Record, rank: int, loss_fn: LossFunction, device: torch
             own["only"],
             _for_this_device(own["generators"], device),
             {str(name): _factor(*factor) for name, factor in own["factors"].items()},
-            versions_of(microbatches),
+            # Which tensors were written to is not kept: none of the versions is known.
+            () if record.step.batch_changed else versions_of(microbatches),
         )
 
 
