@@ -222,7 +222,7 @@ def fake_quantisation_of_torch() -> str:
                 self.quantise.disable_observer()
             return self.body(self.quantise(x)).square().mean()
 
-    return promise(built(Net, "calls"), INPUTS, at=(0, 1, 3))
+    return promise(built(Net, "calls"), INPUTS, SPOIL, at=(0, 1, 3))
 
 
 @loop

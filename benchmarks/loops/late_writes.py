@@ -234,7 +234,7 @@ def regulariser_switched_on_by_another_loss_function() -> str:
 
 @loop
 def pruning_mask_that_moves_every_fourth_step() -> str:
-    """Gradual magnitude pruning in forward: the mask is written in some steps and not in others."""
+    """Gradual magnitude pruning in forward: mask and weight are written in some steps and not in others."""
 
     class Pruned(nn.Module):
         def __init__(self) -> None:
@@ -244,7 +244,7 @@ def pruning_mask_that_moves_every_fourth_step() -> str:
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            if self.calls % 4 == 0:
+            if self.calls % 4 == 1:
                 limit = self.linear.weight.detach().abs().flatten().kthvalue(self.calls).values
                 self.mask.copy_(self.linear.weight.abs() > limit)
                 self.linear.weight.data.mul_(self.mask)
@@ -254,7 +254,7 @@ def pruning_mask_that_moves_every_fourth_step() -> str:
         model = Pruned()
         return Case(model, sgd(model), mse, beside=[Seen(lambda: {"calls": model.calls})])
 
-    return promise(build, BATCHES[:9], at=(0, 3, 3, 7))
+    return promise(build, BATCHES[:9], at=(0, 4, 4, 8))
 
 
 @loop

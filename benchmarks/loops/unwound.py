@@ -254,13 +254,11 @@ def refused_by_a_guard_after_a_rich_forward() -> str:
 @loop
 def overflow_of_the_loss_scale_of_a_rich_model() -> str:
     """fp16 whose scale begins too high: every skip until it fits leaves teacher, queue and pointer alone."""
-    torch.manual_seed(0)
-    case = rich()
-    case.start(precision="fp16", loss_scale=halfstep.DynamicScale(init_scale=2.0**30))
-    skipped = 0
+    case = rich(precision="fp16", loss_scale=halfstep.DynamicScale(init_scale=2.0**24))
+    inner, skipped = case.loss_fn, 0
     for _ in range(40):
         before = case.state()
-        if case.stepper.step(case.loss_fn, BATCHES[0]).applied:
+        if case.stepper.step(lambda m, b: 30 * inner(m, b), BATCHES[0]).applied:
             break
         skipped += 1
         require_same(before, case.state(), f"after overflow {skipped}")
