@@ -199,5 +199,3 @@ def accelerate_optimizer_step_left_in_is_refused() -> str:
     with contextlib.suppress(HalfstepError):
         run.stepper.discard()
     return "optimizer.step() next to the Stepper is refused"
-
-

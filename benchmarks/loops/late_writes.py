@@ -88,7 +88,11 @@ def write_idle_parameter_through_data(m: Any, out: Tensor) -> None:
     m.idle.weight.data.mul_(0.5)
 
 
-SMALL = {"buffer": (3, write_buffer), "attribute": (5, write_value), "attribute_through_data": (12, write_value_in_place)}
+SMALL = {
+    "buffer": (3, write_buffer),
+    "attribute": (5, write_value),
+    "attribute_through_data": (12, write_value_in_place),
+}
 for _name, (_first, _act) in SMALL.items():
     # The bad batch is the very step that would write first: it is restored all the same.
     _at = (0, _first, _first + 1, _first + 2)
@@ -117,7 +121,11 @@ def _reported(first: int, act: Callable[[Any, Tensor], None]) -> str:
 
 named("large_buffer_from_step_3_on", partial(_reported, 3, write_large), "late_writes")
 named("idle_parameter_from_step_5_on", partial(_reported, 5, write_idle_parameter), "late_writes")
-named("idle_parameter_from_step_12_on_through_data", partial(_reported, 12, write_idle_parameter_through_data), "late_writes")  # fmt: skip
+named(
+    "idle_parameter_from_step_12_on_through_data",
+    partial(_reported, 12, write_idle_parameter_through_data),
+    "late_writes",
+)
 
 
 @loop

@@ -277,16 +277,12 @@ class ListMemory(nn.Module):
         return z.square().mean() + torch.stack(self.items).mean()
 
 
-
-
 @loop
 def list_of_a_module_that_is_included() -> str:
     """An included module's lists, dicts and sets follow the step."""
     torch.manual_seed(0)
     model, memory = mlp(16, 16, 4), ListMemory()
-    seen = Seen(
-        lambda: {"items": list(memory.items), "counts": dict(memory.counts), "kinds": sorted(memory.kinds)}
-    )
+    seen = Seen(lambda: {"items": list(memory.items), "counts": dict(memory.counts), "kinds": sorted(memory.kinds)})
     case = Case(model, adamw(model), lambda m, b: memory(m(b[0])), beside=[seen])
     case.start().include(memory)
     for batch in VIEWS:

@@ -20,9 +20,7 @@ GOOD = 3
 
 def _turns(model: nn.Module, loss_fn: Callable[..., Any], good: Any, bad: Any) -> Scene:
     batches: dict[bool, Any] = {False: good, True: bad}
-    return Scene(
-        model, loss_fn, good, steps=GOOD + 2, scale=256.0, batch_at=lambda step: batches[step >= GOOD]
-    )
+    return Scene(model, loss_fn, good, steps=GOOD + 2, scale=256.0, batch_at=lambda step: batches[step >= GOOD])
 
 
 def _with(t: Tensor, place: tuple[int, ...], value: float) -> Tensor:
