@@ -32,8 +32,8 @@ from benchmarks.loops.harness import (
 )
 
 VIEWS = [(normal(8, 16, seed=i), normal(8, 16, seed=20 + i)) for i in range(6)]
-LARGE = 20_000
-"""Rows of 4 numbers: more than the 65,536 elements of a tensor that is copied in any case."""
+LARGE = 100_000
+"""Rows of 4 numbers: far more than the elements of a tensor that is copied in any case."""
 
 
 def contrast(z: Tensor, bank: Tensor) -> Tensor:
