@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import halfstep
 from halfstep import Counted, Out, Stepper, StepReport, Window
 
-DOCS = Path(__file__).parents[2] / "docs" / "step.md"
+DOCS = Path(__file__).parents[2] / "docs"
 NAN, INF = float("nan"), float("inf")
 SPOIL = object()
 """In place of a bad batch: the loss itself becomes infinite, for batches of whole numbers."""
@@ -32,13 +32,13 @@ class Broken(AssertionError):
 
 
 class Documented(str):
-    """A limit that docs/step.md states was seen as it is stated there."""
+    """A limit that the documentation states was seen as it is stated there."""
 
 
-def limit(words: str, evidence: str) -> Documented:
-    """This limit was met; docs/step.md has to state it, in these words."""
-    page = " ".join(DOCS.read_text(encoding="utf-8").lower().split())
-    require(words.lower() in page, f"docs/step.md does not say '{words}': {evidence}")
+def limit(words: str, evidence: str, page: str = "step.md") -> Documented:
+    """This limit was met; the page has to state it, in these words."""
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").lower().split())
+    require(words.lower() in text, f"docs/{page} does not say '{words}': {evidence}")
     return Documented(evidence)
 
 
@@ -110,6 +110,13 @@ class Case:
         riders = [self.options["ema"]] if "ema" in self.options else []
         things = [self.model, *self.optimizers, *self.schedules, *self.beside, *riders]
         return {name: value for i, thing in enumerate(things) for name, value in flat(thing, str(i))}
+
+
+class Seen:
+    """What a loop writes that is neither a weight nor a buffer, read anew each time: for `Case.beside`."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        self.state_dict = read
 
 
 def flat(thing: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -306,9 +313,10 @@ def promise(
     precision: str = "fp32",
     exact: bool = True,
     init_scale: float = 65536.0,
+    at: Sequence[int] = (0, 1),
     **options: Any,
 ) -> str:
-    """Bad batches at the first, the second and the last step change nothing; the rest is the loop by hand, bitwise."""
+    """Bad batches before the steps `at` and after the last change nothing; the rest is the loop by hand, bitwise."""
     torch.manual_seed(0)
     hand = build()
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=precision == "fp16")
@@ -322,7 +330,7 @@ def promise(
     ours.start(precision=precision, **options)
     bad = poisoned(batches[0]) if bad is None else bad
     for i, batch in enumerate(batches):
-        if i in (0, 1):
+        for _ in range(at.count(i)):
             skips(ours, bad, batch=batch)
         torch.manual_seed(100 + i)
         report = ours.stepper.step(ours.loss_fn, batch)
@@ -330,9 +338,47 @@ def promise(
     last = skips(ours, bad, batch=batches[-1])
     if not exact:
         require_close(hand.model, ours.model, "beside the loop by hand", rtol=2e-3, atol=1e-4)
-        return f"close to the loop by hand; 3 skips ({last.reason}) bitwise undone"
+        return f"close to the loop by hand; {len(at) + 1} skips ({last.reason}) bitwise undone"
     require_same(hand.state(), ours.state(), "beside the loop by hand")
-    return f"{len(batches)} steps bitwise as by hand; 3 skips ({last.reason}) bitwise undone"
+    return f"{len(batches)} steps bitwise as by hand; {len(at) + 1} skips ({last.reason}) bitwise undone"
+
+
+def in_three_calls(case: Case, batch: Any) -> StepReport:
+    """One step in the context form: forward, backward, apply."""
+    micro = batch if isinstance(batch, Window) else [batch]
+    for i, one in enumerate(micro, 1):
+        with case.stepper.forward(last=i == len(micro)):
+            loss = case.loss_fn(case.model, one)
+        case.stepper.backward(loss)
+    return case.stepper.apply()
+
+
+def promise_in_three_calls(
+    build: Callable[[], Case], batches: Sequence[Any], bad: Any = None, *, at: Sequence[int] = (0, 1), **options: Any
+) -> str:
+    """`promise` in the context form, where no loss function is known."""
+    torch.manual_seed(0)
+    hand = build()
+    for batch in batches:
+        by_hand(hand, batch)
+    torch.manual_seed(0)
+    ours = build()
+    ours.start(**options)
+    bad = poisoned(batches[0]) if bad is None else bad
+    for i, batch in enumerate([*batches, None]):
+        if i in at or batch is None:
+            before = ours.state()
+            require(in_three_calls(ours, bad).reason in REASONS, "a bad batch was applied")
+            require_same(before, ours.state(), f"after a skip before step {i}")
+        if batch is not None:
+            require(in_three_calls(ours, batch).applied, "a good batch was not applied")
+    require_same(hand.state(), ours.state(), "beside the loop by hand")
+    return f"{len(batches)} steps in three calls bitwise as by hand; {len(at) + 1} skips bitwise undone"
+
+
+def findings(stepper: Stepper) -> set[str]:
+    """The ids of what the Stepper has reported so far."""
+    return {finding.id for finding in stepper.findings}
 
 
 def trains(case: Case, batches: Sequence[Any], **how: Any) -> list[StepReport]:
