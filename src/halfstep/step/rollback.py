@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -146,9 +146,9 @@ class Rollback:
                 do="give the object these two methods, or make its tensors buffers of a module",
             )
 
-    def copy_parameters(self, module: nn.Module) -> None:
-        """Copy the parameters of a covered module before each window, without waiting until one is written."""
-        own = set(map(id, module.parameters()))
+    def copy_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Copy parameters of covered modules before each window, without waiting until one is written."""
+        own = set(map(id, parameters))
         self._written |= {held.name for held in self._tensors() if id(held.tensor) in own}
         self._members = _NO_MEMBERS
 

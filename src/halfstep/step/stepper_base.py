@@ -149,7 +149,7 @@ class StepperBase:
         checks.check_window(torn=False, in_one=bool(self._open), empty=False)
         self._rollback.include(thing)
         if isinstance(thing, nn.Module):
-            self._rollback.copy_parameters(thing)
+            self._rollback.copy_parameters(thing.parameters())
 
     @property
     def steps_to_check(self) -> int:

@@ -106,13 +106,13 @@ def test_data_and_parameters_that_were_set_anew_are_put_back() -> None:
 def test_only_what_is_written_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that fills the memory can be run again: its weights have no second copy."""
     copied: list[int] = []
-    restore = rerun.Weights.restore
+    restore = rerun.Rollback.restore
 
-    def counting(self: rerun.Weights) -> None:
-        copied.append(self.written)
+    def counting(self: rerun.Rollback) -> None:
+        copied.append(len(self._written))
         restore(self)
 
-    monkeypatch.setattr(rerun.Weights, "restore", counting)
+    monkeypatch.setattr(rerun.Rollback, "restore", counting)
     for model, expected in ((plain_model(), 0), (Byol(), 2)):
         copied.clear()
         stepper = stepper_of(model)

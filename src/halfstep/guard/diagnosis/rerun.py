@@ -7,16 +7,16 @@ holds a reference to it sees the same object; whatever the rerun writes is resto
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from halfstep import distributed
+from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.nonfinite_origin import (
     Made,
@@ -24,16 +24,14 @@ from halfstep.observe.nonfinite_origin import (
     all_finite,
     local,
     norm_of,
-    storage_of,
     total_norm,
-    written_by,
 )
 from halfstep.observe.reachable import held_by, leaves, outermost, reachable
-from halfstep.observe.recorder import OUTSIDE, Operation, Recorder, as_written, eagerly
+from halfstep.observe.recorder import Recorder, as_written, eagerly
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
-from halfstep.step.buffers import Buffers
 from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
+from halfstep.step.rollback import Rollback
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
 
 # -- holdings ---------------------------------------------------------------------------------------------------------
@@ -83,124 +81,47 @@ def _of(name: str, holder: str) -> str:
 
 
 # -- kept -------------------------------------------------------------------------------------------------------------
-# Restore whatever a rerun writes: weights that forward writes, buffers, gradients, random numbers. A weight is copied
-# only when an operation is about to write to it, so that a model that fills the memory can be run again.
-
-
-class Weights:
-    """The parameters of some modules as they are now; `run` is how a recorder runs operations meanwhile."""
-
-    def __init__(self, modules: Sequence[nn.Module], others: Iterable[Tensor], plain: Iterable[Tensor] = ()) -> None:
-        """Keep the parameters of these modules, other parameters, and plain tensors such as a carried state."""
-        slots = [(module._parameters, dict(module._parameters)) for top in modules for module in top.modules()]
-        registered = [parameter for _, names in slots for parameter in names.values() if parameter is not None]
-        self.parameters = list({id(parameter): parameter for parameter in (*registered, *others)}.values())
-        # A sharded wrapper exchanges its parameters itself during forward; its slots must not be touched.
-        self._sharded = distributed.is_sharded(self.parameters)
-        self._slots = [] if self._sharded else slots
-        self._data = [] if self._sharded else [(parameter, parameter.data) for parameter in self.parameters]
-        # By storage, not by identity: an operation may write to a weight through a view.
-        self._by_storage: dict[int, list[Tensor]] = {}
-        for parameter in self.parameters:
-            if parameter.layout is torch.strided and not parameter.is_meta:
-                self._by_storage.setdefault(storage_of(parameter), []).append(parameter)
-        for tensor in plain:
-            if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference():
-                self._by_storage.setdefault(storage_of(tensor), []).append(tensor.detach())
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def written(self) -> int:
-        """Return the number of parameters that were copied."""
-        return len(self._copies)
-
-    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """Copy the weights that the operation is about to write to, then run it."""
-        schema = getattr(function, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            operation = Operation(function, arguments, keywords, None, OUTSIDE, False, False)
-            for tensor in written_by(operation):
-                self.copy(self._by_storage.get(storage_of(tensor), ()))
-        return function(*arguments, **keywords)
-
-    @torch.no_grad()
-    def copy(self, parameters: Iterable[Tensor]) -> None:
-        """Copy parameters in advance, for code whose operations cannot be observed."""
-        for parameter in parameters:
-            if id(parameter) not in self._copies:
-                self._copies[id(parameter)] = parameter, parameter.detach().clone()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the parameters that were written to, replaced, or given other data."""
-        for slots, names in self._slots:
-            if any(slots.get(name) is not parameter for name, parameter in names.items()) or len(slots) != len(names):
-                slots.clear()
-                slots.update(names)
-        for parameter, data in self._data:
-            if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
-                parameter.data = data
-        for parameter, copy in self._copies.values():
-            parameter.copy_(copy)
-        self._copies.clear()
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, Tensor, type(None))
-
-
-class PlainAttributes:
-    """The attributes of modules that are numbers, strings, tuples or tensors, as they are now."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._kept = [(vars(module), _plain_in(vars(module))) for top in modules for module in top.modules()]
-
-    def restore(self) -> None:
-        """Restore those that were replaced or deleted, and delete new ones."""
-        for attributes, before in self._kept:
-            for name in _plain_in(attributes).keys() - before.keys():
-                del attributes[name]
-            for name, value in before.items():
-                if name not in attributes or attributes[name] is not value:
-                    attributes[name] = value
-
-
-def _plain_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
 
 
 @contextmanager
 def undisturbed(
-    model: nn.Module, attempt: StepInputs, holdings: HeldTensors, device: torch.device
-) -> Iterator[Weights]:
-    """Restore weights, buffers, plain attributes, gradients and random numbers after the block.
+    model: nn.Module, attempt: StepInputs, holdings: HeldTensors, device: torch.device, *, compiled: bool
+) -> Iterator[Rollback]:
+    """Restore what the block writes, gradients and random numbers; a recorder announces the writes to the rollback.
 
-    That includes modules that the loss function holds.
+    Of compiled code no recorder learns what it is about to write, so parameters are copied in advance.
     """
     modules = [model, *(module for _, module in holdings.modules)]
     trained = [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
-    weights, buffers = Weights(modules, trained, holdings.tensors.values()), [Buffers(module) for module in modules]
-    attributes = PlainAttributes(modules)
+    every = [*(parameter for module in modules for parameter in module.parameters()), *trained]
+    parameters = list({id(parameter): parameter for parameter in every}.values())
+    rollback = Rollback(_report_nothing, model)
+    rollback.look_beside(modules[1:])
+    if compiled:
+        # Of a large model only the untrained ones, since a copy of all may not fit.
+        fits = sum(parameter.numel() for parameter in parameters) <= MOST_COPIED
+        rollback.copy_parameters(parameter for parameter in parameters if fits or not parameter.requires_grad)
     own = {id(each): (each, each.get_state()) for each in holdings.generators}
     own |= {id(each): (each, each.get_state()) for each, _ in attempt.own_generators}
     generators = generator_states(device)
-    gradients = [(parameter, parameter.grad) for parameter in weights.parameters]
-    for kept in buffers:
-        kept.remember()
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    rollback.remember()
     # Backward adds to existing gradients, so a rerun must begin without any, as the step did.
-    for parameter in weights.parameters:
+    for parameter in parameters:
         parameter.grad = None
     try:
-        yield weights
+        yield rollback
     finally:
-        weights.restore()
-        for kept in buffers:
-            kept.restore()
-        attributes.restore()
+        rollback.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         set_generator_states(generators, device)
         for generator, state in own.values():
             generator.set_state(state)
+
+
+def _report_nothing(_findings: Sequence[Finding]) -> None:
+    """A rerun writes what the step wrote, which the step itself reports."""
 
 
 # -- share ------------------------------------------------------------------------------------------------------------
@@ -311,10 +232,13 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
     held = holdings(model, attempt.loss_fn, attempt.microbatches)
     origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)
     bad_before = set(_not_finite(model, held))
-    with undisturbed(model, attempt, held, device) as weights, trial_island(model, *config.islands):
+    kept = undisturbed(model, attempt, held, device, compiled=config.compiled)
+    with kept as rollback, trial_island(model, *config.islands):
         with ExitStack() as active:
             active.enter_context(config.precision.scope(device))
-            _watch(active, model, config.compiled, origins, weights)
+            if not config.compiled:
+                active.enter_context(eagerly())
+                active.enter_context(Recorder(model, origins, memory=rollback))
             # Last before the run, so that nothing else draws from them in between.
             set_generator_states(attempt.generators, device)
             for generator, state in attempt.own_generators:
@@ -328,18 +252,6 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
     if found.origin is None or found.origin.order <= after_backward:
         return found
     return replace(found, origin=replace(found.origin, module=ON_GRADIENTS))
-
-
-def _watch(active: ExitStack, model: nn.Module, compiled: bool, origins: NonfiniteOrigins, weights: Weights) -> None:
-    if not compiled:
-        active.enter_context(eagerly())
-        active.enter_context(Recorder(model, origins, weights.run))
-        return
-    # Compiled code does not show what it is about to write, so weights are copied in advance; of a large model only the
-    # untrained ones, since a copy of all may not fit.
-    total = sum(parameter.numel() for parameter in weights.parameters)
-    untrained = [parameter for parameter in weights.parameters if not parameter.requires_grad]
-    weights.copy(weights.parameters if total <= MOST_COPIED else untrained)
 
 
 def _not_finite(model: nn.Module, held: HeldTensors) -> dict[str, Tensor]:
