@@ -107,6 +107,8 @@ class Coverage:
             return self.judge_attribute(actions, number)
         if rebinds and item.target == "tensor":
             return self.judge_rebound(actions)
+        if rebinds and item.target == "buffer" and not is_known(self.program, item):
+            return Outcome.OPEN  # of a module that halfstep does not know
         return self.judge_memory(actions, number)
 
     def judge_attribute(self, actions: list[Action], number: int) -> Outcome:
@@ -231,7 +233,10 @@ def says(findings: list[Finding], identity: str, *words: str) -> bool:
 
 def words_for(program: Program, item: Item) -> tuple[str, ...]:
     """How a report may name an item: tensors outside of known modules have no path, but a shape."""
-    return (item.name,) if is_known(program, item) else (item.name, str(list(item.shape)))
+    if is_known(program, item):
+        return (item.name,)
+    resized = any(action.how == "resize_" for action in item.actions)
+    return item.name, "a tensor of shape" if resized else str(list(item.shape))
 
 
 def broken_promises(program: Program) -> list[str]:

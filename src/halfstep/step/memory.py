@@ -22,7 +22,8 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     """
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        return [part for name in flatten()[0] for part in plain_parts(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in flatten()[0]]
+        return [part for held in inner if isinstance(held, Tensor) for part in plain_parts(held)]
     try:
         tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, fake and uninitialized tensors

@@ -98,7 +98,7 @@ class Rollback:
         self._states: list[Any] = []
         self._bindings, self._unseen = Bindings(), UnseenWrites()
         self._copied: list[_Copied] = []
-        self._copies, self._copied_storages = Copies(), set[int]()
+        self._copies, self._copied_storages, self._partly_copied = Copies(), set[int](), set[int]()
         self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
         self._sparse: list[tuple[_Held, Tensor]] = []
         self._finite: list[_Finite] = []
@@ -122,6 +122,8 @@ class Rollback:
         """Tensors that this window wrote without a copy from before it."""
         self._seen: list[str] = []
         """Memory that this window was seen to write, and no window before it."""
+        self._new_blocks: set[int] = set()
+        """Storages outside of modules that no window before this one has covered."""
         self._changed = False
         """Whether this window has found more to cover."""
         self.batch_written: list[str] = []
@@ -256,7 +258,8 @@ class Rollback:
         self._unseen_by_storage = {}
         for name, tensor in unseen:
             self._unseen_by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
-        self._copied_storages = {storage_key(entry.tensor) for entry in self._copied if _spans_storage(entry)}
+        self._copied_storages = {storage_key(entry.tensor) for entry in self._copied}
+        self._partly_copied = {storage_key(entry.tensor) for entry in self._copied if not _spans_storage(entry)}
 
     def _look_for_finite(self, copied: _Copied) -> None:
         buffer = copied.tensor
@@ -336,9 +339,15 @@ class Rollback:
             key = storage_key(part)
             if key in self._batch:
                 self.batch_written.append(self._batch[key])
+            elif key in self._partly_copied:
+                # Views of the rest of the memory may be written, too.
+                self._partly_copied.remove(key)
+                self._copy_block(key, part, written=True)
             elif key in self._blocks:
-                self._blocks[key].written = True
-                self._add_loose(part, line, written=True)
+                loose, block = self._add_loose(part, line, written=True), self._blocks[key]
+                if key in self._new_blocks and not block.written:
+                    self._seen.append(loose.name)
+                block.written = True
             elif key in self._unseen_by_storage:
                 self._copied_storages.add(key)
                 for name, own in self._unseen_by_storage.pop(key):
@@ -383,6 +392,7 @@ class Rollback:
         """Copy all memory that a tensor shares with its views."""
         storage = part.untyped_storage()
         block = self._blocks[key] = WeakBlock(storage, written=written)
+        self._new_blocks.add(key)
         block.copy = self._outside.add(words_in(storage, 0, storage.nbytes()))
         self._places.append((part, part.detach()))
 

@@ -178,6 +178,7 @@ def test_one_sample_far_from_the_others() -> None:
     assert verdict_on(nn.Linear(8, 4), batch=Window(alone)).sentence.startswith("data: micro-batch 1[0], sample 0")
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 def test_a_batch_that_was_written_to_is_reproducible() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         loss = mse(model, (batch[0].clone(),))

@@ -94,6 +94,7 @@ class Held:
     x: Tensor
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 def test_a_batch_of_a_persons_own_class_that_was_written_to() -> None:
     def loss_fn(model: nn.Module, batch: Held) -> Tensor:
         loss = mse(model, batch.x.clone())
@@ -105,6 +106,7 @@ def test_a_batch_of_a_persons_own_class_that_was_written_to() -> None:
     assert "written to in place" in found.sentence
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 def test_what_a_rerun_writes_into_the_batch_is_taken_back() -> None:
     seen: list[float] = []
 

@@ -209,6 +209,7 @@ def with_value(value: float) -> Tensor:
     return x
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_batch_that_the_code_divides_by_zero_is_the_codes(precision: str) -> None:
     batch = torch.randn(6, 8), torch.zeros(())
@@ -220,6 +221,7 @@ def test_a_batch_that_the_code_divides_by_zero_is_the_codes(precision: str) -> N
     assert not batch[0].isfinite().any()  # as the step left it
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 def test_a_step_from_disk_does_not_know_which_tensors_were_written() -> None:
     """Its versions are empty: each tensor of the batch may have been written to."""
     model, batch = plain_model(), (torch.randn(6, 8), torch.zeros(()))
@@ -231,12 +233,14 @@ def test_a_step_from_disk_does_not_know_which_tensors_were_written() -> None:
     assert found.cause == "code"
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 def test_a_logarithm_that_the_code_writes_into_its_batch_is_the_codes() -> None:
     found = last_verdict(written_by(lambda b: b[0].log_()), [], (with_value(0.0),))
     assert found.cause == "code"
     assert "takes the logarithm of 0" in found.sentence
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     "write",
@@ -254,6 +258,7 @@ def test_a_batch_that_came_so_and_is_written_in_place_is_data(value: float, writ
     assert [cure.kind for cure in found.cures] == ["fix_code", "skip"]
 
 
+@pytest.mark.filterwarnings("ignore:note batch.written")
 def test_another_tensor_of_the_batch_that_is_written_excuses_nothing() -> None:
     batch = with_value(torch.nan), torch.ones(3)
     found = last_verdict(written_by(lambda b: b[1].add_(1.0)), [], batch)
