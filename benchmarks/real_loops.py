@@ -50,6 +50,8 @@ def outcome_of(loop: Loop) -> dict[str, Any]:
 
     torch.manual_seed(0)
     random.seed(0)
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+        dynamo.counters.clear()  # each loop stands for a program of its own, which has compiled nothing yet
     begun = time.perf_counter()
     try:
         said = loop.run()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -298,6 +299,7 @@ class Recorder(TorchDispatchMode):
                 # always_call: an exception must not leave the module on the stack.
                 self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
         if self._memory is not None:
+            self._thread = threading.get_ident()
             self._hooks.append(register_module_forward_pre_hook(self._runs))
             # It warns that the hook is called twice, for the compiled module and for the one inside it.
             self._quiet = warnings.catch_warnings()
@@ -360,7 +362,9 @@ class Recorder(TorchDispatchMode):
 
     def _runs(self, module: nn.Module, _inputs: Any) -> None:
         assert self._memory is not None, "the hook is registered for a listener"
-        self._memory.module_runs(module)
+        # The hook is global: another thread may train another model.
+        if threading.get_ident() == self._thread or torch._C._current_autograd_node() is not None:
+            self._memory.module_runs(module)
 
     def _run_operator(self, operator: HigherOrderOperator, arguments: tuple[Any, ...], keywords: Any) -> Any:
         """Record the operations of its functions, or, if none was seen, the operator itself as one operation."""

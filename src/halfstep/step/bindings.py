@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 Names: TypeAlias = dict[str, Any]
 
@@ -92,8 +93,8 @@ def own_entries(module: nn.Module) -> int:
 
 
 def _dictionaries(module: nn.Module, *, whole: bool) -> Iterator[_Kept]:
-    # Scripted modules keep theirs in C++.
-    if isinstance(module, torch.jit.ScriptModule):
+    # Scripted modules keep theirs in C++; DistributedDataParallel keeps the state of its reducer.
+    if isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
         return
     yield _Kept(module.__dict__, _restore_all_attributes if whole else _restore_attributes)
     yield _Kept(module._buffers, _restore_registry)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
@@ -312,7 +313,7 @@ class Rollback:
 
     def module_runs(self, module: nn.Module) -> None:
         """Cover a module that is about to run."""
-        if id(module) in self._known or isinstance(module, torch.jit.ScriptModule):
+        if id(module) in self._known or isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
             return
         for part in module.modules():
             if id(part) not in self._known:
