@@ -8,11 +8,12 @@ halfstep's arm also checks the loss and every gradient, keeps buffers and genera
 `guarded` has a Guardian in repair mode round it, with all alarms and meters, which look at one step in 50 and copy the
 run in memory once in 100: as many calls as that are timed together. The others guard nothing.
 
-Three more models, each beside its own hand-written loop, which clips, schedules and averages as well:
+Four more models, each beside its own hand-written loop, which clips, schedules and averages as well:
 `masks`: a GPT of 12 layers with 24 causal masks of 1024 x 1024 as buffers, 12 of them bool and 12 fp32, 64 tokens at a
 time; `two_optimizers`: Muon and AdamW with one loss and one clip, on matrices, embeddings and norms; `tensors2000`:
-1,000 small Linears, so that everything that is counted by tensor shows. Ratios are medians over interleaved pairs;
-`aa` is a hand-written loop against itself.
+1,000 small Linears, so that everything that is counted by tensor shows; `frozen_base`: 100 million frozen parameters
+under a trained head, of which nothing may be copied (`frozen_copied` counts the bytes that a step copies beyond those
+of the loop by hand). Ratios are medians over interleaved pairs; `aa` is a hand-written loop against itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep import clock
@@ -54,7 +56,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.
 
 
 def average_by_hand(model: nn.Module) -> Callable[[], None]:
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     averages = [p.detach().clone() for p in parameters]
 
     @torch.no_grad()
@@ -188,7 +190,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def one_optimizer(model: nn.Module) -> Optimizers:
-    return {"loss": torch.optim.AdamW(model.parameters(), 1e-4)}
+    return {"loss": torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-4)}
 
 
 def muon_and_adamw(model: nn.Module) -> Optimizers:
@@ -212,11 +214,22 @@ def deep() -> nn.Module:
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(1000)])
 
 
+class FrozenBase(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(24)]).requires_grad_(False)
+        self.head = nn.Linear(2048, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+
 Model = tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizers], Callable[..., Tensor], Callable[[], Tensor]]
 MODELS: dict[str, Model] = {
     "masks": (MaskedGPT, one_optimizer, next_token, lambda: torch.randint(512, (2, 64))),
     "two_optimizers": (Tokens, muon_and_adamw, next_token, lambda: torch.randint(512, (16, 64))),
     "tensors2000": (deep, one_optimizer, square, lambda: torch.randn(4, 8)),
+    "frozen_base": (FrozenBase, one_optimizer, square, lambda: torch.randn(16, 2048)),
 }
 
 
@@ -266,6 +279,29 @@ def measured_models(pairs: int) -> dict[str, clock.Ratio]:
         both = clock.ratios(arms, baseline="bare", pairs=pairs, progress=show)
         found |= {name: both[name], f"{name}_aa": both["aa"]}
     return found
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Counts the bytes that are copied or cloned; casts, which autocast makes in every arm, are neither."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.clone, torch.ops.aten._foreach_copy_):
+            targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.total += sum(tensor.nbytes for tensor in targets)
+        return func(*args, **(kwargs or {}))
+
+
+def frozen_copied() -> int:
+    """The bytes that a step over a frozen base copies, beyond those of the loop by hand."""
+    found = []
+    for step in (stepped("frozen_base"), by_hand("frozen_base")):
+        clock.seconds(step, 3)
+        with CopiedBytes() as counted:
+            step()
+        found.append(counted.total)
+    return found[0] - found[1]
 
 
 ARMS = {
@@ -324,11 +360,11 @@ def main() -> None:
         clock.seconds(arm, 200)
     measured = clock.ratios(arms, baseline="bare", pairs=chosen.pairs, calls=chosen.calls, progress=show)
     measured |= measured_models(chosen.pairs)
-    bare_us = clock.seconds(arms["bare"], 1000) * 1e6
+    copied, bare_us = frozen_copied(), clock.seconds(arms["bare"], 1000) * 1e6
     if chosen.json or chosen.record:
         figures = {name: {k: round(v, 6) for k, v in asdict(ratio).items()} for name, ratio in measured.items()}
         command = " ".join(["python", "benchmarks/step_overhead.py", *sys.argv[1:]])
-        about = {"command": command, "conditions": conditions(), "bare_us": round(bare_us, 1)}
+        about = {"command": command, "conditions": conditions(), "bare_us": round(bare_us, 1), "frozen_copied": copied}
         text = json.dumps({**about, **figures}, indent=1)
         if chosen.record:
             Path(__file__).with_suffix(".json").write_text(text + "\n", encoding="utf-8")
@@ -344,7 +380,8 @@ def main() -> None:
     print(
         f"halfstep={r['halfstep']:.3f} fabric={r['fabric']:.3f} accelerate={r['accelerate']:.3f} aa={r['aa']:.3f} "
         f"added_us={measured['halfstep'].added_seconds * 1e6:.1f} guarded={r['guarded']:.3f} masks={r['masks']:.3f} "
-        f"two_optimizers={r['two_optimizers']:.3f} tensors2000={r['tensors2000']:.3f}"
+        f"two_optimizers={r['two_optimizers']:.3f} tensors2000={r['tensors2000']:.3f} "
+        f"frozen_base={r['frozen_base']:.3f} frozen_copied={copied}"
     )
 
 

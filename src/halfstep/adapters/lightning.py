@@ -61,7 +61,7 @@ else:
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-_WORDS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true"}
+_WORDS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true", "fp64": "64-true"}
 """Lightning's names of the precisions, for what it prints."""
 
 

@@ -352,7 +352,9 @@ def _written(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping
 def run_wide(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Return the result of the same operation with narrow inputs widened to fp32."""
     arguments, keywords = pytree.tree_map(_wide, (arguments, dict(keywords)))
-    device = next(leaf.device for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor))
+    leaves = pytree.tree_leaves((arguments, keywords))
+    # An operation such as `full` is given no tensor.
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     with torch.autocast(device.type, enabled=False):
         return function(*arguments, **keywords)
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.errors import PrecisionNotObserved, TornUpdate, WrongUse
+from halfstep.errors import TornUpdate, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import FP64, is_narrow
-from halfstep.observe.precision_check import Observation, not_observed
 from halfstep.observe.reachable import global_names, held_by
 from halfstep.precision.precision import Precision
 from halfstep.step.optimizer_slot import owned_by
@@ -63,15 +62,6 @@ def check_stored(precision: Precision, model: nn.Module, optimizers: Mapping[str
             allowed="a model in float64, and batches in float64",
             do="model.double() before the optimizer is built, or precision='fp32'",
         )
-
-
-def other_precision(asked: Precision, seen: Observation) -> PrecisionNotObserved:
-    """Return the error for a first step that ran in another precision than requested."""
-    error = not_observed(asked.name, seen)
-    if seen.flops.get(FP64.name, 0) > sum(seen.flops.values()) / 2:
-        do = "precision='fp64' for a model in float64, or model.float() and batches in float32"
-        return PrecisionNotObserved(error.given, allowed=error.allowed, do=do)
-    return error
 
 
 def idle_island(path: str) -> Finding:

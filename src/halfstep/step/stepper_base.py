@@ -177,7 +177,7 @@ class StepperBase:
         self._unseen, self._idle = set(self._slots), set(islands(self.model))
         # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
         if self._observe:
-            self._scope = self._watch(_FirstWatch)
+            self._scope = self._watch(Watch)
 
     def _watch(self, kind: type[Watch]) -> Watch:
         done, emit, memory = self._watched, self._emit, self._rollback
@@ -322,13 +322,6 @@ class StepperBase:
         for name, loss in self._losses.items():
             loss.load_state_dict(state["losses"][name])
         self.counts.load_state_dict(state["counts"])
-
-
-class _FirstWatch(Watch):
-    """The observation of a first step, which ends the run where another precision ran."""
-
-    def _refuse(self, observation: Observation) -> None:
-        raise checks.other_precision(self._precision, observation)
 
 
 def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
