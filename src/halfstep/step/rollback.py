@@ -535,6 +535,6 @@ def _first_write(names: Sequence[str], *, restored: bool) -> Finding:
     return Finding(
         "rollback.first_write",
         "note" if restored else "warning",
-        f"a step wrote {some} for the first time since the first step was observed{end}",
+        f"a step wrote {some} for the first time{end}",
         "nothing: it is copied before each step from now on; include() covers a module from the first step on",
     )
