@@ -319,10 +319,13 @@ class GradScaler(torch.amp.GradScaler):
             norms = [slot.norm_now(squared=ranks.size > 1) for slot in slots]
         device = norms[0].device
         numbers = [*self._numbers(slots, device), *norms, *self._buffer_flags(ranks.size, device)]
-        # Stacked as they are, and widened once: this is done in every step.
-        vector = torch.stack([on(device, number) for number in numbers])
         flags = LocalFlags(None, self._included.unseen_writes())
-        agreed = flags.read_with(ranks.agree(vector.to(widest(device)) if ranks.size > 1 else vector))
+        if ranks.size == 1:
+            agreed = flags.read_alone(numbers, device)
+        else:
+            # Stacked as they are, and widened once: this is done in every step.
+            vector = torch.stack([on(device, number) for number in numbers])
+            agreed = flags.read_with(ranks.agree(vector.to(widest(device))))
         self._included.look(flags.read)
         nonfinite, with_loss, loss, scale, *rest = agreed
         read, largest = rest[: len(slots)], rest[len(slots) :]

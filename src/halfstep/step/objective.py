@@ -239,7 +239,7 @@ class Votes:
 
 
 class LocalFlags:
-    """Flags of this rank that are read with the agreement."""
+    """Flags of this rank that are read with the agreement: each further read would synchronize with the host again."""
 
     def __init__(self, bad_buffer: Tensor | None, more: Sequence[Tensor] = ()) -> None:
         self.bad_buffer, self._more = bad_buffer, more
@@ -247,15 +247,20 @@ class LocalFlags:
         self.read: list[float] = []
         """The other flags as numbers, once the host has read them; no other rank learns them."""
 
-    def read_with(self, numbers: Tensor) -> list[float]:
-        """Read a vector and the flags in one go: each further read would be one more synchronization with the host."""
-        if not self._more:
-            found: list[float] = numbers.tolist()  # host read
-            return found
-        flags = torch.stack([on(numbers.device, flag) for flag in self._more]).to(numbers.dtype)
-        found = torch.cat([numbers, flags]).tolist()  # host read
-        found, self.read = found[: len(numbers)], found[len(numbers) :]
-        return found
+    def read_alone(self, numbers: Sequence[Tensor], device: torch.device) -> list[float]:
+        """Read some numbers and the flags, without other ranks."""
+        found: list[float] = torch.stack(
+            [on(device, number) for number in (*numbers, *self._more)]
+        ).tolist()  # host read
+        self.read = found[len(numbers) :]
+        return found[: len(numbers)]
+
+    def read_with(self, agreed: Tensor) -> list[float]:
+        """Read a vector that all ranks have agreed on, and the flags."""
+        more = [on(agreed.device, flag).to(agreed.dtype).view(1) for flag in self._more]
+        found: list[float] = (torch.cat([agreed, *more]) if more else agreed).tolist()  # host read
+        self.read = found[len(agreed) :]
+        return found[: len(agreed)]
 
 
 AGREEMENT_BYTES = 128
@@ -316,10 +321,10 @@ class Agreement:
 
     def _alone(self, objectives: Sequence[Objective], votes: Votes, flags: LocalFlags, device: torch.device) -> Votes:
         # One tensor for all numbers: the host waits for the device once.
-        flat = [on(device, number) for objective in objectives for number in objective.numbers()]
+        flat = [number for objective in objectives for number in objective.numbers()]
         if flags.bad_buffer is not None:
-            flat.append(on(device, flags.bad_buffer))
-        agreed = flags.read_with(torch.stack(flat))
+            flat.append(flags.bad_buffer)
+        agreed = flags.read_alone(flat, device)
         numbers = iter(agreed)
         for objective in objectives:
             objective.read(numbers)

@@ -99,6 +99,7 @@ class Rollback:
         self._states: list[Any] = []
         self._bindings, self._unseen = Bindings(), UnseenWrites()
         self._copied: list[_Copied] = []
+        self._copied_places: list[tuple[Any, ...]] = []
         self._copies, self._copied_storages, self._partly_copied = Copies(), set[int](), set[int]()
         self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
         self._sparse: list[tuple[_Held, Tensor]] = []
@@ -217,12 +218,13 @@ class Rollback:
         members += attribute_tensors(self._attributes)
         # By identity: a name may get another tensor, and comparing contents would read the device.
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        if same and all([same_place(copied.tensor, copied.alias) for copied in self._copied]):
+        if same and self._places_now() == self._copied_places:
             self._copies.renew()
         else:
             self._members = members
             self._sort_tensors()
-        self._sparse = [(held, held.tensor.detach().clone()) for held, _ in self._sparse]
+        if self._sparse:
+            self._sparse = [(held, held.tensor.detach().clone()) for held, _ in self._sparse]
         if self._loose or self._blocks:
             self._copy_outside()
         self._unseen.remember()
@@ -253,6 +255,7 @@ class Rollback:
                     unseen.append((held.name, part))
         for entry in self._copied:
             self._copies.add(entry.row, entry.copy)
+        self._copied_places = self._places_now()
         self._copies.renew()
         loose = [(entry.name, entry.tensor) for entry in self._loose.values() if not entry.copied]
         self._unseen.follow(unseen, loose)
@@ -261,6 +264,9 @@ class Rollback:
             self._unseen_by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
         self._copied_storages = {storage_key(entry.tensor) for entry in self._copied}
         self._partly_copied = {storage_key(entry.tensor) for entry in self._copied if not _spans_storage(entry)}
+
+    def _places_now(self) -> list[tuple[Any, ...]]:
+        return [(copied.tensor.data_ptr(), copied.tensor.shape, copied.tensor.stride()) for copied in self._copied]
 
     def _look_for_finite(self, copied: _Copied) -> None:
         buffer = copied.tensor
