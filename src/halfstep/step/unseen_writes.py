@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -59,18 +60,31 @@ class UnseenWrites:
     """Tensors without a copy; finds those that a window has written."""
 
     def __init__(self) -> None:
-        self._turn = 0
-        self.follow([], [])
+        self._turn = self._held = 0
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._weak: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._versions: list[int] = []
+        self._look_at_memory(self._places())
 
     def follow(self, named: Iterable[tuple[str, Tensor]], weak: Iterable[tuple[str, weakref.ref[Tensor]]] = ()) -> None:
         """Check these tensors from now on; those of `weak` are held during a window only."""
-        held, self._weak = list(named), list(weak)
+        held, loose = list(named), list(weak)
+        if self._checks(held, loose):
+            return
+        self._weak = loose
         self._names, self._tensors = [name for name, _ in held], [tensor for _, tensor in held]
         self._held = len(held)
         self._take_weak()
         self._look_at_memory(self._places())
         self._versions = [tensor._version for tensor in self._tensors]
         self.release()
+
+    def _checks(self, held: Sequence[tuple[str, Tensor]], loose: Sequence[tuple[str, weakref.ref[Tensor]]]) -> bool:
+        if (len(held), len(loose)) != (self._held, len(self._weak)):
+            return False
+        same = all(map(is_, (tensor for _, tensor in held), self._tensors))
+        return same and all(map(is_, (weak for _, weak in loose), (weak for _, weak in self._weak)))
 
     def _take_weak(self) -> None:
         alive = [(name, reference, reference()) for name, reference in self._weak]
