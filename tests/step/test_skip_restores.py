@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import types
 import warnings
 import weakref
@@ -18,6 +19,13 @@ from halfstep import Stepper
 from tests.support.digest import digest_of
 
 BAD = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """Forget what other tests have compiled: a process that has compiled something is observed once only."""
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+        dynamo.counters.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ copied here.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -133,7 +133,8 @@ def _restore_parameters(names: Names, before: Names) -> None:
 def _containers(module: nn.Module) -> Iterator[Any]:
     for part in module.modules():
         for name, value in part.__dict__.items():
-            if name not in _REGISTRIES and isinstance(value, (list, dict, set, deque)):
+            # Of exactly these types: others may be frozen, or compute what they hold.
+            if name not in _REGISTRIES and type(value) in (list, dict, set, deque, OrderedDict, defaultdict):
                 yield value
 
 
