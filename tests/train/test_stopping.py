@@ -248,7 +248,7 @@ with Stopping({last_resort}) as run:
     threading.Thread(target=press, args=(0.1, 0.3), daemon=True).start()
     try:
         hashlib.pbkdf2_hmac("sha512", b"as long as", b"a kernel", {rounds})  # no instruction of Python's for so long
-        print("the kernel is done", flush=True)
+        os.write(1, b"the kernel is done\\n")  # in one call, which no signal divides
         time.sleep(30)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
