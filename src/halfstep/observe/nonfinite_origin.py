@@ -22,7 +22,7 @@ from halfstep import distributed
 from halfstep.formats import name_of
 from halfstep.observe.emulate import run_wide
 from halfstep.observe.reachable import leaves
-from halfstep.observe.recorder import Operation, as_written
+from halfstep.observe.recorder import Operation, as_written, storage_key
 from halfstep.user_code import running_line
 
 # -- finite -----------------------------------------------------------------------------------------------------------
@@ -179,17 +179,17 @@ class NonfiniteOrigins:
         self._lines: dict[int, str | None] = {}
         self._outside: dict[int, Made] = {}
         others = {name: tensor for name, tensor in (held or {}).items() if _has_numbers(tensor)}
-        self._names = {storage_of(tensor): name for name, tensor in others.items()}
-        self._names |= {storage_of(leaf): BATCH + path for path, leaf in leaves(batch) if _has_numbers(leaf)}
+        self._names = {storage_key(tensor): name for name, tensor in others.items()}
+        self._names |= {storage_key(leaf): BATCH + path for path, leaf in leaves(batch) if _has_numbers(leaf)}
         self._names |= {
-            storage_of(buffer): f"buffer {as_written(name)}"
+            storage_key(buffer): f"buffer {as_written(name)}"
             for name, buffer in model.named_buffers()
             if _has_numbers(buffer)
         }
-        self._names |= {storage_of(weight): f"weight {as_written(name)}" for name, weight in model.named_parameters()}
+        self._names |= {storage_key(weight): f"weight {as_written(name)}" for name, weight in model.named_parameters()}
         # Recorded before the step: an input that is written in place shows its result afterwards.
         ours = [*(leaf for _, leaf in leaves(batch)), *model.buffers(), *model.parameters(), *others.values()]
-        self._bad_before = {storage_of(tensor) for tensor in ours if _has_numbers(tensor) and not all_finite(tensor)}
+        self._bad_before = {storage_key(tensor) for tensor in ours if _has_numbers(tensor) and not all_finite(tensor)}
 
     @torch.no_grad()
     def __call__(self, operation: Operation) -> None:
@@ -247,10 +247,10 @@ class NonfiniteOrigins:
         )
         if not made.is_origin:
             return made
-        written = {storage_of(tensor) for tensor in written_by(operation)}
+        written = {storage_key(tensor) for tensor in written_by(operation)}
         return replace(
             made,
-            given=tuple(_given(tensor, written=storage_of(tensor) in written) for tensor in inputs),
+            given=tuple(_given(tensor, written=storage_key(tensor) in written) for tensor in inputs),
             operands=_operands(operation, written),
             in_fp32=_in_fp32(operation),
             in_fp64=_in_fp64(operation, inputs),
@@ -276,9 +276,9 @@ class NonfiniteOrigins:
 
         An input that was written in place holds the result by now, so only what was known about it before counts.
         """
-        written = {storage_of(tensor) for tensor in written_by(operation)}
+        written = {storage_key(tensor) for tensor in written_by(operation)}
         known = [
-            t for t in inputs if (key := storage_of(t)) not in written or key in self._bad or key in self._bad_before
+            t for t in inputs if (key := storage_key(t)) not in written or key in self._bad or key in self._bad_before
         ]
         return [made for tensor in known if (made := self._of(tensor)) is not None]
 
@@ -286,7 +286,7 @@ class NonfiniteOrigins:
         """Return what made this tensor non-finite; None if it is finite, or was never initialized."""
         if all_finite(tensor):
             return None
-        key = storage_of(tensor)
+        key = storage_key(tensor)
         if key in self._bad:
             return self._bad[key][1]
         # Computed, but never recorded as non-finite: `empty` made it, and its values mean nothing.
@@ -345,7 +345,7 @@ def _operands(operation: Operation, written: set[int]) -> tuple[OperationInput, 
             argument = torch.tensor(float(argument))
         if not isinstance(argument, Tensor) or argument.layout is not torch.strided or argument.is_meta:
             break
-        found.append(_given(local(argument), written=storage_of(argument) in written))
+        found.append(_given(local(argument), written=storage_key(argument) in written))
     return tuple(found)
 
 
@@ -413,12 +413,6 @@ def _in_fp32(operation: Operation) -> float | None:
     except (RuntimeError, NotImplementedError):
         return None
     return max(map(largest_finite, wide)) if wide and all(map(all_finite, wide)) else None
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage, which its views share."""
-    key: int = local(tensor).untyped_storage()._cdata
-    return key
 
 
 def _tensors(tree: Any) -> list[Tensor]:

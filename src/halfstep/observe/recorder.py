@@ -335,7 +335,7 @@ class Recorder(TorchDispatchMode):
         (place, backward, node), self._recorded = self._place(), self._recorded + 1
         result = self._run(func, args, kwargs)
         if self._memory is not None:
-            self._made |= set(map(_storage, _tensors(result))) - old
+            self._made |= set(map(storage_key, _tensors(result))) - old
         self._listener(Operation(func, args, kwargs, result, *_parts(place, backward, node)))
         return result
 
@@ -343,12 +343,12 @@ class Recorder(TorchDispatchMode):
         """Announce the memory from before the recording that an operation uses; return its storages."""
         used = _tensors((arguments, keywords))
         if function is torch.ops.aten.lift_fresh.default:  # torch.tensor(...), which no operation has made
-            self._made |= set(map(_storage, used))
-        old = {storage: tensor for tensor in used if (storage := _storage(tensor)) not in self._made and storage}
+            self._made |= set(map(storage_key, used))
+        old = {storage: tensor for tensor in used if (storage := storage_key(tensor)) not in self._made and storage}
         if old and not _is_machinery():
             line = running_line()
             for tensor in written_by(function, arguments, keywords):
-                if _storage(tensor) in old:
+                if storage_key(tensor) in old:
                     memory.before_write(tensor, line)
             for storage in old.keys() - self._used:
                 memory.reads(old[storage], line)
@@ -357,7 +357,7 @@ class Recorder(TorchDispatchMode):
 
     def _replaces(self, tensor: Tensor) -> None:
         """Announce that a tensor from before the recording gets other memory, which no operation shows."""
-        if self._memory is not None and _storage(tensor) not in self._made and not _is_machinery():
+        if self._memory is not None and storage_key(tensor) not in self._made and not _is_machinery():
             self._memory.before_replace(tensor, running_line())
 
     def _runs(self, module: nn.Module, _inputs: Any) -> None:
@@ -456,7 +456,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """Return an identifier of a tensor's memory; 0 for fake and sparse tensors, and for wrappers without any."""
     try:
         return int(distributed.local(tensor).untyped_storage()._cdata)

@@ -31,11 +31,6 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     return [] if tensor.is_meta or tensor.layout is not torch.strided else [tensor]
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Return an identifier of the memory that a plain tensor shares with its views, while that memory lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def words_of(tensor: Tensor) -> Tensor:
     """Return the extent of a plain tensor's memory as one row of integers, which shares it."""
     size = tensor.element_size()

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.observe.reachable import leaves
+from halfstep.observe.recorder import storage_key
 from halfstep.step.bindings import Bindings, Names, attribute_tensors, own_entries
 from halfstep.step.buffers import same_sparse
 from halfstep.step.memory import (
@@ -32,7 +33,6 @@ from halfstep.step.memory import (
     plain_parts,
     put_back_places,
     same_place,
-    storage_key,
     words_in,
     words_of,
 )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.observe.reachable import closure_of, global_names, held_by, leaves, outermost, reachable
-from halfstep.step.memory import plain_parts, storage_key
+from halfstep.observe.recorder import storage_key
+from halfstep.step.memory import plain_parts
 from halfstep.step.objective import Objective
 from halfstep.step.sync import LossFunction
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from ctypes import string_at
 from itertools import accumulate
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ _LOOKS = 2
 """Windows that compare all tensors of a group after its memory has changed."""
 
 _POINTER: Any = Tensor.data_ptr
+
+Checksum: TypeAlias = "Tensor | bytes"
+"""A row of integers on the device; of small memory that the host reads by itself, the memory as it is."""
 
 
 class _Part(NamedTuple):
@@ -47,10 +51,10 @@ class _Group:
     def __init__(self, parts: list[_Part]) -> None:
         self.parts = parts
         rows = [row for part in parts for row in part.rows or ()]
-        plain = all(part.rows for part in parts) and all(row.ndim == 1 and row.dtype is torch.int64 for row in rows)
-        self.plain_rows = rows if plain else None
-        """The memory of a group that counts as it is; None if some of it is summed or looked up."""
-        self.last: tuple[Tensor, list[int]] | None = None
+        on_host = all(part.rows for part in parts) and all(row.ndim == 1 and row.device.type == "cpu" for row in rows)
+        self.host_rows = [(row, row.nbytes) for row in rows] if on_host else None
+        """The memory of a group that counts as it is, on a CPU; None if some of it is summed or looked up."""
+        self.last: tuple[Tensor | int, list[int]] | None = None
         """The checksum in one number after the group's last turn, and the versions of its tensors then."""
         self.written_between = False
         """Whether its memory changes between windows, as that of a teacher which the loop updates through `.data`."""
@@ -102,7 +106,9 @@ class UnseenWrites:
         self._groups = list(self._divided())
         self._suspects: list[_Group] = []
         self._compared: _Group | None = None
-        self._before: Tensor | None = None
+        self._before: Checksum | None = None
+        self._known: list[bool] = []
+        """The flags of memory that the host has compared by itself."""
 
     def _divided(self) -> Iterator[_Group]:
         """Divide the memory into groups for one step each, on one device, and all trained or all not."""
@@ -159,23 +165,31 @@ class UnseenWrites:
             self._turn = (self._turn + 1) % len(self._groups)
             self._compared = self._groups[self._turn]
         self._before = None if self._compared is None else self._checksum(self._compared)
+        self._known = []
 
     def changed(self) -> list[Tensor]:
-        """Return flags on the device: whether the group has changed in this window, and since its last turn."""
+        """Return flags on the device: whether the group has changed in this window, and since its last turn.
+
+        Empty if the host knows by itself.
+        """
         group, before = self._compared, self._before
         if group is None or before is None:
             return []
         after = self._checksum(group)
-        flags = [(after != before).any()]
+        differs: Any = after != before
+        flags: list[Any] = [differs if isinstance(differs, bool) else differs.any()]
         # With one group, every window is its turn.
         if len(self._groups) > 1 and not group.written_between:
             if group.last is not None and group.last[1] == [self._versions[part.place] for part in group.parts]:
                 flags.append(group.last[0] != _in_one_number(before))
             group.last = _in_one_number(after), [self._tensors[part.place]._version for part in group.parts]
+        if isinstance(differs, bool):
+            self._known, flags = flags, []
         return flags
 
     def written(self, flags: Sequence[float]) -> list[tuple[str, Tensor]]:
         """Return the tensors that this window wrote in place, by name; `flags` are those of `changed`, as numbers."""
+        flags = flags or self._known
         found: set[int] = set()
         group, versions = self._compared, [tensor._version for tensor in self._tensors]
         if versions != self._versions:
@@ -195,10 +209,11 @@ class UnseenWrites:
     def _differing(self, group: _Group) -> set[int]:
         """Return the places of tensors whose checksums differ from those before the window; reads the device."""
         assert self._before is not None, "a group was compared"
-        ends = list(accumulate(sum(map(_sums, self._rows(part))) for part in group.parts))
-        differing = self._checksum(group).ne(self._before).nonzero().flatten().tolist()
+        before, after = self._before, self._checksum(group)
+        size = _bytes if isinstance(after, bytes) else _sums
+        ends = list(accumulate(sum(map(size, self._rows(part))) for part in group.parts))
         spans = zip(group.parts, [0, *ends[:-1]], ends, strict=True)
-        return {part.place for part, start, end in spans if any(start <= place < end for place in differing)}
+        return {part.place for part, start, end in spans if not _equal(before[start:end], after[start:end])}
 
     def _suspect(self, group: _Group) -> None:
         """Compare all memory of a group's tensors in the next windows, to learn whether steps write it."""
@@ -219,10 +234,11 @@ class UnseenWrites:
     def _rows(self, part: _Part) -> list[Tensor]:
         return _rows(words_of(self._aliases[part.place])[part.start : part.end]) if part.rows is None else part.rows
 
-    def _checksum(self, group: _Group) -> Tensor:
-        """Return the checksum of a group as a row of integers; the host reads nothing."""
-        if group.plain_rows is not None:
-            return torch.cat(group.plain_rows)
+    def _checksum(self, group: _Group) -> Checksum:
+        """Return the checksum of a group; the host reads nothing from a device."""
+        if group.host_rows is not None:
+            # Many times as fast as kernels for as little memory. A storage of no bytes has no address.
+            return b"".join([string_at(at, size) for row, size in group.host_rows if (at := row.data_ptr())])
         return torch.cat([numbers for part in group.parts for row in self._rows(part) for numbers in _summed(row)])
 
 
@@ -263,7 +279,17 @@ def _sums(row: Tensor) -> int:
     return sum(row.shape)
 
 
-def _in_one_number(checksum: Tensor) -> Tensor:
+def _bytes(row: Tensor) -> int:
+    return row.nbytes
+
+
+def _equal(a: Checksum, b: Checksum) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
+def _in_one_number(checksum: Checksum) -> Tensor | int:
+    if isinstance(checksum, bytes):
+        return hash(checksum)
     # Odd factors that differ from place to place, so that sums which change places count too.
     factors = torch.arange(1, 2 * len(checksum), 2, device=checksum.device) * 0x1E3779B97F4A7C15
     return (checksum * factors).sum()

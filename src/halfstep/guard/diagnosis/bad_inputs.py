@@ -16,9 +16,9 @@ from halfstep import distributed
 from halfstep.guard.diagnosis.rerun import ATTRIBUTE, HeldTensors
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import Cure
-from halfstep.observe.nonfinite_origin import BATCH, INF, MINUS_INF, NAN, all_finite, kinds_of, local, storage_of
+from halfstep.observe.nonfinite_origin import BATCH, INF, MINUS_INF, NAN, all_finite, kinds_of, local
 from halfstep.observe.reachable import leaves
-from halfstep.observe.recorder import as_written
+from halfstep.observe.recorder import as_written, storage_key
 from halfstep.printable import number
 from halfstep.step.step_inputs import StepInputs, versions_of
 
@@ -64,7 +64,7 @@ def not_finite(microbatches: Sequence[Any], name: str | None, written: frozenset
     found = [
         (
             f"{BATCH}[{index}]{path}" != name,
-            _spot(index, len(microbatches), path, leaf)._replace(written=storage_of(leaf) in written),
+            _spot(index, len(microbatches), path, leaf)._replace(written=storage_key(leaf) in written),
         )
         for index, path, leaf in _floating(microbatches)
         if not all_finite(leaf)
@@ -81,7 +81,7 @@ def written_storages(attempt: StepInputs) -> frozenset[int]:
     before: Sequence[int | None] = attempt.versions if known else [None] * len(found)
     changed = zip(found, before, versions if known else before, strict=True)
     return frozenset(
-        storage_of(leaf)
+        storage_key(leaf)
         for leaf, then, now in changed
         if (then is None or then != now) and leaf.layout is torch.strided and not leaf.is_meta
     )
@@ -97,7 +97,7 @@ def with_ordinary_numbers(attempt: StepInputs, written: frozenset[int], *, zeros
     kept = [
         (leaf, leaf.clone())
         for _, _, leaf in _floating(attempt.microbatches)
-        if storage_of(leaf) in written and not leaf.is_inference() and leaf.itemsize > 1 and not all_finite(leaf)
+        if storage_key(leaf) in written and not leaf.is_inference() and leaf.itemsize > 1 and not all_finite(leaf)
     ]
     for leaf, copy in kept:
         ordinary = (0.25 + 0.5 * torch.rand(copy.shape, generator=chance)).to(copy)
