@@ -1,6 +1,6 @@
 """A training loop of your own, with each update made by halfstep.
 
-    python examples/own_loop.py [precision]
+    python own_loop.py [precision]
 
 Two moons, a small network, micro-batches, clipping, a schedule and an average; and one batch with a NaN in it, which
 plain PyTorch would have written into every weight.

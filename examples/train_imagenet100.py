@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet-100, in a loop of your own: halfstep chooses the precision and takes the steps.
 
-    python examples/train_imagenet100.py --data_dir imagenet100 --mixed_precision --precision_type bf16 --batch_size 64
+    python train_imagenet100.py --data_dir imagenet100 --mixed_precision --precision_type bf16 --batch_size 64
 
 `imagenet100` holds train/CLASS/*.jpg and val/CLASS/*.jpg. The same run from a recipe: halfstep train imagenet100.
 """

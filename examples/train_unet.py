@@ -1,6 +1,6 @@
 """A U-Net on your own images and masks: edit `config`, run the file.
 
-    python examples/train_unet.py data            # data/images/*.png, data/masks/*.png
+    python train_unet.py data            # data/images/*.png, data/masks/*.png
 
 The words are the usual ones; halfstep says what it took each for. What this run comes to is in `runs/unet`: the best
 and the last weights, the recipe as it was resolved, train.log, the journal, curves and pictures.

@@ -124,14 +124,13 @@ def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: 
 TAKES_SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """typer's settings for such a command: unknown words are settings of the recipe."""
 
-RecipeOrCase = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|CASE",
-        help="A recipe, then settings of it; or `module:callable`, which returns (model, loss_fn, batch).",
-        autocompletion=recipes,
-    ),
-]
+_RECIPE_OR_CASE = typer.Argument(
+    metavar="RECIPE|CASE",
+    help="A recipe, then settings of it; or `module:callable`, which returns (model, loss_fn, batch).",
+    autocompletion=recipes,
+)
+RecipeOrCase = Annotated[str, _RECIPE_OR_CASE]
+RecipeOrCaseIfAny = Annotated[str | None, _RECIPE_OR_CASE]
 
 
 def subject(text: str, settings: Sequence[str]) -> Subject:

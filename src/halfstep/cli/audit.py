@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, print_report, subject
-from halfstep.errors import INTERRUPTED, WrongUse
+from halfstep.errors import GAVE_UP, INTERRUPTED, WrongUse
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ GROUP = "Trouble"
 COMMAND = TAKES_SETTINGS
 _BF16 = 'precision="bf16"'
 """The fix of an overflow that no island resolves."""
+_WIDER = {"fp16": "bf16", "bf16": "fp32", "tf32": "fp32"}
 
 
 def run(
@@ -37,7 +38,10 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show which format each part of a model computes in, where its numbers do not fit, and precision mistakes."""
+    """Show which format each part of a model computes in, where its numbers do not fit, and precision mistakes.
+
+    It exits with 80 where a finding is an error: a step in this precision fails, or is wrong.
+    """
     try:
         examined = subject(recipe, context.args)
         draw = _drawing(picture)
@@ -52,6 +56,8 @@ def run(
 
     print_report(report, json, partial(show, every=every, picture=picture))
     end(report)
+    if any(one["severity"] == "error" for one in report["findings"]):
+        raise typer.Exit(GAVE_UP)
 
 
 def _drawing(picture: Path | None) -> Any:
@@ -89,21 +95,26 @@ def _report(examined: Subject, precision: str | None, device: str | None) -> dic
 
 
 def next_command(examined: Subject, report: dict[str, Any], device: str | None = None) -> str:
-    """Return the command to type next."""
+    """Return the command to type next: never the one that was typed, unless it was interrupted."""
     from halfstep.runs.resolve import without_precision
 
     words = [examined.text] if examined.is_own_code else without_precision(examined.text, examined.settings)
     typed = shlex.join(words)
     where = f" --device {shlex.quote(device)}" if device else ""
     again = f"halfstep audit {typed}{where} --precision"
-    fixes = [one["fix"] for one in report["findings"] if one["severity"] != "note"]
+    serious = [one for one in report["findings"] if one["severity"] != "note"]
     # Where bf16 resolves an overflow, the next audit shows whether it does.
-    if _BF16 in fixes:
+    if any(one["fix"] == _BF16 for one in serious):
         return f"{again} bf16"
-    if report["interrupted"] or fixes:
+    if report["interrupted"]:
         return f"{again} {report['precision']}"
     if not report["run"]:
         return f"halfstep estimate {typed}{where}"
+    # Whether the format is at fault: the same step in a wider one.
+    if serious and report["precision"] in _WIDER:
+        return f"{again} {_WIDER[report['precision']]}"
+    if serious and examined.is_own_code:
+        return "halfstep doctor ."
     if examined.is_own_code:
         return f"halfstep plan {typed}"
     return f"halfstep train {typed} --{report['precision']}"

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, Json, OnDevice, RecipeOrCase, end, flag, print_json, storing, subject
+from halfstep.cli._options import (
+    TAKES_SETTINGS,
+    Json,
+    OnDevice,
+    RecipeOrCaseIfAny,
+    end,
+    flag,
+    print_json,
+    storing,
+    subject,
+)
 from halfstep.errors import INTERRUPTED, FolderTaken, WrongUse
 from halfstep.terminal import progress, screen
 
@@ -23,12 +33,14 @@ if TYPE_CHECKING:
 GROUP = "Choose"
 COMMAND = TAKES_SETTINGS
 FOLDER = Path("runs")
+FIRST = "segmentation_tiny"
+"""The recipe that is offered: it needs no data."""
 SECONDS = 180.0
 
 
 def run(
     context: typer.Context,
-    recipe: RecipeOrCase,
+    recipe: RecipeOrCaseIfAny = None,
     seconds: Annotated[float, typer.Option(help="How long it may take, about.")] = SECONDS,
     device: OnDevice = None,
     grow_batch: Annotated[
@@ -40,8 +52,11 @@ def run(
     yes: Annotated[bool, flag("--yes", "Write the recipe without asking.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure which precision, layout, compilation and batch are fastest here, and write the recipe for them."""
-    given = subject(recipe, context.args)
+    """Measure which precision, layout, compilation and batch are fastest here, and write the recipe for them.
+
+    Without a recipe it lists them and asks for one.
+    """
+    given = subject(recipe if recipe is not None else _asked_recipe(json), context.args)
     file = _file(given, write, yes)  # fails before anything is measured
     from halfstep.measure.plan.plan import plan
 
@@ -80,6 +95,22 @@ def run(
     if left:
         raise typer.Exit(INTERRUPTED)
     end(report)
+
+
+def _asked_recipe(json: bool) -> str:
+    """Return the recipe that the user chooses from the list; raise `WrongUse` where nobody can be asked."""
+    asks = has_terminal() and not json
+    if not json:
+        from halfstep.cli.recipes import print_recipes
+
+        print_recipes(screen(stderr=not asks))
+    if asks:
+        return str(typer.prompt("Plan which recipe, or module:callable of your own", default=FIRST))
+    raise WrongUse(
+        "a plan of which recipe?",
+        allowed="a name from `halfstep recipes`, a path, or module:callable of your own code",
+        do=f"halfstep plan {FIRST}",
+    )
 
 
 def _options(seconds: float, device: str | None, grow_batch: bool) -> list[str]:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._completion import recipes
-from halfstep.cli._options import Json, print_json
-from halfstep.errors import FolderTaken, WrongUse, unknown_name
+from halfstep.cli._options import Json, flag, print_json
+from halfstep.errors import FolderTaken, Unsafe, WrongUse, unknown_name
 from halfstep.printable import in_line
 from halfstep.terminal import say, screen
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from halfstep.recipe.explain import SettingRow
     from halfstep.recipe.sources import RawRecipe
 
@@ -35,9 +37,14 @@ def run(
             help="explain: one setting, such as lr, or a folder to size the recipe to. copy: the file to write.",
         ),
     ] = None,
+    script: Annotated[
+        bool, flag("--script", "copy: the example script of this name instead, such as unet or own_loop.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List the recipes, explain one, copy one to make it your own, or print the JSON schema for editors."""
+    if script and action != "copy":
+        raise WrongUse(f"{action} --script", allowed="copy --script NAME", do="halfstep recipes copy --script unet")
     # `halfstep recipes unet` is short for `explain unet`.
     if action not in ACTIONS:
         action, recipe, more = "explain", _recipe_or_action(action), recipe
@@ -45,6 +52,8 @@ def run(
         report: dict[str, Any] = {"recipes": _list(json)}
     elif action == "schema":
         report = _schema()
+    elif script:
+        report = {"copied": str(_copy_script(recipe, more, quiet=json))}
     elif action == "copy":
         report = {"copied": str(_copy(_needed(recipe, action), more, quiet=json))}
     else:
@@ -73,12 +82,17 @@ def shipped() -> list[Any]:
     return [Shipped(name, str(content.get("task")), str(content.get("about", ""))) for name, content in raw.items()]
 
 
+def print_recipes(console: Console) -> None:
+    """Print the recipes that ship with halfstep."""
+    from halfstep.cli.pages.explained import shipped_table
+
+    console.print(shipped_table(shipped()))
+
+
 def _list(quiet: bool) -> list[dict[str, str]]:
     found = shipped()
     if not quiet:
-        from halfstep.cli.pages.explained import shipped_table
-
-        _print(shipped_table(found))
+        print_recipes(screen())
         say("\nhalfstep train NAME runs one; halfstep recipes NAME says what it sets.")
     return [one._asdict() for one in found]
 
@@ -94,22 +108,49 @@ def _copy(recipe: str, to: str | None, *, quiet: bool) -> Path:
     from halfstep.recipe.sources import recipe_text
 
     label, text = recipe_text(recipe)
-    target = Path(to or f"{label}.yaml")
-    if target.is_dir():
-        target = target / f"{label}.yaml"
+    target = _placed(to, f"{label}.yaml")
+    _write_new(target, text, f"halfstep recipes copy {recipe} OTHER.yaml")
+    if not quiet:
+        path = shlex.quote(str(target) if "/" in str(target) else f"./{target}")
+        say(f"wrote {in_line(target)}\nedit it, then: halfstep train {path}")
+    return target
+
+
+def _copy_script(name: str | None, to: str | None, *, quiet: bool) -> Path:
+    from halfstep.recipe.scripts import script_names, script_text
+
+    names = ", ".join(script_names())
+    if name is None:
+        raise WrongUse("copy which script?", allowed=names, do="halfstep recipes copy --script unet")
+    file, text = script_text(name)
+    target = _placed(to, file)
+    if not target.resolve().is_relative_to(Path.cwd().resolve()):
+        raise Unsafe(
+            f"{target} is outside of this folder",
+            allowed="a file in this folder, or in one below it",
+            do=f"go to the folder first, then: halfstep recipes copy --script {name}",
+        )
+    _write_new(target, text, f"halfstep recipes copy --script {name} OTHER.py")
+    if not quiet:
+        say(f"wrote {in_line(target)}\nedit it, then: python {shlex.quote(str(target))}")
+    return target
+
+
+def _placed(to: str | None, name: str) -> Path:
+    """Return the path to write: under this name in a folder, or here where none is given."""
+    target = Path(to or name)
+    return target / name if target.is_dir() else target
+
+
+def _write_new(target: Path, text: str, do: str) -> None:
+    """Write a file that is not there yet; raise `FolderTaken` otherwise."""
     try:
         # "x" fails where the file exists, without a race between check and write.
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         reason = "is there already" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
-        raise FolderTaken(
-            f"{target} {reason}", allowed="a new file", do=f"halfstep recipes copy {recipe} OTHER.yaml"
-        ) from None
-    if not quiet:
-        path = shlex.quote(str(target) if "/" in str(target) else f"./{target}")
-        say(f"wrote {in_line(target)}\nedit it, then: halfstep train {path}")
-    return target
+        raise FolderTaken(f"{target} {reason}", allowed="a new file", do=do) from None
 
 
 def _explain(recipe: str, setting: str | None, *, quiet: bool) -> dict[str, Any]:

@@ -157,6 +157,13 @@ def peak_of(candidate: Candidate) -> int:
     return peak_bytes(candidate.step, candidate.device, held)
 
 
+def timed_update(candidate: Candidate) -> dict[str, Any]:
+    """Take one more update; return its `seconds`, its `loss`, and the `reason` if it was skipped."""
+    reports: list[StepReport] = []
+    seconds = Stopwatch(candidate.device).seconds(lambda: reports.append(candidate.step()))
+    return {"seconds": seconds, "loss": reports[0].loss, "reason": reports[0].reason}
+
+
 def _highest(recorded: Any) -> int:
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == _ALLOCATION]
     now = highest = 0

@@ -57,6 +57,10 @@ class Case:
     is_recipe: bool = False
     """Whether a recipe chose the setting; in a case of the user's own it is the default, and nobody's choice."""
 
+    def open(self) -> Case:
+        """Return the case itself, as a `Subject` returns its case."""
+        return self
+
     @property
     def requested_precision(self) -> str:
         """The recipe's precision; `auto` for a case of the user's own."""

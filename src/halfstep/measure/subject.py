@@ -6,17 +6,18 @@ import importlib
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from json import dumps
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError, WrongUse, missing_extra
-from halfstep.measure.case import SEED, Case, case_of, trainable
+from halfstep.measure.case import SEED, Case, LossFunction, case_of, trainable
 from halfstep.user_code import NO_FILE, lines_outside, place
 
 _OWN_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -30,6 +31,11 @@ class Subject:
     """A RECIPE, or `module:callable`."""
     settings: tuple[str, ...] = ()
     """Changes to the recipe, as typed."""
+
+    @property
+    def name(self) -> str:
+        """Return the subject as typed."""
+        return " ".join((self.text, *self.settings))
 
     @property
     def is_own_code(self) -> bool:
@@ -49,16 +55,76 @@ class Subject:
 
                 return trainable(case_of_recipe(self.text, self.settings))
             if self.settings:
-                raise WrongUse(
-                    f"{' '.join(self.settings)} beside the case {self.text}",
-                    allowed="settings change a RECIPE; a case is as its code says",
-                    do="change the code, or leave them out",
-                )
-            return _called(self.text)
+                raise _no_settings(self.settings, self.text)
+            return _made_by(_imported(self.text), self.text)
 
 
-def _called(text: str) -> Case:
-    make = _imported(text)
+Measurable: TypeAlias = "nn.Module | Callable[[], Any] | str | PurePath | Subject | Case"
+"""What every tool takes first: a model, a case as a function or as `module:callable`, or a recipe by name or path."""
+Settings: TypeAlias = "Mapping[str, Any] | Sequence[str]"
+"""`{"train.batch_size": 4}`, or as on the command line: `["train.batch_size=4", "--bf16"]`."""
+
+
+def subject_of(
+    given: Measurable, loss_fn: LossFunction | None = None, batch: Any = None, settings: Settings = ()
+) -> Subject | Case:
+    """Return what is measured: a `Case` of live objects, or a `Subject` that any process can open.
+
+    `settings` change a recipe. Raises `WrongUse` for a model without loss function and batch, for anything else with
+    them, and for what is neither a model, a case nor a recipe.
+    """
+    words = [f"{key}={dumps(value)}" for key, value in settings.items()] if isinstance(settings, Mapping) else settings
+    if isinstance(given, nn.Module):
+        if loss_fn is None or batch is None:
+            missing = " and ".join(name for name, value in (("loss_fn", loss_fn), ("batch", batch)) if value is None)
+            raise WrongUse(
+                f"the model {type(given).__name__} without {missing}",
+                allowed="a model, loss_fn(model, batch) and a batch or a DataLoader; or module:callable; or a recipe",
+                do="give all three: (model, loss_fn, batch)",
+            )
+        return _unchanged(case_of(given, loss_fn, batch), words)
+    if loss_fn is not None or batch is not None:
+        raise WrongUse(
+            f"a loss_fn or a batch next to {in_short(given)}",
+            allowed="both with a torch module; a case and a recipe have their own",
+            do="leave them out, or give the model first",
+        )
+    if isinstance(given, Subject):
+        return Subject(given.text, (*given.settings, *words))
+    if isinstance(given, Case):
+        return _unchanged(given, words)
+    if isinstance(given, str | PurePath):
+        return Subject(str(given), tuple(words))
+    if callable(given):
+        name = f"{given.__module__}:{getattr(given, '__qualname__', type(given).__name__)}"
+        return _unchanged(_made_by(given, name), words)
+    raise WrongUse(
+        f"{in_short(given)} as what to measure",
+        allowed="a model with loss_fn and batch, a case (module:callable), or a recipe by name or path",
+        do="write a recipe to a .yaml file, and give its path" if isinstance(given, Mapping) else "name one of them",
+    )
+
+
+def in_short(given: object) -> str:
+    """Return a name, or the kind of an object."""
+    return repr(str(given)) if isinstance(given, str | PurePath) else f"a {type(given).__name__}"
+
+
+def _unchanged(case: Case, settings: Sequence[str]) -> Case:
+    if settings:
+        raise _no_settings(settings, case.name)
+    return case
+
+
+def _no_settings(settings: Sequence[str], name: str) -> WrongUse:
+    return WrongUse(
+        f"{' '.join(settings)} beside the case {name}",
+        allowed="settings change a RECIPE; a case is as its code says",
+        do="change the code, or leave them out",
+    )
+
+
+def _made_by(make: Callable[[], Any], text: str) -> Case:
     with _own_code(text):
         made = make()
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1])):
@@ -68,7 +134,7 @@ def _called(text: str) -> Case:
         raise WrongUse(
             f"{text} returned {shape}",
             allowed="(model, loss_fn, batch): a torch module, a function of both, and tensors or a DataLoader",
-            do=f"end {text.split(':')[1]} with `return model, loss_fn, batch`",
+            do=f"end {text.rpartition(':')[2]} with `return model, loss_fn, batch`",
         )
     return case_of(*made, name=text)
 
@@ -88,7 +154,7 @@ def _own_code(text: str, passes: Callable[[BaseException], bool] = lambda _: Fal
         raise WrongUse(
             f"{text} raised {type(error).__name__}: {words} ({_line_of(error)})",
             allowed="a function without arguments that returns (model, loss_fn, batch)",
-            do=f'mend it; all of the error: python -c "import {module} as m; m.{name}()"',
+            do=f'fix it; all of the error: python -c "import {module} as m; m.{name}()"',
         ) from error
 
 

@@ -18,7 +18,8 @@ from halfstep.errors import WrongUse, unknown_name
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest
 from halfstep.guard.diagnosis.trials import candidates
 from halfstep.measure.batches import placed as placed_batch
-from halfstep.measure.case import SEED, Case, LossFunction, case_of
+from halfstep.measure.case import SEED, Case, LossFunction
+from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.measure.survival_report import (
     LostGradient,
     Survival,
@@ -230,14 +231,16 @@ _FP32_ON_CUDA = {"sum", "pow", "exp", "cumsum", "prod", "norm", "rsqrt", "recipr
 
 
 def survival(
-    model: nn.Module | Case,
+    subject: Measurable,
     loss_fn: LossFunction | None = None,
     batch: Any = None,
     *,
+    settings: Settings = (),
     format_name: str = "fp16",
     device: torch.device | str | None = None,
 ) -> Survival:
-    """Return whether one step of a case, or of a model with its loss and a batch, survives a format, and the remedy.
+    """Return whether one step of a model with its loss and a batch, of "module:callable" or of a recipe survives a
+    format, and the remedy.
 
     Several steps run on copies of the model with the same random numbers: in strict fp32, in the format, and with each
     remedy before it is recommended. The user's model, batch and random state are left unchanged. Raises `WrongUse` for
@@ -245,7 +248,7 @@ def survival(
     """
     if format_name not in _ROUNDINGS:
         raise unknown_name("format", format_name, FORMAT_NAMES)
-    judged = _Judged(_case(model, loss_fn, batch), torch.device(describe(device).place))
+    judged = _Judged(subject_of(subject, loss_fn, batch, settings).open(), torch.device(describe(device).place))
     as_is = judged.survival(format_name, _ROUNDINGS[format_name])
     if format_name not in _FP8 or not judged.reference_is_finite:
         return as_is
@@ -261,18 +264,6 @@ def survival(
 def _scaled_sentence(scaled: Survival) -> str:
     apart = "" if scaled.gradient_error is None else f" (gradients differ by {scaled.gradient_error:.0%})"
     return f"with a scale for each tensor it {'survives' if scaled.survives else 'does not'}{apart}"
-
-
-def _case(model: nn.Module | Case, loss_fn: LossFunction | None, batch: Any) -> Case:
-    if isinstance(model, Case):
-        return model
-    if loss_fn is None:
-        raise WrongUse(
-            "a model without a loss function",
-            allowed="a Case, or a model, loss_fn(model, batch) and a batch",
-            do="survival(model, loss_fn, batch)",
-        )
-    return case_of(model, loss_fn, batch)
 
 
 class _Judged:

@@ -75,6 +75,9 @@ class Survival:
     scaled: Survival | None = None
     """For fp8: the result with a scale for each tensor, which fp8 training always uses."""
 
+    def __str__(self) -> str:
+        return "\n".join([self.verdict, *(f"  do: {one}" for one in self.do)])
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data with no NaN or infinity, which JSON cannot represent."""
         return asdict(self)

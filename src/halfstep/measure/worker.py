@@ -84,11 +84,9 @@ def _memory(candidate: Any, _question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _update(candidate: Any, _question: dict[str, Any]) -> dict[str, Any]:
-    from halfstep.measure.timing import Stopwatch
+    from halfstep.measure.candidate import timed_update
 
-    reports: list[Any] = []
-    seconds = Stopwatch(candidate.device).seconds(lambda: reports.append(candidate.step()))
-    return {"seconds": seconds, "loss": reports[0].loss, "reason": reports[0].reason}
+    return timed_update(candidate)
 
 
 _DO: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {

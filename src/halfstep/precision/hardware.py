@@ -240,11 +240,13 @@ AMD_DRIVER = Path("/sys/module/amdgpu/version")
 
 
 def describe(device: torch.device | str | None = None) -> Device:
-    """Return the device of this name; None means the best accelerator present, or else the CPU.
+    """Return the device of this name, or the accelerator of this number; None means the best one, or else the CPU.
 
     Raises WrongUse for a device that is not present, and UnknownName for a name that torch does not know.
     """
     place = str(device if device is not None else torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    if place.replace(",", "").isdecimal():
+        place = _numbered(place)
     where = _TPU if place.split(":")[0] == "tpu" else _parse(place)
     reader = _READERS.get(where.type)
     if reader is None:
@@ -256,6 +258,25 @@ def describe(device: torch.device | str | None = None) -> Device:
             do=f"leave the device out, or name {present()[0]!r}; for a GPU, check its driver and torch's build",
         )
     return reader(where)
+
+
+def _numbered(numbers: str) -> str:
+    """Return the name of the accelerator of this number, as `--gpu_ids 0` gives it; raise WrongUse for several."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        raise WrongUse(
+            f"device {numbers}, and this machine has no GPU that torch can use",
+            allowed="cpu",
+            do="leave the device out; for a GPU, check its driver and torch's build",
+        )
+    if "," in numbers:
+        count = len(numbers.strip(",").split(","))
+        raise WrongUse(
+            f"the devices {numbers} for one process",
+            allowed="one device for each process",
+            do=f"CUDA_VISIBLE_DEVICES={numbers} torchrun --nproc_per_node {count} -m halfstep train RECIPE",
+        )
+    return f"{accelerator.type}:{numbers}"
 
 
 def present() -> list[str]:

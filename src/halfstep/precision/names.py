@@ -10,6 +10,7 @@ from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknow
 
 AUTO = "auto"
 FP8 = "fp8"
+TF32 = "tf32"
 FP64 = "fp64"
 """The precision of a Stepper over a float64 model; recipes and commands build float32 models and refuse it."""
 
@@ -169,6 +170,15 @@ def _flag(key: str, value: object) -> Claim | None:
     return _left_to_launcher(key, value)
 
 
+def _tf32(key: str, value: object) -> Claim | None:
+    """Read `tf32: true`, which names the format of fp32 products alone: next to `bf16: true` it decides nothing."""
+    if is_off(value):
+        return Claim(key, value, denies=frozenset({TF32}), otherwise="fp32")
+    if is_on(value):
+        return Claim(key, value, denies=frozenset({"fp32"}), otherwise=TF32)
+    return _left_to_launcher(key, value)
+
+
 def _left_to_launcher(key: str, value: object) -> Claim | None:
     """Return None for DeepSpeed's `auto`, which decides nothing; refuse any other value."""
     if _state(value) == AUTO:
@@ -205,8 +215,10 @@ _KEYS: dict[str, _Reader] = {
     "fp16": _flag,
     "bf16": _flag,
     "fp32": _flag,
+    TF32: _tf32,
 }
-PRECISION_KEYS = frozenset(_KEYS)
+PRECISION_KEYS = frozenset(_KEYS) - {TF32}
+"""The keys by which other projects choose a precision; for most of them `tf32` is a detail of fp32."""
 SWITCHES = tuple(key for key, reader in _KEYS.items() if reader is _switch)
 FLAGS = tuple(key for key, reader in _KEYS.items() if reader is _flag)
 FORMATS = ("amp_dtype", "precision_type")
@@ -236,13 +248,13 @@ class Settled:
     against: list[Claim]
 
 
-# Lower wins among keys that only switch: `amp: true` (fp16), then an open `auto`, then everything that means fp32.
-_DECIDES = {"fp16": 1, AUTO: 2}
+# Lower wins among keys that only switch: `amp: true` (fp16), then an open `auto`, tf32, and everything that means fp32.
+_DECIDES = {"fp16": 1, AUTO: 2, TF32: 3}
 
 
 def settle(claims: Sequence[Claim]) -> Settled:
     """Return the outcome of one or more claims. A key that names a precision takes priority over a switch."""
-    by = min(claims, key=lambda claim: 0 if claim.says else _DECIDES.get(claim.otherwise, 3))
+    by = min(claims, key=lambda claim: 0 if claim.says else _DECIDES.get(claim.otherwise, 4))
     name = by.meaning if by.says else _left_open(by, claims)
     against = [c for c in claims if (c.says is not None and c.meaning != name) or name in c.denies]
     return Settled(name, by, against)
@@ -250,8 +262,8 @@ def settle(claims: Sequence[Claim]) -> Settled:
 
 def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
     """Return the precision that a switch leaves: `amp: true` with `fp16: false` is bf16, by default it is torch's."""
-    if switch.meaning == "fp32":
-        return "fp32"
+    if switch.meaning in _FULL:
+        return switch.meaning
     left = [name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)]
     if switch.meaning == AUTO and len(left) == 2:
         return AUTO

@@ -90,6 +90,9 @@ class Choice:
     findings: tuple[Finding, ...]
     device: Device
 
+    def __str__(self) -> str:
+        return "\n".join([f"{self.precision.name} on {self.device.name}", *self.reasons])
+
     @property
     def reasons(self) -> tuple[str, ...]:
         """The tried candidates in words."""

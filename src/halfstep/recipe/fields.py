@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from halfstep.recipe.schema import ALLOWED, ALSO
+from halfstep.recipe.schema import ALLOWED, ALSO, REFUSED
 
 # -- spelling ---------------------------------------------------------------------------------------------------------
 # Find the word that was probably meant.
@@ -75,6 +75,8 @@ class RecipeField:
     may_be_null: bool
     is_list_of_text: bool
     """Whether a single typed word means a list of one."""
+    refused: Json
+    """The values that are refused with a reason of their own."""
 
     @property
     def name(self) -> str:
@@ -101,6 +103,10 @@ class Fields:
     def allowed(self, key: str, otherwise: str) -> str:
         """Return the allowed values of a setting in words, or `otherwise` if there is no such setting."""
         return self.by_key[key].allowed if key in self.by_key else otherwise
+
+    def reason_against(self, key: str, value: object) -> str | None:
+        """Return why a setting does not take this value, if there is a reason of its own."""
+        return self.by_key[key].refused.get(str(value).lower()) if key in self.by_key else None
 
 
 # pydantic builds the JSON schema anew on every call.
@@ -170,6 +176,7 @@ def _setting(key: str, node: Json, required: bool) -> RecipeField:
         is_switch=kinds == {"boolean"},
         is_text=kinds - {"null"} == {"string"},
         may_be_null="null" in kinds,
+        refused=node.get(REFUSED, {}),
         is_list_of_text=node.get("type") == "array" and node.get("items", {}).get("type") == "string",
     )
 

@@ -7,15 +7,50 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Contradiction
-from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, is_off, is_on, read_claims
+from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, TF32, is_off, is_on, read_claims
 from halfstep.recipe.fields import Fields, allowed_edits, edits, fields_of, nearest
 from halfstep.recipe.strict_yaml import NULL, read_value
 
-PRECISION_SWITCHES = (*SWITCHES, *FLAGS)
+PRECISION_SWITCHES = (*SWITCHES, *FLAGS, TF32)
 PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", *FORMATS)
 FOREIGN_SECTIONS = ("trainer", "training", "globals")
 """The sections in which other projects keep settings that a recipe has at the top level or in its own sections."""
 _ON_OFF = ("true", "false")
+
+
+_INSTEAD = {
+    "type the same command again: an unfinished run resumes by itself; weights to begin from: model.weights=FILE": (
+        "resume resume_from resume_from_checkpoint auto_resume ckpt_path load_from"
+    ),
+    "torchrun --nproc_per_node 2 -m halfstep train RECIPE, with the number of GPUs; one GPU alone: --device": (
+        "gpus devices num_gpus num_devices n_gpu nproc_per_node num_processes local_rank num_nodes nnodes world_size "
+        "distributed dist_url"
+    ),
+    "--world fsdp or --world ddp, under torchrun": "fsdp ddp deepspeed",
+    "--device, with a device as torch names it": "accelerator no_cuda use_cpu cpu cuda",
+    "write the recipe first: halfstep train FILE": "config config_file cfg config_path",
+    "--new, which trains in another folder": "overwrite overwrite_output_dir exist_ok",
+    "checkpoint.every_steps=N for saves, evaluate.every_epochs=N for evaluations": (
+        "save_strategy eval_strategy evaluation_strategy eval_steps"
+    ),
+    "leave it out: evaluation has the batch and the precision of training": (
+        "per_device_eval_batch_size eval_batch_size val_batch_size bf16_full_eval fp16_full_eval"
+    ),
+    "leave it out: `halfstep train` trains and evaluates; `halfstep evaluate RUN` evaluates alone": (
+        "do_train do_eval do_predict"
+    ),
+    "leave it out: torch's own default is used": "adam_beta2 adam_epsilon betas eps nesterov optim_args",
+    "optimizer.momentum=0.9, the first beta": "adam_beta1",
+    "schedule.warmup_steps=N, in updates": "warmup_ratio warmup_epochs",
+    "train.clip_norm=1.0 or train.clip_value=0.5": "gradient_clip_algorithm clip_mode",
+    "--fp16: autocast with a loss scale": "fp16_opt_level amp_level amp_backend fp16_backend",
+    "--tracker wandb": "wandb use_wandb log_wandb wandb_project",
+    "--tracker tensorboard": "tensorboard use_tensorboard logging_dir",
+    "--steps 2; or --show, which prints the recipe and trains nothing": "fast_dev_run dry_run",
+    "halfstep profile RECIPE": "profiler",
+}
+"""What to type instead of words of other projects that are no setting of a recipe."""
+ELSEWHERE = {word: do for do, words in _INSTEAD.items() for word in words.split()}
 
 
 def key_for(word: str, fields: Fields) -> str:
@@ -34,12 +69,20 @@ def key_for(word: str, fields: Fields) -> str:
         return meant[0]
     if meant:
         raise BadRecipe(f"{word} can mean several settings", allowed=", ".join(meant), do=f"write {meant[0]}=...")
-    near = nearest_key(word, fields)
     raise BadRecipe(
         f"there is no setting {word[:80]!r}",
         allowed=f"the {len(fields.by_key)} settings that `halfstep recipes explain` lists",
-        do=f"did you mean {near}?" if near else "look for it with halfstep recipes explain NAME",
+        do=instead_of(word, fields) or "look for it with halfstep recipes explain NAME",
     )
+
+
+def instead_of(word: str, fields: Fields) -> str | None:
+    """Return what to type instead of an unknown word: known from another project, or the nearest key."""
+    elsewhere = ELSEWHERE.get(word.rpartition(".")[2].lower())
+    if elsewhere is not None:
+        return elsewhere
+    near = nearest_key(word, fields)
+    return f"did you mean {near}?" if near else None
 
 
 def nearest_key(word: str, fields: Fields) -> str | None:

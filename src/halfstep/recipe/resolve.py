@@ -19,11 +19,12 @@ from halfstep.errors import BadRecipe, Contradiction, Unsafe
 from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, Named, is_off, is_on, read_settings
 from halfstep.recipe.fields import Fields, fields_of, nearest
 from halfstep.recipe.names import (
+    ELSEWHERE,
     FOREIGN_SECTIONS,
     PRECISION_WORDS,
     Override,
     Translated,
-    nearest_key,
+    instead_of,
     same_precision,
     translate,
     translations,
@@ -324,6 +325,8 @@ def _complaint(key: str, kind: str, value: Any, fields: Fields) -> Complaint:
     allowed = fields.allowed(key, "keys with values")
     if kind == "missing":
         return Complaint(f"{key} is missing", allowed, f"add {key}")
+    if (reason := fields.reason_against(key, value)) is not None:
+        return Complaint(f"{key} is {_shown(value)}: {reason}", allowed, f"{key}={fields.by_key[key].default}")
     choices = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
     word = nearest(value, choices) if isinstance(value, str) else None
     return Complaint(f"{key} is {_shown(value)}", allowed, f"did you mean {word}?" if word else "")
@@ -336,11 +339,10 @@ def _unknown(key: str, fields: Fields) -> Complaint:
     meant = fields.keys_of.get(name, [])
     if meant:
         return Complaint(given, "", f"did you mean {' or '.join(meant)}?")
-    beside = nearest(name, [*fields.top, *PRECISION_WORDS]) if not section else None
-    near = beside or nearest_key(key, fields)
+    beside = nearest(name, [*fields.top, *PRECISION_WORDS]) if not section and name not in ELSEWHERE else None
+    do = f"did you mean {beside}?" if beside else instead_of(key, fields)
     names = [other.rpartition(".")[2] for other in fields.by_key if other.rpartition(".")[0] == section]
-    allowed = ", ".join(names if section else fields.top)
-    return Complaint(given, allowed, f"did you mean {near}?" if near else "delete it")
+    return Complaint(given, ", ".join(names if section else fields.top), do or "delete it")
 
 
 def _shown(value: Any) -> str:

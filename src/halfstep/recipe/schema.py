@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 ALSO = "x-also"
 """The key of the JSON schema for the names that other projects use; editors ignore unknown `x-` keys."""
 ALLOWED = "x-allowed"
 """The key for what a setting allows, in words, where the schema's own are too few."""
+
+REFUSED = "x-refused"
+"""The key for values that are refused with a reason of their own."""
 
 AUTO = "auto"
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -27,6 +39,24 @@ class Also:
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
         return {**handler(core), ALSO: list(self.names)}
+
+
+class Refused:
+    """Values that a field does not take although they look as if it did, each with the reason."""
+
+    def __init__(self, **reasons: str) -> None:
+        self.reasons = reasons
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(core), REFUSED: self.reasons}
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+AnyCase = BeforeValidator(_lower)
+"""`AdamW` is `adamw`: the name of torch's class is as good."""
 
 
 class Section(BaseModel):
@@ -70,16 +100,25 @@ class LossOptions(Section):
 class OptimizerOptions(Section):
     """The settings of the optimizer."""
 
-    name: Literal[
-        "adamw", "adam", "sgd", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "asgd"
+    name: Annotated[
+        Literal[
+            "adamw", "adam", "sgd", "muon", "nadam", "radam", "adamax", "adafactor", "adagrad", "adadelta", "rmsprop",
+            "rprop", "asgd",
+        ],
+        Also("optim"),
+        AnyCase,
+        Refused(
+            lbfgs="it computes the loss several times in one update, and a step here computes it once",
+            sparseadam="it takes sparse gradients alone, and the models of recipes have dense ones",
+        ),
     ] = "adamw"  # fmt: skip
-    """The optimizer, torch's own of this name."""
+    """The optimizer, torch's own of this name. muon takes the matrices of hidden layers, and adamw the rest."""
     lr: Annotated[PositiveFloat, Also("learning_rate")] = 1e-3
     """The learning rate, at its highest where a schedule moves it."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decay of weights towards zero; biases and normalisation layers are left out."""
+    """Decay of weights towards zero; biases and normalisation layers are left out. rprop has none."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """Momentum of sgd and rmsprop, and the first beta of adamw, adam, nadam, radam and adamax."""
+    """Momentum of sgd, muon and rmsprop, and the first beta of adamw, adam, nadam, radam and adamax."""
     fused: bool = True
     """Update all weights in one kernel where the device has one."""
 
@@ -98,9 +137,12 @@ class Extension(Section):
 class ScheduleOptions(Section):
     """The settings of the learning rate schedule."""
 
-    name: Literal["constant", "cosine", "step", "plateau", "one-cycle"] = "cosine"
+    name: Annotated[
+        Literal["constant", "cosine", "step", "plateau", "one-cycle"],
+        Also("lr_scheduler", "lr_scheduler_type", "sched"),
+    ] = "cosine"
     """How the learning rate moves after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Annotated[NonNegativeInt, Also("lr_warmup_steps", "num_warmup_steps")] = 0
     """Applied steps in which the learning rate rises from nothing."""
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """cosine: the share of the learning rate that is left at the end."""
@@ -134,49 +176,58 @@ class LossScaleOptions(Section):
 class TrainOptions(Section):
     """The settings of the training loop."""
 
-    epochs: Annotated[PositiveInt | None, Also("num_epochs")] = None
+    epochs: Annotated[PositiveInt | None, Also("num_epochs", "num_train_epochs", "max_epochs")] = None
     """Passes over the training data. Give epochs or steps."""
-    steps: PositiveInt | None = None
+    steps: Annotated[PositiveInt | None, Also("max_steps", "max_train_steps")] = None
     """Attempted updates in all. Give epochs or steps."""
-    batch_size: Annotated[PositiveInt, Also("BATCH_SIZE_PER_GPU")] = 16
+    batch_size: Annotated[
+        PositiveInt, Also("BATCH_SIZE_PER_GPU", "per_device_train_batch_size", "train_batch_size")
+    ] = 16
     """Samples per device and micro-batch."""
-    microbatches: Annotated[PositiveInt, Also("accumulation_steps", "gradient_accumulation_steps")] = 1
+    microbatches: Annotated[
+        PositiveInt,
+        Also("accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"),
+    ] = 1
     """Micro-batches whose gradients are added up for one update."""
     global_batch: Annotated[PositiveInt | None, Also("global_batch_size")] = None
     """Samples of one update over all ranks: `microbatches` follows from it, each of at most `batch_size` samples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Decides weights, order and augmentation; one is drawn and recorded if it is left out."""
-    clip_norm: Annotated[PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm")] = None
+    clip_norm: Annotated[
+        PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm", "clip_grad", "gradient_clipping")
+    ] = None
     """Gradients are scaled down to this norm."""
     clip_value: PositiveFloat | None = None
     """Each element of a gradient is kept within this of zero."""
-    ema: Fraction | None = None
+    ema: Annotated[Fraction | None, Also("ema_decay", "model_ema_decay")] = None
     """Decay of an average of the weights, which is then evaluated and saved too."""
     channels_last: bool = True
     """Lay images out with channels last, as fast convolutions in 16 bits want them."""
-    compile: Annotated[bool, Also("compile_model", "use_optimizations")] = False
+    compile: Annotated[bool, Also("compile_model", "use_optimizations", "torch_compile", "torchcompile")] = False
     """Compile the model with torch.compile; one in shards block by block."""
-    checkpoint_activations: bool = False
+    checkpoint_activations: Annotated[
+        bool, Also("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")
+    ] = False
     """Compute activations again in backward instead of keeping them: less memory, more time. Not with compile."""
-    num_workers: NonNegativeInt | Literal["auto"] = "auto"
+    num_workers: Annotated[NonNegativeInt | Literal["auto"], Also("workers", "dataloader_num_workers")] = "auto"
     """Processes that read samples, per device; `auto` measures it once."""
     strict: bool = False
     """Refuse to run where the device cannot compute in the precision asked for, instead of falling to another."""
-    device: str = "auto"
-    """A device as torch names it; `auto` is the best one present."""
+    device: Annotated[str, Also("gpu_ids", "gpu_id", "gpu")] = "auto"
+    """A device as torch names it, or the number of a GPU; `auto` is the best one present."""
 
 
 class WorldOptions(Section):
     """The ranks that train together. `world: fsdp` is short for `world: {mode: fsdp}`."""
 
-    mode: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    mode: Annotated[Literal["auto", "ddp", "fsdp", "hsdp"], Also("strategy")] = "auto"
     """Each rank holds all weights (ddp), a shard of them (fsdp), or a shard within each group (hsdp)."""
     shard_size: Annotated[int, Field(ge=2)] | None = None
     """hsdp: ranks in a group that shares one copy of the weights; the ranks of a node if it is left out."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """fsdp and hsdp: the format in which gradients are summed over the ranks; bf16 halves the bytes, and every
     hundredth step its error is measured against fp32."""
-    sync_batchnorm: bool = False
+    sync_batchnorm: Annotated[bool, Also("sync_bn")] = False
     """Compute batch statistics over all ranks (torch's SyncBatchNorm). GPUs only."""
     timeout: PositiveFloat = 300.0
     """Seconds without any progress after which the run ends with exit code 76 and names the rank that is behind."""
@@ -187,7 +238,7 @@ class WorldOptions(Section):
 class EvaluateOptions(Section):
     """The settings of evaluation and early stopping."""
 
-    every_epochs: PositiveInt = 1
+    every_epochs: Annotated[PositiveInt, Also("check_val_every_n_epoch")] = 1
     """Epochs between two evaluations."""
     patience: Annotated[PositiveInt | None, Also("early_stopping_patience")] = None
     """Evaluations without a better metric after which the run stops early."""
@@ -198,11 +249,11 @@ class EvaluateOptions(Section):
 class CheckpointOptions(Section):
     """The settings of checkpoints."""
 
-    every_steps: PositiveInt = 1000
+    every_steps: Annotated[PositiveInt, Also("save_steps", "checkpointing_steps")] = 1000
     """Attempted updates between two checkpoints; one is also taken at the end of every epoch, and on SIGTERM."""
     every_minutes: PositiveFloat | Literal["auto"] | None = None
     """Minutes after which one is taken too, by rank 0's clock; `auto` finds them from what saves cost (Young, Daly)."""
-    keep: Annotated[int, Field(ge=2)] = 2
+    keep: Annotated[int, Field(ge=2), Also("save_total_limit", "checkpoints_total_limit")] = 2
     """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
     background: bool = True
     """Write beside the training, from a copy of the state in main memory."""
@@ -233,13 +284,13 @@ MetricsFile = Annotated[
 class RunOptions(Section):
     """The settings of the run's folder, its log and its tracker."""
 
-    dir: str | None = None
+    dir: Annotated[str | None, Also("output_dir", "default_root_dir")] = None
     """The run's folder; `runs/RECIPE` if it is left out."""
-    log_every: PositiveInt = 10
+    log_every: Annotated[PositiveInt, Also("logging_steps", "log_every_n_steps")] = 10
     """Steps between two lines of the log."""
     journal_mb: PositiveInt = 100
     """Megabytes after which journal.jsonl goes on in a new file; the earlier ones stay beside it."""
-    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
+    tracker: Annotated[Literal["none", "tensorboard", "wandb", "mlflow"], Also("report_to")] = "none"
     """A tracker that is fed from the journal; mlflow is the server that MLFLOW_TRACKING_URI names."""
     pictures: NonNegativeInt = 4
     """Samples that are drawn after each evaluation, by tasks that draw."""

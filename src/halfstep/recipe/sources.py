@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,32 @@ def read_recipe(name_or_path: str) -> RawRecipe:
     """Read a recipe by name or path; raise BadRecipe if there is none or it is not valid YAML."""
     label, text = recipe_text(name_or_path)
     return RawRecipe(label, read_yaml(text, _where(name_or_path)), text)
+
+
+def recipe_of(content: Mapping[str, Any]) -> RawRecipe:
+    """Return a recipe that was written in Python, nested or with dotted keys; its task names the run's folder."""
+    nested: dict[str, Any] = {}
+    # Whole sections first: a dotted key changes one of their settings.
+    for key in sorted(content, key=lambda key: str(key).count(".")):
+        *sections, name = str(key).split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise BadRecipe(
+                    f"{key} next to {section}={place!r}",
+                    allowed="a section as a mapping, or its settings with dotted keys",
+                    do=f"delete {section} or {key}",
+                )
+        place[name] = _plain(content[key])
+    return RawRecipe(str(nested.get("task", "run")), nested, "")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with mappings copied, and paths as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 def recipe_text(name_or_path: str) -> tuple[str, str]:

@@ -49,6 +49,10 @@ class TrainedModel:
     choice: Choice
     device: torch.device
 
+    def __str__(self) -> str:
+        task, weights = self.task.recipe.task, sum(p.numel() for p in self.model.parameters())
+        return f"{self.folder}: {task}, {weights:,} weights, in {self.choice.precision.name} on {self.device}"
+
     def channels(self) -> int:
         """Return how many channels the task reads of an image."""
         channels: int = getattr(self.task, "channels_read", getattr(self.task.recipe.data, "channels", 3))

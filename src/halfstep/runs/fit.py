@@ -23,13 +23,14 @@ from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
 from halfstep.recipe.changes import different, listed
 from halfstep.recipe.resolve import Resolved
-from halfstep.recipe.sources import read_recipe
+from halfstep.recipe.sources import read_recipe, recipe_of
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched
 from halfstep.step.ranks import GONE, connection_broke, rank_failed
 from halfstep.terminal import progress, screen
 from halfstep.train.checkpointing import check_writing
+from halfstep.train.give_up import fit_command
 from halfstep.train.microbatches import division_notes, for_ranks
 from halfstep.train.process_group import rng_preserved, together
 from halfstep.train.resume import Resumed, find, resume_from
@@ -53,7 +54,7 @@ MEGABYTE = 10**6
 
 
 def fit(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, Any],
     *,
     task: Task | type[Task] | None = None,
     precision: str | None = None,
@@ -65,16 +66,18 @@ def fit(
     extend: bool = False,
     rewarm: bool = False,
 ) -> Run:
-    """Train a recipe, by name or path, and return the finished run; resume it where it was interrupted.
+    """Train a recipe and return the finished run; resume it where it was interrupted.
 
-    `task` is a task of your own, `settings` overrides the recipe, `new` starts in a new numbered folder, `quiet` writes
-    to the run's folder only. A resumed run keeps its data and recipe unless a change is accepted. With `extend` a
-    finished run continues to the length in `settings` at its last learning rate; with `rewarm` too, with a new warm-up
-    and decay over the added part. Raise a `HalfstepError` where the recipe, the data or the folder is not usable.
+    `recipe` is a name, a path, or a dict with the content of a recipe file. `task` is a task of your own, `settings`
+    overrides the recipe, `new` starts in a new numbered folder, `quiet` writes to the run's folder only. A resumed run
+    keeps its data and recipe unless a change is accepted. With `extend` a finished run continues to the length in
+    `settings` at its last learning rate; with `rewarm` too, with a new warm-up and decay over the added part. Raise a
+    `HalfstepError` where the recipe, the data or the folder is not usable.
     """
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
-    resolved = resolved_recipe(read_recipe(str(recipe)), _with_precision(settings, precision), schema=_schema(task))
-    return launch(resolved, task=task, new=new, quiet=quiet, command="halfstep.fit", accepted=accepted)
+    found = recipe_of(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe))
+    resolved = resolved_recipe(found, _with_precision(settings, precision), schema=_schema(task))
+    return launch(resolved, task=task, new=new, quiet=quiet, command=fit_command(recipe), accepted=accepted)
 
 
 def launch(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +20,13 @@ from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE,
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.out_of_memory import as_error, is_out_of_memory, tells_of_memory
+from halfstep.recipe.fields import fields_of
+from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.recipe.sources import read_recipe
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.guarding import in_the_data
 from halfstep.train.loop import Loop
-from halfstep.train.microbatches import BATCH, MICROBATCHES, smaller_microbatches
+from halfstep.train.microbatches import smaller_microbatches
 
 # -- advising ---------------------------------------------------------------------------------------------------------
 # Build the command that may fix a run: how it is launched, and a lower learning rate.
@@ -55,13 +59,23 @@ def lower_lr(rate: float, rates: Sequence[float] = (), in_recipe: float | None =
     return f"{float(f'{digit[0]}e{exponent}'):g}"  # truncated to one digit, so never higher
 
 
+_FIT = "halfstep.fit("
+
+
+def fit_command(recipe: object) -> str:
+    """Return the call that trains a recipe in Python, as the journal of its run records it."""
+    return f"{_FIT}{str(recipe)!r})" if isinstance(recipe, str | Path) else f"{_FIT}...)"
+
+
 def recipe_lr(command: str) -> float | None:
-    """Return the learning rate in the file that `halfstep train RECIPE` names; None where there is none."""
-    words = shlex.split(command)
-    if words[:2] != ["halfstep", "train"] or len(words) < 3:
+    """Return the learning rate in the file that `halfstep train RECIPE`, or `halfstep.fit('RECIPE')`, names; None
+    where there is none.
+    """
+    recipe = _recipe_named(command)
+    if recipe is None:
         return None
     try:
-        section: Any = read_recipe(words[2]).raw.get("optimizer")
+        section: Any = read_recipe(recipe).raw.get("optimizer")
     except HalfstepError:
         return None
     rate: Any = section.get("lr") if isinstance(section, dict) else None
@@ -69,6 +83,16 @@ def recipe_lr(command: str) -> float | None:
         return float(rate)  # YAML 1.1 reads 2e-3 as a string
     except (TypeError, ValueError):
         return None
+
+
+def _recipe_named(command: str) -> str | None:
+    if command.startswith(_FIT):
+        with suppress(ValueError, SyntaxError):
+            named = ast.literal_eval(command.removeprefix(_FIT).removesuffix(")"))
+            return named if isinstance(named, str) else None
+        return None
+    words = shlex.split(command)
+    return words[2] if words[:2] == ["halfstep", "train"] and len(words) > 2 else None
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
@@ -174,14 +198,6 @@ _CURED = (PRECISION, COMPILER, NOT_REPRODUCIBLE)
 """Causes that the guard can remedy itself."""
 _IN_THE_WEIGHTS = (DIVERGENCE, STATE)
 """Causes for which a recent checkpoint may be as bad as the weights."""
-_ALSO = {
-    "guard": ("guard.mode", "mode"),
-    "optimizer.lr": ("lr", "learning_rate"),
-    BATCH: ("batch_size", "BATCH_SIZE_PER_GPU"),
-    MICROBATCHES: ("microbatches", "accumulation_steps", "gradient_accumulation_steps"),
-    "train.checkpoint_activations": ("checkpoint_activations",),
-}
-"""Aliases of a setting on the command line."""
 
 
 class Permission(NamedTuple):
@@ -264,7 +280,7 @@ def _command(loop: Loop, cause: str, command: str, permission: Permission) -> st
         guardian = loop.guarding.guardian
         rates = guardian.history().rates if guardian is not None else ()
         rate = lower_lr(loop.recipe.optimizer.lr, rates, recipe_lr(command))
-        return command_line(loop.outputs.folder, command, {"optimizer.lr": rate}, permission)
+        return command_line(loop.outputs.folder, command, {"optimizer.lr": float(rate)}, permission)
     return None
 
 
@@ -273,13 +289,20 @@ def command_line(folder: Path, command: str, changes: Mapping[str, object], perm
     # A run started from Python has no command line to repeat.
     if not command.startswith("halfstep "):
         more = f", {permission.argument}=True" if permission else ""
-        return f"halfstep.fit(..., settings={dict(changes)!r}{more})"
+        return f"{command.removesuffix(')')}, settings={dict(changes)!r}{more})"
     line = _launched(shlex.split(command))
-    words = _without(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in (key, *_ALSO.get(key, ()))})
+    words = _without(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in _words_for(key)})
     if _NEW.flag in line and permission is not _NEW:  # it would start another run
-        words = [*_without(words, set(), {"run.dir", "dir"}), f"run.dir={folder}"]
-    settings = [f"{key}={value}" for key, value in changes.items()]
+        words = [*_without(words, set(), set(_words_for("run.dir"))), f"run.dir={folder}"]
+    settings = [f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in changes.items()]
     return shlex.join([*words, *settings, *([permission.flag] if permission else [])])
+
+
+def _words_for(key: str) -> list[str]:
+    """Return the words that stand for a setting on the command line."""
+    fields = fields_of(Recipe[ModelOptions, DataOptions, LossOptions])
+    setting = fields.by_key.get(key) or fields.by_key.get(fields.keys_of.get(key, [key])[0])
+    return [key, setting.key, setting.name, *setting.also] if setting else [key]
 
 
 def _launched(words: list[str]) -> list[str]:
@@ -293,7 +316,7 @@ def _without(words: Sequence[str], flags: Collection[str], names: Collection[str
     while left:
         word = left.pop(0)
         name, equals, _ = word.lstrip("-").partition("=")
-        if word in flags or (name in names and (equals or word.startswith("--"))):
+        if word in flags or (name.replace("-", "_") in names and (equals or word.startswith("--"))):
             # "--lr 0.1" is two words: the value goes with its option.
             if word not in flags and not equals and left:
                 left.pop(0)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from halfstep import distributed
 from halfstep.data.dataset import derive
 from halfstep.data.to_device import placed
-from halfstep.errors import BadRecipe, UnknownName
+from halfstep.errors import BadRecipe, UnknownName, WrongUse
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
@@ -36,6 +36,7 @@ from halfstep.recipe.schema import (
 from halfstep.status_line import OnProgress
 from halfstep.step.ema import Ema
 from halfstep.step.loss import DynamicScale
+from halfstep.step.optimizer_slot import owned_by
 from halfstep.step.shard_units import shard_units
 from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
@@ -140,9 +141,11 @@ _KINDS: dict[str, Callable[..., optim.Optimizer]] = {
     "nadam": optim.NAdam,
     "radam": optim.RAdam,
     "adamax": optim.Adamax,
+    "adafactor": optim.Adafactor,
     "adagrad": optim.Adagrad,
     "adadelta": optim.Adadelta,
     "rmsprop": optim.RMSprop,
+    "rprop": optim.Rprop,
     "asgd": optim.ASGD,
 }
 _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
@@ -151,37 +154,122 @@ _WITH_FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
 def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
-    """Return the optimizer, with fused kernels where requested and available."""
+    """Return the optimizer, with fused kernels where requested and available.
+
+    Raises `WrongUse` for muon and a model without a matrix that it could train.
+    """
+    if options.name == "muon":
+        return _muon(options, model)
+    return _made(options, _groups([p for p in model.parameters() if p.requires_grad]))
+
+
+def _made(options: OptimizerOptions, groups: list[dict[str, Any]]) -> optim.Optimizer:
     arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.name == "sgd":
         arguments |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
     elif options.name == "rmsprop":
         arguments["momentum"] = options.momentum
+    elif options.name == "rprop":
+        del arguments["weight_decay"]
+        groups = [{"params": [p for group in groups for p in group["params"]]}]
     elif options.name in _WITH_BETAS:
         # The recipe has one momentum for all optimizers; beta2 stays at torch's default.
         arguments["betas"] = (options.momentum, 0.999)
     if options.fused and options.name in _WITH_FUSED:
         try:
-            return _KINDS[options.name](_groups(model), fused=True, **arguments)
+            return _KINDS[options.name](groups, fused=True, **arguments)
         except RuntimeError:  # raised by torch where the device has no fused kernel
             pass
-    return _KINDS[options.name](_groups(model), **arguments)
+    return _KINDS[options.name](groups, **arguments)
+
+
+class MuonWithAdamW(optim.Optimizer):
+    """Muon for the matrices of hidden layers and AdamW for all other parameters, as one optimizer.
+
+    Both work on this optimizer's own groups and state, so that it is saved, restored and scheduled as any other is.
+    """
+
+    def __init__(self, muon: optim.Muon, adamw: optim.Optimizer) -> None:
+        self.parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return {**super().__getstate__(), "parts": self.parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore groups and state; torch replaces both objects."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        muon, adamw = self.parts
+        muon.param_groups = [group for group in self.param_groups if "ns_steps" in group]
+        adamw.param_groups = [group for group in self.param_groups if "betas" in group]
+        muon.state = adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def _muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # torch's docs: hidden layers only. Rows of an embedding are looked up, not multiplied.
+    looked_up = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in looked_up]
+    if not matrices:
+        raise WrongUse(
+            f"optimizer.name=muon for {type(model).__name__}, which has no matrix among its trained weights",
+            allowed="a model with linear or attention layers: muon takes 2-D weights, convolutions have 4-D ones",
+            do="write optimizer.name=adamw",
+        )
+    hidden = {id(p) for p in matrices}
+    # match_rms_adamw: updates as large as AdamW's, so that one learning rate and one decay serve both.
+    muon = optim.Muon(
+        [{"params": matrices}],
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        momentum=options.momentum,
+        nesterov=options.momentum > 0,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    others = _groups([p for p in trained if id(p) not in hidden])
+    if not others:
+        return muon
+    return MuonWithAdamW(muon, _made(options.model_copy(update={"name": "adamw"}), others))
+
+
+def _optimizer_notes(optimizer: optim.Optimizer) -> list[str]:
+    if not isinstance(optimizer, MuonWithAdamW):
+        return []
+    muon, adamw = (sum(p.numel() for p in owned_by(part)) for part in optimizer.parts)
+    return [f"muon trains {muon / (muon + adamw):.0%} of the weights, the matrices; adamw trains the rest"]
 
 
 def moments_of(options: OptimizerOptions) -> int:
-    """Return how many numbers the optimizer keeps for each element of a weight, from a step with a tiny one."""
+    """Return how many numbers the optimizer keeps for each element of a weight, from a step with tiny ones."""
     # Zeros, not a layer with random weights: a run's generators stay as they are.
-    tiny = nn.ParameterList([torch.zeros(5, 3)])
-    weight = tiny[0]
-    weight.grad = torch.zeros_like(weight)
+    tiny = nn.ParameterList([torch.zeros(5, 3), torch.zeros(5, 3, 1)])
+    for weight in tiny:
+        weight.grad = torch.zeros_like(weight)
     optimizer = make_optimizer(options, tiny)
     optimizer.step()
-    return sum(value.shape == weight.shape for value in optimizer.state[weight].values() if torch.is_tensor(value))
+    kept = ([v.shape for v in optimizer.state[weight].values() if torch.is_tensor(v)] for weight in tiny)
+    # The most of any: muon keeps fewer for a matrix than AdamW does for the rest.
+    return max(shapes.count(weight.shape) for weight, shapes in zip(tiny, kept, strict=True))
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
+def _groups(trained: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Return parameter groups without weight decay for vectors, such as biases and scales of normalization."""
-    trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim > 1]},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
@@ -402,6 +490,7 @@ def prepare(
     notes += task.ready(model, choice.precision, on_progress)
     notes += _shared_out(task, recipe, model, choice.precision, device)
     optimizer = make_optimizer(recipe.optimizer, model)
+    notes += _optimizer_notes(optimizer)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
     stepper = Stepper(
         model,

@@ -13,7 +13,7 @@ from rich.text import Text
 from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.conditions import busy, flags_in_words
-from halfstep.measure.plan.choice import INTERRUPTED, NO_TIME
+from halfstep.measure.plan.choice import NO_TIME
 from halfstep.measure.setting import size_in_words
 from halfstep.printable import printable
 from halfstep.terminal import screen
@@ -58,12 +58,8 @@ def show_next(report: dict[str, Any]) -> None:
 
 
 def _print_verdict(console: Console, report: dict[str, Any]) -> None:
-    choice, speed = report["choice"], report["choice"]["speed"]
-    verdict = Text(_verdict(report), style="bold green")
-    if report["stay"] and choice["name"] != "fp32":
-        verdict.append(f", with {choice['name'].removeprefix('fp32, ')}")
-    if speed and choice["setting"] != report["baseline"]:
-        verdict.append(f"  {speed['speedup']:.2f}x strict fp32 ({_interval(speed)})", style="not bold")
+    name, gap, speed = printable(report["verdict"]).partition("  ")
+    verdict = Text(name, style="bold green").append(f"{gap}{speed}", style="not bold")
     console.print(verdict)
     if report["growth"]:
         console.print(Text(report["growth"]["words"], style="yellow"))
@@ -78,21 +74,6 @@ def _print_verdict(console: Console, report: dict[str, Any]) -> None:
         console.print(Text(disturbed, style="yellow"))
     if report["interrupted"]:
         console.print(Text("interrupted: this is the best of what had been measured", style="yellow"))
-
-
-def _interval(speed: dict[str, Any]) -> str:
-    if speed["pairs"] < FEWEST_FOR_INTERVAL:
-        return f"{speed['pairs']} pairs, too few for an interval"
-    return f"{speed['low']:.2f} to {speed['high']:.2f}, {speed['pairs']} pairs"
-
-
-def _verdict(report: dict[str, Any]) -> str:
-    if not report["stay"]:
-        return str(report["choice"]["name"])
-    narrow = [cell for cell in report["ladder"] if cell["setting"]["precision"] != report["baseline"]["precision"]]
-    # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
-    seen = any(cell["speed"] or cell["cut"] not in (NO_TIME, INTERRUPTED) for cell in narrow)
-    return "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
 
 
 def _more(report: dict[str, Any]) -> int:

@@ -17,12 +17,12 @@ from halfstep.finding import Finding
 from halfstep.formats import is_narrow
 from halfstep.measure.audit.report import LEAST_HEADROOM, Audit, IslandVerdict, judged, rows_of
 from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
-from halfstep.measure.case import Case, LossFunction, case_of, resolve_precision
+from halfstep.measure.case import Case, LossFunction, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named
 from halfstep.measure.memory.estimate import gpu_pretended, without_values
 from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode, in_one_line, numbers_refused, walked
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Subject
+from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.measure.survival import survival
 from halfstep.measure.survival_report import Survival, named, number, where
 from halfstep.observe.emulate import BACKWARD, Event
@@ -149,6 +149,19 @@ def of_spoiled(survival: Survival) -> Spotted:
     return _without_place(Finding("not-finite", "error", survival.verdict, do))
 
 
+def of_not_finite(precision: Precision, watched: ObservedStep) -> Spotted:
+    """Return the finding for a non-finite loss or gradient in a format that is not narrow."""
+    what = "a gradient" if math.isfinite(watched.loss) else f"the loss ({watched.loss})"
+    return _without_place(
+        Finding(
+            "not-finite",
+            "error",
+            f"{what} is not finite in {precision.name}: no narrow format is at fault",
+            "look at the batch, the weights and the loss; in a loop halfstep.diagnose(stepper, report) names the line",
+        )
+    )
+
+
 def of_islands(verdicts: Iterable[IslandVerdict]) -> list[Spotted]:
     """Return a note for each island that is not needed."""
     return [
@@ -203,42 +216,28 @@ ONE_STEP = "one step on one batch: numbers of later steps may lie elsewhere"
 
 
 def audit(
-    subject: Subject | Case | nn.Module,
+    subject: Measurable,
     loss_fn: LossFunction | None = None,
     batch: Any = None,
     *,
+    settings: Settings = (),
     precision: str | None = None,
     device: str | None = None,
     progress: OnProgress | None = None,
 ) -> Audit:
-    """Audit one step of a subject, of a case, or of a model with its loss and a batch; nothing of it is changed.
+    """Audit one step of a model with its loss function and a batch, of "module:callable", or of a recipe, which
+    `settings` change; nothing of it is changed.
 
     `device` may be absent from this machine ("a100-80gb"): formats then follow CUDA's rules and no values are known.
     Ctrl-C returns the results so far. Raises `WrongUse` for a model without a loss function, for an absent device that
     does not follow CUDA's rules, and for a model that cannot be followed without a GPU.
     """
-    name, make_case = _opening(subject, loss_fn, batch)
+    measured = subject_of(subject, loss_fn, batch, settings)
+    name, make_case = measured.name, measured.open
     target = device_named(device or "here")
     if _is_here(target, device):
         return _Audited(name, make_case(), target, precision, progress).audit()
     return _described(name, make_case, target, precision)
-
-
-def _opening(
-    subject: Subject | Case | nn.Module, loss_fn: LossFunction | None, batch: Any
-) -> tuple[str, Callable[[], Case]]:
-    if isinstance(subject, Subject):
-        return " ".join((subject.text, *subject.settings)), subject.open
-    if isinstance(subject, Case):
-        return subject.name, lambda: subject
-    if loss_fn is None:
-        raise WrongUse(
-            f"audit({type(subject).__name__}) without a loss_fn and a batch",
-            allowed="a model, loss_fn(model, batch) and a batch or a DataLoader; or a Subject",
-            do="audit(model, loss_fn, batch)",
-        )
-    case = case_of(subject, loss_fn, batch)
-    return case.name, lambda: case
 
 
 def _is_here(target: Target, asked: str | None) -> bool:
@@ -287,8 +286,12 @@ class _Audited:
         self._progress(0, stages)
         self.watched = self._step()
         self._progress(1, stages)
+        if self.watched.stopped is not None:
+            return
         # Islands have no effect without a narrow format.
-        if not self.narrow or self.watched.stopped is not None:
+        if not self.narrow:
+            if not self.watched.fits:
+                self.more.append(of_not_finite(self.precision, self.watched))
             return
         event, by_lint = overflow(self.watched), found_by_lint(self.watched)
         if event is not None or not (self.watched.fits or by_lint):

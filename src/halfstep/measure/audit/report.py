@@ -230,6 +230,9 @@ class Audit:
     interrupted: bool = False
     stopped: str | None = None
 
+    def __str__(self) -> str:
+        return "\n".join([f"{self.precision}: {self.verdict}", *(str(one.finding) for one in self.spotted)])
+
     @property
     def verdict(self) -> str:
         """Return one line: the share of the work in the expected format, and the number of findings."""

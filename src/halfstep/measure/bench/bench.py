@@ -25,10 +25,12 @@ from halfstep.measure.bench.comparison import (
 )
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.bench.runs import METRIC, CaseCandidate, RecipeCandidate, RunTimeLimit, as_file, race_of
+from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import conditions
+from halfstep.measure.local_candidate import candidate_of
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Subject
-from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
+from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.names import read_precision
 from halfstep.status_line import OnProgress
 
@@ -167,7 +169,7 @@ class MemoryOf:
     It comes before the runs, so that a candidate that the device refuses is not trained at all.
     """
 
-    subject: Subject
+    subject: Subject | Case
     setting: StepSetting | None = None
     """None means the case's own setting."""
     saved: Path | None = None
@@ -178,7 +180,7 @@ class MemoryOf:
         if isinstance(found, dict) and found.get("identity") == self.identity:
             return Memory.from_dict(found["memory"])
         setting = self.setting or self.subject.open().setting
-        with CandidateProcess(self.subject, setting) as candidate:
+        with candidate_of(self.subject, setting) as candidate:
             place = candidate.open()["conditions"]["place"]
             measured = candidate.memory()
         memory = _with_parts(measured, self.subject, setting, place)
@@ -187,7 +189,7 @@ class MemoryOf:
         return memory
 
 
-def _with_parts(measured: int, subject: Subject, setting: StepSetting, place: str) -> Memory:
+def _with_parts(measured: int, subject: Subject | Case, setting: StepSetting, place: str) -> Memory:
     from halfstep.measure.memory.estimate import ledger_of
 
     try:
@@ -208,34 +210,38 @@ _OURS = ("train.seed", "run.dir")
 
 
 def bench(
-    subject: str | Subject,
+    subject: Measurable,
+    loss_fn: LossFunction | None = None,
+    batch: Any = None,
     *,
     precisions: Sequence[str] = (BASELINE, "bf16"),
     seeds: int = 3,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     arms: Mapping[str, Sequence[str]] | None = None,
     folder: Path | None = None,
     price_per_hour: float | None = None,
     progress: OnProgress | None = None,
 ) -> Bench:
-    """Train a RECIPE, or step a case, in each precision with each seed, beside strict fp32.
+    """Train a recipe in each precision with each seed, next to strict fp32; or step a model with its loss function and
+    a batch, or "module:callable".
 
-    `arms` maps names to settings, for candidates that differ in more than the precision; plain fp32 is always the
-    first. Runs are saved in `folder`, and finished ones there are reused; without a folder they are deleted. Ctrl-C
-    returns the results so far. Raises `WrongUse` for invalid arguments, `FolderTaken` for a folder with other runs.
+    `settings` change the recipe. `arms` maps names to settings, for candidates that differ in more than the precision;
+    plain fp32 is always the first. Runs of a recipe are saved in `folder`, and finished ones there are reused; without
+    a folder they are deleted. Ctrl-C returns the results so far. Raises `WrongUse` for invalid arguments, `FolderTaken`
+    for a folder with other runs.
     """
-    given = subject if isinstance(subject, Subject) else Subject(subject, tuple(settings))
+    given = subject_of(subject, loss_fn, batch, settings)
     changes = _arms(precisions, arms)
     _check(seeds, price_per_hour)
     common: dict[str, Any] = {
-        "name": given.text,
-        "settings": given.settings,
+        "name": given.text if isinstance(given, Subject) else given.name,
+        "settings": given.settings if isinstance(given, Subject) else (),
         "seeds": range(1, seeds + 1),
         "conditions": conditions(),
         "price_per_hour": price_per_hour,
         "progress": progress,
     }
-    if given.is_own_code:
+    if isinstance(given, Case) or given.is_own_code:
         return _of_case(given, changes, arms, common)
     if folder is not None:
         return _of_recipe(given, changes, folder.absolute(), common)
@@ -265,10 +271,13 @@ def _check(seeds: int, price_per_hour: float | None) -> None:
 
 
 def _of_case(
-    subject: Subject, changes: Mapping[str, object], arms: Mapping[str, Sequence[str]] | None, common: dict[str, Any]
+    subject: Subject | Case,
+    changes: Mapping[str, object],
+    arms: Mapping[str, Sequence[str]] | None,
+    common: dict[str, Any],
 ) -> Bench:
     if arms is not None:
-        raise _no_settings(subject)
+        raise _no_settings(subject.name)
     subject.open()  # invalid input is found before anything is measured
     found = {name: CaseCandidate(subject, StepSetting(name)) for name in changes}
     return compare(
@@ -280,9 +289,9 @@ def _of_case(
     )
 
 
-def _no_settings(subject: Subject) -> WrongUse:
+def _no_settings(name: str) -> WrongUse:
     return WrongUse(
-        f"arms with settings for the case {subject.text}",
+        f"arms with settings for the case {name}",
         allowed="settings change a RECIPE; the arms of a case are precisions",
         do="give precisions alone, or a recipe",
     )
@@ -313,7 +322,7 @@ def usual_candidates(subject: Subject, precision: str) -> dict[str, tuple[str, .
     They are mixed precision alone, with twice the recipe's batch, and compiled. Raises `WrongUse` for a case.
     """
     if subject.is_own_code:
-        raise _no_settings(subject)
+        raise _no_settings(subject.text)
     return usual(_recipe(subject, ()).train.batch_size, read_precision(precision).name)
 
 

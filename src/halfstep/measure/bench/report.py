@@ -263,6 +263,9 @@ class Bench:
     raced: bool = False
     """Whether speed is from a race of all candidates instead of their runs."""
 
+    def __str__(self) -> str:
+        return "\n".join([*self.verdicts, *self.asides])
+
     @property
     def baseline(self) -> BenchRow:
         """Return the row of strict fp32."""

@@ -23,6 +23,8 @@ from halfstep.files import read_json, write_json
 from halfstep.journal.jsonl import read_events
 from halfstep.journal.numbers import to_float
 from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
+from halfstep.measure.case import Case
+from halfstep.measure.local_candidate import LocalCandidate, candidate_of
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import race, warm
@@ -287,12 +289,12 @@ LIMIT = 1800.0
 class CaseCandidate:
     """One precision of a case."""
 
-    subject: Subject
+    subject: Subject | Case
     setting: StepSetting
 
     def __call__(self, seed: int) -> RunResult:
         """Take `STEPS` updates from the starting point of a seed; return the result."""
-        with CandidateProcess(self.subject, self.setting) as run:
+        with candidate_of(self.subject, self.setting) as run:
             opened = run.open(LIMIT)
             run.nudge(NUDGE, seed)
             updates = [run.update(LIMIT) for _ in range(STEPS)]
@@ -331,10 +333,10 @@ def race_of(candidates: Mapping[str, CaseCandidate], names: Sequence[str]) -> Be
     """
     failed: dict[str, str] = {}
     with ExitStack() as opened:
-        running = {
-            name: opened.enter_context(CandidateProcess(candidates[name].subject, candidates[name].setting))
-            for name in names
-        }
+        running: dict[str, CandidateProcess | LocalCandidate] = {}
+        for name in names:
+            running[name] = candidate_of(candidates[name].subject, candidates[name].setting)
+            opened.callback(running[name].close)
         for name in names:
             try:
                 running[name].open(LIMIT)

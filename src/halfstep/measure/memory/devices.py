@@ -15,6 +15,8 @@ import torch
 
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.precision.hardware import Ability, Device, ability, describe, present
+from halfstep.precision.names import AUTO
+from halfstep.precision.select import choose_precision
 
 GIB = 1 << 30
 HERE = "here"
@@ -215,3 +217,14 @@ def _unknown(text: str) -> UnknownName:
 def _number_of(name: str) -> str:
     """Return the digits of a card's name, without those of its memory."""
     return re.sub(r"\D", "", re.sub(r"[\s_-]\d+\s*gb?$", "", name.strip().lower()))
+
+
+_UNKNOWN_NARROW = "bf16"
+"""What stands in for `auto` on a device given as a size, whose formats are unknown."""
+
+
+def own_choice(target: Target) -> str:
+    """Return the precision that `auto` would choose on the device."""
+    if target.device.kind == "other":
+        return _UNKNOWN_NARROW
+    return choose_precision(AUTO, device=target.device).precision.name

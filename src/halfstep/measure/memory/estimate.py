@@ -20,13 +20,23 @@ from torch.utils import _pytree as pytree
 from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
 from halfstep.formats import FP32
 from halfstep.measure.batches import bytes_of, size_of, tensors
-from halfstep.measure.case import Case, LossFunction, MakeOptimizer, case_of, resolve_precision
-from halfstep.measure.memory.devices import Target
-from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode, numbers_refused, walked
+from halfstep.measure.case import Case, LossFunction, MakeOptimizer, resolve_precision
+from halfstep.measure.memory.devices import Target, device_named, own_choice
+from halfstep.measure.memory.fake_tensors import (
+    FakeCandidate,
+    MakeCase,
+    built,
+    fake_mode,
+    made_once,
+    numbers_refused,
+    walked,
+)
 from halfstep.measure.memory.ledger import PARTS, WORKING, Ledger, Note
 from halfstep.measure.memory.timeline import UPDATE, MemoryBlock, Moment, Timeline, not_covered
 from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.precision.hardware import ability, describe
+from halfstep.precision.names import AUTO
 from halfstep.precision.precision import Precision
 from halfstep.user_code import MEASURING, lines_outside, place
 
@@ -142,36 +152,57 @@ _VERIFIED = ("fp32", "bf16")
 
 
 def estimate(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
+    subject: Measurable,
+    loss_fn: LossFunction | None = None,
+    batch: Any = None,
     *,
-    precision: str = "bf16",
+    settings: Settings = (),
+    precision: str | None = None,
     batch_size: int | None = None,
     optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
-    recompute: bool = False,
-    channels_last: bool = False,
-    microbatches: int = 1,
+    recompute: bool | None = None,
+    channels_last: bool | None = None,
+    microbatches: int | None = None,
     device: str | None = None,
 ) -> Ledger:
-    """Return the ledger of one update of your model; nothing of it is run, touched or copied.
+    """Return the ledger of one update of a model with its loss function and a batch, of "module:callable", or of a
+    recipe, which `settings` change; nothing of it is run, touched or copied.
 
-    `optimizer` is an instance, or a function that makes one from a model; the default is fused AdamW. `device` need not
-    be present ("a100-80gb", "rtx4090", "24GB"); the default is this machine's CPU. Raises `WrongUse` for sizes below 1
-    and for code that depends on values, `PrecisionRefused` where CUDA's autocast refuses an operation.
+    What is left out is as the recipe says; else bf16, the batch as it is, and fused AdamW. `optimizer` is an instance,
+    or a function that makes one from a model. `device` need not be present ("a100-80gb", "rtx4090", "24GB"); the
+    default is this machine's CPU. Raises `WrongUse` for sizes below 1 and for code that depends on values,
+    `PrecisionRefused` where CUDA's autocast refuses an operation.
     """
-    if microbatches < 1 or (batch_size is not None and batch_size < 1):
+    if any(size is not None and size < 1 for size in (batch_size, microbatches)):
         given = f"batch_size={batch_size}, microbatches={microbatches}"
         raise WrongUse(given, allowed="1 or more of each", do="leave them out to take the batch as it is")
-    case = case_of(model, loss_fn, batch)
+    measured = subject_of(subject, loss_fn, batch, settings)
+    make_case, case = (measured.open, measured) if isinstance(measured, Case) else made_once(measured.open)
     if optimizer is not None:
-        case = replace(case, optimizer=_like(optimizer, model))
-    setting = StepSetting(precision, channels_last, False, batch_size, microbatches, recompute)
+        make_case = _with_optimizer(make_case, optimizer)
+    asked: dict[str, Any] = {
+        "precision": precision, "channels_last": channels_last, "batch": batch_size, "microbatches": microbatches,
+        "recompute": recompute,
+    }  # fmt: skip
+    setting = case.setting if case.is_recipe else StepSetting(precision=_DEFAULT)
+    setting = replace(setting, **{key: value for key, value in asked.items() if value is not None})
+    if setting.precision == AUTO:
+        setting = replace(setting, precision=own_choice(device_named(device or "cpu")))
     if device is None:
-        return ledger_of(lambda: case, setting)
-    from halfstep.measure.memory.devices import device_named
+        return ledger_of(make_case, setting)
+    return ledger_on(make_case, setting, device_named(device))
 
-    return ledger_on(lambda: case, setting, device_named(device))
+
+_DEFAULT = "bf16"
+"""The precision of a model that no recipe names one for."""
+
+
+def _with_optimizer(make_case: MakeCase, optimizer: MakeOptimizer | torch.optim.Optimizer) -> MakeCase:
+    def make() -> Case:
+        case = make_case()
+        return replace(case, optimizer=_like(optimizer, case.model))
+
+    return make
 
 
 def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch.device | str = "cpu") -> Ledger:

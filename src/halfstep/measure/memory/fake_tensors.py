@@ -256,7 +256,10 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def built(make: Callable[[], Case], mode: FakeTensorMode) -> Case:
+MakeCase = Callable[[], Case]
+
+
+def built(make: MakeCase, mode: FakeTensorMode) -> Case:
     """Return the case on fake tensors.
 
     A model that can be built on them costs no memory, however large; others are built for real and converted.
@@ -268,6 +271,21 @@ def built(make: Callable[[], Case], mode: FakeTensorMode) -> Case:
     except Exception:  # it needs a value while being built, or has an error, which is raised again now
         case = make()
     return as_fake(case, mode)
+
+
+def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
+    """Return a factory and a case on fake tensors.
+
+    Building on fake tensors is fast, so the factory repeats it; a case that needs real values is built once and reused.
+    """
+    try:
+        mode = fake_mode()
+        with mode:
+            case = make_case()
+        return make_case, as_fake(case, mode)
+    except Exception:  # it needs a value while being built, or has an error, which is raised again now
+        real = make_case()
+        return lambda: real, real
 
 
 @contextmanager

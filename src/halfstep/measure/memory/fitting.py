@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halfstep.errors import HalfstepError
-from halfstep.measure.case import Case
 from halfstep.measure.memory.estimate import ledger_of
+from halfstep.measure.memory.fake_tensors import MakeCase
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.setting import StepSetting
 
-MakeCase = Callable[[], Case]
 MakeLedger = Callable[[MakeCase, StepSetting], Ledger]
 MOST = 1 << 20
 """Upper limit of the search; larger micro-batches are not used in training."""

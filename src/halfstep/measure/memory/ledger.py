@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.measure.setting import StepSetting
+from halfstep.measure.setting import StepSetting, size_in_words
 
 PARTS = (
     "weights",
@@ -60,6 +60,12 @@ class Ledger:
     """Whether such predictions have been compared with real runs on such a device."""
     remarks: tuple[Note, ...] = ()
 
+    def __str__(self) -> str:
+        parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
+        sizes = ", ".join(f"{name} {size_in_words(size)}" for name, size in parts if size)
+        how = way_in_words(self.setting.precision, self.setting.recompute, self.samples)
+        return "\n".join([f"peak {size_in_words(self.peak)} {how}, in {self.moment}", sizes, *self.notes])
+
     @property
     def peak(self) -> int:
         return sum(self.at_peak.values())
@@ -83,3 +89,8 @@ class Ledger:
             "verified": self.verified,
             "notes": list(self.notes),
         }
+
+
+def way_in_words(precision: str, recompute: bool, samples: int) -> str:
+    """Return how a step is run as text."""
+    return f"in {precision}{' with recomputing' if recompute else ''} at batch {samples}"

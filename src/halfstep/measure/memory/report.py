@@ -16,16 +16,15 @@ import torch
 from halfstep.errors import HalfstepError, PrecisionRefused, UnknownName, WrongUse
 from halfstep.measure.batches import size_of, taken_as_samples
 from halfstep.measure.case import Case
-from halfstep.measure.memory.devices import HERE, Target, device_named
+from halfstep.measure.memory.devices import HERE, Target, device_named, own_choice
 from halfstep.measure.memory.estimate import ledger_on
-from halfstep.measure.memory.fake_tensors import as_fake, as_wrong_use, fake_mode, in_one_line
-from halfstep.measure.memory.fitting import MOST, MakeCase, MakeLedger, largest_batch, levers
-from halfstep.measure.memory.ledger import Ledger
+from halfstep.measure.memory.fake_tensors import MakeCase, as_wrong_use, in_one_line, made_once
+from halfstep.measure.memory.fitting import MOST, MakeLedger, largest_batch, levers
+from halfstep.measure.memory.ledger import Ledger, way_in_words
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.subject import Subject
 from halfstep.precision.names import AUTO, FP8, read_precision
 from halfstep.precision.precision import precision_named
-from halfstep.precision.select import choose_precision
 from halfstep.status_line import OnProgress
 
 # -- verdict ----------------------------------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ def _line(page: Mapping[str, Any]) -> str:
     if column is None:
         return f"{place_in_words(page['device'])}: nothing was estimated"
     setting, device = column["setting"], page["device"]
-    how = f"in {setting['precision']}{' with recomputing' if setting['recompute'] else ''} at batch {column['samples']}"
+    how = way_in_words(setting["precision"], setting["recompute"], column["samples"])
     word = "fits" if column["fits"] else "does not fit"
     if any(note.startswith(_CPU_RULES) for note in column["notes"]):
         word += f", {_CPU_RULES}"
@@ -148,8 +147,7 @@ RECOMPUTE = {"both": (False, True), "off": (False,), "on": (True,)}
 _MANY_MODULES = 100
 """With more modules a ledger takes seconds, so the largest batch is only searched approximately."""
 _NEAR = 0.1
-# bf16 stands in for `auto` on a device given as a size, whose formats are unknown.
-_WIDE, _UNKNOWN_NARROW = "fp32", "bf16"
+_WIDE = "fp32"
 
 
 @dataclass(frozen=True)
@@ -209,21 +207,6 @@ def report_of(
     return report
 
 
-def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
-    """Return a factory and a case on fake tensors.
-
-    Building on fake tensors is fast, so the factory repeats it; a case that needs real values is built once and reused.
-    """
-    try:
-        mode = fake_mode()
-        with mode:
-            case = make_case()
-        return make_case, as_fake(case, mode)
-    except Exception:  # it needs a value while being built, or has an error, which is raised again now
-        real = make_case()
-        return lambda: real, real
-
-
 def precisions(target: Target, options: EstimateOptions) -> list[str]:
     """Return the names without repetition, in the order given."""
     names = [_named(text, target) for text in options.precisions or (_WIDE, AUTO)]
@@ -239,13 +222,6 @@ def _named(text: str, target: Target) -> str:
             do="--survive fp8_e4m3 tells whether a model would survive it",
         )
     return own_choice(target) if name == AUTO else name
-
-
-def own_choice(target: Target) -> str:
-    """Return the precision that `auto` would choose on the device."""
-    if target.device.kind == "other":
-        return _UNKNOWN_NARROW
-    return choose_precision(AUTO, device=target.device).precision.name
 
 
 def _page(target: Target, names: list[str]) -> dict[str, Any]:

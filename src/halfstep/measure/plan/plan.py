@@ -9,19 +9,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.measure.case import Case, LossFunction, case_of
+from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import conditions
-from halfstep.measure.plan.choice import BASELINE_PRECISION, Cell, interval, is_fp32, runner_up, simplicity, why_stay
+from halfstep.measure.local_candidate import candidate_of
+from halfstep.measure.plan.choice import (
+    BASELINE_PRECISION,
+    INTERRUPTED,
+    NO_TIME,
+    Cell,
+    interval,
+    is_fp32,
+    runner_up,
+    simplicity,
+    why_stay,
+)
 from halfstep.measure.plan.probe import LossParity
-from halfstep.measure.plan.race import LocalCandidate, MakeCandidate, MemoryFit, Race, TimeBudget, free_bytes, observes
+from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget, free_bytes
 from halfstep.measure.plan.search import CaseFacts, Growing, Growth, Search, abilities, facts_of
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Subject
-from halfstep.measure.worker_process import CandidateProcess
+from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.precision.hardware import Device, describe
 from halfstep.status_line import OnProgress
 
@@ -175,6 +184,24 @@ class Plan:
     seconds: float
     interrupted: bool
 
+    def __str__(self) -> str:
+        return "\n".join([self.verdict, *(f"{part}: {why}" for part, why in self.reasons.items())])
+
+    @property
+    def verdict(self) -> str:
+        """Return the choice and its speed in one line."""
+        choice, text = self.choice, str(self.choice.setting)
+        if self.stay:
+            narrow = [cell for cell in self.ladder if cell.setting.precision != self.baseline.precision]
+            # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
+            seen = any(cell.speed or cell.cut not in (NO_TIME, INTERRUPTED) for cell in narrow)
+            beside = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
+            stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
+            text = f"{stay}{beside}"
+        if choice.speed is None or choice.setting == self.baseline:
+            return text
+        return f"{text}  {choice.speed.speedup:.2f}x strict fp32 ({interval(choice.speed)})"
+
     @property
     def changes(self) -> dict[str, Any]:
         """Return the settings of a recipe."""
@@ -199,6 +226,7 @@ class Plan:
             "baseline": self.baseline.as_dict(),
             "choice": self.choice.as_dict(),
             "stay": self.stay,
+            "verdict": self.verdict,
             "reasons": self.reasons,
             "parity": asdict(self.parity),
             "ladder": [cell.as_dict() | {"parity": self._parity_of(cell)} for cell in self.ladder],
@@ -215,18 +243,20 @@ class Plan:
 
 
 def plan(
-    model_or_subject: nn.Module | Subject | str,
+    subject: Measurable,
     loss_fn: LossFunction | None = None,
     batch: Any = None,
     *,
+    settings: Settings = (),
     seconds: float = SECONDS,
     device: str | None = None,
     grow_batch: bool = False,
     progress: OnProgress | None = None,
 ) -> Plan:
-    """Choose a setting for a model, its loss and a batch; or for a RECIPE or `module:callable`.
+    """Choose a setting for a model, its loss and a batch; for "module:callable"; or for a recipe, which `settings`
+    change.
 
-    Candidates of a RECIPE or `module:callable` run in their own processes. `progress` is called with the seconds spent
+    Candidates of the last two run in their own processes. `progress` is called with the seconds spent
     and the limit. Raises `WrongUse` for an invalid time, for a missing argument, and if the case does not train or fit
     in strict fp32.
     """
@@ -238,10 +268,12 @@ def plan(
         )
     budget = TimeBudget(seconds)
     here = describe(device)
-    where, case, make_candidate = _opened(model_or_subject, loss_fn, batch, device)
+    measured = subject_of(subject, loss_fn, batch, settings)
+    case = measured.open()
     facts = facts_of(case)
     room = MemoryFit(free_bytes(torch.device(here.place)), partial(_predicted_peak, case, here))
-    runner = Race(make_candidate, budget, partial(_tell, budget, progress))
+    runner = Race(partial(candidate_of, measured, device=device), budget, partial(_tell, budget, progress))
+    where = HERE if isinstance(measured, Case) else ELSEWHERE
     return search_and_decide(Search(facts, here, SettingTrials(runner, budget, room)), where, grow_batch=grow_batch)
 
 
@@ -282,23 +314,6 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
         seconds=search.seconds,
         interrupted=interrupted,
     )
-
-
-def _opened(
-    given: nn.Module | Subject | str, loss_fn: LossFunction | None, batch: Any, device: str | None
-) -> tuple[str, Case, MakeCandidate]:
-    """Return where candidates run, the case, and a factory for candidates."""
-    if isinstance(given, nn.Module):
-        if loss_fn is None or batch is None:
-            raise WrongUse(
-                "a model without a loss_fn or a batch", allowed="plan(model, loss_fn, batch)", do="give all three"
-            )
-        case = case_of(given, loss_fn, batch)
-        # Live objects cannot be sent to another process.
-        return HERE, case, lambda setting: LocalCandidate(case, setting, device)
-    subject = given if isinstance(given, Subject) else Subject(given)
-    case = subject.open()
-    return ELSEWHERE, case, lambda setting: CandidateProcess(subject, setting, device, observe=observes(setting))
 
 
 def _predicted_peak(case: Case, device: Device, setting: StepSetting) -> int:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from halfstep.errors import HalfstepError, in_one_line
-from halfstep.measure.candidate import Candidate
-from halfstep.measure.case import Case
-from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.timing import Speed, race, warm
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
@@ -136,70 +131,6 @@ class RacingCandidate(Protocol):
 
 
 MakeCandidate = Callable[[StepSetting], RacingCandidate]
-
-
-def observes(setting: StepSetting) -> bool:
-    """Return whether to observe the first step: it would run eagerly, but a compiled candidate must compile in it."""
-    return not setting.compile
-
-
-class LocalCandidate:
-    """The same candidate in this process. A call cannot be interrupted: a timeout is raised only after it returns."""
-
-    def __init__(self, case: Case, setting: StepSetting, device: str | None) -> None:
-        self._case, self._setting, self._device = case, setting, device
-        self._candidate: Candidate | None = None
-
-    def open(self, limit: float | None = None) -> dict[str, Any]:
-        """Build the candidate; return its `conditions` and `samples`."""
-        with _as_in_a_process(limit):
-            self._candidate = Candidate(self._case, self._setting, self._device, observe=observes(self._setting))
-        return {"conditions": conditions(self._candidate.device), "samples": self._candidate.samples}
-
-    def seconds(self, steps: int = 1, limit: float | None = None) -> float:
-        """Return the seconds of one update, averaged over `steps`."""
-        with _as_in_a_process(limit):
-            return self._opened.seconds(steps)
-
-    def trail(self, steps: int) -> list[float]:
-        """Return the losses of the first `steps` updates."""
-        return self._opened.trail[:steps]
-
-    def losses(self, steps: int, limit: float | None = None) -> list[float]:
-        """Take `steps` more updates and return their losses."""
-        with _as_in_a_process(limit):
-            return self._opened.losses(steps)
-
-    def graphs(self) -> int:
-        """Return how many graphs were compiled."""
-        return self._opened.graphs
-
-    def nudge(self, share: float, seed: int = 1) -> None:
-        """Perturb every weight, as `Candidate.nudge` does."""
-        self._opened.nudge(share, seed)
-
-    def close(self) -> None:
-        """Drop the candidate and its memory."""
-        self._candidate = None
-
-    @property
-    def _opened(self) -> Candidate:
-        assert self._candidate is not None, "open it first"
-        return self._candidate
-
-
-@contextmanager
-def _as_in_a_process(limit: float | None) -> Iterator[None]:
-    """Raise what `CandidateProcess` would: `CandidateFailed` for other errors than ours, and `CandidateTooSlow`."""
-    begin = time.perf_counter()
-    try:
-        yield
-    except HalfstepError:
-        raise
-    except Exception as error:
-        raise CandidateFailed(in_one_line(error)) from error
-    if limit is not None and time.perf_counter() - begin > limit:
-        raise CandidateTooSlow(f"no answer within {limit:.3g} s")
 
 
 # -- arena ------------------------------------------------------------------------------------------------------------

@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.measure.case import Case, LossFunction, case_of
+from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.profile.causes import Cause, find_causes, verdict
 from halfstep.measure.profile.examined import STAGES, Examined
 from halfstep.measure.profile.facts import ProfileFacts, read_facts
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Subject
+from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess
 from halfstep.precision.names import AUTO, read_precision
 from halfstep.status_line import OnProgress
@@ -39,6 +38,9 @@ class Profile:
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Stages that could not be measured, and why."""
 
+    def __str__(self) -> str:
+        return f"{self.cause.id}: {self.cause.sentence}\n  do: {self.cause.do}\n  $ {self.cause.command}"
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "subject": " ".join(self.facts.subject),
@@ -52,16 +54,18 @@ class Profile:
 
 
 def profile(
-    subject: Subject | Case | nn.Module,
+    subject: Measurable,
     loss_fn: LossFunction | None = None,
     batch: Any = None,
     *,
+    settings: Settings = (),
     precision: str | None = None,
     seconds: float = 60.0,
     device: str | torch.device | None = None,
     progress: OnProgress | None = None,
 ) -> Profile:
-    """Find out why training is not faster in a lower precision. A subject is measured in its own process.
+    """Find out why training is not faster in a lower precision: of a model, its loss function and a batch, of
+    "module:callable", or of a recipe, which `settings` change. The last two are measured in their own process.
 
     A batch may be a DataLoader, which is read as in training. `seconds` is the approximate duration. Ctrl-C returns the
     results so far. Raises `WrongUse` for an invalid time or precision, and for a case whose step does not run.
@@ -70,13 +74,14 @@ def profile(
         raise WrongUse(f"seconds={seconds}", allowed="a time above 0", do="leave it out, or give it 60")
     if precision is not None:
         read_precision(precision)  # an unknown name is reported before a process is started for it
-    if isinstance(subject, Subject):
-        words, own_code = (subject.text, *subject.settings), subject.is_own_code
+    measured = subject_of(subject, loss_fn, batch, settings)
+    if isinstance(measured, Subject):
+        words, own_code = (measured.text, *measured.settings), measured.is_own_code
     else:
         words, own_code = (), True
     known: dict[str, Any] = {"subject": words, "own_code": own_code, "asked": precision or AUTO, **_NOTHING_YET}
     known |= {"device": None if device is None else str(device), "seconds": seconds}
-    with _opened_for(subject, loss_fn, batch, precision, device) as ask:
+    with _opened_for(measured, precision, device) as ask:
         skipped: dict[str, str] = {}
         interrupted = _ask_all(ask, known, skipped, seconds, progress)
     facts = read_facts({**known, "skipped": tuple(skipped)})
@@ -151,28 +156,10 @@ class _ChildProcess(CandidateProcess):
 
 
 @contextmanager
-def _opened_for(
-    subject: Subject | Case | nn.Module,
-    loss_fn: LossFunction | None,
-    batch: Any,
-    precision: str | None,
-    device: str | torch.device | None,
-) -> Iterator[Ask]:
+def _opened_for(subject: Subject | Case, precision: str | None, device: str | torch.device | None) -> Iterator[Ask]:
     if isinstance(subject, Subject):
         with _ChildProcess(subject, precision, None if device is None else str(device)) as child:
             yield child.ask
         return
-    if isinstance(subject, nn.Module):
-        subject = _case(subject, loss_fn, batch)
     examined = Examined(subject, precision, device)
     yield lambda stage, seconds: STAGES[stage].measure(examined, seconds) if stage else examined.describe()
-
-
-def _case(model: nn.Module, loss_fn: LossFunction | None, batch: Any) -> Case:
-    if loss_fn is None or batch is None:
-        raise WrongUse(
-            f"profile({type(model).__name__}) without a loss_fn and a batch",
-            allowed="a model, loss_fn(model, batch) and a batch or a DataLoader; or a Subject",
-            do="profile(model, loss_fn, batch)",
-        )
-    return case_of(model, loss_fn, batch)

@@ -12,9 +12,9 @@ from halfstep.measure.batches import size_of
 from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named
 from halfstep.measure.memory.estimate import ledger_on
-from halfstep.measure.memory.fake_tensors import as_wrong_use
+from halfstep.measure.memory.fake_tensors import as_wrong_use, made_once
 from halfstep.measure.memory.ledger import WORKING, Ledger
-from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, made_once, precisions
+from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, precisions
 from halfstep.measure.scale.counting import RankCounts, count
 from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, RankLayout, layouts, ranks_and_nodes
 from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total
