@@ -26,6 +26,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+EXAMPLES = {f"halfstep/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+
+
 class Built(NamedTuple):
     """The two packages, and the wheel that is built from the sdist."""
 
@@ -66,11 +69,18 @@ def metadata(wheel: Path) -> email.message.Message:
 def test_the_wheel_holds_the_tracked_files_of_the_package_and_no_others(built: Built) -> None:
     inside = set(contents(built.wheel))
     own = {name for name in inside if not name.startswith(f"halfstep-{halfstep.__version__}.dist-info/")}
-    assert own == tracked()
+    assert own == tracked() | EXAMPLES
     assert len(own) > 400
     assert {"halfstep/py.typed", "halfstep/doctor/known_bad.json", "halfstep/measure/memory/devices.json"} <= own
     assert sum(name.startswith("halfstep/recipes/") for name in own) >= 25
     assert f"halfstep-{halfstep.__version__}.dist-info/licenses/LICENSE" in inside
+
+
+def test_the_wheel_has_the_examples_as_they_are(built: Built) -> None:
+    assert len(EXAMPLES) >= 3
+    with zipfile.ZipFile(built.wheel) as archive:
+        for name in EXAMPLES:
+            assert archive.read(name) == (ROOT / "examples" / Path(name).name).read_bytes()
 
 
 def test_the_sdist_builds_the_same_wheel_byte_for_byte(built: Built) -> None:
@@ -82,9 +92,16 @@ def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_tests(built: Built)
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     top = {name.partition("/")[0] for name in names}
-    assert top == {"src", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "constraints.txt"} | {
-        *("pyproject.toml", "PKG-INFO", ".gitignore")
-    }
+    assert top == {
+        "src",
+        "examples",
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "SECURITY.md",
+        "constraints.txt",
+    } | {*("pyproject.toml", "PKG-INFO", ".gitignore")}
 
 
 def test_neither_holds_a_path_of_the_machine_that_built_it(built: Built) -> None:

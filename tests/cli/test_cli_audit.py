@@ -58,7 +58,7 @@ def test_the_page(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("bf16: 100 % of the work outside islands in bf16 as asked; 2 findings")
-    assert lines[-1] == f"  $ halfstep audit {PLANTED} --precision bf16"
+    assert lines[-1] == f"  $ halfstep audit {PLANTED} --precision fp32"
     assert max(map(len, lines)) <= int(columns)
     text = " ".join(done.stdout.split())
     assert "993 becomes 992; of 8 different ones 3 are left" in text
@@ -167,3 +167,18 @@ def test_modules_that_differ_by_a_number_are_one_row() -> None:
     assert [one["module"] for one in found] == ["a.*.b", "a.2.b", "a.x.b", "a12.b"]
     assert found[0]["forward"] == {"headroom_bits": 1.0, "underflow": 0.3}
     assert found[0]["share"] == pytest.approx(0.2)
+
+
+def infinite() -> tuple[nn.Module, Any, Tensor]:
+    return nn.Linear(4, 4), lambda model, x: (model(x) * 1e6).square().sum() * float("inf"), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(("precision", "following"), [("fp16", "bf16"), ("bf16", "fp32"), ("fp32", None)])
+def test_an_error_is_an_exit_code_and_another_command(precision: str, following: str | None) -> None:
+    case = "tests.cli.test_cli_audit:infinite"
+    done = run(case, "--precision", precision)
+    assert done.exit_code == 80, done.output
+    assert "not-finite" in done.stdout or "overflow" in done.stdout
+    wider = f"halfstep audit {case} --precision {following}" if following else "halfstep doctor ."
+    assert done.stdout.splitlines()[-1] == f"  $ {wider}"
+    assert run(case, "--precision", precision, "--json").exit_code == 80

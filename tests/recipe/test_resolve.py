@@ -44,7 +44,7 @@ def test_defaults_are_filled_in_and_chance_is_recorded() -> None:
 
 def test_all_mistakes_are_named_at_once() -> None:
     with pytest.raises(BadRecipe) as caught:
-        resolved("task: 3\ntrian: {epochs: 3}\nbatchsize: 4\noptimizer: {lr: -1, name: adamv}\ntrain: {workers: 2}")
+        resolved("task: 3\ntrian: {epochs: 3}\nbatchsize: 4\noptimizer: {lr: -1, name: adamv}\ntrain: {wrokers: 2}")
     said = str(caught.value)
     for line in (
         "6 mistakes",
@@ -53,7 +53,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         "batchsize is not known; did you mean train.batch_size?",
         "optimizer.lr is -1; allowed: a number above 0",
         "optimizer.name is 'adamv'; did you mean adamw?",
-        "train.workers is not known; did you mean train.num_workers?",
+        "train.wrokers is not known; did you mean train.num_workers?",
     ):
         assert line in said, said
 

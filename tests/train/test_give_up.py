@@ -10,7 +10,8 @@ import pytest
 
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.journal.jsonl import JOURNAL, as_line
-from halfstep.train.give_up import Losses, launcher, lower_lr, recipe_lr
+from halfstep.recipe.sources import read_recipe
+from halfstep.train.give_up import ACCEPT, Losses, command_line, fit_command, launcher, lower_lr, recipe_lr
 
 
 @pytest.mark.parametrize(
@@ -35,9 +36,24 @@ def test_the_rate_that_the_recipe_has(tmp_path: Path) -> None:
     assert recipe_lr(f"halfstep train {tmp_path}/a.yaml --lr 5") == 3e-4
     assert recipe_lr(f"halfstep train {tmp_path}/b.yaml") is None
     assert recipe_lr(f"halfstep train {tmp_path}/gone.yaml") is None
-    assert recipe_lr("halfstep.fit") is None
+    assert recipe_lr(fit_command(tmp_path / "a.yaml")) == 3e-4
+    assert recipe_lr(fit_command({"task": "tiny"})) is None
+    assert recipe_lr("halfstep.fit(broken") is None
     assert recipe_lr("halfstep train") is None
     assert recipe_lr("halfstep train classification_tiny --lr 1e6") == 2e-3
+
+
+def test_python_and_the_command_line_advise_the_same_rate(tmp_path: Path) -> None:
+    typed = "halfstep train segmentation_tiny --learning-rate 1e4 --per_device_train_batch_size 4"
+    called = fit_command("segmentation_tiny")
+    rates = [float(lower_lr(1e4, (1e4,), recipe_lr(command))) for command in (typed, called)]
+    assert rates[0] == rates[1] == read_recipe("segmentation_tiny").raw["optimizer"]["lr"]
+    changes = {"optimizer.lr": rates[0]}
+    assert command_line(tmp_path, typed, changes, None) == (
+        f"halfstep train segmentation_tiny --per_device_train_batch_size 4 optimizer.lr={rates[0]:g}"
+    )
+    advice = command_line(tmp_path, called, changes, ACCEPT)
+    assert advice == f"halfstep.fit('segmentation_tiny', settings={changes!r}, accept_recipe_change=True)"
 
 
 def test_as_many_processes_as_before() -> None:

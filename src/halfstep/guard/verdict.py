@@ -89,6 +89,9 @@ class Verdict:
     cures: tuple[Cure, ...]
     """Possible remedies, the smallest first; those that were tried and work come before the others."""
 
+    def __str__(self) -> str:
+        return "\n".join([self.sentence, *(f"  {one}" for one in self.evidence)])
+
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict as plain data."""
         return {**asdict(self), "evidence": list(self.evidence), "cures": [asdict(cure) for cure in self.cures]}

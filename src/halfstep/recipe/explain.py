@@ -190,6 +190,7 @@ A recipe is a YAML file: one complete run, as data. `scripts/docs` writes this p
 halfstep recipes                      # what there is
 halfstep recipes explain unet         # a recipe, and every setting that it can have
 halfstep recipes copy unet            # your own copy: unet.yaml
+halfstep recipes copy --script unet   # a script of your own instead: train_unet.py
 ```
 
 Then, with your `data/images` and `data/masks`:
@@ -204,8 +205,13 @@ its own; the column *also* lists the flags. The command line wins over the recip
 precision or length, it says so.
 
 Precision can be written as other projects write it, in the recipe or on the command line: `precision: bf16-mixed`,
-`use_amp` with `amp_dtype`, `amp`, `fp16`, `bf16`, `fp32`, `mixed_precision` with `precision_type`, also inside
-`trainer:`. It is translated and reported; settings that contradict each other end with exit code 78.
+`use_amp` with `amp_dtype`, `amp`, `fp16`, `bf16`, `fp32`, `tf32`, `mixed_precision` with `precision_type`, also inside
+`trainer:`. It is translated and reported; settings that contradict each other end with exit code 78. Flags of
+Lightning, transformers, diffusers and timm, such as `--max_epochs` or `--per_device_train_batch_size`, are read as the
+settings that they mean, and reported too.
+
+In Python: `halfstep.fit("unet.yaml")`, or `halfstep.fit({...})` with the content of such a file as a dict, nested or
+with dotted keys.
 
 The file is read strictly: a key that is not known, given twice or of the wrong type is an error that names the nearest
 right one; anchors, tags and `${...}` are refused; `1e-4` is a number; `no` is text. For help in an editor, begin the

@@ -1,0 +1,94 @@
+"""The first argument of every measuring tool: a model, a case, "module:callable", or a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import halfstep
+from halfstep.errors import WrongUse
+from halfstep.measure.case import Case
+from halfstep.measure.setting import size_in_words
+from halfstep.measure.subject import Subject, subject_of
+from tests.support.cases import linear
+
+CASE = "tests.support.cases:linear"
+RECIPE = "segmentation_tiny"
+TOOLS = (halfstep.audit, halfstep.bench, halfstep.estimate, halfstep.plan, halfstep.profile, halfstep.survival)
+
+
+def test_a_model_is_a_case_of_this_process_and_text_is_a_subject_for_any() -> None:
+    model, loss_fn, batch = linear()
+    live = subject_of(model, loss_fn, batch)
+    assert isinstance(live, Case)
+    assert (live.model, live.loss_fn, live.batch) == (model, loss_fn, batch)
+    assert live.open() is live
+    made = subject_of(linear)
+    assert isinstance(made, Case)
+    assert made.name == CASE
+    assert subject_of(CASE) == Subject(CASE)
+    assert subject_of(Path("a/mine.yaml"), settings=["--bf16"]) == Subject("a/mine.yaml", ("--bf16",))
+    changed = subject_of(RECIPE, settings={"train.batch_size": 2, "precision": "fp32", "train.clip_norm": None})
+    assert isinstance(changed, Subject)
+    setting = changed.open().setting
+    assert (setting.batch, setting.precision) == (2, "fp32")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((linear()[0],), "the model Linear without loss_fn and batch"),
+        ((linear()[0], linear()[1]), "without batch"),
+        ((CASE, linear()[1]), "a loss_fn or a batch next to 'tests.support.cases:linear'"),
+        (({"task": "segmentation"},), "a dict as what to measure"),
+        ((3,), "a int as what to measure"),
+    ],
+)
+def test_every_tool_refuses_the_same_things(tool: Any, arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(WrongUse) as caught:
+        tool(*arguments)
+    assert words in caught.value.given.replace("Sequential", "Linear")
+    assert caught.value.do
+
+
+@pytest.mark.parametrize("arguments", [linear(), (CASE,), (linear,), (RECIPE,)])
+def test_estimate_audit_and_survival_take_each(arguments: tuple[Any, ...]) -> None:
+    ledger = halfstep.estimate(*arguments, precision="fp32")
+    assert ledger.peak > 0
+    assert str(ledger).startswith(f"peak {size_in_words(ledger.peak)} in fp32 at batch {ledger.samples}")
+    found = halfstep.audit(*arguments, precision="fp16")
+    assert str(found).splitlines()[0] == f"fp16: {found.verdict}"
+    assert str(halfstep.survival(*arguments)).startswith("fp16")
+
+
+def test_estimate_takes_what_a_recipe_says() -> None:
+    as_written = halfstep.estimate(RECIPE)
+    assert as_written.setting.channels_last
+    assert as_written.setting.precision in ("fp32", "bf16", "fp16")
+    small = halfstep.estimate(RECIPE, settings=["train.batch_size=1"], channels_last=False)
+    assert (small.samples, small.setting.channels_last) == (1, False)
+    assert small.peak < as_written.peak
+
+
+def test_bench_and_profile_take_a_model_and_a_case() -> None:
+    model, loss_fn, batch = linear()
+    before = [p.clone() for p in model.parameters()]
+    found = halfstep.bench(model, loss_fn, batch, seeds=1, precisions=["fp32"])
+    assert (found.name, [row.failed for row in found.rows]) == ("model", [""])
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+    profile = halfstep.profile(CASE, seconds=0.5)
+    assert str(profile).splitlines()[-1] == f"  $ {profile.cause.command}"
+    assert profile.facts.subject == (CASE,)
+
+
+def test_plan_prints_its_verdict() -> None:
+    found = halfstep.plan(*linear(), seconds=2)
+    assert str(found).splitlines()[0] == found.verdict == found.as_dict()["verdict"]
+
+
+def test_only_public_names_are_listed() -> None:
+    assert set(dir(halfstep)) == {*halfstep.__all__, "__version__"}
+    assert len(str(halfstep.choose_precision("fp32"))) < 200
