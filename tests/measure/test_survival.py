@@ -283,7 +283,7 @@ def test_losses_with_counts_and_by_name() -> None:
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(UnknownName, match="did you mean 'fp16'"):
         survival(nn.Linear(2, 2), mse, torch.randn(2, 2), format_name="fp61")
-    with pytest.raises(WrongUse, match="without a loss function"):
+    with pytest.raises(WrongUse, match="without loss_fn"):
         survival(nn.Linear(2, 2))
     with pytest.raises(WrongUse, match=r"shape \(3, 2\) as the loss"):
         survival(nn.Linear(2, 2), lambda m, x: m(x), torch.randn(3, 2))

@@ -9,9 +9,10 @@ from torch import nn
 from halfstep.errors import WrongUse
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case
+from halfstep.measure.local_candidate import LocalCandidate
 from halfstep.measure.plan.plan import HERE, plan
 from halfstep.measure.plan.probe import compare, noise_of
-from halfstep.measure.plan.race import LocalCandidate, MemoryFit, free_bytes
+from halfstep.measure.plan.race import MemoryFit, free_bytes
 from halfstep.measure.plan.search import facts_of
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
@@ -39,7 +40,7 @@ def test_a_person_s_own_objects_are_planned_in_this_process_and_left_as_they_wer
 
 
 def test_a_model_alone_is_refused() -> None:
-    with pytest.raises(WrongUse, match="without a loss_fn"):
+    with pytest.raises(WrongUse, match="without loss_fn"):
         plan(nn.Linear(2, 2))
 
 
