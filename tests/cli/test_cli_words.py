@@ -118,6 +118,12 @@ def test_unknown_flags_are_answered_with_the_right_word(word: str, hint: str) ->
     assert "world.reduce" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["--config", "a b.yaml", "--bf16"], ["--cfg=a b.yaml", "--bf16"]])
+def test_a_config_flag_before_the_recipe_is_answered_with_the_command(words: list[str]) -> None:
+    done = run("train", *words)
+    assert (done.exit_code, "do: halfstep train 'a b.yaml' --bf16" in done.stderr) == (78, True)
+
+
 def test_the_same_words_in_a_recipe_are_answered_alike() -> None:
     raw = {**read_recipe(RECIPE).raw, "resume": "last", "trainer": {"gpus": 2}}
     with pytest.raises(BadRecipe) as caught:

@@ -56,7 +56,9 @@ def run(
     and stops with exit code 80; with --guard repair it applies a remedy and continues.
     """
     if recipe.startswith("-"):
-        raise WrongUse(f"{recipe} where RECIPE should be", allowed="RECIPE first", do=f"halfstep train RECIPE {recipe}")
+        raise WrongUse(
+            f"{recipe} where RECIPE should be", allowed="RECIPE first", do=_with_recipe_first([recipe, *context.args])
+        )
     now = waiting(f"halfstep train {recipe}")
     now("reading the recipe")
     from halfstep.runs.resolve import accepted_changes, refuse_early
@@ -88,6 +90,18 @@ def run(
         from dataclasses import asdict
 
         print_json({**asdict(result), "dir": str(result.dir)})
+
+
+_CONFIG = ("--config", "--cfg", "--config-file", "--config_file")
+
+
+def _with_recipe_first(words: list[str]) -> str:
+    """Return the command with RECIPE first; other projects give a file as `--config FILE`."""
+    flag, equals, value = words[0].partition("=")
+    if flag in _CONFIG and (equals or len(words) > 1):
+        words = [value, *words[1:]] if equals else words[1:]
+        return shlex.join(["halfstep", "train", *words])
+    return f"halfstep train RECIPE {words[0]}"
 
 
 def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tuple[Resolved, Any, list[str]]:

@@ -277,7 +277,7 @@ def test_group_norm_with_wide_weights_is_followed_here_and_by_cudas_rules() -> N
 
 
 def test_wrong_words() -> None:
-    with pytest.raises(WrongUse, match="without a loss_fn"):
+    with pytest.raises(WrongUse, match="without loss_fn"):
         audit(Net())
     with pytest.raises(UnknownName):
         audit(Net(), classify, batch(), device="rtx9999")
