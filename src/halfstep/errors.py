@@ -22,6 +22,7 @@ HalfstepError
 ├── FolderTaken            a run folder that cannot be used
 ├── StorageFailed          checkpoints that could not be written in repeated attempts
 ├── OutOfMemory            a step or an evaluation that did not fit into memory
+├── NoStepInTime           a measurement without a single step in the time it was given
 ├── Diverged               a run that was given up: steps failed, and no remedy helped
 ├── Stopped                a run that was asked to stop, and has saved its state
 │   └── NotBegun           ... before its first step, so that there is nothing to save
@@ -48,6 +49,8 @@ GAVE_UP = 80
 
 OUT_OF_MEMORY = 81
 """Not enough memory: the same command will fail again."""
+NO_STEP = 82
+"""No step within the time that a measurement was given: more time, or a smaller batch, may be enough."""
 INTERRUPTED = 130
 """Ctrl-C, as shells report it: 128 and the number of SIGINT."""
 
@@ -179,6 +182,12 @@ class OutOfMemory(HalfstepError, RuntimeError):
     """Samples of the micro-batch that did not fit; 0 outside of a step."""
     microbatches: int = 1
     precision: str = ""
+
+
+class NoStepInTime(HalfstepError, RuntimeError):
+    """A measurement without a single step in the time it was given."""
+
+    exit_code = NO_STEP
 
 
 class Diverged(HalfstepError, RuntimeError):

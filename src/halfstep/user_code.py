@@ -15,16 +15,19 @@ HALFSTEP = str(Path(__file__).parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 NO_FILE = "<"
 """The first character of the file name of code that is in no file, such as `<string>`."""
-ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "diagnosis") + os.sep)
+ASKS = tuple(os.path.join(HALFSTEP, *parts) + os.sep for parts in (("step",), ("guard", "diagnosis"), ("measure",)))
 """Code that runs a loss function: frames outside of these, such as the main program, did not request the operation."""
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 
 
-def running_line() -> str | None:
-    """Return `file:line` of the running user code; None where there is none, as in backward."""
-    frame: FrameType | None = sys._getframe(1)
+def running_line(innermost: FrameType | None = None) -> str | None:
+    """Return `file:line` of the running user code; None where there is none, as in backward.
+
+    `innermost` is the frame of another thread, where the caller's is not meant.
+    """
+    frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None and not _enters_backward(frame):
         file = frame.f_code.co_filename
         if file.startswith(ASKS):

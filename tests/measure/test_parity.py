@@ -82,8 +82,8 @@ def test_a_margin_is_never_below_half_a_point_and_a_wide_one_is_told() -> None:
     assert (found.margin, found.verdict, found.note) == (0.005, "same", "")
     assert not margin_of(still, points=0.005).wide
     assert judged(still, moved(still, -0.006)).verdict == "worse"
-    noisy = [0.88, 0.9, 0.92]
-    assert "wide margin" in judged(noisy, noisy).note
+    for noisy, wide in (([0.88, 0.9, 0.92], True), ([0.896, 0.9, 0.904], True), ([0.897, 0.9, 0.903], False)):
+        assert ("wide margin" in judged(noisy, noisy).note) == wide, "from one percentage point on"
 
 
 def test_a_margin_of_more_than_ten_points_tells_nothing_but_that_fp32_is_unsteady() -> None:

@@ -15,8 +15,8 @@ SPREADS = 3.0
 """Standard deviations of fp32 over its seeds; a smaller difference may be caused by the seed alone."""
 FEWEST = 3
 """The smallest number of pairs for which an interval is narrow enough to be useful."""
-WIDE = 4.0
-"""Multiple of the smallest margin above which a margin is reported as wide."""
+WIDE = 2.0
+"""Multiple of the smallest margin from which on a margin is reported as wide: one point of a metric, 1 % of a loss."""
 UNSTEADY = 20.0
 """Multiple of the smallest margin above which there is no verdict: ten points of a metric, 10 % of a loss."""
 CONFIDENCE = 0.9
@@ -50,7 +50,7 @@ class Margin:
     @property
     def wide(self) -> bool:
         """Return whether the margin is so wide that "same" is weak evidence."""
-        return self.size > WIDE * self.smallest
+        return self.size >= WIDE * self.smallest
 
     @property
     def unsteady(self) -> bool:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from halfstep.errors import WrongUse
+from halfstep.errors import NoStepInTime, WrongUse
 from halfstep.measure.plan.plan import plan as real_plan
 from tests.measure.plan.clockwork import World, cell, falling, key, planned
 from tests.measure.plan.test_plan_choice import FAST
@@ -27,7 +27,7 @@ def test_time_is_kept_and_what_there_is_is_chosen_from(seconds: int) -> None:
 
 
 def test_too_little_time_for_one_step_is_told() -> None:
-    with pytest.raises(WrongUse, match="no step in strict fp32 within the 6 s") as refused:
+    with pytest.raises(NoStepInTime, match="no step in strict fp32 within the 6 s") as refused:
         planned(World(FAST), seconds=6)
     assert "--seconds 60" in refused.value.do
 

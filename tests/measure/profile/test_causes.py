@@ -10,13 +10,16 @@ import pytest
 
 from halfstep.measure.profile.causes import CAUSES, find_causes, verdict
 from halfstep.measure.profile.facts import (
+    ANOMALY,
     DATA,
     PARTS,
+    THREADS,
     Feeding,
     FlopsByFormat,
     Kernels,
     MisalignedLayer,
     ProfileFacts,
+    SlowSwitch,
     StepTimes,
     Warming,
     amdahl,
@@ -219,8 +222,48 @@ def test_kernels_that_are_only_right_and_formats_that_are_not_there() -> None:
     old = ProfileFacts(
         "bf16", "bf16", "cuda", native=False, why="compute capability 7.5", instead="fp16", passed_over=True
     )
-    assert verdict(old).id == "emulated"
+    assert (verdict(old).id, verdict(old).share) == ("refused", 0.0), "nothing was timed"
+    unraced = replace(half, race=None, kernels=Kernels(SHARES))
+    assert find_causes(unraced) == [], "a share needs a race"
     assert verdict(old).command == 'profile(model, loss_fn, batch, precision="fp16")'
+
+
+def test_code_between_operations_is_named_by_its_line() -> None:
+    shares = {**SHARES, "host": 0.7, "narrow": 0.2, "copies": 0.0, "update": 0.05, "other": 0.05}
+    cause = verdict(replace(HEALTHY, kernels=Kernels(shares, code={"mine.py:3": 0.5, "mine.py:9": 0.1})))
+    assert (cause.id, cause.share) == ("slow-code", pytest.approx(0.6))
+    assert "mine.py:3" in cause.sentence
+    # What is left of the host's time is too little to call the model tiny.
+    assert [one.id for one in find_causes(replace(HEALTHY, kernels=Kernels(shares, code={"mine.py:3": 0.6})))] == [
+        "slow-code"
+    ]
+    assert verdict(replace(HEALTHY, kernels=Kernels(shares))).id == "tiny-model"
+
+
+@pytest.mark.parametrize(("name", "value", "id_"), [(ANOMALY, "on", "anomaly-mode"), (THREADS, "1", "few-threads")])
+def test_a_switch_that_costs_time_is_named_only_where_the_step_is_faster_without(
+    name: str, value: str, id_: str
+) -> None:
+    slow = SlowSwitch(name, value, seconds=0.02, without=0.01, low=1.8, high=2.2)
+    cause = verdict(replace(HEALTHY, switches=(slow,)))
+    assert (cause.id, cause.share) == (id_, pytest.approx(0.5))
+    assert find_causes(replace(HEALTHY, switches=(replace(slow, low=0.97),))) == []
+
+
+def test_parts_that_dominate_a_step_are_causes() -> None:
+    update = Kernels({**SHARES, "narrow": 0.2, "update": 0.5})
+    assert [cause.id for cause in find_causes(replace(HEALTHY, kernels=update))] == ["optimizer-update"]
+    softmax = Kernels(
+        {**SHARES, "narrow": 0.2, "other": 0.55}, other={"_log_softmax": 0.2, "_log_softmax_backward_data": 0.2}
+    )
+    cause = verdict(replace(HEALTHY, kernels=softmax))
+    assert (cause.id, cause.share) == ("heavy-operation", pytest.approx(0.4))
+    assert cause.sentence.startswith("log_softmax takes 40%")
+    copying = Kernels({**SHARES, "narrow": 0.2, "copies": 0.5})
+    assert verdict(replace(HEALTHY, kernels=copying)).id == "copies"
+    double = FlopsByFormat({"fp64": 30, "fp32": 70}, {"b": 30, "a": 70})
+    in_fp32 = replace(HEALTHY, asked="fp32", format="fp32", work=double, kernels=Kernels(FP32_SHARES))
+    assert [cause.id for cause in find_causes(in_fp32)] == ["fp64-work"]
 
 
 def test_compiling_in_every_step_is_told_from_compiling_at_the_start() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -64,6 +65,44 @@ def test_time_is_shared_out_among_parts_of_the_step_that_was_disturbed_least() -
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert found.convolutions == pytest.approx(0.15)
     assert found.top["addmm [bf16]"] == pytest.approx(0.30)
+
+
+def test_long_gaps_between_operations_belong_to_the_line_that_ran_in_them() -> None:
+    lines = [(at * MS, "mine.py:7") for at in range(77, 80)] + [(97 * MS, None), (250 * MS, "mine.py:9")]
+    # 3 ms between backward and update; the 5 ms at the end are nobody's.
+    assert summed(on_cpu(), lines).code == {"mine.py:7": pytest.approx(0.05)}
+    busy = [*on_cpu(), ProfilerEvent("kernel", 77 * MS, 83 * MS, asked_by=2, on_device=True)]
+    assert summed(busy, lines).code == {}, "an accelerator computes meanwhile"
+
+
+class Sleepy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return self.linear(x)
+
+
+def test_a_line_that_waits_in_forward_is_named() -> None:
+    case = case_of(Sleepy(), lambda model, x: model(x).square().mean(), torch.randn(4, 8))
+    arm = Candidate(case, StepSetting("fp32"), observe=False)
+    arm.step()
+    (line, share), *_ = kernels_of(arm.step, CPU).code.items()
+    assert line.partition(":")[0].endswith("test_looking.py")
+    assert share > 0.5
+
+
+def test_switches_that_the_case_left_on_are_timed_without_and_left_as_they_were() -> None:
+    threads = torch.get_num_threads()
+    with torch.autograd.set_detect_anomaly(True):
+        examined = Examined(case_of(nn.Linear(8, 8), loss_fn, (torch.randn(4, 8), torch.randn(4, 8))), "fp32", "cpu")
+        found = {one["name"]: one for one in examined.switches(0.05)["switches"]}
+        assert torch.is_anomaly_enabled()
+    assert found["anomaly mode"]["without"] > 0
+    assert torch.get_num_threads() == threads
+    assert not any(one["name"] == "anomaly mode" for one in examined.switches(0.05)["switches"])
 
 
 def test_an_accelerators_own_time_counts_and_the_rest_is_the_hosts() -> None:

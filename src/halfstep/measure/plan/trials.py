@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.errors import HalfstepError, WrongUse, reason_in
+from halfstep.errors import HalfstepError, NoStepInTime, WrongUse, reason_in
 from halfstep.measure.plan.choice import INTERRUPTED, NO_TIME, Cell, by_speed
 from halfstep.measure.plan.probe import UPDATES, updates_for
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
@@ -29,9 +29,9 @@ def fails_in_fp32(name: str, error: CandidateFailed) -> WrongUse:
     )
 
 
-def no_step_in_time(name: str, seconds: float) -> WrongUse:
+def no_step_in_time(name: str, seconds: float) -> NoStepInTime:
     """Return the error for a case that takes no step within the time of the plan."""
-    return WrongUse(
+    return NoStepInTime(
         f"{name} took no step in strict fp32 within the {seconds:g} s of the plan",
         allowed="time for at least a few steps; opening the case counts, too",
         do=f"give --seconds {60 * math.ceil(seconds / 20):.0f}, or a smaller batch",

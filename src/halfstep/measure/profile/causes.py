@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.profile import next_command
 from halfstep.measure.profile.facts import (
+    ANOMALY,
     COPIES,
     HOST,
     NARROW,
     PARTS,
+    THREADS,
+    UPDATE,
     WIDE,
     Feeding,
     MisalignedLayer,
@@ -136,6 +141,8 @@ def _reading(feeding: Feeding) -> str:
 
 CLEARLY_FASTER = 1.2
 _HOST_BOUND = 0.4
+_DOMINANT = 0.3
+"""The share of a step from which on one part of it is a cause by itself."""
 _OFTEN = 0.5
 _UNKNOWN_GAIN = 2.0
 """Assumed speed-up of matrix work in a narrow format, where there was none to compare."""
@@ -143,7 +150,7 @@ _UNKNOWN_GAIN = 2.0
 
 def tiny_model(facts: ProfileFacts) -> Cause | None:
     """Return the cause if the host takes longer to issue work than the device to do it."""
-    host = facts.kernels.shares.get(HOST, 0.0) if facts.kernels else 0.0
+    host = facts.kernels.shares.get(HOST, 0.0) - sum(facts.kernels.code.values()) if facts.kernels else 0.0
     # A compiled step was profiled eagerly, which says nothing about how it runs.
     if host < _HOST_BOUND or facts.compiles:
         return None
@@ -266,15 +273,135 @@ def emulated(facts: ProfileFacts) -> Cause | None:
     if facts.native or not facts.narrow or reference_kernels(facts) is not None:
         return None
     race = facts.speed
-    if not facts.passed_over and (race is None or race.speedup >= CLEARLY_FASTER):
+    if race is None or race.speedup >= CLEARLY_FASTER:
         return None
-    share = 1.0 if race is None else max(0.0, 1 - race.fp32 / race.asked) * (1 - facts.waiting)
     return Cause(
         "emulated",
         f"this device does not compute in {facts.format}: it is emulated, and cannot be faster than fp32",
         facts.why,
         f"compute in {facts.instead}",
         next_command.in_precision(facts, facts.instead),
+        max(0.0, 1 - race.fp32 / race.asked) * (1 - facts.waiting),
+    )
+
+
+def slow_code(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if lines of the user's own code keep the host busy or waiting between operations."""
+    code = facts.kernels.code if facts.kernels else {}
+    if not code or facts.compiles:
+        return None
+    worst, share = max(code.items(), key=lambda item: item[1])
+    file, _, line = worst.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    return Cause(
+        "slow-code",
+        f"code between operations takes {sum(code.values()):.0%} of computing a step, most of it in {worst}",
+        f"{worst} takes {share:.0%}" + (f": `{text}`" if text else ""),
+        "take it out of the loss function and the model, run it in one step of many, or write it in torch operations",
+        next_command.again(facts),
+        sum(code.values()) * (1 - facts.waiting),
+    )
+
+
+def slow_switch(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if a step is measured to be faster without a setting that the user's code has left on."""
+    slow = [one for one in facts.switches if one.low > 1 and one.seconds > 0]
+    worst = max(slow, key=lambda one: 1 - one.without / one.seconds, default=None)
+    if worst is None:
+        return None
+    identifier, is_now, do = _SWITCHES[worst.name]
+    return Cause(
+        identifier,
+        f"{is_now.format(worst.value)}: a step takes {duration(worst.seconds)}, and without that "
+        f"{duration(worst.without)}",
+        f"{worst.low:.2f}-{worst.high:.2f}x as fast without it",
+        do,
+        next_command.again(facts),
+        (1 - worst.without / worst.seconds) * (1 - facts.waiting),
+    )
+
+
+_SWITCHES = {
+    ANOMALY: (
+        "anomaly-mode",
+        "torch.autograd.set_detect_anomaly is {}",
+        "remove set_detect_anomaly(True), which is for debugging: halfstep names the operation of a NaN without it",
+    ),
+    THREADS: (
+        "few-threads",
+        "torch uses {} of this machine's cores",
+        "remove torch.set_num_threads() and OMP_NUM_THREADS, or set them to the number of cores",
+    ),
+}
+
+
+def heavy_update(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if much of a step is the optimizer's update, which no precision shortens."""
+    share = facts.shares.get(UPDATE, 0.0)
+    if share < _DOMINANT:
+        return None
+    return Cause(
+        "optimizer-update",
+        f"the optimizer's update takes {share:.0%} of a step, and no precision shortens it",
+        _where(facts),
+        "update less often (a larger batch, or more micro-batches per update), use fused=True, and for a large "
+        "embedding of which a batch needs few rows sparse=True with an optimizer for sparse gradients",
+        next_command.grown(facts),
+        share,
+    )
+
+
+def heavy_operation(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if one kind of operation other than products dominates a step."""
+    others = facts.kernels.other if facts.kernels else {}
+    # Forward and backward of one operation have two names.
+    both: dict[str, float] = {}
+    for name, share in others.items():
+        both[_stem(name)] = both.get(_stem(name), 0.0) + share * (1 - facts.waiting)
+    name, share = max(both.items(), key=lambda item: item[1], default=("", 0.0))
+    if share < _DOMINANT:
+        return None
+    return Cause(
+        "heavy-operation",
+        f"{name} takes {share:.0%} of a step, forward and backward, and no precision of products shortens it",
+        _where(facts),
+        "make its input smaller (for a loss over a large vocabulary: in chunks, or with a fused kernel), or compile",
+        next_command.planned(facts),
+        share,
+    )
+
+
+def _stem(operation: str) -> str:
+    return re.sub(r"_backward\w*$|_data$|_out$", "", operation.strip("_")).strip("_")
+
+
+def copies(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if casts and layout copies dominate a step."""
+    share = facts.shares.get(COPIES, 0.0)
+    if share < _DOMINANT:
+        return None
+    return Cause(
+        "copies",
+        f"casts and layout copies take {share:.0%} of a step",
+        _where(facts),
+        "keep one layout (channels last for images) and one format from layer to layer, or compile",
+        next_command.planned(facts),
+        share,
+    )
+
+
+def fp64_work(facts: ProfileFacts) -> Cause | None:
+    """Return the cause if products run in fp64 although less was requested."""
+    if facts.work is None or facts.kernels is None or facts.format == "fp64" or facts.work.fp64_share < NOTICEABLE:
+        return None
+    # fp64 takes at least twice as long for a FLOP, on most accelerators many times as long.
+    share = facts.shares.get(WIDE, 0.0) * (1 - 1 / _UNKNOWN_GAIN)
+    return Cause(
+        "fp64-work",
+        f"{facts.work.fp64_share:.0%} of the matrix work runs in fp64, in {listed(list(facts.work.wide))}",
+        f"products in fp32 and fp64 take {facts.shares.get(WIDE, 0.0):.0%} of a step",
+        "remove .double() there, or keep it to the few operations that need it",
+        next_command.again(facts),
         share,
     )
 
@@ -287,8 +414,14 @@ CAUSES: tuple[Callable[[ProfileFacts], Cause | None], ...] = (
     emulated,
     reference_kernels,
     tf32_baseline,
+    fp64_work,
     fp32_island,
     misaligned_channels,
+    slow_switch,
+    slow_code,
+    heavy_update,
+    heavy_operation,
+    copies,
     tiny_model,
 )
 """The order in which they win where two explain the same share."""
@@ -349,8 +482,12 @@ _LITTLE = 1.3
 def verdict(facts: ProfileFacts) -> Cause:
     """Return exactly one result: the cause that explains most, or why there is none."""
     if facts.idle:
-        do = "mend the data or the loss, until a step trains"
+        do = "fix the data or the loss, until a step trains"
         return Cause("no-updates", facts.idle, "", do, next_command.again(facts), 0.0)
+    if facts.passed_over:
+        do = f"compute in {facts.instead}"
+        command = next_command.in_precision(facts, facts.instead)
+        return Cause("refused", f"{facts.asked} does not run on this device", facts.why, do, command, 0.0)
     causes = find_causes(facts)
     return causes[0] if causes else unexplained(facts) or _ending(facts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.clock import FEWEST_FOR_INTERVAL, interleaved, median_interval, queued_seconds
 from halfstep.data.to_device import placed
 from halfstep.errors import PrecisionRefused, WrongUse
 from halfstep.measure.batches import placed as placed_batch
@@ -20,7 +21,7 @@ from halfstep.measure.batches import resized, size_of
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case, CaseData
 from halfstep.measure.conditions import conditions
-from halfstep.measure.profile.facts import Feeding, StepTimes, Warming
+from halfstep.measure.profile.facts import ANOMALY, THREADS, Feeding, SlowSwitch, StepTimes, Warming
 from halfstep.measure.profile.operations import StepLayers, kernels_of, look, measured, misaligned
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import STABLE, Stopwatch, race, warm
@@ -33,10 +34,7 @@ from halfstep.step.loss import Counted, loss_and_aux
 from halfstep.step.report import GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.window import Window
 from halfstep.train.activation_checkpointing import checkpoint_activations
-from halfstep.train.machine import cores
-
-# -- feeding ----------------------------------------------------------------------------------------------------------
-
+from halfstep.train.machine import cores, cores_each
 
 # -- warming ----------------------------------------------------------------------------------------------------------
 # Time the first steps one by one, and check whether torch compiles again in each of them.
@@ -173,9 +171,10 @@ def _reading(data: CaseData, seconds: float) -> tuple[float, float]:
     data.read_batch()  # the first read opens files and fills caches
     walls, busy = [], []
     for _ in range(_READS):
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, queued = time.perf_counter(), time.process_time(), queued_seconds()
         data.read_batch()
-        walls.append(time.perf_counter() - wall)
+        # Time without a core is the machine's other work, which more workers cannot hide.
+        walls.append(max(0.0, time.perf_counter() - wall - (queued_seconds() - queued)))
         busy.append(time.process_time() - cpu)
         if time.perf_counter() >= deadline:
             break
@@ -212,9 +211,9 @@ def _next(batches: Iterator[tuple[bool, Any]], candidate: Candidate) -> tuple[li
 
     Raises `WrongUse` if the data has no batch.
     """
-    start = time.perf_counter()
+    start, queued = time.perf_counter(), queued_seconds()
     window = [batch for _, batch in zip(range(candidate.setting.microbatches), batches, strict=False)]
-    wait = time.perf_counter() - start
+    wait = max(0.0, time.perf_counter() - start - (queued_seconds() - queued))
     if not window:
         raise WrongUse("the data gave no batch", allowed="a loader with at least one batch", do="look at its samplers")
     begins = any(first for first, _ in window)
@@ -355,6 +354,37 @@ class Examined:
             found[name] = asdict(kernels_of(candidate.step, self.device, steps))
         return found
 
+    def switches(self, seconds: float) -> dict[str, Any]:
+        """Time the step without what the case's own code has left on: anomaly mode, or fewer threads than cores."""
+        found: list[SlowSwitch] = []
+        threads, most = torch.get_num_threads(), cores_each()
+        if torch.is_anomaly_enabled():
+            found.append(self._without(ANOMALY, "on", lambda: torch.set_anomaly_enabled(False), seconds))
+        if self.device.type == "cpu" and threads < most:
+            found.append(self._without(THREADS, str(threads), lambda: torch.set_num_threads(most), seconds))
+        return {"switches": [asdict(one) for one in found]}
+
+    def _without(self, name: str, value: str, change: Callable[[], object], seconds: float) -> SlowSwitch:
+        """Race the step as it is against the step after a change, which is undone in between."""
+        anomaly, threads = torch.is_anomaly_enabled(), torch.get_num_threads()
+
+        def restore() -> None:
+            torch.set_anomaly_enabled(anomaly)
+            torch.set_num_threads(threads)
+
+        def changed() -> float:
+            change()
+            try:
+                return self.asked.seconds()
+            finally:
+                restore()
+
+        pairs = min(_MOST_PAIRS, max(FEWEST_FOR_INTERVAL, int(seconds / 2 / max(2 * self.asked.seconds(), 1e-9))))
+        turns = list(interleaved({"now": self.asked.seconds, "changed": changed}, pairs))
+        low, high = median_interval([turn["now"] / turn["changed"] for turn in turns])
+        now, without = (statistics.median(turn[name] for turn in turns) for name in ("now", "changed"))
+        return SlowSwitch(name, value, now, without, low, high)
+
     def work(self, _seconds: float) -> dict[str, Any]:
         """Count the FLOPs of a step by module and format."""
         return {"work": asdict(self.looked.work)}
@@ -414,7 +444,8 @@ STAGES: dict[str, Stage] = {
     "race": Stage(Examined.race, 0.3),
     "kernels": Stage(Examined.kernels, 0.1),
     "work": Stage(Examined.work, 0.05),
-    "padding": Stage(Examined.padding, 0.25),
+    "switches": Stage(Examined.switches, 0.1),
+    "padding": Stage(Examined.padding, 0.15),
 }
 
 

@@ -47,6 +47,10 @@ class Kernels:
     """Share of convolutions in a narrow format, which is part of `narrow`."""
     top: Mapping[str, float] = field(default_factory=dict)
     """The most expensive operations, with their format."""
+    other: Mapping[str, float] = field(default_factory=dict)
+    """The most expensive operations of `other`."""
+    code: Mapping[str, float] = field(default_factory=dict)
+    """Lines of the user's code that kept the host busy or waiting between operations; part of `host`."""
 
     @property
     def matrix(self) -> float:
@@ -68,6 +72,11 @@ class FlopsByFormat:
     def total(self) -> int:
         """Return the FLOPs in all formats."""
         return sum(self.by_format.values())
+
+    @property
+    def fp64_share(self) -> float:
+        """Return the share of FLOPs in fp64."""
+        return self.by_format.get("fp64", 0) / self.total if self.total else 0.0
 
     @property
     def wide_share(self) -> float:
@@ -158,6 +167,23 @@ class Feeding:
         return max(computing, self.read / self.workers) if self.workers else computing + self.wait
 
 
+ANOMALY, THREADS = "anomaly mode", "torch threads"
+
+
+@dataclass(frozen=True)
+class SlowSwitch:
+    """A setting of torch that the case's own code has left on, timed with and without it."""
+
+    name: str
+    value: str
+    seconds: float
+    without: float
+    """Seconds of a step without it."""
+    low: float
+    high: float
+    """Upper end of the 95 % interval of the speed-up without it."""
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of a step on a fixed batch in strict fp32 and in the requested precision."""
@@ -207,6 +233,7 @@ class ProfileFacts:
     fp32_kernels: Kernels | None = None
     work: FlopsByFormat | None = None
     misaligned: tuple[MisalignedLayer, ...] = ()
+    switches: tuple[SlowSwitch, ...] = ()
     feeding: Feeding | None = None
 
     @property
@@ -280,6 +307,7 @@ def read_facts(known: Mapping[str, Any]) -> ProfileFacts:
         if given.get(name) is not None:
             given[name] = _read(kind, given[name])
     given["misaligned"] = tuple(_read(MisalignedLayer, one) for one in given.get("misaligned", ()))
+    given["switches"] = tuple(_read(SlowSwitch, one) for one in given.get("switches", ()))
     for name in ("subject", "skipped"):
         given[name] = tuple(given.get(name, ()))
     return ProfileFacts(**given)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import re
 import statistics
+import sys
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ from halfstep.observe.flops import computed_in, flops
 from halfstep.observe.recorder import Operation, Recorder, eagerly
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
+from halfstep.user_code import running_line
 
 TINY = 20_000
 """Nanoseconds. A CPU operation that takes less is counted as dispatch: its cost is not arithmetic."""
@@ -75,23 +78,30 @@ def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 5)
     activities = [ProfilerActivity.CPU]
     if device.type != "cpu":
         activities.append(ProfilerActivity.XPU if device.type == "xpu" else ProfilerActivity.CUDA)
+    starts: list[int] = []
     with eagerly():
-        with profile(activities=activities, record_shapes=True) as recorded:
+        with profile(activities=activities, record_shapes=True) as recorded, LineSampler() as sampled:
             for _ in range(steps):
                 with torch.profiler.record_function(_STEP):
+                    starts.append(time.perf_counter_ns())
                     step()
                     if device.type != "cpu":
                         torch.accelerator.synchronize(device)
-        return summed(map(_seen, recorded.profiler.kineto_results.events()))
+        events = list(map(_seen, recorded.profiler.kineto_results.events()))
+    recorded_starts = sorted(event.start for event in events if event.name == _STEP and not event.on_device)
+    # The profiler has its own clock.
+    shift = recorded_starts[0] - starts[0] if recorded_starts else 0
+    return summed(events, [(at + shift, line) for at, line in sampled.lines])
 
 
 _STEP = "halfstep: a step"
 
 
-def summed(events: Iterable[ProfilerEvent]) -> Kernels:
+def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | None]] = ()) -> Kernels:
     """Return shares of the time of the fastest step, which was disturbed least.
 
-    Device time counts if there is any, otherwise the time of operations.
+    Device time counts if there is any, otherwise the time of operations. `lines` are running lines of the user's code,
+    with the time when they were seen.
     """
     seen = list(events)
     steps = [event for event in seen if event.name == _STEP and not event.on_device]
@@ -106,6 +116,7 @@ def summed(events: Iterable[ProfilerEvent]) -> Kernels:
         spent = [((event, updating), own) for event, updating, own in placed.values() if own >= TINY]
     parts: Counter[str] = Counter({NARROW: 0, WIDE: 0, COPIES: 0, UPDATE: 0, OTHER: 0})
     by_name: Counter[str] = Counter()
+    other: Counter[str] = Counter()
     convolutions = 0
     for (event, updating), own in spent:
         operation = _OPERATION.match(event.name)
@@ -114,12 +125,65 @@ def summed(events: Iterable[ProfilerEvent]) -> Kernels:
         part = UPDATE if updating else _part(operation[1], event.dtypes)
         parts[part] += own
         by_name[f"{operation[1]} [{_format(event.dtypes)}]"] += own
+        other[operation[1]] += own if part == OTHER else 0
         convolutions += own if part == NARROW and _CONVOLUTION.search(operation[1]) else 0
     # Work on several streams or threads can add up to more than the wall time.
     whole = max(wall, sum(parts.values()), 1)
     shares = {HOST: max(0.0, 1 - sum(parts.values()) / whole), **{name: own / whole for name, own in parts.items()}}
-    top = {name: own / whole for name, own in by_name.most_common(_SHOWN)}
-    return Kernels(shares, convolutions / whole, top)
+    top, most_other, code = (
+        {name: own / whole for name, own in counted.most_common(_SHOWN) if own}
+        for counted in (by_name, other, _between_operations(seen, fastest, lines))
+    )
+    return Kernels(shares, convolutions / whole, top, most_other, code)
+
+
+# -- the user's code between operations -------------------------------------------------------------------------------
+
+_LONG_GAP = 1_000_000
+"""Nanoseconds between two operations: dispatch takes a fiftieth of it."""
+_EVERY = 0.001
+_LATE = 2_000_000
+"""Nanoseconds by which a line is seen late: a call in C lets no other thread run until it returns."""
+
+
+class LineSampler:
+    """Notes every millisecond which line of the user's code runs in the thread that opened it."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str | None]] = []
+        """When, and `file:line`; None where no code of the user runs."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, args=(threading.get_ident(),), daemon=True)
+
+    def _look(self, watched: int) -> None:
+        while not self._over.wait(_EVERY):
+            frame = sys._current_frames().get(watched)
+            self.lines.append((time.perf_counter_ns(), None if frame is None else running_line(frame)))
+
+    def __enter__(self) -> LineSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _between_operations(
+    events: list[ProfilerEvent], step: ProfilerEvent, lines: Sequence[tuple[int, str | None]]
+) -> Counter[str]:
+    """Return the nanoseconds of long gaps between the operations of a step, by the line that ran in each."""
+    found: Counter[str] = Counter()
+    end = step.start
+    # While an accelerator computes, the host's time costs nothing.
+    operations = sorted((e.start, e.end) for e in events if e.on_device or "::" in e.name)
+    for start, ends in (*operations, (step.end, step.end)):
+        if start - end >= _LONG_GAP:
+            seen = Counter(line for at, line in lines if end <= at <= start + _LATE and line is not None)
+            if seen:
+                found[seen.most_common(1)[0][0]] += start - end
+        end = max(end, ends)
+    return found
 
 
 def _part(operation: str, dtypes: tuple[str, ...]) -> str:
