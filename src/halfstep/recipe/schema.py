@@ -161,7 +161,7 @@ class TrainOptions(Section):
     num_workers: NonNegativeInt | Literal["auto"] = "auto"
     """Processes that read samples, per device; `auto` measures it once."""
     strict: bool = False
-    """Refuse to run where the device cannot compute in the precision asked for, instead of falling to another."""
+    """Compute in the precision asked for, emulated if need be, or refuse to run; no fallback to another."""
     device: str = "auto"
     """A device as torch names it; `auto` is the best one present."""
 
@@ -262,7 +262,9 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     about: str = ""
     """A sentence on what this recipe is for."""
     precision: str = "auto"
-    """fp32, tf32, bf16, fp16, or auto: the fastest that is safe here. Other projects' words are understood."""
+    """fp32, tf32, bf16, fp16; amp: bf16 where native, else fp16; or auto: the fastest that is safe here. Other
+    projects' words are understood.
+    """
     sizing: Literal["none", "auto"] = "none"
     """`auto` chooses what is left out (batch, image size, network, length ...) for the set and the machine."""
     model: ModelT

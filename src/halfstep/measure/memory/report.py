@@ -23,7 +23,7 @@ from halfstep.measure.memory.fitting import MOST, MakeCase, MakeLedger, largest_
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.subject import Subject
-from halfstep.precision.names import AUTO, FP8, read_precision
+from halfstep.precision.names import AMP, AUTO, FP8, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.precision.select import choose_precision
 from halfstep.status_line import OnProgress
@@ -238,14 +238,14 @@ def _named(text: str, target: Target) -> str:
             allowed="fp32, tf32, bf16, fp16, auto",
             do="--survive fp8_e4m3 tells whether a model would survive it",
         )
-    return own_choice(target) if name == AUTO else name
+    return own_choice(target, name) if name in (AUTO, AMP) else name
 
 
-def own_choice(target: Target) -> str:
-    """Return the precision that `auto` would choose on the device."""
+def own_choice(target: Target, asked: str = AUTO) -> str:
+    """Return the precision that `auto` or `amp` would choose on the device."""
     if target.device.kind == "other":
         return _UNKNOWN_NARROW
-    return choose_precision(AUTO, device=target.device).precision.name
+    return choose_precision(asked, device=target.device, fallback=True).precision.name
 
 
 def _page(target: Target, names: list[str]) -> dict[str, Any]:
