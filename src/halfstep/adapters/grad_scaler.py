@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
         self.precision = precision_named(name)
         scale = init_scale if self.precision.scaled else 1.0
         super().__init__(device, scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.findings = report_by_name(name, device) if self._enabled and device in present() else ()
+        self.findings = report_by_name(name, device) if self._enabled and str(device).split(":")[0] in present() else ()
         self.floor, self.cap = min(floor, scale), max(cap, scale)
         self.counts = StepCounts()
         self._start(process_group)

@@ -73,7 +73,7 @@ class HalfstepMixin(_Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse the bases in the other order, where the Trainer's own methods would hide those of the mixin."""
         super().__init_subclass__(**kwargs)
-        names = [base.__name__ for base in cls.__mro__]
+        names = [base.__name__ for base in cls.__mro__[1:]]
         if "Trainer" in names[: names.index(HalfstepMixin.__name__)]:
             raise WrongUse(
                 f"class {cls.__name__} with HalfstepMixin after the Trainer",

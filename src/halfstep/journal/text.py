@@ -88,7 +88,7 @@ def precision(start: Event) -> str:
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
     found = {finding["id"] for finding in start.get("findings", ())}
     ending = f", asked for {clean(asked)}" if str(asked) != chosen else ", as asked for"
-    ending += ", which this device lacks" if "precision.substituted" in found else ""
+    ending += ": the fallback on this device" if "precision.substituted" in found else ""
     ending += ", and slow on this device" if "precision.slow" in found else ""
     if not is_mixed(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
