@@ -60,6 +60,14 @@ def test_the_first_line_says_what_runs(
     assert [found["id"] for found in start["findings"]] == ([finding] if finding else [])
 
 
+def test_evaluate_and_predict_say_first_what_they_fall_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert halfstep("train", "segmentation_tiny", *SHORT, "--fp32", f"run.dir={tmp_path}").exit_code == 0
+    on("Core i7", monkeypatch)
+    for command in ("evaluate", "predict"):
+        done = halfstep(command, tmp_path, "--bf16")
+        assert "warning precision.substituted: bf16 was asked for and fp32 runs" in done.stderr.splitlines()[0]
+
+
 @pytest.mark.parametrize(
     ("device", "words"),
     [
