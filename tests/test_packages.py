@@ -71,7 +71,7 @@ def test_the_wheel_holds_the_tracked_files_of_the_package_and_no_others(built: B
     own = {name for name in inside if not name.startswith(f"halfstep-{halfstep.__version__}.dist-info/")}
     assert own == tracked() | EXAMPLES
     assert len(own) > 400
-    assert {"halfstep/py.typed", "halfstep/doctor/known_bad.json", "halfstep/measure/memory/devices.json"} <= own
+    assert {"halfstep/py.typed", "halfstep/precision/known_bad.json", "halfstep/measure/memory/devices.json"} <= own
     assert sum(name.startswith("halfstep/recipes/") for name in own) >= 25
     assert f"halfstep-{halfstep.__version__}.dist-info/licenses/LICENSE" in inside
 

@@ -6,10 +6,15 @@ says why.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from halfstep._version import __version__ as __version__
+
+if importlib.util.find_spec("numpy") is None:
+    # torch reports this when it is imported; the core needs no NumPy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
 if TYPE_CHECKING:
     from halfstep.adapters.accelerate import from_accelerate as from_accelerate

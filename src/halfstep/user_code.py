@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import traceback
+import warnings
 from pathlib import Path
 from types import FrameType
 
@@ -54,6 +55,18 @@ def shown(file: str) -> str:
         if file.startswith(folder):
             return file[len(folder) :]
     return file
+
+
+def warn_user(text: str) -> None:
+    """Emit a warning at the innermost line of the user's own code, also below the loop of another library.
+
+    Without one, as in `python -c`, at the innermost line outside of halfstep, torch and Python.
+    """
+    frames = list(traceback.walk_stack(sys._getframe(1)))
+    files = [frame.f_code.co_filename for frame, _ in frames]
+    outside = [level for level, file in enumerate(files) if not file.startswith((HALFSTEP, TORCH, _PYTHONS))]
+    own = [level for level, file in enumerate(files) if is_own(file)]
+    warnings.warn(text, stacklevel=2 + next(iter(own or outside), 0))
 
 
 def _enters_backward(frame: FrameType) -> bool:

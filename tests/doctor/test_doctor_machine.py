@@ -11,11 +11,11 @@ from halfstep.doctor.machine import (
     Machine,
     check_machine,
     check_shared_memory,
-    known_bad,
     read_machine,
     within,
 )
 from halfstep.doctor.wheel import Board, Build
+from halfstep.precision.known_bad import known_bad
 
 A100 = Board("NVIDIA A100-SXM4-40GB", (8, 0))
 

@@ -193,7 +193,8 @@ def test_overlapping_scopes_put_the_autocast_of_backwards_back_when_the_last_one
 @pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1660 Ti", "NVIDIA GeForce GTX 1650", "NVIDIA T1000"])
 def test_small_turing_chips_have_no_tensor_cores(name: str) -> None:
     found = ability(Device(kind="cuda", name=name, capability=(7, 5)), "fp16")
-    assert found.native
+    assert not found.native
+    assert not found.emulated
     assert "without tensor cores" in found.reason
 
 

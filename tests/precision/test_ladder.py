@@ -6,6 +6,7 @@ import pytest
 from halfstep.errors import PrecisionRefused, UnknownName
 from halfstep.precision import select
 from halfstep.precision.hardware import Device
+from halfstep.precision.names import precision_names
 from halfstep.precision.precision import precision_named
 from halfstep.precision.probe import Measurements
 from halfstep.precision.select import choose_precision
@@ -21,41 +22,102 @@ def measured(**combined: float) -> Measurements:
     return Measurements({name: {"GEMM": ratio, "conv2d": ratio} for name, ratio in combined.items()}, {}, 0.0)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.device.name)
-def test_what_each_device_answers(row: Row, asked: str, strict: bool) -> None:
+def test_what_each_device_falls_back_to(row: Row, asked: str) -> None:
     expected = row.answer(asked)
-    if strict and asked not in ("auto", expected):
-        with pytest.raises(PrecisionRefused) as refused:
-            choose_precision(asked, device=row.device, strict=True)
-        assert row.device.name in refused.value.given
-        assert "fp32" in refused.value.allowed
-        return
-    choice = choose_precision(asked, device=row.device, strict=strict)
+    choice = choose_precision(asked, device=row.device, fallback=True)
     assert choice.precision is precision_named(expected)
     assert (choice.asked, choice.device) == (asked, row.device)
     assert [rung.name for rung in choice.rungs if rung.accepted] == [expected]
     assert len(choice.reasons) == len(choice.rungs)
-    assert [finding.id for finding in choice.findings] == expected_findings(row.device, asked, expected)
+    slow = ["precision.slow"] if (row.device.kind, asked) == ("cpu", "fp16") else []
+    substituted = ["precision.substituted"] if asked not in ("auto", expected) else []
+    assert [finding.id for finding in choice.findings] == [*substituted, *slow]
 
 
-def expected_findings(device: Device, asked: str, expected: str) -> list[str]:
-    if asked not in ("auto", expected):
-        return ["precision.substituted"]
-    return ["precision.slow"] if (device.kind, asked) == ("cpu", "fp16") else []
+@pytest.mark.parametrize("asked", ASKED[1:])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.device.name)
+def test_a_precision_by_name_runs_or_is_refused(row: Row, asked: str) -> None:
+    native, emulated = asked in ("fp32", *row.native.split()), asked in row.emulated.split()
+    if asked == "fp8" or not (native or emulated):
+        with pytest.raises(PrecisionRefused) as refused:
+            choose_precision(asked, device=row.device)
+        assert row.device.name in refused.value.given
+        assert refused.value.allowed.split(" on ")[0].split(", ") == [
+            name for name in precision_names() if name in ("fp32", *row.native.split())
+        ]
+        assert "precision='auto'" in refused.value.do
+        return
+    choice = choose_precision(asked, device=row.device)
+    assert choice.precision is precision_named(asked)
+    assert [(rung.name, rung.accepted) for rung in choice.rungs] == [(asked, True)]
+    assert [finding.id for finding in choice.findings] == ["precision.slow"] * emulated
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("asked", [*ASKED, precision_named("bf16")])
-def test_a_tpu_is_always_refused(asked: object, strict: bool) -> None:
+SMALL_TURING = [
+    "NVIDIA GeForce GTX 1650",
+    "GeForce GTX 1660 Ti with Max-Q Design",
+    "NVIDIA T400 4GB",
+    "NVIDIA T550 Laptop GPU",
+    "NVIDIA T600",
+    "NVIDIA T1000 8GB",
+    "Quadro T2000",
+    "NVIDIA GeForce MX450",
+]
+
+
+@pytest.mark.parametrize("name", SMALL_TURING)
+def test_fp16_is_never_taken_where_it_is_known_to_be_wrong(name: str) -> None:
+    device = Device(kind="cuda", name=name, capability=(7, 5))
+    assert choose_precision("auto", device=device).precision.name == "fp32"
+    assert choose_precision("auto", device=device, measured=measured(fp16=9.0)).precision.name == "fp32"
+    for asked in ("bf16", "fp16", "fp8", "amp"):
+        choice = choose_precision(asked, device=device, fallback=True)
+        assert choice.precision.name == "fp32"
+        assert [finding.id for finding in choice.findings] == ["precision.substituted"]
+    with pytest.raises(PrecisionRefused, match=r"known to be wrong: .*NaN.*pytorch#58123") as refused:
+        choose_precision("fp16", device=device)
+    assert refused.value.allowed == "fp32 on this device"
+
+
+@pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA T4G", "Quadro RTX 5000", "NVIDIA GeForce RTX 2060", "NVIDIA T40"])
+def test_large_turing_chips_keep_fp16(name: str) -> None:
+    device = Device(kind="cuda", name=name, capability=(7, 5))
+    assert choose_precision("auto", device=device).precision.name == "fp16"
+    assert choose_precision("fp16", device=device).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("A100", "bf16"), ("Tesla T4", "fp16"), ("Apple M1", "fp16"), ("Zen 4", "bf16")]
+)
+def test_amp_is_the_16_bit_format_of_the_device(name: str, expected: str) -> None:
+    for fallback in (True, False):
+        choice = choose_precision("amp", device=named(name), fallback=fallback)
+        assert (choice.asked, choice.precision.name, choice.findings) == ("amp", expected, ())
+
+
+def test_amp_without_a_16_bit_format_is_fp32_or_refused() -> None:
+    choice = choose_precision("amp", device=named("Core i7"), fallback=True)
+    assert choice.precision.name == "fp32"
+    (finding,) = choice.findings
+    assert finding.id == "precision.substituted"
+    assert "amp was asked for and fp32 runs" in finding.evidence
+    assert "bf16 is emulated" in finding.evidence
+    with pytest.raises(PrecisionRefused, match="amp on Core i7 is refused"):
+        choose_precision("amp", device=named("Core i7"))
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("asked", [*ASKED, "amp", precision_named("bf16")])
+def test_a_tpu_is_always_refused(asked: object, fallback: bool) -> None:
     with pytest.raises(PrecisionRefused, match="torch_xla"):
-        choose_precision(asked, device=TPU, strict=strict)
+        choose_precision(asked, device=TPU, fallback=fallback)
 
 
 def test_a_fall_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="halfstep"):
-        choice = choose_precision("bf16-mixed", device=named("Tesla T4"))
+        choice = choose_precision("bf16-mixed", device=named("Tesla T4"), fallback=True)
     (finding,) = choice.findings
     assert finding.severity == "warning"
     assert "bf16 was asked for and fp16 runs" in finding.evidence
@@ -66,6 +128,16 @@ def test_a_fall_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     assert choice.reasons[0] == "bf16 passed over: compute capability 7.5 < 8.0: bf16 is emulated"
 
 
+def test_emulation_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="halfstep"):
+        choice = choose_precision("bf16", device=named("Core i7"))
+    (finding,) = choice.findings
+    assert (finding.id, finding.severity) == ("precision.slow", "warning")
+    assert "bf16 on Core i7: none of amx_bf16" in finding.evidence
+    assert "auto, fp32" in finding.fix
+    assert finding.evidence in caplog.text
+
+
 def test_what_is_native_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     choice = choose_precision("bf16", device=named("A100"))
     assert choice.findings == ()
@@ -73,7 +145,7 @@ def test_what_is_native_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_whole_ladder_is_told() -> None:
-    choice = choose_precision("fp8", device=named("Core i7"))
+    choice = choose_precision("fp8", device=named("Core i7"), fallback=True)
     assert [(rung.name, rung.accepted) for rung in choice.rungs] == [
         ("fp8", False),
         ("bf16", False),
@@ -138,7 +210,7 @@ def test_auto_measures_a_device_that_is_here(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_precision_object_is_taken_as_it_is() -> None:
     bf16 = precision_named("bf16")
-    choice = choose_precision(bf16, device=named("Tesla T4"), strict=True)
+    choice = choose_precision(bf16, device=named("Tesla T4"))
     assert choice.precision is bf16
     assert choice.findings == ()
 

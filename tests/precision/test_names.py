@@ -82,7 +82,6 @@ def test_none_is_not_a_precision() -> None:
         ({"use_amp": True, "amp_dtype": "bfloat16"}, "bf16"),
         ({"use_amp": True, "amp_dtype": torch.float16}, "fp16"),
         ({"use_amp": False, "amp_dtype": "bfloat16"}, "fp32"),
-        ({"use_amp": True}, "fp16"),
         ({"amp_dtype": "bfloat16"}, "bf16"),
         ({"amp": True, "fp16": True}, "fp16"),
         ({"amp": True, "bf16": True, "fp16": False}, "bf16"),
@@ -112,7 +111,6 @@ def test_none_is_not_a_precision() -> None:
         ({"fp32": True, "amp": False, "fp16": False}, "fp32"),
         ({"fp32": False}, "auto"),
         ({"fp32": False, "fp16": False}, "bf16"),
-        ({"fp32": False, "amp": True}, "fp16"),
     ],
 )
 def test_settings_of_other_projects(settings: dict[str, object], name: str) -> None:
@@ -120,6 +118,31 @@ def test_settings_of_other_projects(settings: dict[str, object], name: str) -> N
     assert read is not None
     assert read.name == name
     assert read.took.endswith(f"taken for {name}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_amp": True},
+        {"amp": True},
+        {"mixed_precision": "yes"},
+        {"fp32": False, "amp": True},
+        {"amp": {"enabled": 1}},
+    ],
+)
+def test_a_switch_alone_leaves_the_format_to_the_device(settings: dict[str, object]) -> None:
+    read = read_settings(settings)
+    assert read is not None
+    assert read.name == "amp"
+    assert read.took.endswith("names no format: bf16 where the device has it, else fp16")
+
+
+def test_amp_as_a_word_is_the_switch() -> None:
+    assert read_precision("amp") == read_settings({"precision": "amp"}) == Named("amp", "")
+    assert read_settings({"precision": "amp", "amp_dtype": "bfloat16"}).name == "bf16"  # type: ignore[union-attr]
+    assert read_settings({"precision": "amp", "bf16": False}).name == "fp16"  # type: ignore[union-attr]
+    with pytest.raises(Contradiction):
+        read_settings({"precision": "amp", "use_amp": False})
 
 
 def test_our_own_key_needs_no_explanation() -> None:

@@ -9,7 +9,7 @@ from halfstep.precision.hardware import Device
 
 @dataclass(frozen=True)
 class Row:
-    """A device, the formats it has beside fp32, and what it answers to each precision by name."""
+    """A device, the formats it has beside fp32, what it falls back to for each precision, and what it emulates."""
 
     device: Device
     native: str
@@ -18,6 +18,7 @@ class Row:
     bf16: str
     fp16: str
     fp8: str
+    emulated: str = ""
 
     def answer(self, asked: str) -> str:
         return "fp32" if asked == "fp32" else str(getattr(self, asked))
@@ -39,14 +40,15 @@ def apple(name: str, *macos: int) -> Device:
     return Device(kind="mps", name=name, macos=macos)
 
 
-#                                                        native                  auto    tf32    bf16    fp16    fp8
+#                                          native                  auto    tf32    bf16    fp16    fp8  (emulated)
 ROWS = [
-    Row(cuda("Tesla V100", 7, 0), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
-    Row(cuda("Tesla T4", 7, 5), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
-    Row(cuda("RTX 2080 Ti", 7, 5), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
-    Row(cuda("GTX 1080 Ti", 6, 1), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
-    Row(cuda("Tesla P100", 6, 0), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
-    Row(cuda("Tesla M40", 5, 2), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
+    Row(cuda("Tesla V100", 7, 0), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16", "bf16"),
+    Row(cuda("Tesla T4", 7, 5), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16", "bf16"),
+    Row(cuda("RTX 2080 Ti", 7, 5), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16", "bf16"),
+    Row(cuda("GTX 1080 Ti", 6, 1), "", "fp32", "fp32", "fp32", "fp32", "fp32", "bf16 fp16"),
+    Row(cuda("Tesla P100", 6, 0), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16", "bf16"),
+    Row(cuda("Tesla M40", 5, 2), "", "fp32", "fp32", "fp32", "fp32", "fp32", "bf16 fp16"),
+    Row(cuda("NVIDIA GeForce GTX 1650", 7, 5), "", "fp32", "fp32", "fp32", "fp32", "fp32", "bf16"),
     Row(cuda("A100", 8, 0), "tf32 bf16 fp16", "bf16", "tf32", "bf16", "fp16", "bf16"),
     Row(cuda("RTX 3090", 8, 6), "tf32 bf16 fp16", "bf16", "tf32", "bf16", "fp16", "bf16"),
     Row(cuda("RTX 4090", 8, 9), "tf32 bf16 fp16 fp8", "bf16", "tf32", "bf16", "fp16", "bf16"),
@@ -55,11 +57,11 @@ ROWS = [
     Row(rocm("Instinct MI100", "gfx908"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
     Row(rocm("Instinct MI250X", "gfx90a"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
     Row(rocm("Instinct MI300X", "gfx942"), "bf16 fp16 fp8", "bf16", "fp32", "bf16", "fp16", "bf16"),
-    Row(rocm("Radeon RX 6900 XT", "gfx1030"), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(rocm("Radeon RX 6900 XT", "gfx1030"), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16", "bf16"),
     Row(rocm("Radeon RX 7900 XTX", "gfx1100"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
-    Row(rocm("A Radeon of tomorrow", "gfx2000"), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
+    Row(rocm("A Radeon of tomorrow", "gfx2000"), "", "fp32", "fp32", "fp32", "fp32", "fp32", "bf16 fp16"),
     Row(with_isa("xpu", "Arc A770", "fp16", "xmx"), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
-    Row(with_isa("xpu", "Iris Xe (Xe-LP)", "fp16"), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(with_isa("xpu", "Iris Xe (Xe-LP)", "fp16"), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16", "bf16"),
     Row(
         with_isa("xpu", "Data Center GPU Max 1550", "fp16", "xmx", "xmx_tf32"),
         "tf32 bf16 fp16",
@@ -69,15 +71,24 @@ ROWS = [
         "fp16",
         "bf16",
     ),
-    Row(apple("Apple M1", 14, 2), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
+    Row(apple("Apple M1", 14, 2), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16", "bf16"),
     Row(apple("Apple M2 Pro", 14, 2), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
     Row(apple("Apple M2", 13, 6), "fp16", "fp16", "fp32", "fp16", "fp16", "fp16"),
     Row(apple("Apple M12", 20), "bf16 fp16", "bf16", "fp32", "bf16", "fp16", "bf16"),
-    Row(with_isa("cpu", "Xeon with AMX", "amx_bf16", "avx512_bf16"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16"),
-    Row(with_isa("cpu", "Zen 4", "avx512_bf16", "avx512f"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16"),
-    Row(with_isa("cpu", "Graviton 3", "bf16", "sve"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16"),
-    Row(with_isa("cpu", "Core i7", "avx2", "f16c"), "", "fp32", "fp32", "fp32", "fp16", "fp32"),
-    Row(Device(kind="other", name="hpu"), "", "fp32", "fp32", "fp32", "fp32", "fp32"),
+    Row(
+        with_isa("cpu", "Xeon with AMX", "amx_bf16", "avx512_bf16"),
+        "bf16",
+        "bf16",
+        "fp32",
+        "bf16",
+        "fp16",
+        "bf16",
+        "fp16",
+    ),
+    Row(with_isa("cpu", "Zen 4", "avx512_bf16", "avx512f"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16", "fp16"),
+    Row(with_isa("cpu", "Graviton 3", "bf16", "sve"), "bf16", "bf16", "fp32", "bf16", "fp16", "bf16", "fp16"),
+    Row(with_isa("cpu", "Core i7", "avx2", "f16c"), "", "fp32", "fp32", "fp32", "fp16", "fp32", "bf16 fp16"),
+    Row(Device(kind="other", name="hpu"), "", "fp32", "fp32", "fp32", "fp32", "fp32", "bf16 fp16"),
 ]
 ASKED = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8")
 TPU = Device(kind="tpu", name="TPU v4")

@@ -25,7 +25,7 @@ def test_what_runs_is_told_beside_what_was_asked_for(
 ) -> None:
     monkeypatch.setattr(select, "describe", lambda device: named("Xeon with AMX"))
     (start,) = events(fit(tmp_path, precision=asked).dir, "start")
-    choice = choose_precision(asked, device=named("Xeon with AMX"))
+    choice = choose_precision(asked, device=named("Xeon with AMX"), fallback=True)
     told = start["precision"]
     assert (told["asked"], told["took"], told["chosen"]) == (choice.asked, choice.took, rungs[-1])
     assert told["reasons"] == list(choice.reasons)

@@ -1,4 +1,4 @@
-"""The same requests run here, on the next rung of the ladder; four GPUs by their description, and a wheel."""
+"""The same requests by name and with the fallback of a recipe; four GPUs by their description, and a wheel."""
 
 from __future__ import annotations
 
@@ -24,26 +24,37 @@ NEWER = Build(
 def run() -> Outcome:
     choices = {name: _chosen(name) for name in GPUS}
     took = {name: choice.precision.name for name, choice in choices.items()}
-    here = _trains("tf32")
+    here, refusal = _trains("bf16"), _refusal("tf32")
     (wheel,) = check_build(NEWER)
     reason = choices["Tesla T4"].findings[0].evidence
     return Outcome(
-        good=took == LADDER and here == "fp32" and "--torch-backend cu128" in wheel.fix,
-        seen=f"bf16 becomes {took}; {reason}; tf32 on this CPU trains in {here}; "
+        good=took == LADDER
+        and here == "bf16"
+        and "CPUs have no tf32" in refusal
+        and "--torch-backend cu128" in wheel.fix,
+        seen=f"with a fallback bf16 becomes {took}; {reason}; bf16 by name trains in {here} on this CPU; {refusal}; "
         f"{wheel.evidence.split(':')[0]}: {wheel.fix}",
     )
 
 
 def _chosen(name: str) -> halfstep.precision.select.Choice:
-    return halfstep.choose_precision("bf16", device=Device(kind="cuda", name=name, capability=GPUS[name]))
+    device = Device(kind="cuda", name=name, capability=GPUS[name])
+    return halfstep.choose_precision("bf16", device=device, fallback=True)
 
 
 def _trains(precision: str) -> str:
     model = nn.Linear(4, 1)
-    choice = halfstep.choose_precision(precision, device="cpu")
-    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=choice)
+    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision)
     report = stepper.step(loss_fn, torch.ones(2, 4))
     return stepper.precision.name if report.applied else f"not: {report.reason}"
+
+
+def _refusal(precision: str) -> str:
+    try:
+        _trains(precision)
+    except halfstep.HalfstepError as error:
+        return error.given
+    return f"{precision} runs"
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:

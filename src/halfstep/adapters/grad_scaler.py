@@ -26,8 +26,10 @@ from halfstep.adapters.scaled_backward import ScaledBackward
 from halfstep.adapters.scaler_slot import ScalerSlot, nothing_to_update
 from halfstep.errors import StateMismatch
 from halfstep.formats import FP32, widest
+from halfstep.precision.hardware import present
 from halfstep.precision.names import read_precision
 from halfstep.precision.precision import precision_named
+from halfstep.precision.select import report_by_name
 from halfstep.step.ema import StepCounts
 from halfstep.step.objective import LocalFlags
 from halfstep.step.optimizer_slot import on, owned_by
@@ -64,6 +66,9 @@ class GradScaler(torch.amp.GradScaler):
     works all the same. The scale stays within [floor, cap], which are widened to hold `init_scale`; torch's falls to
     0.0 in the end. `process_group` names the ranks that decide together, if they are not all.
 
+    The loop computes in its own autocast: `precision` names the same format. `findings` has `precision.slow` where the
+    device emulates it; PrecisionRefused is raised where it cannot run or is known to give wrong numbers.
+
     `report` is the `StepReport` of the last decision, None before the first; `counts` counts decisions and the reasons
     of skips. Where torch raises an AssertionError or a RuntimeError for calls out of order, WrongUse says which call it
     was; it is raised as well for gradients that were written before `unscale_`, for an `optimizer.step()` beside the
@@ -84,9 +89,11 @@ class GradScaler(torch.amp.GradScaler):
         cap: float = 2.0**24,
         process_group: Any = None,
     ) -> None:
-        self.precision = precision_named(read_precision(precision).name)
+        name = read_precision(precision).name
+        self.precision = precision_named(name)
         scale = init_scale if self.precision.scaled else 1.0
         super().__init__(device, scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.findings = report_by_name(name, device) if self._enabled and str(device).split(":")[0] in present() else ()
         self.floor, self.cap = min(floor, scale), max(cap, scale)
         self.counts = StepCounts()
         self._start(process_group)

@@ -16,6 +16,7 @@ from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent, Level, warn
 from halfstep.observe.recorder import as_written
+from halfstep.step.checks import refuse_strict
 from halfstep.step.ema import Ema
 from halfstep.step.loss import LossScale
 from halfstep.step.report import StepReport
@@ -33,8 +34,6 @@ _LEVELS: dict[str, Level] = {"info": "info", "warning": "warning"}
 class Options(TypedDict, total=False):
     """The settings that every adapter accepts."""
 
-    strict: bool
-    """Refuse a substitute for the precision."""
     guard: Literal["watch", "repair", "off"]
     """What a Guardian does about failed steps; `off` is without one, and then nothing ends a run of skips."""
     limits: Limits
@@ -48,6 +47,7 @@ class Options(TypedDict, total=False):
 
 def check_options(options: Options) -> None:
     """Raise UnknownName for an option that no adapter has: a misspelt one would do nothing."""
+    refuse_strict("an adapter", options.get("strict"))
     for name in options:
         if name not in Options.__annotations__:
             raise unknown_name("option", name, Options.__annotations__)
@@ -82,7 +82,6 @@ class HostedStep:
             model,
             optimizer,
             precision=precision,
-            strict=options.get("strict", False),
             clip_norm=clipping.norm,
             clip_value=clipping.value,
             ema=None if decay is None else Ema(model, decay),

@@ -10,7 +10,6 @@ import copyreg
 import functools
 import inspect
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from halfstep.finding import Finding
 from halfstep.step.checks import check_initialized
 from halfstep.step.optimizer_slot import ParamTracker
 from halfstep.step.rollback import Rollback, has_state
+from halfstep.user_code import warn_user
 
 Moves = tuple[int, int]
 """How many updates were attempted, and how many of them applied."""
@@ -336,4 +336,4 @@ class _OnForward:
 
 def _warn(findings: Sequence[Finding]) -> None:
     for finding in findings:
-        warnings.warn(str(finding), stacklevel=4)
+        warn_user(str(finding))

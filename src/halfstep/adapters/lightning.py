@@ -107,8 +107,7 @@ class HalfstepPrecision(Precision):
         self._device = next(model.parameters(), torch.empty(0)).device
         # Lightning keeps the optimizers of a fit, and shows them again when it validates, tests or predicts after it.
         if module.trainer.state.fn != "fit":
-            strict = self._options.get("strict", False)
-            self._choice = choose_precision(self._asked, device=self._device, strict=strict)
+            self._choice = choose_precision(self._asked, device=self._device)
         else:
             self._fit_loop = module.trainer.fit_loop
             self._progress = self._fit_loop.epoch_loop.automatic_optimization

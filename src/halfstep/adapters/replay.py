@@ -9,9 +9,8 @@ from torch import nn
 from halfstep.errors import BadData
 from halfstep.guard.diagnosis.diagnose import diagnose
 from halfstep.guard.verdict import Verdict
-from halfstep.precision.select import choose_precision
 from halfstep.step.sync import LossFunction
-from halfstep.train.failed_steps.reading import load_attempt, load_model, read, recorded_in
+from halfstep.train.failed_steps.reading import load_attempt, load_model, read, recorded_in, recorded_precision
 
 
 def replay(folder: str | Path, model: nn.Module, loss_fn: LossFunction, *, attempt: int | None = None) -> Verdict:
@@ -28,7 +27,7 @@ def replay(folder: str | Path, model: nn.Module, loss_fn: LossFunction, *, attem
         raise BadData(f"{folder}: {why}", allowed="a folder given as record=", do="train until a step fails")
     load_model(record, model)
     device = next(model.parameters()).device
-    precision = choose_precision(record.step.precision, device=device).precision
+    precision = recorded_precision(record.step.precision, device).precision
     precision.prepare(model.train(), device)
     inputs = load_attempt(record, 0, loss_fn, device)
     reason = record.step.report.reason or ""

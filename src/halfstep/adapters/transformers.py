@@ -57,6 +57,8 @@ class HalfstepMixin(_Trainer):
         check_options(self._options)
         self.hosted: HostedStep | None = None
         """The step of the current `train`."""
+        self._for_evaluation: Choice | None = None
+        """The precision of an evaluation or a prediction before any training."""
         self._resumed_from: str | None = None
         self._in_step = False
         self._again = False
@@ -71,7 +73,7 @@ class HalfstepMixin(_Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse the bases in the other order, where the Trainer's own methods would hide those of the mixin."""
         super().__init_subclass__(**kwargs)
-        names = [base.__name__ for base in cls.__mro__]
+        names = [base.__name__ for base in cls.__mro__[1:]]
         if "Trainer" in names[: names.index(HalfstepMixin.__name__)]:
             raise WrongUse(
                 f"class {cls.__name__} with HalfstepMixin after the Trainer",
@@ -161,7 +163,9 @@ class HalfstepMixin(_Trainer):
     def _choice(self) -> Choice:
         if self.hosted is not None:
             return self.hosted.stepper.choice
-        return choose_precision(_asked(self.args), device=self.args.device, strict=self._options.get("strict", False))
+        if self._for_evaluation is None:
+            self._for_evaluation = choose_precision(_asked(self.args), device=self.args.device)
+        return self._for_evaluation
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
         # The Trainer has divided the loss, by micro-batches or by items; the Stepper divides at the end of the window.

@@ -102,7 +102,7 @@ Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 
 
 def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: bool, task: Path | None) -> Finished:
-    """Load the run with these weights, in the precision the options agree on.
+    """Load the run with these weights, in the precision the options agree on; print findings about it first.
 
     Raise `BadData` where the run or its weights are missing, and the errors of conflicting options.
     """
@@ -115,7 +115,10 @@ def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: 
     from halfstep.runs.registry import task_from_file
 
     own = task_from_file(task)[0] if task else None
-    return open_finished(folder, weights=weights, precision=named.name if named else None, own=own)
+    finished = open_finished(folder, weights=weights, precision=named.name if named else None, own=own)
+    for finding in finished.choice.findings:
+        typer.echo(finding, err=True)
+    return finished
 
 
 # -- subject ----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def run(
     deepspeed: Annotated[str | None, typer.Option(help="DeepSpeed's JSON configuration, to compare with.")] = None,
     device: OnDevice = None,
     precision: Annotated[str, typer.Option(help="The precision to ask for, in any spelling.")] = "auto",
-    strict: Annotated[bool, flag("--strict", "Refuse rather than fall to another precision.")] = False,
+    strict: Annotated[bool, flag("--strict", "As train.strict=true: the precision as named, or a refusal.")] = False,
     fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
     formats: Annotated[bool, flag("--formats", "Instead: what fp32, bf16, fp16 and fp8 hold, and what for.")] = False,
     gpus: Annotated[bool, flag("--gpus", "Instead: the GPUs that are known, and what each should run in.")] = False,
@@ -238,7 +238,7 @@ def examine(
 
     here, build = describe(device), build or read_build()
     measured = measure(here, fresh=fresh)
-    choice = choose_precision(precision, device=here, strict=strict, measured=measured)
+    choice = choose_precision(precision, device=here, fallback=not strict, measured=measured)
     # Notes are about libraries that are installed, whether or not a run uses them: `--known-bad` lists them.
     machine = [finding for finding in check_machine(read_machine(build), build) if finding.severity != "note"]
     return {

@@ -1,21 +1,20 @@
 """Check the machine: shared memory for data workers, and versions and GPUs that are known to be bad. Imports no torch.
 
-What is known to be bad is data: `known_bad.json`, each entry with its sources.
+What is known to be bad is data: `precision/known_bad.json`, each entry with its sources.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import metadata, resources
+from importlib import metadata
 from typing import Any
 
 from halfstep.doctor.wheel import Board, Build, check_build, read_build
 from halfstep.finding import Finding
+from halfstep.precision.known_bad import known_bad
 
 SHARED_MEMORY = "/dev/shm"
 SMALL = 2**28
@@ -63,13 +62,6 @@ def read_machine(build: Build | None = None) -> Machine:
     names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
     found = {name: version for name in sorted(names) if (version := _installed(name))}
     return Machine(found, (build or read_build()).boards, _shared_memory())
-
-
-@cache
-def known_bad() -> tuple[dict[str, Any], ...]:
-    """Return the table of what is known to be bad."""
-    text = resources.files("halfstep.doctor").joinpath("known_bad.json").read_text(encoding="utf-8")
-    return tuple(json.loads(text))
 
 
 def within(version: str, ranges: str) -> bool:

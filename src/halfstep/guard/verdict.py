@@ -5,13 +5,13 @@ The caller decides where events go.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
+from halfstep.user_code import warn_user
 
 Cause = Literal["warm_up", "precision", "data", "code", "state", "divergence", "compiler", "not_reproducible"]
 WARM_UP: Cause = "warm_up"
@@ -135,7 +135,7 @@ class GuardEvent:
 def warn(event: GuardEvent) -> None:
     """Emit an event as a Python warning, unless it is only information; used if there is no other listener."""
     if event.level != "info":
-        warnings.warn(event.text, stacklevel=4)
+        warn_user(event.text)
 
 
 # -- failed step ------------------------------------------------------------------------------------------------------

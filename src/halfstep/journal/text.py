@@ -86,7 +86,10 @@ def _dtype(precision: str) -> str:
 def precision(start: Event) -> str:
     """Return the sentence on precision: what was asked for, and what was chosen."""
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
+    found = {finding["id"] for finding in start.get("findings", ())}
     ending = f", asked for {clean(asked)}" if str(asked) != chosen else ", as asked for"
+    ending += ": the fallback on this device" if "precision.substituted" in found else ""
+    ending += ", and slow on this device" if "precision.slow" in found else ""
     if not is_mixed(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
     return f"Mixed precision training: {chosen} ({_dtype(chosen)}){ending}"

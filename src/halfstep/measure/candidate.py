@@ -52,9 +52,7 @@ class Candidate:
         batch = placed_batch(case.batch, self.device, setting.channels_last)
         self.batch = resized(batch, setting.batch or size_of(batch))
         self.loss_fn = case.loss_fn
-        self.stepper = Stepper(
-            self.model, case.optimizer(self.model), precision=setting.precision, strict=True, observe=observe
-        )
+        self.stepper = Stepper(self.model, case.optimizer(self.model), precision=setting.precision, observe=observe)
         self._stopwatch = Stopwatch(self.device)
         # Freshly seeded, not the caller's states: all candidates draw the same random numbers from the start.
         self._generators = _first_states(self.device)

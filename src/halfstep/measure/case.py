@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from halfstep.errors import WrongUse
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.hardware import Device
-from halfstep.precision.names import AUTO, precision_names, read_precision
+from halfstep.precision.names import AMP, AUTO, precision_names, read_precision
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import choose_precision
 
@@ -99,12 +99,14 @@ def trainable(case: Case) -> Case:
 
 
 def resolve_precision(name: str, device: Device | torch.device) -> Precision:
-    """Return the precision of a name; `auto` is the one that a run would use on the device.
+    """Return the precision of a name; `auto` and `amp` are those that a run would use on the device.
 
     Others are returned whether or not the device has them natively.
     """
     known = read_precision(name).name
-    return precision_named(known) if known in precision_names() else choose_precision(known, device=device).precision
+    if known in precision_names():
+        return precision_named(known)
+    return choose_precision(known, device=device, fallback=known == AMP).precision
 
 
 def _data_of(loader: DataLoader[Any]) -> CaseData:

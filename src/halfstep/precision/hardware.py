@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from halfstep.errors import WrongUse, unknown_name
+from halfstep.precision.known_bad import wrong_on_gpu
 
 Kind = Literal["cuda", "rocm", "cpu", "mps", "xpu", "tpu", "other"]
 
@@ -50,17 +51,23 @@ class Ability:
 
     native: bool
     reason: str
+    emulated: bool = False
+    """Not native, but torch computes in the format all the same: rounded as asked for, and slow."""
 
 
 def ability(device: Device, format_name: str) -> Ability:
-    """Return whether `device` computes in this format natively, and why."""
+    """Return whether `device` computes in this format natively, and why.
+
+    A format that is known to give wrong numbers on this device is neither native nor emulated.
+    """
     if device.kind == "tpu":
         return Ability(False, "TPUs run through torch_xla, which is not supported here")
     if format_name == "fp32":
         return Ability(True, "every device has it")
     if format_name == "fp64":
         return _fp64(device)
-    return _RULES[device.kind](device, format_name)
+    wrong = wrong_on_gpu(device.name, format_name) if device.kind == "cuda" else None
+    return Ability(False, wrong) if wrong else _RULES[device.kind](device, format_name)
 
 
 def _fp64(device: Device) -> Ability:
@@ -71,38 +78,35 @@ def _fp64(device: Device) -> Ability:
     return _other(device, "fp64") if device.kind == "other" else Ability(True, "it has fp64 arithmetic")
 
 
+_CAST = ("bf16", "fp16")
+"""The formats that torch casts to on devices without them."""
 _CUDA_SINCE = {
     "tf32": ((8, 0), "there are no tf32 tensor cores", "tf32 tensor cores"),
     "bf16": ((8, 0), "bf16 is emulated", "bf16 tensor cores"),
     "fp8": ((8, 9), "there are no fp8 tensor cores", "fp8 tensor cores"),
 }
 _DOUBLE_RATE_FP16 = ((6, 0), (6, 2))
-# The small Turing chips have the compute capability of the large ones, so only their names tell them apart. T4, T10 and
-# T40 are large ones.
-_TURING_WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16\d\d|MX450|MX550|T(400|500|550|600|1000|1200|2000))\b")
 
 
 def _cuda(device: Device, format_name: str) -> Ability:
     has = device.capability or (0, 0)
     if format_name == "fp16":
-        return _cuda_fp16(has, device.name)
+        return _cuda_fp16(has)
     since, lack, gain = _CUDA_SINCE[format_name]
     if has >= since:
         return Ability(True, f"compute capability {_dotted(has)} >= {_dotted(since)}: {gain}")
-    return Ability(False, f"compute capability {_dotted(has)} < {_dotted(since)}: {lack}")
+    return Ability(False, f"compute capability {_dotted(has)} < {_dotted(since)}: {lack}", format_name == "bf16")
 
 
-def _cuda_fp16(has: tuple[int, int], name: str) -> Ability:
-    if has == (7, 5) and _TURING_WITHOUT_TENSOR_CORES.search(name):
-        return Ability(True, f"{name}: fp16 at double rate, without tensor cores")
+def _cuda_fp16(has: tuple[int, int]) -> Ability:
     if has >= (7, 0):
         return Ability(True, f"compute capability {_dotted(has)} >= 7.0: fp16 tensor cores")
     if has in _DOUBLE_RATE_FP16:
         return Ability(True, f"compute capability {_dotted(has)}: fp16 at double rate, without tensor cores")
     # The consumer Pascal chips, between two that have fp16 at double rate: `>= 6.0` would be wrong.
     if has == (6, 1):
-        return Ability(False, "compute capability 6.1: fp16 runs at 1/64 of fp32's rate")
-    return Ability(False, f"compute capability {_dotted(has)} < 6.0: fp16 is emulated")
+        return Ability(False, "compute capability 6.1: fp16 runs at 1/64 of fp32's rate", emulated=True)
+    return Ability(False, f"compute capability {_dotted(has)} < 6.0: fp16 is emulated", emulated=True)
 
 
 # By the beginning of the architecture's name; the longest match counts.
@@ -122,13 +126,14 @@ _ROCM: dict[str, tuple[frozenset[str], str]] = {
 def _rocm(device: Device, format_name: str) -> Ability:
     if format_name == "tf32":
         return Ability(False, "tf32 is a format of NVIDIA's and Intel's matrix engines")
+    emulated = format_name in _CAST
     known = [prefix for prefix in _ROCM if device.arch.startswith(prefix)]
     if not known:
-        return Ability(False, f"nothing is known about {device.arch or 'this architecture'}")
+        return Ability(False, f"nothing is known about {device.arch or 'this architecture'}", emulated)
     formats, what = _ROCM[max(known, key=len)]
     if format_name in formats:
         return Ability(True, f"{device.arch} ({what})")
-    return Ability(False, f"{device.arch} ({what}): {format_name} is emulated")
+    return Ability(False, f"{device.arch} ({what}): {format_name} is emulated", emulated)
 
 
 _XPU_NEEDS = {
@@ -143,7 +148,10 @@ def _xpu(device: Device, format_name: str) -> Ability:
     need, words = _XPU_NEEDS[format_name]
     if need in device.isa:
         return Ability(True, f"it has {words}")
-    return Ability(False, f"it has no {words}: {format_name} is emulated")
+    # Without fp16 arithmetic SYCL refuses its kernels, and without tf32 engines fp32 would run.
+    if format_name == "bf16":
+        return Ability(False, f"it has no {words}: bf16 is emulated", emulated=True)
+    return Ability(False, f"it has no {words}")
 
 
 _MACOS_WITH_BF16 = (14,)
@@ -156,7 +164,7 @@ def _mps(device: Device, format_name: str) -> Ability:
         return Ability(False, f"Apple GPUs have no {format_name}")
     generation = re.search(r"\bM(\d+)", device.name)
     if generation is None or int(generation[1]) < 2:
-        return Ability(False, f"{device.name} is older than the M2: bf16 is emulated")
+        return Ability(False, f"{device.name} is older than the M2: bf16 is emulated", device.macos >= _MACOS_WITH_BF16)
     if device.macos < _MACOS_WITH_BF16:
         return Ability(False, f"macOS {_dotted(device.macos) or 'of unknown version'} < 14: Metal has no bf16")
     return Ability(True, f"{device.name} on macOS {_dotted(device.macos)} >= 14")
@@ -172,7 +180,7 @@ _CPU_BF16 = {
 _CPU_LACKS = {
     "tf32": "CPUs have no tf32",
     "bf16": f"none of {', '.join(_CPU_BF16)}: bf16 is emulated",
-    "fp16": "no fast kernel for a convolution's backward: it runs, slowly, if asked for by name",
+    "fp16": "no fast kernel for a convolution's backward",
     "fp8": "CPUs have no fp8",
 }
 
@@ -181,11 +189,11 @@ def _cpu(device: Device, format_name: str) -> Ability:
     found = [words for flag, words in _CPU_BF16.items() if flag in device.isa]
     if format_name == "bf16" and found:
         return Ability(True, found[0])
-    return Ability(False, _CPU_LACKS[format_name])
+    return Ability(False, _CPU_LACKS[format_name], emulated=format_name in _CAST)
 
 
 def _other(device: Device, format_name: str) -> Ability:
-    return Ability(False, f"nothing is known about {device.name}'s {format_name}")
+    return Ability(False, f"nothing is known about {device.name}'s {format_name}", emulated=format_name in _CAST)
 
 
 _RULES: dict[str, Callable[[Device, str], Ability]] = {

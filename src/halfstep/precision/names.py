@@ -9,6 +9,9 @@ from typing import Any
 from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknown_name
 
 AUTO = "auto"
+AMP = "amp"
+"""Mixed precision without a format: bf16 where the device has it, else fp16."""
+AMP_MEANS = "bf16 where the device has it, else fp16"
 FP8 = "fp8"
 TF32 = "tf32"
 FP64 = "fp64"
@@ -82,12 +85,12 @@ def read_precision(value: object) -> Named:
         raise _refusal(value, *_REFUSALS[word])
     if word == FP8:
         return Named(FP8, f"{value!r} is a number format that no run computes in yet")
-    if word in (AUTO, *precision_names()):
+    if word in (AUTO, AMP, *precision_names()):
         return Named(word)
     if word in _ALIASES:
         name, whose = _ALIASES[word]
         return Named(name, f"{value!r} is {whose} for {name}")
-    raise unknown_name("precision", value, [AUTO, *precision_names(), FP8, *(set(_ALIASES) - {"false"})])
+    raise unknown_name("precision", value, [AUTO, AMP, *precision_names(), FP8, *(set(_ALIASES) - {"false"})])
 
 
 def read_step_precision(value: object) -> Named:
@@ -144,15 +147,21 @@ _FULL = frozenset({"fp32", "tf32"})
 
 
 def _word(key: str, value: object) -> Claim | None:
-    return Claim(key, value, says=read_precision(value))
+    named = read_precision(value)
+    return _without_format(key, value) if named.name == AMP else Claim(key, value, says=named)
+
+
+def _without_format(key: str, value: object) -> Claim:
+    # In other projects fp16, torch's default on a GPU.
+    return Claim(key, value, denies=_FULL, otherwise="fp16")
 
 
 def _switch(key: str, value: object) -> Claim | None:
-    """Read mixed precision as on, off or a format. On alone means fp16, torch's own default on a GPU."""
+    """Read mixed precision as on, off or a format."""
     if is_off(value):
         return Claim(key, value, denies=_NARROW, otherwise="fp32")
     if is_on(value):
-        return Claim(key, value, denies=_FULL, otherwise="fp16")
+        return _without_format(key, value)
     if isinstance(value, Mapping):
         return _left_to_launcher(key, value)
     try:
@@ -236,6 +245,8 @@ def read_settings(settings: Mapping[str, Any]) -> Named | None:
     settled = settle(claims)
     if settled.against:
         raise _contradiction(settled, settled.against[0])
+    if settled.without_format:
+        return Named(AMP, "" if settled.by.value == AMP else f"{settled.by} names no format: {AMP_MEANS}")
     return Named(settled.name, _took(settled, claims))
 
 
@@ -246,6 +257,8 @@ class Settled:
     name: str
     by: Claim
     against: list[Claim]
+    without_format: bool = False
+    """Whether mixed precision is on and no claim names or excludes a format; then `name` is torch's default."""
 
 
 # Lower wins among keys that only switch: `amp: true` (fp16), then an open `auto`, tf32, and everything that means fp32.
@@ -257,14 +270,18 @@ def settle(claims: Sequence[Claim]) -> Settled:
     by = min(claims, key=lambda claim: 0 if claim.says else _DECIDES.get(claim.otherwise, 4))
     name = by.meaning if by.says else _left_open(by, claims)
     against = [c for c in claims if (c.says is not None and c.meaning != name) or name in c.denies]
-    return Settled(name, by, against)
+    return Settled(name, by, against, by.says is None and name == "fp16" and len(_formats_left(claims)) == 2)
+
+
+def _formats_left(claims: Sequence[Claim]) -> list[str]:
+    return [name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)]
 
 
 def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
     """Return the precision that a switch leaves: `amp: true` with `fp16: false` is bf16, by default it is torch's."""
     if switch.meaning in _FULL:
         return switch.meaning
-    left = [name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)]
+    left = _formats_left(claims)
     if switch.meaning == AUTO and len(left) == 2:
         return AUTO
     return next(iter(left), "fp16")

@@ -1,4 +1,4 @@
-"""Choose the precision of a run: the requested one, the next fallback with its reason, or a refusal."""
+"""Choose the precision of a run: the named one or a refusal; where the caller allows it, a fallback with its reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfstep import distributed
 from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.finding import Finding
 from halfstep.precision.hardware import Device, ability, describe
-from halfstep.precision.names import AUTO, FP8, FP64, Named, precision_names, read_step_precision
+from halfstep.precision.names import AMP, AUTO, FP8, FP64, Named, precision_names, read_step_precision
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.probe import Measurements, measure
 
@@ -74,8 +74,10 @@ AS_GOOD = 0.9
 """bf16 needs no loss scale, so it is preferred to fp16 from this share of its speed on."""
 
 _PREFERRED = ("bf16", "fp16", "tf32")
+_SIXTEEN_BITS = ("bf16", "fp16")
 _FLOOR = "fp32"
 _FP8_FALLS_TO = "bf16"
+_SLOW, _SUBSTITUTED = "precision.slow", "precision.substituted"
 _log = logging.getLogger("halfstep")
 
 
@@ -103,15 +105,19 @@ def choose_precision(
     asked: object = AUTO,
     *,
     device: torch.device | str | Device | None = None,
-    strict: bool = False,
+    fallback: bool = False,
     measured: Measurements | None = None,
     fresh: bool = False,
 ) -> Choice:
     """Choose the precision for a run on `device`; under a process group every rank calls this, and rank 0 decides.
 
+    A precision given by name runs, with the finding `precision.slow` where the device emulates it; PrecisionRefused is
+    raised where it cannot run, would run as another format, or is known to give wrong numbers. With `fallback`, as in
+    recipes, the next format that the device has runs instead, with the finding `precision.substituted`. `amp` is bf16
+    where that is native, else fp16.
+
     `auto` measures a device that is present, for about a second and once; a `Device` description is judged by its
-    facts. A `Choice` is returned as it is. With `strict` a fallback raises PrecisionRefused. `measured` replaces the
-    measurement, and `fresh` ignores the cache.
+    facts. A `Choice` is returned as it is. `measured` replaces the measurement, and `fresh` ignores the cache.
     """
     if isinstance(asked, Choice):
         return asked
@@ -123,10 +129,12 @@ def choose_precision(
     named = read_step_precision(asked)
 
     def decide() -> Decision:
+        if named.name == AMP:
+            return _sixteen_bits(here, fallback)
         if named.name != AUTO:
-            return _by_name(named.name, here, strict)
+            return _by_name(named.name, here, fallback)
         known = measured if measured or isinstance(device, Device) else measure(here, fresh=fresh)
-        return _by_speed(here, known) if known else _by_table(here)
+        return _by_speed(here, known) if known else _by_table(here, _PREFERRED)
 
     decision = decided_by_rank_zero(decide)
     return _chosen(decision, named, here, precision_named(decision.name))
@@ -136,7 +144,7 @@ def _chosen(decision: Decision, named: Named, here: Device, precision: Precision
     findings = decision.findings
     can = ability(here, precision.computes.name)
     # Rank 0 decided from its own device; this one may be of another kind.
-    if distributed.rank() > 0 and not can.native and not _runs_anyway(precision.name, named.name, here):
+    if distributed.rank() > 0 and not can.native and not _is_slow(decision):
         evidence = f"rank 0 chose {precision}, and rank {distributed.rank()} has {here.name}: {can.reason}"
         findings += (Finding("precision.uneven", "warning", evidence, "train on devices of one kind"),)
     for finding in findings if distributed.rank() == 0 else findings[len(decision.findings) :]:
@@ -144,51 +152,74 @@ def _chosen(decision: Decision, named: Named, here: Device, precision: Precision
     return Choice(precision, named.name, named.took, decision.rungs, findings, here)
 
 
-def _by_name(asked: str, device: Device, strict: bool) -> Decision:
-    """Try the requested precision, then its fallbacks, until the device supports one."""
+def report_by_name(name: str, device: torch.device | str) -> tuple[Finding, ...]:
+    """Return and log the findings on a precision that a loop computes in by itself; raise PrecisionRefused like
+    `choose_precision`. Only this rank decides.
+    """
+    findings = _by_name(name, describe(device), fallback=False).findings
+    for finding in findings:
+        _log.warning("%s", finding)
+    return findings
+
+
+def _by_name(asked: str, device: Device, fallback: bool) -> Decision:
+    """Try the requested precision and, with `fallback`, the next ones, until the device supports one."""
     rungs: list[Considered] = []
     name: str | None = asked
     while name is not None:
-        rungs.append(_try(name, asked, device))
+        rungs.append(_try(name, asked, device, fallback))
         if rungs[-1].accepted:
             return Decision(tuple(rungs), _findings(asked, rungs, device))
-        if strict:
+        if not fallback:
             break
         name = _FP8_FALLS_TO if name == FP8 else precision_named(name).falls_to
     raise _refusal(asked, device, rungs[0].reason)
 
 
-def _try(name: str, asked: str, device: Device) -> Considered:
+def _try(name: str, asked: str, device: Device, fallback: bool) -> Considered:
     if name == FP8:
         return Considered(FP8, False, "no run computes in fp8 yet; it is here as a format for emulation")
-    if _runs_anyway(name, asked, device):
-        return Considered(name, True, "asked for by name, though not native here")
     can = ability(device, precision_named(name).computes.name)
-    return Considered(name, can.native, can.reason)
-
-
-def _runs_anyway(name: str, asked: str, device: Device) -> bool:
-    """Return whether this is fp16 on a CPU: slow but correct, so a user who names it gets it."""
-    return name == asked == "fp16" and device.kind == "cpu"
+    # A recipe in bf16 is for many devices and takes what each has; fp16 on a CPU is asked for to study fp16.
+    emulated = name == asked and can.emulated and (not fallback or (name == "fp16" and device.kind == "cpu"))
+    return Considered(name, can.native or emulated, f"asked for by name: {can.reason}" if emulated else can.reason)
 
 
 def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Finding, ...]:
     took = rungs[-1].name
     if took != asked:
         evidence = f"{asked} was asked for and {took} runs, on {device.name}: {rungs[0].reason}"
-        fix = f"ask for {took}, or set strict to have it refused instead"
-        return (Finding("precision.substituted", "warning", evidence, fix),)
-    if _runs_anyway(took, asked, device):
-        fix = "ask for auto, bf16 or fp32 unless fp16's behaviour is what you study"
-        evidence = f"fp16 on {device.name}: {ability(device, took).reason}"
-        return (Finding("precision.slow", "warning", evidence, fix),)
+        fix = f"ask for {took}; with train.strict=true, or without fallback=True, {asked} runs as asked or is refused"
+        return (Finding(_SUBSTITUTED, "warning", evidence, fix),)
+    can = ability(device, precision_named(took).computes.name)
+    if not can.native:
+        native = ", ".join(["auto", *_native(device)])
+        fix = f"ask for one of {native}, unless {took}'s behaviour is what you study"
+        return (Finding(_SLOW, "warning", f"{took} on {device.name}: {can.reason}", fix),)
     return ()
 
 
-def _by_table(device: Device) -> Decision:
-    """Choose the first preferred format that the device supports, where nothing was measured."""
+def _is_slow(decision: Decision) -> bool:
+    """Return whether it was decided to run in a format that is not native."""
+    return any(finding.id == _SLOW for finding in decision.findings)
+
+
+def _sixteen_bits(device: Device, fallback: bool) -> Decision:
+    """Choose the 16-bit format that the device has, bf16 first; without any, fp32 with a finding, or a refusal."""
+    decision = _by_table(device, _SIXTEEN_BITS)
+    if decision.name != _FLOOR:
+        return decision
+    why = "; ".join(rung.reason for rung in decision.rungs if not rung.accepted)
+    if not fallback:
+        raise _refusal(AMP, device, why)
+    evidence = f"{AMP} was asked for and {_FLOOR} runs, on {device.name}: {why}"
+    return Decision(decision.rungs, (Finding(_SUBSTITUTED, "warning", evidence, f"write precision={_FLOOR}"),))
+
+
+def _by_table(device: Device, preferred: tuple[str, ...]) -> Decision:
+    """Choose the first preferred format that the device supports, where nothing was measured, or fp32."""
     rungs: list[Considered] = []
-    for name in (*_PREFERRED, _FLOOR):
+    for name in (*preferred, _FLOOR):
         can = ability(device, name)
         rungs.append(Considered(name, can.native, can.reason))
         if can.native:
@@ -232,12 +263,16 @@ def _worth(name: str, winner: str, speeds: Mapping[str, float], measured: Measur
     return f"{words}, {winner} is faster" if behind else f"{words}, but {winner} is near and needs no loss scale"
 
 
+def _native(device: Device) -> list[str]:
+    return [name for name in precision_names() if ability(device, precision_named(name).computes.name).native]
+
+
 def _refusal(asked: str, device: Device, reason: str) -> PrecisionRefused:
-    can = [name for name in precision_names() if ability(device, precision_named(name).computes.name).native]
+    can = _native(device)
     if asked == FP64 and can:
         do = "model.float() and one of these, or train on the CPU"
     elif can:
-        do = f"ask for one of these, or leave strict out and let {asked} fall to one"
+        do = f"ask for one of these, or for auto, which chooses: precision={can[0]!r} or precision='auto'"
     else:
         do = "choose another device"
     return PrecisionRefused(

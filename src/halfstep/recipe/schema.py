@@ -212,7 +212,7 @@ class TrainOptions(Section):
     num_workers: Annotated[NonNegativeInt | Literal["auto"], Also("workers", "dataloader_num_workers")] = "auto"
     """Processes that read samples, per device; `auto` measures it once."""
     strict: bool = False
-    """Refuse to run where the device cannot compute in the precision asked for, instead of falling to another."""
+    """Compute in the precision asked for, emulated if need be, or refuse to run; no fallback to another."""
     device: Annotated[str, Also("gpu_ids", "gpu_id", "gpu")] = "auto"
     """A device as torch names it, or the number of a GPU; `auto` is the best one present."""
 
@@ -313,7 +313,9 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     about: str = ""
     """A sentence on what this recipe is for."""
     precision: str = "auto"
-    """fp32, tf32, bf16, fp16, or auto: the fastest that is safe here. Other projects' words are understood."""
+    """fp32, tf32, bf16, fp16; amp: bf16 where native, else fp16; or auto: the fastest that is safe here. Other
+    projects' words are understood.
+    """
     sizing: Literal["none", "auto"] = "none"
     """`auto` chooses what is left out (batch, image size, network, length ...) for the set and the machine."""
     model: ModelT

@@ -93,7 +93,7 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
         remedies = _remedies(folder)
         reapply_remedies(model, remedies)
         precision = remedies.precision
-    choice = choose_precision(precision or recipe.precision, device=device, strict=recipe.train.strict)
+    choice = choose_precision(precision or recipe.precision, device=device, fallback=not recipe.train.strict)
     return Finished(folder, task, model.eval(), choice, device, recipe, path)
 
 

@@ -31,7 +31,14 @@ from halfstep.status_line import OnProgress
 from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, refused_by
 from halfstep.step.step_inputs import StepInputs
 from halfstep.train.environment import differences, environment
-from halfstep.train.failed_steps.reading import Record, load_attempt, load_model, recipe_digest, run_of
+from halfstep.train.failed_steps.reading import (
+    Record,
+    load_attempt,
+    load_model,
+    recipe_digest,
+    recorded_precision,
+    run_of,
+)
 from halfstep.train.give_up import launcher, lower_lr, recipe_lr
 from halfstep.train.process_group import device_of
 from halfstep.train.run_folder import RECIPE, is_finished
@@ -77,7 +84,7 @@ def open_recorded(record: Record, *, precision: str | None, own: type[Task] | No
     model, _ = make_model(task, task.recipe, device)
     compile_in_place(model, task.recipe)
     load_model(record, model)
-    choice = choose_precision(precision or step.precision, device=device)
+    choice = choose_precision(precision, device=device) if precision else recorded_precision(step.precision, device)
     choice.precision.prepare(model.train(), device)
     loss = functools.partial(_loss, task)
     attempts = tuple(functools.partial(load_attempt, record, rank, loss, device) for rank in range(record.ranks))

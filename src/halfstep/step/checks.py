@@ -278,3 +278,13 @@ def _check_distinct(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapp
                     allowed="each parameter in one optimizer",
                     do="split the parameters",
                 )
+
+
+def refuse_strict(where: str, strict: object) -> None:
+    """Raise WrongUse for the option `strict`, which `Stepper` and the adapters had."""
+    if strict is not None:
+        raise WrongUse(
+            f"{where} with strict={strict!r}",
+            allowed="a precision by name, which runs as asked or is refused; auto, which chooses",
+            do="leave strict out; for a fallback: precision=halfstep.choose_precision('bf16', fallback=True)",
+        )

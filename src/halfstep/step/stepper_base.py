@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeAlias, TypeVar
@@ -34,6 +33,7 @@ from halfstep.step.sharded import Sharded, reshard
 from halfstep.step.step_inputs import Holdings, StepInputs
 from halfstep.step.sync import Alone, Synchroniser
 from halfstep.step.window import CallOrder
+from halfstep.user_code import warn_user
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 V = TypeVar("V")
@@ -51,7 +51,6 @@ class StepperBase:
         *,
         optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
         precision: str | Precision | Choice = "auto",
-        strict: bool = False,
         clip_norm: ByName[float] = None,
         clip_value: ByName[float] = None,
         schedule: ByName[Any] = None,
@@ -62,20 +61,23 @@ class StepperBase:
         observe: bool = True,
         ddp: Mapping[str, Any] | None = None,
         process_group: Any = None,
+        strict: None = None,
     ) -> None:
         """Build a Stepper; `optimizer` is one optimizer, or a dict of several by name.
 
         With several optimizers, a loss function that returns one loss trains all of them with one backward, and a
         number as `clip_norm` clips them by their common norm; a dict of losses trains each by its own. `schedule`,
-        `clip_norm`, `clip_value` and `loss_scale` may be dicts by name. `strict` refuses a substitute for the
-        precision. `on_gradients` is called with the parameters that have a gradient, after unscaling and before the
-        finite check. `observe` checks which precision really runs in the first step. `ddp` holds options for
-        DistributedDataParallel, which wraps a plain model on several ranks. `process_group` names the ranks if they are
-        not all.
+        `clip_norm`, `clip_value` and `loss_scale` may be dicts by name. `on_gradients` is called with the parameters
+        that have a gradient, after unscaling and before the finite check. `observe` checks which precision really runs
+        in the first step. `ddp` holds options for DistributedDataParallel, which wraps a plain model on several ranks.
+        `process_group` names the ranks if they are not all.
 
-        Raises WrongUse for a combination that would train nothing or train it wrongly, and PrecisionRefused for a
-        precision that the device does not support.
+        A precision given by name runs, with the finding `precision.slow` where the device emulates it, or is refused;
+        only `auto` chooses. Raises WrongUse for a combination that would train nothing or train it wrongly, and
+        PrecisionRefused for a precision that cannot run on the device, would run as another one, or is known to give
+        wrong numbers there.
         """
+        checks.refuse_strict("Stepper", strict)
         self._start_without_window()
         self.ranks = Ranks(process_group)
         # A forward pass before this leaves FSDP2's parameters gathered, and the checks below look at the shards.
@@ -95,7 +97,7 @@ class StepperBase:
         self.observed: Observation | None = None
         with self.ranks.here():
             # Rank 0 decides and broadcasts, so it has to be this process group's rank 0.
-            self._compute_in(choose_precision(precision, device=self.device, strict=strict))
+            self._compute_in(choose_precision(precision, device=self.device))
         self._as_built = self.choice
         self._losses = _losses(list(named), self.precision, loss_scale)
         self._emit(stale)
@@ -159,7 +161,7 @@ class StepperBase:
     def change_precision(self, name: str) -> None:
         """Continue in another precision, or in the original one again, from the next step on.
 
-        A loss scale starts anew. Raises WrongUse inside a window.
+        A loss scale starts anew. Raises WrongUse inside a window, and PrecisionRefused like the constructor.
         """
         checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
         first = self._as_built
@@ -193,7 +195,7 @@ class StepperBase:
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)
-                warnings.warn(str(finding), stacklevel=3)
+                warn_user(str(finding))
 
     def _watched(self, inner: AbstractContextManager[object], observation: Observation) -> None:
         """Store the precision that really ran; remove the observer once every optimizer had a step."""

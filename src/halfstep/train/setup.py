@@ -486,7 +486,7 @@ def prepare(
     if remedies is not None:
         notes += reapply_remedies(model, remedies)
         precision = remedies.precision or precision
-    choice = choose_precision(precision or recipe.precision, device=device, strict=train.strict)
+    choice = choose_precision(precision or recipe.precision, device=device, fallback=not train.strict)
     notes += task.ready(model, choice.precision, on_progress)
     notes += _shared_out(task, recipe, model, choice.precision, device)
     optimizer = make_optimizer(recipe.optimizer, model)

@@ -277,8 +277,6 @@ def show(report: dict[str, Any], written: Sequence[Path]) -> None:
         _worst(console, report)
     for one in report["left_out"]:
         _print_line(console, ("left out", "yellow"), in_line(f" {one['file']}: {one['reason']}"))
-    for finding in report["findings"]:
-        _print_line(console, (f"{finding['severity']} {finding['id']}", "yellow"), in_line(f": {finding['evidence']}"))
     for file in written:
         _print_line(console, "written: ", (in_line(file), "bold"))
     if "classes" in report and not written:

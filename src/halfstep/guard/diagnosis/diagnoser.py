@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
+from halfstep.user_code import warn_user
 
 # -- own generators ---------------------------------------------------------------------------------------------------
 # Find random numbers that a model, a loss function or a batch draws from its own torch.Generator.
@@ -214,7 +214,7 @@ _NO_HISTORY = History()
 
 
 def _warn(cost: Cost) -> None:
-    warnings.warn(str(cost), stacklevel=4)
+    warn_user(str(cost))
 
 
 def diagnose(

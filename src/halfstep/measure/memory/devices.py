@@ -223,8 +223,8 @@ _UNKNOWN_NARROW = "bf16"
 """What stands in for `auto` on a device given as a size, whose formats are unknown."""
 
 
-def own_choice(target: Target) -> str:
-    """Return the precision that `auto` would choose on the device."""
+def own_choice(target: Target, asked: str = AUTO) -> str:
+    """Return the precision that `auto` or `amp` would choose on the device."""
     if target.device.kind == "other":
         return _UNKNOWN_NARROW
-    return choose_precision(AUTO, device=target.device).precision.name
+    return choose_precision(asked, device=target.device, fallback=True).precision.name

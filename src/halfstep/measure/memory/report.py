@@ -23,7 +23,7 @@ from halfstep.measure.memory.fitting import MOST, MakeLedger, largest_batch, lev
 from halfstep.measure.memory.ledger import Ledger, way_in_words
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.subject import Subject
-from halfstep.precision.names import AUTO, FP8, read_precision
+from halfstep.precision.names import AMP, AUTO, FP8, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.status_line import OnProgress
 
@@ -221,7 +221,7 @@ def _named(text: str, target: Target) -> str:
             allowed="fp32, tf32, bf16, fp16, auto",
             do="--survive fp8_e4m3 tells whether a model would survive it",
         )
-    return own_choice(target) if name == AUTO else name
+    return own_choice(target, name) if name in (AUTO, AMP) else name
 
 
 def _page(target: Target, names: list[str]) -> dict[str, Any]:

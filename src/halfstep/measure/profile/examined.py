@@ -27,7 +27,7 @@ from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import STABLE, Stopwatch, race, warm
 from halfstep.precision.flags import read_flags
 from halfstep.precision.hardware import ability, describe
-from halfstep.precision.names import AUTO, read_precision
+from halfstep.precision.names import AMP, AUTO, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.precision.select import choose_precision
 from halfstep.step.loss import Counted, loss_and_aux
@@ -472,4 +472,6 @@ def fp32_means(device: torch.device) -> str:
 def _resolved(case: Case, asked: str | None, place: str) -> str:
     """Return the precision's name. A case without one gets `auto`: there is no reason to profile fp32."""
     named = read_precision(asked or case.requested_precision)
-    return choose_precision(AUTO, device=place).precision.name if named.name == AUTO else named.name
+    if named.name not in (AUTO, AMP):
+        return named.name
+    return choose_precision(named.name, device=place, fallback=True).precision.name

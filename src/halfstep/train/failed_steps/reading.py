@@ -29,10 +29,11 @@ from halfstep.checkpoint.sealed import (
     state_of,
     tensors_of,
 )
-from halfstep.errors import BadData, HalfstepError, StateMismatch, same_form
+from halfstep.errors import BadData, HalfstepError, PrecisionRefused, StateMismatch, same_form
 from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.island import island
+from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.changes import SAFE
 from halfstep.recipe.sources import read_bounded as read_recipe_file
 from halfstep.recipe.strict_yaml import flat, read_yaml
@@ -311,3 +312,11 @@ def _for_this_device(states: list[Tensor], device: torch.device) -> list[Tensor]
     if not fitting or not fitting[0]:
         raise ValueError("no random numbers of torch's")
     return [states[n] if n < len(fitting) and fitting[n] else own for n, own in enumerate(here)]
+
+
+def recorded_precision(name: str, device: torch.device) -> Choice:
+    """Choose the precision of a recorded step: its own, emulated if need be; where it cannot run here, the next."""
+    try:
+        return choose_precision(name, device=device)
+    except PrecisionRefused:
+        return choose_precision(name, device=device, fallback=True)

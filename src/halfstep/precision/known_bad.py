@@ -1,0 +1,25 @@
+"""What is known to be bad on some devices and with some versions: `known_bad.json`. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@cache
+def known_bad() -> tuple[dict[str, Any], ...]:
+    """Return the table; each entry has its sources."""
+    text = resources.files("halfstep.precision").joinpath("known_bad.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text))
+
+
+@cache
+def wrong_on_gpu(name: str, format_name: str) -> str | None:
+    """Return why computing in this format gives wrong numbers on a GPU, with sources; None where nothing is known."""
+    for entry in known_bad():
+        if format_name in entry.get("wrong_formats", ()) and re.search(entry["gpu"], name):
+            return f"known to be wrong: {entry['what']} ({', '.join(entry['sources'])})"
+    return None
