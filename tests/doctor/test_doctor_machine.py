@@ -58,24 +58,40 @@ def test_every_entry_is_whole_and_cites_a_source() -> None:
             source.removeprefix("halfstep: ") for source in entry["sources"] if source.startswith("halfstep: ")
         ):
             assert (Path(__file__).parents[2] / own).exists(), own
-        assert ("gpu" in entry) != ("package" in entry)
+        assert "gpu" in entry or "package" in entry
         if "package" in entry:
             assert re.fullmatch(r"(>=|<=|<)[\d.]+(,(<|<=)[\d.]+)?", entry["versions"])
+
+
+_GPUS = {
+    "machine.gtx_16xx_fp16": "NVIDIA GeForce GTX 1660 Ti",
+    "machine.rdna4_expandable_segments": "AMD Radeon RX 9070 XT",
+    "machine.strix_halo_attention": "AMD Radeon 8060S",
+    "machine.mi300_attention_backward": "AMD Instinct MI300X",
+}
 
 
 @pytest.mark.parametrize("entry", known_bad(), ids=lambda entry: entry["id"])
 def test_every_entry_is_found_where_it_applies_and_nowhere_else(entry: dict[str, str]) -> None:
     boards: tuple[Board, ...] = () if entry.get("only_cpu") else (A100,)
+    packages: dict[str, str] = {}
+    apple = bool(entry.get("only_apple"))
+    good = [Machine()]
     if "gpu" in entry:
-        bad = Machine(boards=(Board("NVIDIA GeForce GTX 1660 Ti", (7, 5)),))
-        good = [Machine(boards=(Board("NVIDIA GeForce RTX 2080", (7, 5)),)), Machine()]
-    else:
+        boards = (Board(_GPUS[entry["id"]], (7, 5)),)
+    if "package" in entry:
         version = re.findall(r"[\d.]+", entry["versions"])[0]
         inside = version if "<=" in entry["versions"] or ">=" in entry["versions"] else "2.0"
-        bad = Machine({entry["package"]: inside}, boards)
-        good = [Machine({entry["package"]: "99.0"}, boards), Machine({}, boards)]
-        if entry.get("only_cpu") or entry.get("only_gpu"):
-            good.append(Machine({entry["package"]: inside}, () if boards else (A100,)))
+        packages = {entry["package"]: inside}
+        outside = "99.0" if "<" in entry["versions"] else "0.1"
+        good += [Machine({entry["package"]: outside}, boards, apple=apple), Machine({}, boards, apple=apple)]
+    if "gpu" in entry:
+        good.append(Machine(packages, (Board("NVIDIA GeForce RTX 2080", (7, 5)),)))
+    elif entry.get("only_cpu") or entry.get("only_gpu"):
+        good.append(Machine(packages, () if boards else (A100,)))
+    if apple:
+        good.append(Machine(packages, boards))
+    bad = Machine(packages, boards, apple=apple)
     assert entry["id"] in ids(bad)
     for machine in good:
         assert entry["id"] not in ids(machine)

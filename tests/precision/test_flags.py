@@ -203,3 +203,31 @@ def test_large_turing_chips_have_them(name: str) -> None:
     found = ability(Device(kind="cuda", name=name, capability=(7, 5)), "fp16")
     assert "tensor cores" in found.reason
     assert "without" not in found.reason
+
+
+def test_intel_gpus_follow_onednns_own_switch() -> None:
+    now = {"allow": True}
+    xpu = torch.device("xpu")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.xpu, "_is_compiled", lambda: True)
+        patched.setattr(torch._C, "_get_onednn_allow_tf32", lambda: now["allow"])
+        patched.setattr(torch._C, "_set_onednn_allow_tf32", lambda allowed: now.update(allow=allowed))
+        assert flags.computes_tf32(xpu), "as the user set it"
+        assert flags.read_flags()["onednn.allow_tf32"] == "tf32"
+        with fp32_scope("ieee", xpu):
+            assert (now["allow"], flags.computes_tf32(xpu)) == (False, False)
+        assert now["allow"]
+        now["allow"] = False
+        with fp32_scope("tf32", xpu):
+            assert (now["allow"], flags.computes_tf32(xpu)) == (True, True)
+        assert not now["allow"]
+
+
+def test_sums_in_16_bits_are_reported() -> None:
+    assert flags.read_flags()["fp16_accumulation"] == "False"
+    before = torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        assert "fp16" not in flags.read_flags()["reduced_sums"]
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = before

@@ -75,6 +75,23 @@ def test_the_backward_is_part_of_what_is_timed(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(lambda out: out * 2, "is wrong: 3 away"), (lambda out: out * torch.nan, "is wrong: inf away")]
+)
+def test_a_format_with_other_numbers_than_fp32_is_no_candidate(
+    monkeypatch: pytest.MonkeyPatch, amx: Any, wrong: Any, words: str
+) -> None:
+    def operation(values: Tensor, weight: Tensor) -> Tensor:
+        out = torch.nn.functional.linear(values, weight)
+        return wrong(out) if out.dtype is torch.bfloat16 else out
+
+    with_operation(monkeypatch, operation)
+    found = measure(amx, fresh=True)
+    assert words in found.failures["bf16"]
+    assert found.combined("bf16") is None
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_surroundings_reach_neither_way(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
     formats = []
 
@@ -247,7 +264,7 @@ def test_a_description_cannot_be_measured() -> None:
 
 
 def test_a_device_without_candidates_measures_nothing() -> None:
-    other = describe("hpu")
+    other = describe("mtia")
     assert measure(other).combined("bf16") is None
 
 

@@ -6,7 +6,9 @@ What is known to be bad is data: `precision/known_bad.json`, each entry with its
 from __future__ import annotations
 
 import os
+import platform
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -34,6 +36,8 @@ class Machine:
     boards: tuple[Board, ...] = ()
     shared_memory: int | None = None
     """Bytes of the whole file system of shared memory; None where there is none, as on macOS and Windows."""
+    apple: bool = False
+    """Whether this is a Mac with an Apple processor."""
 
 
 def check_machine(machine: Machine, build: Build | None = None) -> list[Finding]:
@@ -61,7 +65,8 @@ def read_machine(build: Build | None = None) -> Machine:
     """Return the facts of this machine."""
     names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
     found = {name: version for name in sorted(names) if (version := _installed(name))}
-    return Machine(found, (build or read_build()).boards, _shared_memory())
+    apple = sys.platform == "darwin" and platform.machine() == "arm64"
+    return Machine(found, (build or read_build()).boards, _shared_memory(), apple)
 
 
 def within(version: str, ranges: str) -> bool:
@@ -87,10 +92,16 @@ def _applies(entry: Mapping[str, Any], machine: Machine) -> str | None:
     """Return the version or the GPU that an entry is about; None where it does not apply."""
     if (entry.get("only_cpu") and machine.boards) or (entry.get("only_gpu") and not machine.boards):
         return None
+    if entry.get("only_apple") and not machine.apple:
+        return None
+    where: list[str] = []
     if "gpu" in entry:
-        return next((board.name for board in machine.boards if re.search(entry["gpu"], board.name)), None)
-    version = machine.packages.get(entry["package"])
-    return f"{entry['package']} {version}" if version and within(version, entry["versions"]) else None
+        where += [board.name for board in machine.boards if re.search(entry["gpu"], board.name)][:1]
+    if "package" in entry:
+        version = machine.packages.get(entry["package"])
+        where += [f"{entry['package']} {version}"] if version and within(version, entry["versions"]) else []
+    # An entry about a version on some GPUs needs both.
+    return ", ".join(where) if len(where) == ("gpu" in entry) + ("package" in entry) else None
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ Switch = tuple[str, str]
 MATMUL: tuple[Switch, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
 CUDNN: tuple[Switch, ...] = (("cuda", "conv"), ("cuda", "rnn"))
 ONEDNN: tuple[Switch, ...] = (("mkldnn", "conv"), ("mkldnn", "rnn"))
+ONEDNN_GPU: Switch = ("onednn", "gpu")
+"""`torch.backends.mkldnn.allow_tf32`, which Intel GPUs follow: a switch by itself, and only in builds for them."""
 _ALL = "all"
 _GENERIC: Switch = ("generic", _ALL)
 # `torch.backends.cudnn.flags(...)` resets cuDNN's switches on exit so that they follow this one.
@@ -36,16 +38,23 @@ _OF_MODE = {"ieee": "highest", "tf32": "high"}
 
 def read(switch: Switch) -> str:
     """Return the effective value of a switch, which may come from a switch above it."""
+    if switch == ONEDNN_GPU:
+        return "tf32" if torch._C._get_onednn_allow_tf32() else "ieee"
     return str(torch._C._get_fp32_precision_getter(*switch))
 
 
 def _set(switch: Switch, value: str) -> None:
+    if switch == ONEDNN_GPU:
+        torch._C._set_onednn_allow_tf32(value == "tf32")
+        return
     torch._C._set_fp32_precision_setter(*switch, value)
 
 
 def _as_set(switch: Switch) -> str:
     """Return the value of a switch itself: `none` where it follows the one above it."""
     now, above = read(switch), _GENERIC if switch[1] == _ALL else (switch[0], _ALL)
+    if switch == ONEDNN_GPU:
+        return now
     if now == _NONE or read(above) != now:
         return now
     # torch returns effective values only. So the switch above is flipped for a moment, to see whether this one follows.
@@ -85,7 +94,7 @@ class SavedFlags(NamedTuple):
 
 def save() -> SavedFlags:
     """Return the current values, also where the two interfaces contradict each other already."""
-    switches = tuple((switch, _as_set(switch)) for switch in _MOVED)
+    switches = tuple((switch, _as_set(switch)) for switch in _moved())
     return SavedFlags(switches, _old_matmul(switches), _old_cudnn(switches))
 
 
@@ -123,8 +132,12 @@ def move(mode: Fp32Mode) -> None:
     """Set every switch of both interfaces, so that none contradicts another."""
     torch._C._set_float32_matmul_precision(_OF_MODE[mode])
     torch._C._set_cudnn_allow_tf32(mode == "tf32")
-    for switch in _MOVED:
+    for switch in _moved():
         _set(switch, mode)
+
+
+def _moved() -> tuple[Switch, ...]:
+    return (*_MOVED, ONEDNN_GPU) if torch.xpu._is_compiled() else _MOVED
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------
@@ -134,17 +147,27 @@ _SWITCHES: dict[str, tuple[Switch, ...]] = {
     "cuda": (("cuda", "matmul"), *CUDNN),
     # conv and rnn of oneDNN do not follow matmul's switch; all three are set together.
     "cpu": (("mkldnn", "matmul"), *ONEDNN),
+    "xpu": (("mkldnn", "matmul"), *ONEDNN, ONEDNN_GPU),
 }
 _STRICT = ("ieee", "none")
 
 
 def read_flags() -> dict[str, str]:
-    """Return the current switches, to be reported beside any result that is called fp32."""
+    """Return the current switches, to be reported next to any result that is called fp32."""
+    matmul = torch.backends.cuda.matmul
+    reduced = {
+        "fp16": matmul.allow_fp16_reduced_precision_reduction,
+        "bf16": matmul.allow_bf16_reduced_precision_reduction,
+    }
     return {
         "cuda.matmul": read(("cuda", "matmul")),
         "cudnn.conv": read(("cuda", "conv")),
         "mkldnn.matmul": read(("mkldnn", "matmul")),
         "mkldnn.enabled": str(torch.backends.mkldnn.enabled),
+        **({"onednn.allow_tf32": read(ONEDNN_GPU)} if torch.xpu._is_compiled() else {}),
+        # Of products in 16 bits: sums in 16 bits, or parts of them.
+        "fp16_accumulation": str(matmul.allow_fp16_accumulation),
+        "reduced_sums": ", ".join(name for name, allowed in reduced.items() if allowed) or "none",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
 

@@ -115,17 +115,16 @@ _ROCM: dict[str, tuple[frozenset[str], str]] = {
     "gfx906": (frozenset({"fp16"}), "Vega: fp16 at double rate, no bf16"),
     "gfx908": (frozenset({"bf16", "fp16"}), "CDNA matrix cores"),
     "gfx90a": (frozenset({"bf16", "fp16"}), "CDNA 2 matrix cores"),
-    "gfx94": (frozenset({"bf16", "fp16", "fp8"}), "CDNA 3 matrix cores"),
+    "gfx94": (frozenset({"tf32", "bf16", "fp16", "fp8"}), "CDNA 3 matrix cores"),
     "gfx95": (frozenset({"bf16", "fp16", "fp8"}), "CDNA 4 matrix cores"),
     "gfx103": (frozenset({"fp16"}), "RDNA 2: fp16 at double rate, no bf16"),
     "gfx11": (frozenset({"bf16", "fp16"}), "RDNA 3 WMMA"),
-    "gfx12": (frozenset({"bf16", "fp16", "fp8"}), "RDNA 4 WMMA"),
+    "gfx120": (frozenset({"bf16", "fp16", "fp8"}), "RDNA 4 WMMA"),
+    "gfx125": (frozenset({"bf16", "fp16", "fp8"}), "MI400 WMMA"),
 }
 
 
 def _rocm(device: Device, format_name: str) -> Ability:
-    if format_name == "tf32":
-        return Ability(False, "tf32 is a format of NVIDIA's and Intel's matrix engines")
     emulated = format_name in _CAST
     known = [prefix for prefix in _ROCM if device.arch.startswith(prefix)]
     if not known:
@@ -133,7 +132,8 @@ def _rocm(device: Device, format_name: str) -> Ability:
     formats, what = _ROCM[max(known, key=len)]
     if format_name in formats:
         return Ability(True, f"{device.arch} ({what})")
-    return Ability(False, f"{device.arch} ({what}): {format_name} is emulated", emulated)
+    lack = "is emulated" if emulated else "is not among its formats"
+    return Ability(False, f"{device.arch} ({what}): {format_name} {lack}", emulated)
 
 
 _XPU_NEEDS = {
@@ -162,11 +162,11 @@ def _mps(device: Device, format_name: str) -> Ability:
         return Ability(True, "every Apple GPU computes in fp16")
     if format_name != "bf16":
         return Ability(False, f"Apple GPUs have no {format_name}")
-    generation = re.search(r"\bM(\d+)", device.name)
-    if generation is None or int(generation[1]) < 2:
-        return Ability(False, f"{device.name} is older than the M2: bf16 is emulated", device.macos >= _MACOS_WITH_BF16)
     if device.macos < _MACOS_WITH_BF16:
         return Ability(False, f"macOS {_dotted(device.macos) or 'of unknown version'} < 14: Metal has no bf16")
+    generation = re.search(r"\bM(\d+)", device.name)
+    if generation is None or int(generation[1]) < 3:
+        return Ability(False, f"{device.name} is older than the M3: bf16 is emulated", emulated=True)
     return Ability(True, f"{device.name} on macOS {_dotted(device.macos)} >= 14")
 
 
@@ -193,6 +193,8 @@ def _cpu(device: Device, format_name: str) -> Ability:
 
 
 def _other(device: Device, format_name: str) -> Ability:
+    if device.name == "hpu" and format_name == "bf16":
+        return Ability(True, "Gaudi's matrix engines compute in bf16")
     return Ability(False, f"nothing is known about {device.name}'s {format_name}", emulated=format_name in _CAST)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,14 @@ SECONDS = 0.75
 """The time limit of the timed rounds; warm-up comes on top."""
 HOPELESS = 5.0
 """A format that takes this many times as long as fp32 is not timed again."""
+FARTHEST = 0.05
+"""The largest distance from fp32, relative to the size of a result; rounding to bf16 explains a tenth of it."""
 _BATCHES = 20
 _BASELINE = "fp32"
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 Operation = Callable[[Tensor, Tensor], Tensor]
-Calls = dict[str, Callable[[], None]]
+Calls = dict[str, Callable[[], list[Tensor]]]
 
 OPERATIONS: dict[str, Operation] = {
     "GEMM": functional.linear,
@@ -116,11 +118,16 @@ def _times(operation: str, here: Device, where: torch.device, failures: dict[str
     for name in _left_out(operation, here):
         calls.pop(name, None)
         failures.setdefault(name, f"{operation} is not timed: it has no kernel worth timing on this device")
-    once = {name: _first(call, name, operation, failures) for name, call in calls.items()}
-    base = once[_BASELINE]
-    if base is None:
+    once = {name: found for name, call in calls.items() if (found := _first(call, name, operation, failures))}
+    if _BASELINE not in once:
         return {}
-    ran = {name: seconds for name, seconds in once.items() if seconds is not None}
+    right = once[_BASELINE].results
+    for name in [name for name in once if _distance(once[name].results, right) > FARTHEST]:
+        failures[name] = (
+            f"{operation} is wrong: {_distance(once.pop(name).results, right):.2g} away from fp32, relative to its size"
+        )
+    ran = {name: found.seconds for name, found in once.items()}
+    base = ran[_BASELINE]
     hopeless = {name: base / seconds for name, seconds in ran.items() if seconds > HOPELESS * base}
     timed = {name: calls[name] for name in ran if name not in hopeless}
     return {_BASELINE: 1.0} | hopeless | _paired(timed)
@@ -156,23 +163,41 @@ def _calls(operation: str, names: list[str], shapes: Shapes, where: torch.device
 
 def _forward_backward(
     operation: Operation, values: Tensor, weight: Tensor, where: torch.device, precision: Precision
-) -> None:
+) -> list[Tensor]:
+    """Return the output and the gradients of the operation."""
     with precision.scope(where):
         with precision.autocast(where):
             out = operation(values, weight)
         # Backward is included: a format can be fast in forward and have no kernel for backward, as fp16 convolutions on
         # a CPU do.
-        torch.autograd.grad(widen(out).square().sum(), (values, weight))
+        gradients = torch.autograd.grad(widen(out).square().sum(), (values, weight))
     if where.type != "cpu":
         # Kernels are queued: without this only their launches would be timed.
         torch.accelerator.synchronize(where)
+    return [out.detach(), *gradients]
 
 
-def _first(call: Callable[[], None], name: str, operation: str, failures: dict[str, str]) -> float | None:
-    """Return the seconds of a call after the first one, which compiles and allocates; None if there is no kernel."""
+class _Once(NamedTuple):
+    """One call of an operation: its time, and its output and gradients."""
+
+    seconds: float
+    results: list[Tensor]
+
+
+def _distance(found: list[Tensor], right: list[Tensor]) -> float:
+    """Return the largest distance from fp32's output and gradients, relative to their size; inf for non-finite ones."""
+    pairs = [(one.float(), other.float()) for one, other in zip(found, right, strict=True)]
+    far = max(float((one - other).norm() / other.norm()) for one, other in pairs)
+    return far if math.isfinite(far) else math.inf
+
+
+def _first(call: Callable[[], list[Tensor]], name: str, operation: str, failures: dict[str, str]) -> _Once | None:
+    """Return the results of a first call, which compiles and allocates, and the time of a later one; None if there is
+    no kernel.
+    """
     try:
-        call()
-        return min(clock.seconds(call, 1) for _ in range(2))
+        results = call()
+        return _Once(min(clock.seconds(call, 1) for _ in range(2)), results)
     except RuntimeError as error:
         failures[name] = f"{operation} failed: {str(error).strip().splitlines()[0]}"
         return None

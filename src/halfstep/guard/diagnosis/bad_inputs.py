@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep import distributed
+from halfstep.formats import widest
 from halfstep.guard.diagnosis.rerun import ATTRIBUTE, HeldTensors
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import Cure
@@ -142,7 +143,7 @@ def normalised(attempt: StepInputs, spot: Spot) -> StepInputs:
 
 
 def _by_spread(leaf: Tensor) -> Tensor:
-    wide = leaf.detach().double()
+    wide = leaf.detach().to(widest(leaf.device))
     size = wide.square().mean().sqrt()
     return (wide / size if float(size) > 0 else wide).to(leaf.dtype)
 

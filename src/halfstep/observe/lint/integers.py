@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.finding import Finding
-from halfstep.formats import FP32, Format
+from halfstep.formats import FP32, Format, widest
 from halfstep.observe.lint.seen import NarrowOperation, number
 
 _aten = torch.ops.aten
@@ -42,13 +42,13 @@ def _is_a_list_of_places(given: Tensor) -> bool:
 
 
 def _rounded(given: Tensor, format: Format) -> Finding | None:
-    wide = given.detach().to(torch.float64)
+    wide = given.detach().to(widest(given.device))
     largest = wide.max().item()
     counts = format.largest_exact_integer
     # Every large number in fp32 is an integer, and masks are negative.
     if not counts < largest <= FP32.largest_exact_integer or wide.min() < 0 or not bool((wide == wide.round()).all()):
         return None
-    after = wide.to(format.dtype).to(torch.float64)
+    after = wide.to(format.dtype).to(wide.dtype)
     changed = (wide != after).flatten()
     if not changed.any():
         return None
@@ -66,7 +66,7 @@ def _rounded(given: Tensor, format: Format) -> Finding | None:
 
 def _counted(result: Tensor, format: Format) -> Finding | None:
     counts, length = format.largest_exact_integer, result.numel()
-    wide = result.detach().to(torch.float64)
+    wide = result.detach().to(widest(result.device))
     distinct = wide.unique().numel()
     if distinct == length or wide.abs().max().item() < counts:
         return None
