@@ -116,7 +116,7 @@ def run_code(texts: list[str], signature: Signature, folder: Path) -> list[Array
 def _agreement(signature: Signature, prediction: Prediction, answer: Array) -> float:
     """Return the share of pixels with the same class; for a class, 1 where it is the same or a tie."""
     if signature.answer == "class":
-        chance = float(answer[signature.classes.index(prediction.values["class"])])
+        chance = float(answer[signature.classes.index(str(prediction.values["class"]))])
         return float(chance >= float(answer.max()) - TIE)
     assert prediction.mask is not None
     mask = prediction.mask
@@ -137,7 +137,8 @@ def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list
 
     Images that are no files (drawn, or in a shard) are written to `folder`; without any, it is noise.
     """
-    found, pixels = [], 0
+    found: list[Path] = []
+    pixels = 0
     for file in _validation_files(task, folder):
         high, wide = read_image(file, signature.preprocessing.channels).shape[-2:]
         small = signature.preprocessing.shrunk_size(high, wide)

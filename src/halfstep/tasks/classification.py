@@ -195,7 +195,7 @@ def _varied(data: ClassificationData, plain: Callable[[Tensor], Tensor]) -> Call
     if data.crop != "resize":
         # 4 pixels of padding for 32-pixel images, as is usual for CIFAR.
         first = v2.Compose([v2.Lambda(plain), v2.RandomCrop(data.size, padding=data.size // 8)])
-    varied: v2.Transform = v2.Compose([first, v2.RandomHorizontalFlip()])
+    varied: Callable[[Tensor], Tensor] = v2.Compose([first, v2.RandomHorizontalFlip()])
     return varied
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class FrozenBackbone(nn.Module):
         super().__init__()
         timm = timm_package(FIELD, name)
         settings = timm.get_pretrained_cfg(name)
-        self.model = _built(timm, name, weights, size, settings).requires_grad_(False)
+        self.model: Any = _built(timm, name, weights, size, settings).requires_grad_(False)
         pixels = usual(3) if settings is None else settings
         # As the backbone was trained, from frames in -1 .. 1. Not persistent: the name of the backbone implies them.
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (pixels.mean, pixels.std))
@@ -54,7 +55,7 @@ class FrozenBackbone(nn.Module):
     def _side(self, name: str, size: int) -> int:
         """Return the positions per side. Raise `BadRecipe` for a model whose features are no square map."""
         seen = self(torch.zeros(1, 3, size, size))
-        side = round(seen.shape[1] ** 0.5)
+        side = math.isqrt(seen.shape[1])
         if seen.shape[1:] != (side**2, self.width) or side < 2:
             raise BadRecipe(
                 f"{FIELD}={name} with data.size={size}: its features are {tuple(seen.shape[1:])}",
