@@ -1,4 +1,4 @@
-"""The share that is held out for validation: exact below 1,000 samples, and as it was in runs that were begun before."""
+"""The share that is held out for validation: exact below 1,000 samples, and unchanged in runs of earlier versions."""
 
 from __future__ import annotations
 

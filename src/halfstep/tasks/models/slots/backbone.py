@@ -29,13 +29,14 @@ class FrozenBackbone(nn.Module):
         super().__init__()
         timm = timm_package(FIELD, name)
         settings = timm.get_pretrained_cfg(name)
-        self.model: Any = _built(timm, name, weights, size, settings).requires_grad_(False)
+        model: Any = _built(timm, name, weights, size, settings).requires_grad_(False)
+        self.model = model
         pixels = usual(3) if settings is None else settings
         # As the backbone was trained, from frames in -1 .. 1. Not persistent: the name of the backbone implies them.
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (pixels.mean, pixels.std))
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
-        self.width: int = self.model.num_features
+        self.width: int = model.num_features
         self.eval()
         self.places = self._side(name, size)
 
