@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +18,10 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from typer.testing import CliRunner
 
 import halfstep
+from halfstep.cli.main import build
 from halfstep.runs.printed_code import run_code
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -56,9 +56,9 @@ def write_photographs(root: Path, count: int) -> None:
 
 
 def command(*words: object) -> str:
-    done = subprocess.run([sys.executable, "-m", "halfstep", *map(str, words)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    done = CliRunner().invoke(build(), [str(word) for word in words])
+    if done.exit_code:
+        raise SystemExit(done.output)
     return done.stdout
 
 
@@ -97,7 +97,15 @@ def main() -> None:
         write_photographs(root / "photos", options.photographs)
         for name, words in {"default": [], "192": ["data.max_side=192"]}.items():
             run, out = root / name, root / f"{name}-predicted"
-            more = ["train.steps=60", "model.width=8", "train.num_workers=0", "run.pictures=0", "--fp32", *words]
+            more = [
+                "train.steps=60",
+                "evaluate.every_epochs=99",
+                "model.width=8",
+                "train.num_workers=0",
+                "run.pictures=0",
+                "--fp32",
+                *words,
+            ]
             command("train", "segment", "--data_dir", root / "photos", *more, f"run.dir={run}")
             command("predict", run, root / "photos" / "images", "--out", out)
             for format in FORMATS:

@@ -22,8 +22,6 @@ class Preprocessing:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    max_side: int | None = None
-    """Images with a longer side are shrunk to it (bilinear, antialiased), and the logits enlarged again."""
     resize: int | None = None
     """The shorter side after resizing (bilinear, antialiased); None keeps the size."""
     crop: int | None = None
@@ -33,6 +31,8 @@ class Preprocessing:
     tile: int | None = None
     """Larger images are processed in tiles of this size with `overlap`; None processes whole images."""
     overlap: int = 0
+    max_side: int | None = None
+    """Images with a longer side are shrunk to it (bilinear, antialiased), and the logits enlarged again."""
 
     @property
     def order(self) -> str:
