@@ -142,7 +142,7 @@ def test_a_recipe_is_resolved_with_its_reasons_and_once(tmp_path: Path) -> None:
     assert resolved.recipe.train.epochs
     keys = {one.key for one in resolved.sizing}
     assert "data.crop" not in keys
-    assert keys | {"train.seed"} == resolved.drawn
+    assert keys | {"train.seed", "data.split"} == resolved.drawn
     assert "epochs" in in_short(resolved.sizing)[0]
     # What a run wrote down is complete: nothing is chosen again, whatever has become of the data.
     written = RawRecipe("again", read_yaml(to_yaml(resolved.recipe), "again"), "")

@@ -105,6 +105,9 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
                 do=f"leave it out, or train anew with {key} changed",
             )
     recipe = resolved_recipe(read_recipe(str(recipe_in(finished.folder))), settings, schema=schema).recipe
+    # A new run splits its data otherwise than one of an earlier version.
+    data = recipe.data.model_copy(update={"split": finished.recipe.data.split})
+    recipe = recipe.model_copy(update={"data": data})
     task = remembering(type(finished.task)(recipe), finished.folder)
     return replace(finished, recipe=recipe, task=task)
 

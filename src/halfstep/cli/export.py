@@ -148,6 +148,7 @@ def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
         "preprocessing": signature.preprocessing.as_dict() if signature else None,
         "classes": signature.classes if signature else None,
         "output": signature.meaning if signature else None,
+        "answer": signature.answer if signature else None,
         "checked": asdict(checked) if checked else None,
         "python": python,
     }

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfstep.data.layout import place_of
+from halfstep.data.layout import Rule, held_out_by_place, place_of
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
 
@@ -143,8 +143,8 @@ class Subset(WrappedSource):
         return without_image(self.source, self.numbers[index])
 
 
-def split(source: Source, fraction: float) -> tuple[Subset, Subset]:
-    """Return the training and validation samples, about `fraction` of them for validation, never none or all.
+def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tuple[Subset, Subset]:
+    """Return the training and validation samples, `fraction` of them for validation by `rule`, never none or all.
 
     Raises BadData for fewer than two samples or an invalid fraction.
     """
@@ -155,11 +155,7 @@ def split(source: Source, fraction: float) -> tuple[Subset, Subset]:
             do="add samples, or give data.val a folder",
         )
     places = [place_of(key_of(source, index)) for index in range(len(source))]
-    chosen = {index for index, place in enumerate(places) if place < fraction}
-    # Where chance leaves a side empty, the nearest sample is moved there.
-    chosen = chosen or {places.index(min(places))}
-    if len(chosen) == len(places):
-        chosen.remove(places.index(max(places)))
+    chosen = rule(places, fraction)
     train, val = [i for i in range(len(places)) if i not in chosen], sorted(chosen)
     return Subset(source, train), Subset(source, val)
 

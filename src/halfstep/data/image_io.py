@@ -57,6 +57,18 @@ def scaled(image: Tensor) -> Tensor:
     return image.to(torch.float32) / float(torch.iinfo(image.dtype).max)
 
 
+def resized(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return channels × height × width in another size, bilinear and antialiased; 8 bits stay, others become floats.
+
+    Pillow resizes each channel, as the code of an export does: torch rounds 8-bit values otherwise on each processor.
+    """
+    if tuple(image.shape[-2:]) == size:
+        return image
+    planes = (image if image.dtype == torch.uint8 else scaled(image).float()).cpu().numpy()
+    small = [np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR)) for plane in planes]
+    return torch.from_numpy(np.stack(small)).to(image.device)
+
+
 def _bounded(image: Image.Image, channels: int) -> None:
     pages = channels if channels > 4 else 1
     if image.width * image.height * pages > MOST_PIXELS:

@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -56,6 +56,36 @@ def place_of(key: str) -> float:
     # `person` separates this hash from any other use of the same names.
     digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, person=b"halfstep val").digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+Rule = Callable[[Sequence[float], float], set[int]]
+"""Returns the numbers of the validation samples, of the positions of all samples and the share."""
+FEW = 1000
+"""Of fewer samples than this, the share is exact: by chance, a share of a small set may be half or twice as large."""
+
+
+def held_out_by_place(places: Sequence[float], share: float) -> set[int]:
+    """Return the samples below the share: an added sample moves no other. Neither side is empty."""
+    chosen = {number for number, place in enumerate(places) if place < share}
+    # Where chance leaves a side empty, the nearest sample is moved there.
+    chosen = chosen or {places.index(min(places))}
+    return chosen if len(chosen) < len(places) else chosen - {places.index(max(places))}
+
+
+def held_out_exactly(places: Sequence[float], share: float) -> set[int]:
+    """Return the `round(share × samples)` samples with the smallest position, or of many those below the share."""
+    if len(places) >= FEW:
+        return held_out_by_place(places, share)
+    count = min(max(1, round(share * len(places))), len(places) - 1)
+    return set(sorted(range(len(places)), key=lambda number: places[number])[:count])
+
+
+HELD_OUT: dict[str | None, Rule] = {
+    "exact": held_out_exactly,
+    "by_place": held_out_by_place,
+    None: held_out_by_place,
+}
+"""The rules by their names in a recipe; a recipe of an earlier version has none."""
 
 
 def usual_share(samples: int) -> float:

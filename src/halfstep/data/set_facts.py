@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median_low
 
 from halfstep.data.image_files import folders, image_files, opened, orientation
-from halfstep.data.layout import CLASSIFICATION, SEGMENTATION, Layout
+from halfstep.data.layout import CLASSIFICATION, SEGMENTATION, Layout, place_of
 from halfstep.data.mask_classes import MaskReading, counts_in, read_masks_as
 from halfstep.errors import BadSample
 from halfstep.status_line import OnProgress
@@ -36,6 +36,8 @@ class SetFacts:
     """The number of class folders."""
     masks: MaskReading | None = None
     masks_read: int = 0
+    places: Sequence[float] = ()
+    """The position of each image, a hash of its name, which decides whether it is held out."""
 
     @property
     def longer(self) -> int:
@@ -52,15 +54,16 @@ def set_facts(layout: Layout, on_progress: OnProgress = lambda done, of: None) -
     """Inspect a set: every name, the sizes of some images, and the values of some masks."""
     part = layout.train
     files = image_files(part.folder)
+    places = [place_of(Path(name).as_posix()) for name in files]
     width, height = _median_size([part.folder / name for name in _evenly(files, MOST_HEADERS)])
     if layout.task == CLASSIFICATION:
-        return SetFacts(len(files), width, height, layout.val, classes=len(folders(part.folder)))
+        return SetFacts(len(files), width, height, layout.val, classes=len(folders(part.folder)), places=places)
     assert layout.task == SEGMENTATION
     assert part.masks is not None
     most = max(FEWEST_MASKS, MOST_MASK_PIXELS // max(width * height, 1))
     chosen = _evenly(image_files(part.masks), most)
     masks = _read([part.masks / name for name in chosen], on_progress)
-    return SetFacts(len(files), width, height, layout.val, masks=masks, masks_read=len(chosen))
+    return SetFacts(len(files), width, height, layout.val, masks=masks, masks_read=len(chosen), places=places)
 
 
 def _median_size(paths: Sequence[Path]) -> tuple[int, int]:

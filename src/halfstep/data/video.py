@@ -19,6 +19,7 @@ from halfstep.data.dataset import BadSample, Files, Sample, Subset, split
 from halfstep.data.folders import MASKS_RULE, NumberedFiles, paired, same_size
 from halfstep.data.image_files import MOST_PIXELS, Unreadable, check_regular, existing, files, image_files
 from halfstep.data.image_io import MaskClasses, mask_of, read_image
+from halfstep.data.layout import Rule, held_out_by_place
 from halfstep.errors import BadData, HalfstepError, MissingExtra
 
 MOST_CLIP_PIXELS = 4 * MOST_PIXELS
@@ -107,7 +108,7 @@ class Windows:
         return number, range(first, first + self._span, self.every)
 
 
-def split_recordings(windows: Windows, fraction: float) -> tuple[Subset, Subset]:
+def split_recordings(windows: Windows, fraction: float, rule: Rule = held_out_by_place) -> tuple[Subset, Subset]:
     """Split by recording, like `split`: two parts of one recording are too similar to be on both sides."""
     groups = windows.by_recording()
     if len(groups) == 1:
@@ -117,7 +118,7 @@ def split_recordings(windows: Windows, fraction: float) -> tuple[Subset, Subset]
             do="add recordings, or give data.val a folder",
         )
     # The first clip stands for its recording: it exists, with the same name, however long the clips are.
-    sides = split(Subset(windows, [group[0] for group in groups]), fraction)
+    sides = split(Subset(windows, [group[0] for group in groups]), fraction, rule)
     train, val = ([index for number in side.numbers for index in groups[number]] for side in sides)
     return Subset(windows, train), Subset(windows, val)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from halfstep.errors import FolderTaken, StateMismatch
 from halfstep.recipe.schema import Extension
@@ -36,7 +36,18 @@ def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[str]:
     """Return a line for each setting in which two recipes differ, except settings that change nothing."""
     # With the dot or the colon, so that a key is not taken for another that begins with it.
     safe = tuple(key if key.endswith(".") else f"{key}:" for key in SAFE)
-    return [line for line in different(saved, now, ignore=ignore) if not line.startswith(safe)]
+    lines = different(_with_defaults(saved, now), now, ignore=ignore)
+    return [line for line in lines if not line.startswith(safe)]
+
+
+def _with_defaults(saved: Any, now: Any) -> Any:
+    """Return the saved recipe with the defaults of settings that are newer than it."""
+    if not (isinstance(saved, Mapping) and isinstance(now, BaseModel)):
+        return saved
+    try:
+        return type(now).model_validate(saved)
+    except ValidationError:
+        return saved
 
 
 def different(one: Any, other: Any, ignore: Collection[str] = ()) -> list[str]:

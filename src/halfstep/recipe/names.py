@@ -16,6 +16,8 @@ PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", *FORMATS)
 FOREIGN_SECTIONS = ("trainer", "training", "globals")
 """The sections in which other projects keep settings that a recipe has at the top level or in its own sections."""
 _ON_OFF = ("true", "false")
+PRETRAINED = "--pretrained"
+"""The flag that stands for `model.weights=pretrained`."""
 
 
 _INSTEAD = {
@@ -267,6 +269,8 @@ def _flag(word: str, left: list[str], fields: Fields) -> tuple[str, Any]:
     name, equals, value = word.lstrip("-").partition("=")
     if not word.startswith("--") or not name:
         raise BadRecipe(f"{word[:80]!r} is no flag", allowed="flags such as --batch_size 4", do="write two dashes")
+    if word == PRETRAINED:
+        return "model.weights", "pretrained"
     key = key_for(name if "." in name else name.replace("-", "_"), fields)
     if equals:
         return key, _value(key, value, fields)

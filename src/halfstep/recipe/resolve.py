@@ -29,7 +29,7 @@ from halfstep.recipe.names import (
     translate,
     translations,
 )
-from halfstep.recipe.schema import AUTO
+from halfstep.recipe.schema import AUTO, EXACT
 from halfstep.recipe.strict_yaml import flat
 
 LARGEST_SEED = 2**31
@@ -356,8 +356,10 @@ def _shown(value: Any) -> str:
 def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:
     # A drawn seed is written to recipe.yaml, so that the run can be repeated.
     drawn = frozenset({"train.seed"} if recipe.train.seed is None else ())
+    # A recipe without it is that of an earlier run, which keeps the split it was begun with.
+    drawn |= {"data.split"} if recipe.data.split is None else set()
     # Not from `random`: if the caller has seeded it, every run would draw the same seed.
-    seed = secrets.randbelow(LARGEST_SEED) if drawn else recipe.train.seed
+    seed = secrets.randbelow(LARGEST_SEED) if recipe.train.seed is None else recipe.train.seed
     folder = _from_home(recipe.run.dir or str(PurePath("runs", label)))
     if ".." in PurePath(folder).parts or not folder.strip() or "\0" in folder:
         raise Unsafe(f"run.dir is {_shown(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}")
@@ -365,6 +367,7 @@ def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[Chosen
         update={
             "train": recipe.train.model_copy(update={"seed": seed}),
             "run": recipe.run.model_copy(update={"dir": folder}),
+            "data": recipe.data.model_copy(update={"split": recipe.data.split or EXACT}),
         }
     )
     return Resolved(whole, label, notes, drawn | {one.key for one in chosen}, chosen)

@@ -78,6 +78,8 @@ class ModelOptions(Section):
     """Parts that are not trained: names of modules, such as `encoder` or `layer1`."""
 
 
+EXACT = "exact"
+"""The value of `data.split` in new runs."""
 NO_FILE = ("none", "pretrained")
 """The values of `model.weights` that the task itself interprets; others are paths."""
 WEIGHTS = ".safetensors, a folder of these, or .pt and .pth with tensors alone"
@@ -87,6 +89,8 @@ WEIGHTS = ".safetensors, a folder of these, or .pt and .pth with tensors alone"
 class DataOptions(Section):
     """The data settings of every task; a task adds its own fields."""
 
+    split: Literal["exact", "by_place"] | None = None
+    """How a share in `val` is taken: `exact` below 1,000 samples; `by_place`, as earlier runs do, by a hash alone."""
     bad_samples: NonNegativeInt = 10
     """Unreadable samples that are replaced by others before the run ends with an error."""
     timeout: NonNegativeFloat = 120.0

@@ -8,7 +8,7 @@ import io
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from halfstep.files import replacing
 from halfstep.journal.events import EPOCH, SAVED, STEP
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.runs.finished import model_with, task_of
+from halfstep.runs.printed_code import CodeChecked, check_code
+from halfstep.runs.snippet import class_to_build, snippet
 from halfstep.status_line import OnProgress
 from halfstep.train.outputs import BEST, LAST, LAST_AVERAGE
 from halfstep.train.run_folder import is_finished
@@ -238,7 +240,9 @@ class Checked:
     """The sizes the file accepts, in words."""
     max_difference: float
     agreement: float
-    """The share of images or pixels with the same class."""
+    """The share of images or pixels with the same class, for the same input tensors."""
+    code: CodeChecked | None = None
+    """The comparison of the printed code with `halfstep predict`, on image files."""
 
 
 def images_of(task: Task, signature: Signature) -> tuple[list[Tensor], str]:
@@ -349,11 +353,24 @@ def write(
         _weights_alone(found, file, format, notes)
         return None
     images, source = images_of(found.task, signature)
-    on_progress(1, 3)
+    on_progress(1, 4)
     with replacing(file) as draft:
         written = WRITERS[format](found, images[0], notes, draft)
-        on_progress(2, 3)
-        return checked(found.model, written, signature, images, source)
+        on_progress(2, 4)
+        same = checked(found.model, written, signature, images, source)
+        on_progress(3, 4)
+        return replace(same, code=_code_checked(found, signature, draft, format))
+
+
+def _code_checked(found: Exported, signature: Signature, draft: Path, format: str) -> CodeChecked:
+    missing = class_to_build(found.model, format)
+    if missing is not None:
+        return CodeChecked(0, "", None, f"it leaves {missing}(...) to you")
+
+    def code(photo: str) -> str:
+        return snippet(found.task, found.model, signature, draft.resolve(), format, photo)
+
+    return check_code(found.task, found.model, signature, code)
 
 
 def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str, str]) -> None:

@@ -10,15 +10,16 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.layout import data_place, find_layout
+from halfstep.data.layout import SEGMENTATION, data_place, find_layout
 from halfstep.errors import BadData, BadRecipe, Contradiction, HalfstepError, WrongUse, missing_extra
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
 from halfstep.recipe.fields import fields_of
-from halfstep.recipe.names import Override, key_for, read_flags, retyped
+from halfstep.recipe.names import PRETRAINED, Override, Typed, key_for, read_flags, retyped
 from halfstep.recipe.resolve import ChosenSetting, Resolved, resolve
 from halfstep.recipe.schema import NO_FILE, WEIGHTS
 from halfstep.recipe.sources import RawRecipe, read_recipe
@@ -27,6 +28,8 @@ from halfstep.tasks import sizing
 from halfstep.terminal import progress
 from halfstep.train.run_folder import NEW, check_run
 
+CLASSIC, ENCODED = "unet", "smp-unet"
+"""The classic U-Net, and the one of segmentation-models-pytorch, whose encoder has pretrained weights."""
 Settings = Mapping[str, Any] | Iterable[str]
 """`{"train.batch_size": 4}`, or as on the command line: `["train.batch_size=4", "--bf16"]`."""
 
@@ -42,9 +45,25 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
         overrides = [Override(key_for(key, fields), value) for key, value in settings.items()]
     else:
         overrides = read_flags(list(settings), schema)
+    replaced = _with_pretrained_encoder(found, overrides)
     # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
     size = functools.partial(_sized, must_exist=any(one.key == "data.path" for one in overrides))
-    return resolve(found.raw, schema, overrides, found.label, size)
+    resolved = resolve(found.raw, schema, [*overrides, *replaced], found.label, size)
+    notes = [
+        f"{PRETRAINED}: {one.key}={one.value}, since the classic U-Net has no pretrained weights" for one in replaced
+    ]
+    return replace(resolved, notes=[*resolved.notes, *notes])
+
+
+def _with_pretrained_encoder(found: RawRecipe, overrides: Sequence[Override]) -> list[Override]:
+    """Return the model to take for `--pretrained` in a recipe of the classic U-Net, where none was typed."""
+    typed = {one.key for one in overrides}
+    asked = any(isinstance(one, Typed) and one.word == PRETRAINED for one in overrides)
+    if not asked or found.raw.get("task") != SEGMENTATION or "model.name" in typed:
+        return []
+    model = found.raw.get("model")
+    name = model.get("name", CLASSIC) if isinstance(model, dict) else CLASSIC
+    return [Override("model.name", ENCODED)] if name == CLASSIC else []
 
 
 def in_short(chosen: Sequence[ChosenSetting]) -> list[str]:

@@ -16,32 +16,59 @@ PHOTO = "photo.jpg"
 """The image the code opens; users replace it with their own."""
 COLUMNS = 80
 """The width of a terminal. Code that it breaks cannot be selected as it was printed, so templates stay within."""
+WHOLE = 2**30
+"""The tile of a model that takes whole images."""
 
-_PIXELS = """\
-def pixels(file):  # height × width × channels, {order}, upright
-    image = ImageOps.exif_transpose(Image.open(file)).convert("{order}")
-{cut}    return np.atleast_3d(np.asarray(image, np.float32)) / 255
+_OPENED = """\
+def opened(file):  # upright, {order}; grey of 16 or 32 bits as floats
+    image = ImageOps.exif_transpose(Image.open(file))
+    if image.mode == "P":
+        image = image.convert("RGBA")
+    if not image.mode.startswith(("I", "F")):
+        return image.convert("{order}").split()
+    return {planes}
 """
 _PAGES = """\
-def pixels(file):  # height × width × channels
-    # a TIFF with a grey page for each channel
-    pages = [np.array(page) for page in ImageSequence.Iterator(Image.open(file))]
-    return np.stack(pages, -1) / np.float32(np.iinfo(pages[0].dtype).max)
+def opened(file):  # a TIFF with a grey page for each channel
+    pages = ImageSequence.Iterator(Image.open(file))
+    pages = [ImageOps.exif_transpose(page) for page in pages]
+    return [p.convert("L") if p.mode in "1L" else floats(p) for p in pages]
+"""
+_FLOATS = """\
+def floats(image):  # 16 bits become 0 to 1
+    most = 65535 if "16" in image.mode else 1
+    return Image.fromarray(np.asarray(image, np.float32) / np.float32(most))
+"""
+_PLANES = {
+    1: "[floats(image)]",
+    2: '[floats(image), Image.new("F", image.size, 1)]',
+    3: "[floats(image)] * 3",
+    4: '[floats(image)] * 3 + [Image.new("F", image.size, 1)]',
+}
+"""The channels of a gray image that is deeper than 8 bits: repeated, and opaque."""
+_SHRUNK = """\
+def sized(image):  # at most {max_side} pixels on the longer side
+    share = min(1, {max_side} / max(image.size))
+    size = [max(1, round(side * share)) for side in image.size]
+    return image.resize(size, Image.BILINEAR)
 """
 _CUT = """\
-    # the shorter side becomes {resize}, and the middle {crop} × {crop} is looked at
+def sized(image):  # the shorter side becomes {resize}: the middle {crop} × {crop} of it
     wide, high = image.size
     short = min(wide, high)
     size = int({resize} * wide / short), int({resize} * high / short)
     image = image.resize(size, Image.BILINEAR)
     left, top = (round((side - {crop}) / 2) for side in image.size)
-    image = image.crop((left, top, left + {crop}, top + {crop}))
+    return image.crop((left, top, left + {crop}, top + {crop}))
 """
 _PREPARED = """\
-def prepared(file):  # 1 × {channels} × height × width, float32
+def prepared(images):  # 1 × {channels} × height × width, float32
+    def values(image):
+        most = 1 if image.mode == "F" else 255
+        return np.atleast_3d(np.asarray({sized}, np.float32) / most)
     mean = np.float32({mean})
     std = np.float32({std})
-    x = (pixels(file) - mean) / std
+    x = (np.concatenate([values(image) for image in images], -1) - mean) / std
     return np.ascontiguousarray(x.transpose(2, 0, 1)[None])
 """
 _TILES = """\
@@ -64,31 +91,38 @@ def answer(x, tile={tile}, overlap={overlap}):  # large images in tiles that ove
             weight[here] += window
     return total / weight
 """
+_ENLARGED = """\
+def enlarged(logits, size):  # as large as the photograph
+    maps = [Image.fromarray(x.astype(np.float32)) for x in logits]
+    return np.stack([np.asarray(x.resize(size, Image.BILINEAR)) for x in maps])
+"""
 _CHANCES = """\
-logits = forward(prepared("{photo}"))[0]
+logits = forward(prepared(opened({photo})))[0]
 chances = np.exp(logits - logits.max())
 chances /= chances.sum()
 for number in chances.argsort()[::-1][:5]:
     print(f"{{classes[number]}}: {{chances[number]:.3f}}")
 """
 _MASK = """\
-logits = answer(prepared("{photo}"))[0]
+photo = opened({photo})
+logits = {logits}
 mask = {chosen}  # height × width: the number of a class
 for number, name in enumerate(classes):
     print(f"{{name}}: {{(mask == number).mean():.2%}} of the pixels")
 """
 
 
-def snippet(task: Task, model: Any, signature: Signature | None, file: Path, format: str) -> str:
+def snippet(task: Task, model: Any, signature: Signature | None, file: Path, format: str, photo: str = PHOTO) -> str:
     """Return code that loads the file and, where the task has a signature, predicts an image with it."""
     imports, loading = _LOADING[format](task, model, file)
     if signature is None:
         return "\n".join([*imports, "", loading])
     imports = ["import math", *imports] if signature.answer == "mask" else imports
-    names = "Image, ImageSequence" if signature.preprocessing.channels not in MODES else "Image, ImageOps"
+    pages = signature.preprocessing.channels not in MODES
+    names = "Image, ImageOps, ImageSequence" if pages else "Image, ImageOps"
     # isort's order: plain imports first.
     head = "\n".join(sorted({*imports, "import numpy as np", f"from PIL import {names}"}, key=_isorted))
-    return "\n".join([head, "", loading + _forward(format), *_using(signature)])
+    return "\n".join([head, "", loading + _forward(format), *_using(signature, photo)])
 
 
 def _isorted(line: str) -> tuple[bool, str]:
@@ -120,6 +154,12 @@ def _forward(format: str) -> str:
     if format == "onnx":
         return '\n\n\ndef forward(x):\n    return session.run(None, {"image": x})[0]\n'
     return "\n\n\n@torch.inference_mode()\ndef forward(x):\n    return model(torch.from_numpy(x)).numpy()\n"
+
+
+def class_to_build(model: Any, format: str) -> str | None:
+    """Return the name of the class that the code leaves to the user; None where it builds the model, or needs none."""
+    theirs = type(model).__module__.partition(".")[0] in ("timm", "segmentation_models_pytorch")
+    return None if format != "safetensors" or theirs or type(model) is UNet else type(model).__name__
 
 
 def _built(task: Task, model: Any) -> tuple[list[str], list[str]]:
@@ -158,30 +198,37 @@ def _timms(options: Any, data: Any, model: Any) -> list[str]:
 # -- the image, and the answer ----------------------------------------------------------------------------------------
 
 
-def _using(signature: Signature) -> list[str]:
+def _using(signature: Signature, photo: str) -> list[str]:
     taken = signature.preprocessing
-    lines = [
-        "",
-        _pixels(taken),
-        "",
-        _PREPARED.format(channels=taken.channels, mean=list(taken.mean), std=list(taken.std)),
+    resizes = taken.max_side is not None or taken.resize is not None
+    sized = "sized(image)" if resizes else "image"
+    parts = [
+        _PAGES if taken.channels not in MODES else _OPENED.format(order=taken.order, planes=_PLANES[taken.channels]),
+        _FLOATS,
+        *([_sized(taken)] if resizes else []),
+        _PREPARED.format(channels=taken.channels, mean=list(taken.mean), std=list(taken.std), sized=sized),
     ]
     if signature.answer == "mask":
-        many = {"outputs": signature.outputs, "multiple": taken.multiple, "tile": taken.tile, "overlap": taken.overlap}
-        lines += ["", _TILES.format(**many)]
+        tile = taken.tile or WHOLE
+        many = {"outputs": signature.outputs, "multiple": taken.multiple, "tile": tile, "overlap": taken.overlap}
+        parts.append(_TILES.format(**many))
+    if signature.answer == "mask" and taken.max_side is not None:
+        parts.append(_ENLARGED)
     names = pprint.pformat(signature.classes, width=COLUMNS - len("classes = "), indent=4, compact=True)
-    return [*lines, "", f"classes = {names}", _answer(signature).rstrip()]
+    code = [line for part in parts for line in ("", part)]
+    return [*code, "", f"classes = {names}", _answer(signature, photo).rstrip()]
 
 
-def _pixels(taken: Preprocessing) -> str:
-    if taken.channels not in MODES:
-        return _PAGES
-    cut = "" if taken.resize is None else _CUT.format(resize=taken.resize, crop=taken.crop)
-    return _PIXELS.format(order=taken.order, cut=cut)
+def _sized(taken: Preprocessing) -> str:
+    if taken.resize is None:
+        return _SHRUNK.format(max_side=taken.max_side)
+    return _CUT.format(resize=taken.resize, crop=taken.crop)
 
 
-def _answer(signature: Signature) -> str:
+def _answer(signature: Signature, photo: str) -> str:
     if signature.answer == "class":
-        return _CHANCES.format(photo=PHOTO)
+        return _CHANCES.format(photo=json.dumps(photo))
+    logits = "answer(prepared(photo))[0]"
+    logits = logits if signature.preprocessing.max_side is None else f"enlarged({logits}, photo[0].size)"
     chosen = "(logits[0] > 0).astype(np.uint8)" if signature.outputs == 1 else "logits.argmax(0).astype(np.uint8)"
-    return _MASK.format(photo=PHOTO, chosen=chosen)
+    return _MASK.format(photo=json.dumps(photo), logits=logits, chosen=chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -43,10 +43,10 @@ class Classification(Task):
         super().begin(recipe)
         check(recipe)
         data = recipe.data
-        self.pixels = expected_pixels(recipe.model, data.channels)
+        self._expect(expected_pixels(recipe.model, data.channels))
         self._classes: list[str] = []
         self._sources: dict[Split, Source] = {}
-        self._views: dict[Split, v2.Transform] = {"train": _varied(data), "val": _plain(data)}
+        self._varied = _varied(data, self.preprocessing.resized)
         self._strong = v2.RandAugment() if data.augment == "randaugment" else nn.Identity()
 
     @property
@@ -64,7 +64,7 @@ class Classification(Task):
         """Restore the class names and the normalization of a run."""
         self._classes = list(facts.get("classes", self._classes))
         mean, std = facts.get("mean", self.pixels.mean), facts.get("std", self.pixels.std)
-        self.pixels = images.Pixels(tuple(mean), tuple(std))
+        self._expect(images.Pixels(tuple(mean), tuple(std)))
 
     def model(self) -> nn.Module:
         """Return the timm model of the recipe."""
@@ -79,13 +79,14 @@ class Classification(Task):
 
     def transform(self, split: Split, sample: Sample) -> Sample:
         """Crop, augment and normalize the image of a sample."""
-        # Few torchvision transforms support 16-bit integers.
-        image = sample["image"] if sample["image"].dtype == torch.uint8 else scaled(sample["image"])
-        image = self._views[split](image)
-        # RandAugment clamps to 0..1, and floating-point images in a file may exceed that range.
-        if split == "train" and not sample["image"].is_floating_point():
-            image = self._strong(image)
-        return {**sample, "image": self.pixels.normalised(image)}
+        if split == "val":
+            image = self.preprocessing.resized(sample["image"])
+        else:
+            # Few torchvision transforms support 16-bit integers.
+            image = self._varied(sample["image"] if sample["image"].dtype == torch.uint8 else scaled(sample["image"]))
+            # RandAugment clamps to 0..1, and floating-point images in a file may exceed that range.
+            image = image if sample["image"].is_floating_point() else self._strong(image)
+        return {**sample, "image": self.preprocessing.normalised(image)}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
         """Collate samples; training batches get mixup or cutmix, chosen at random per batch where both are on."""
@@ -137,9 +138,7 @@ class Classification(Task):
 
     def signature(self) -> Signature:
         """Return the preprocessing, the classes and the outputs of the model."""
-        data = self.recipe.data
-        taken = Preprocessing(data.channels, self.pixels.mean, self.pixels.std, resize=_side(data), crop=data.size)
-        return Signature(taken, list(self.classes), "class", len(self.classes))
+        return Signature(self.preprocessing, list(self.classes), "class", len(self.classes))
 
     @torch.no_grad()
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
@@ -155,6 +154,11 @@ class Classification(Task):
                 "top5": ", ".join(f"{name} {score:.3f}" for name, score in best),
             }
         )
+
+    def _expect(self, pixels: images.Pixels) -> None:
+        data = self.recipe.data
+        self.pixels = pixels
+        self.preprocessing = Preprocessing(data.channels, pixels.mean, pixels.std, resize=_side(data), crop=data.size)
 
     def _read(self) -> None:
         self._sources, names = labelled(self.recipe.data, self._classes)
@@ -183,23 +187,16 @@ def _numbers(label: Tensor) -> Tensor:
     return label.argmax(1) if label.ndim == 2 else label
 
 
-def _varied(data: ClassificationData) -> v2.Transform:
-    """Return the training transform."""
+def _varied(data: ClassificationData, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the training transform; `plain` is that of validation."""
     if data.augment == "none":
-        return _plain(data)
-    steps: list[nn.Module] = []
-    if data.crop == "resize":
-        steps.append(v2.RandomResizedCrop(data.size, antialias=True))
-    else:
+        return plain
+    first = v2.RandomResizedCrop(data.size, antialias=True)
+    if data.crop != "resize":
         # 4 pixels of padding for 32-pixel images, as is usual for CIFAR.
-        steps += [_plain(data), v2.RandomCrop(data.size, padding=data.size // 8)]
-    steps.append(v2.RandomHorizontalFlip())
-    return v2.Compose(steps)
-
-
-def _plain(data: ClassificationData) -> v2.Transform:
-    """Return the evaluation transform: resize, then center crop."""
-    return v2.Compose([v2.Resize(_side(data), antialias=True), v2.CenterCrop(data.size)])
+        first = v2.Compose([v2.Lambda(plain), v2.RandomCrop(data.size, padding=data.size // 8)])
+    varied: Callable[[Tensor], Tensor] = v2.Compose([first, v2.RandomHorizontalFlip()])
+    return varied
 
 
 def _side(data: ClassificationData) -> int:

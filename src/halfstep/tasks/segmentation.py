@@ -47,6 +47,16 @@ class Segmentation(Task):
         check(recipe)
         self.classes = _names(recipe.data)
         self.pixels = images.usual(recipe.data.channels)
+        self.stride = STRIDES.get(recipe.model.name, STRIDES["smp"])
+        self.preprocessing = Preprocessing(
+            recipe.data.channels,
+            self.pixels.mean,
+            self.pixels.std,
+            max_side=recipe.data.max_side,
+            multiple=self.stride,
+            tile=recipe.data.tile,
+            overlap=recipe.data.overlap,
+        )
         # Padding is ignored too. Masks have at most 255 classes (0..254), so 255 is free.
         self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
         self._sources: dict[Split, Source] = {}
@@ -70,14 +80,14 @@ class Segmentation(Task):
     def source(self, split: Split) -> Source:
         """Return the samples of a split, shrunk to data.max_side; the data is read on the first call."""
         if not self._sources:
-            self._sources, longest = masked(self.recipe.data), self.recipe.data.max_side
-            if longest is not None:
-                self._sources = {name: Shrunk(one, longest) for name, one in self._sources.items()}
+            self._sources = masked(self.recipe.data)
+            if self.preprocessing.max_side is not None:
+                self._sources = {name: Shrunk(one, self.preprocessing) for name, one in self._sources.items()}
         return self._sources[split]
 
     def transform(self, split: Split, sample: Sample) -> Sample:
         """Shrink and normalize image and mask; for training, crop and augment them too."""
-        image, mask = shrunk(sample["image"], sample["mask"], self.recipe.data.max_side)
+        image, mask = shrunk(sample["image"], sample["mask"], self.preprocessing)
         if split == "train":
             # Few torchvision transforms support 16-bit integers. 8-bit images are cropped before the conversion, which
             # is cheaper.
@@ -87,7 +97,7 @@ class Segmentation(Task):
             image = image if sample["image"].is_floating_point() else self._coloured(image)
             # Model and collation get plain tensors, not torchvision's subclasses.
             image, mask = image.as_subclass(Tensor), mask.as_subclass(Tensor)
-        return {"image": self.pixels.normalised(image), "mask": mask}
+        return {"image": self.preprocessing.normalised(image), "mask": mask}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
         """Stack crops for training; pad whole images to one size for evaluation, and record each original `size`."""
@@ -143,13 +153,8 @@ class Segmentation(Task):
 
     def signature(self) -> Signature:
         """Return the preprocessing, the classes and the outputs of the model."""
-        data = self.recipe.data
-        stride = STRIDES.get(self.recipe.model.name, STRIDES["smp"])
-        taken = Preprocessing(
-            data.channels, self.pixels.mean, self.pixels.std, multiple=stride, tile=data.tile, overlap=data.overlap
-        )
-        outputs = 1 if data.classes == 2 else data.classes
-        return Signature(taken, list(self.classes), "mask", outputs, variable_size=True)
+        outputs = 1 if self.recipe.data.classes == 2 else self.recipe.data.classes
+        return Signature(self.preprocessing, list(self.classes), "mask", outputs, variable_size=True)
 
     @torch.no_grad()
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
@@ -174,9 +179,8 @@ class Segmentation(Task):
 
     def _whole(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return logits of whole images, each in its own size and in tiles where it is large."""
-        data, stride = self.recipe.data, STRIDES.get(self.recipe.model.name, STRIDES["smp"])
-        sizes = [(high, wide) for high, wide in batch["size"].tolist()]
-        return each_in_its_size(lambda x: tiled(model, x, data.tile, data.overlap, stride), batch["image"], sizes)
+        data, sizes = self.recipe.data, [(high, wide) for high, wide in batch["size"].tolist()]
+        return each_in_its_size(lambda x: tiled(model, x, data.tile, data.overlap, self.stride), batch["image"], sizes)
 
     def _panels(self, image: Tensor, truth: Tensor, answer: Tensor) -> dict[str, Picture]:
         judged = torch.where(truth == self.ignored, -1, answer.long()).cpu().numpy()

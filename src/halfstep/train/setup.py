@@ -532,7 +532,8 @@ def _shared_out(
 
 def without_weights(recipe: AnyRecipe) -> AnyRecipe:
     """Return a recipe that reads or downloads no initial weights."""
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": NO_FILE[0]})})
+    fields = {"weights", "backbone_weights"} & set(type(recipe.model).model_fields)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=dict.fromkeys(fields, NO_FILE[0]))})
 
 
 def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.Module, list[str]]:

@@ -14,7 +14,10 @@ MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes the input of a model: resized, cropped, scaled to 0 .. 1, normalized."""
+    """How an image becomes the input of a model: shrunk, resized, cropped, scaled to 0 .. 1, normalized.
+
+    Training, validation, prediction, `halfstep.load`, exported code and its metadata all use the one of the task.
+    """
 
     channels: int
     mean: tuple[float, ...]
@@ -28,6 +31,8 @@ class Preprocessing:
     tile: int | None = None
     """Larger images are processed in tiles of this size with `overlap`; None processes whole images."""
     overlap: int = 0
+    max_side: int | None = None
+    """Images with a longer side are shrunk to it (bilinear, antialiased), and the logits enlarged again."""
 
     @property
     def order(self) -> str:
@@ -36,33 +41,46 @@ class Preprocessing:
 
     def __call__(self, image: Any) -> Tensor:
         """Return 1 × channels × height × width in fp32, from a path, a Pillow image, an array or a tensor."""
-        from halfstep.data.image_io import (
-            as_read,  # here, because these need Pillow and a signature does not
-            scaled,
-        )
+        from halfstep.data.image_io import as_read  # here, because it needs Pillow and a signature does not
 
-        pixels = as_read(image, self.channels)
-        # Few operations support 16-bit integers; 8-bit ones are rounded after resizing, as in training.
-        pixels = pixels if pixels.dtype == torch.uint8 else scaled(pixels)
-        return self._normalised(scaled(self._cut(pixels))).unsqueeze(0)
+        return self.normalised(self.resized(as_read(image, self.channels))).unsqueeze(0)
 
-    def _cut(self, pixels: Tensor) -> Tensor:
-        if self.resize is None and self.crop is None:
+    def shrunk_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width with at most `max_side` pixels on the longer side."""
+        longer = max(height, width)
+        if self.max_side is None or longer <= self.max_side:
+            return height, width
+        share = self.max_side / longer
+        return max(1, round(height * share)), max(1, round(width * share))
+
+    def resized(self, pixels: Tensor) -> Tensor:
+        """Return an image (channels × height × width) in the size the model sees, before padding to a multiple."""
+        from halfstep.data.image_io import resized
+
+        pixels = resized(pixels, self.shrunk_size(*pixels.shape[-2:]))
+        if self.resize is not None:
+            high, wide = pixels.shape[-2:]
+            short = min(high, wide)
+            pixels = resized(pixels, (int(self.resize * high / short), int(self.resize * wide / short)))
+        if self.crop is None:
             return pixels
         from torchvision.transforms.v2 import functional as F  # type: ignore[import-untyped]
 
-        pixels = pixels if self.resize is None else F.resize(pixels, [self.resize], antialias=True)
-        cut: Tensor = pixels if self.crop is None else F.center_crop(pixels, [self.crop, self.crop])
+        cut: Tensor = F.center_crop(pixels, [self.crop, self.crop])
         return cut
 
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        mean, std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (self.mean, self.std))
-        return (pixels - mean.to(pixels.device)) / std.to(pixels.device)
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Return an image minus the mean, divided by the deviation; integers are scaled to 0 .. 1 first."""
+        from halfstep.data.image_io import scaled
+
+        mean, std = (torch.tensor(v, dtype=torch.float32, device=pixels.device) for v in (self.mean, self.std))
+        return (scaled(pixels) - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, with the conventions that PyTorch implies and other runtimes ask for."""
         words = {"layout": "NCHW", "dtype": "float32", "order": self.order, "scale": "0 to 1"}
-        return {**asdict(self), **words, "interpolation": "bilinear, antialiased" if self.resize else None}
+        resizes = self.resize is not None or self.max_side is not None
+        return {**asdict(self), **words, "interpolation": "bilinear, antialiased" if resizes else None}
 
 
 @dataclass(frozen=True)
@@ -82,10 +100,12 @@ class Signature:
     def meaning(self) -> str:
         """The meaning of the output, in words."""
         shape = "N" if self.answer == "class" else "N × height × width"
+        shrunk = self.answer == "mask" and self.preprocessing.max_side is not None
+        enlarged = "; of a shrunk image they are enlarged to its own size first, bilinearly" if shrunk else ""
         if self.outputs == 1:
             return (
                 f"logits, N × 1 × height × width: above 0 is {self.classes[1]!r} (1), else {self.classes[0]!r} (0); "
-                "sigmoid gives the chance"
+                f"sigmoid gives the chance{enlarged}"
             )
         layout = "N × classes" if self.answer == "class" else "N × classes × height × width"
-        return f"logits, {layout}: the largest along axis 1 is the class ({shape}); softmax gives the chances"
+        return f"logits, {layout}: the largest along axis 1 is the class ({shape}); softmax gives the chances{enlarged}"

@@ -110,7 +110,7 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
     checks. Raises StateMismatch, BadData, Unsafe or MissingExtra.
     """
     own = _without_prefixes(_tensors(model), {})  # with the names that save_weights uses
-    found = _named_alike(_without_prefixes(_read(path), own), own)
+    found = _named_alike(_without_prefixes(read_tensors(path), own), own)
     fitting = {name: found[name] for name in own if name in found and found[name].shape == own[name].shape}
     report = _compared(path, own, found, fitting)
     if not report.complete and (not partial or 2 * len(fitting) < min(len(own), len(found))):
@@ -248,7 +248,7 @@ def _all_sound(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tens
         )
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors, .pt or .pth file, or of a folder, by name, on the host."""
     if has_weights(path):
         return read_folder(path, LARGEST)

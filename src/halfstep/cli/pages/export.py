@@ -23,7 +23,7 @@ def show(report: dict[str, Any]) -> None:
     lines = [
         f"{report['model']} from {_origin(report)}",
         *_meaning(report),
-        *_comparison(report["checked"]),
+        *_comparison(report),
         *_precision(report),
         f"sha256 {report['sha256']}",
     ]
@@ -55,7 +55,8 @@ def _meaning(report: dict[str, Any]) -> list[str]:
     taken, classes = report["preprocessing"], report["classes"]
     if taken is None:
         return ["its task does not say what the model takes: the file has the weights alone"]
-    size = f"shorter side to {taken['resize']}, middle {taken['crop']} × {taken['crop']}, " if taken["resize"] else ""
+    size = f"longer side at most {taken['max_side']}, " if taken["max_side"] else ""
+    size += f"shorter side to {taken['resize']}, middle {taken['crop']} × {taken['crop']}, " if taken["resize"] else ""
     mean, std = ([round(value, 4) for value in taken[name]] for name in ("mean", "std"))
     more = f" and {len(classes) - NAMES} more" if len(classes) > NAMES else ""
     return [
@@ -65,15 +66,24 @@ def _meaning(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _comparison(checked: dict[str, Any] | None) -> list[str]:
+def _comparison(report: dict[str, Any]) -> list[str]:
+    checked = report["checked"]
     if checked is None:
         return []
-    difference, agreement = f"{checked['max_difference']:.2g}", f"{checked['agreement']:.2%}"
     return [
-        f"checked on {checked['images']} {checked['source']}: the same class in {agreement}, "
-        f"numbers at most {difference} apart",
+        f"checked on {checked['images']} {checked['source']}: numbers at most {checked['max_difference']:.2g} apart",
+        _code(checked["code"], report["answer"]),
         f"takes {checked['takes']}",
     ]
+
+
+def _code(code: dict[str, Any], answer: str) -> str:
+    if code["not_run"] is not None:
+        return f"the printed code was not run: {code['not_run']}"
+    return (
+        f"the printed code, run on {code['images']} {code['source']}: the class of `halfstep predict --precision fp32` "
+        f"in {code['agreement']:.2%} of the {'pixels' if answer == 'mask' else 'images'}"
+    )
 
 
 def _precision(report: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.
 
     Raise `BadRecipe`, `UnknownName` or `MissingExtra` where it cannot be built.
     """
-    timm = _package(options.name)
+    timm = timm_package("model.name", options.name)
     settings = timm.get_pretrained_cfg(options.name)
     arguments: dict[str, Any] = {"in_chans": channels, "num_classes": outputs, "drop_rate": options.drop_rate}
     # Only models with a fixed input size accept img_size; others raise TypeError for it.
@@ -47,7 +47,7 @@ def expected_pixels(options: Any, channels: int) -> Pixels:
     """Return the normalization that pretrained weights were trained with; the usual one for random weights."""
     if options.weights == "none" or channels != 3:
         return usual(channels)
-    settings = _package(options.name).get_pretrained_cfg(options.name)
+    settings = timm_package("model.name", options.name).get_pretrained_cfg(options.name)
     return Pixels(tuple(settings.mean), tuple(settings.std)) if settings else usual(channels)
 
 
@@ -76,7 +76,8 @@ def _shrink_stem(model: nn.Module, channels: int, name: str) -> None:
     model.maxpool = nn.Identity()
 
 
-def _package(name: str) -> Any:
+def timm_package(field: str, name: str) -> Any:
+    """Return timm. Raise `MissingExtra` where it is not installed, `UnknownName` for a model it does not have."""
     try:
         import timm
     except ImportError as error:
@@ -85,5 +86,5 @@ def _package(name: str) -> Any:
             allowed="halfstep with the extra vision",
             do="pip install 'halfstep[train,vision]'",
         ) from error
-    check_timms_name("model.name", name)
+    check_timms_name(field, name)
     return timm

@@ -17,6 +17,10 @@ class SlotsModel(ModelOptions):
     """Numbers that describe a slot."""
     iterations: PositiveInt = 2
     """Rounds of attention in each frame; the first frame has one more."""
+    backbone: str = "none"
+    """A frozen model of timm that reads the frames in place of the encoder: `vit_small_patch16_224.dino`, or `none`."""
+    backbone_weights: str = "pretrained"
+    """The backbone's weights: `pretrained` (timm's), `none` (random), or a path to a .safetensors or .pt file."""
     encoder_width: PositiveInt = 64
     """Channels of the layers that read a frame."""
     encoder_stride: Literal[1, 2, 4] = 1
@@ -76,7 +80,7 @@ def check(recipe: Any) -> None:
     model, data = recipe.model, recipe.data
     if model.weights == "pretrained":
         raise BadRecipe("model.weights=pretrained for slots", allowed="none, or a path", do="write model.weights=none")
-    strides = {"encoder_stride": model.encoder_stride}
+    strides = {"encoder_stride": model.encoder_stride} if model.backbone == "none" else {}
     if model.decoder == "autoregressive":
         strides["token_stride"] = model.token_stride
     for field, stride in strides.items():

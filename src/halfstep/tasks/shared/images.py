@@ -19,6 +19,7 @@ from torchvision.transforms import v2  # type: ignore[import-untyped]
 from halfstep.data.dataset import Sample, Source, WrappedSource
 from halfstep.data.image_io import scaled
 from halfstep.precision.precision import widen
+from halfstep.train.signature import Preprocessing
 from halfstep.train.task import Picture
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -123,26 +124,26 @@ MOST_BYTES = 2**30
 """The most bytes to cache. Decoding a large photograph takes longer than training on its crop."""
 
 
-def shrunk(image: Tensor, mask: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
-    """Return image and mask with at most `longest` pixels on the longer side.
+def shrunk(image: Tensor, mask: Tensor, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
+    """Return image and mask in the size the model sees.
 
     The image is averaged; mask values are picked, since an average of class indices is another class.
     """
-    share = (longest or max(mask.shape)) / max(mask.shape)
-    if share >= 1.0:
-        return image, mask
-    size = [max(1, round(side * share)) for side in mask.shape]
-    image = image if image.dtype == torch.uint8 else scaled(image)
-    smaller = v2.functional.resize(mask.unsqueeze(0), size, v2.InterpolationMode.NEAREST_EXACT).squeeze(0)
-    return v2.functional.resize(image, size, antialias=True), smaller
+    small = preprocessing.resized(image)
+    if small.shape == image.shape:
+        return small, mask
+    nearest = v2.InterpolationMode.NEAREST_EXACT
+    return small, v2.functional.resize(mask.unsqueeze(0), list(small.shape[-2:]), nearest).squeeze(0)
 
 
 class Shrunk(WrappedSource):
-    """A source whose samples have at most `longest` pixels on the longer side; cached in memory while there is room."""
+    """A source of images and masks in the size the model sees; those that were shrunk stay in memory while there is
+    room.
+    """
 
-    def __init__(self, source: Source, longest: int) -> None:
+    def __init__(self, source: Source, preprocessing: Preprocessing) -> None:
         super().__init__(source)
-        self.longest = longest
+        self.preprocessing = preprocessing
         self._kept: dict[int, Sample] = {}
         self._bytes = 0
 
@@ -151,7 +152,7 @@ class Shrunk(WrappedSource):
         if index in self._kept:
             return self._kept[index]
         whole = self.source.read(index)
-        image, mask = shrunk(whole["image"], whole["mask"], self.longest)
+        image, mask = shrunk(whole["image"], whole["mask"], self.preprocessing)
         sample = {**whole, "image": image, "mask": mask}
         # Workers live for one epoch and read each sample once, so a cache in a worker would only cost memory.
         if image.shape != whole["image"].shape and get_worker_info() is None:

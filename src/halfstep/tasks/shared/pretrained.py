@@ -50,7 +50,9 @@ PATIENCE = 5.0
 """Seconds to reach the hub. Its own client retries for 45 seconds before it gives up."""
 
 
-def fetched(build: Callable[[], nn.Module], name: str, repository: str, other: str = "") -> nn.Module:
+def fetched(
+    build: Callable[[], nn.Module], name: str, repository: str, other: str = "", setting: str = "model.weights"
+) -> nn.Module:
     """Return the result of `build`, which fetches weights from the hub's `repository` or from the address `other`.
 
     Raise `BadData` with the file to place by hand where they cannot be fetched.
@@ -64,8 +66,8 @@ def fetched(build: Callable[[], nn.Module], name: str, repository: str, other: s
         address = _address(repository) if repository else other
         raise BadData(
             f"the pretrained weights of {name} are not on this machine and cannot be fetched: {_reason(error)}",
-            allowed="a connection to the hub, or the file itself: model.weights may be a path",
-            do=f"place {address or 'the file'} at {place} and set model.weights={place}",
+            allowed=f"a connection to the hub, or the file itself: {setting} may be a path",
+            do=f"place {address or 'the file'} at {place} and set {setting}={place}",
         ) from error
 
 

@@ -10,7 +10,7 @@ from halfstep.data.dataset import BadSample, Source, split
 from halfstep.data.embeddings import Embedded
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Images, folders_under
 from halfstep.data.image_files import existing, files, folders, image_files
-from halfstep.data.layout import data_place
+from halfstep.data.layout import HELD_OUT, data_place
 from halfstep.data.movi import MoviShards
 from halfstep.data.shards import Shards
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
@@ -34,13 +34,13 @@ def clips(data: Any) -> dict[Split, Source]:
     """
     if data.name in ("sprites", "shapes"):
         stamps: Stamps = ShapeStamps() if data.name == "shapes" else SpriteStamps(data_place(data.path))
-        return shared(MovingSprites(stamps, data.samples, data.size, data.frames, data.objects), data.val)
+        return shared(MovingSprites(stamps, data.samples, data.size, data.frames, data.objects), data)
     if data.name == "movi":
         return _movi(data)
     if isinstance(data.val, str):
         return both(data, lambda root: _windows(root, data, data.name == "videos"))
     windows = _windows(to_share(data_place(data.path), data), data, data.name == "videos")
-    train, val = split_recordings(windows, data.val)
+    train, val = split_recordings(windows, data.val, HELD_OUT[data.split])
     return {"train": train, "val": val}
 
 
@@ -73,7 +73,7 @@ def _movi(data: Any) -> dict[Split, Source]:
     train = Windows(_movi_shards(data, "train"), data.frames, data.every)
     if isinstance(data.val, str):
         return {"train": train, "val": Windows(_movi_shards(data, "val"), data.frames, data.every)}
-    own, rest = split_recordings(train, data.val)
+    own, rest = split_recordings(train, data.val, HELD_OUT[data.split])
     return {"train": own, "val": rest}
 
 
@@ -113,7 +113,7 @@ def masked(data: Any) -> dict[Split, Source]:
         return ImageMaskPairs(images, masks, channels=data.channels, **meaning)
 
     if data.name == "shapes":
-        return shared(drawn_masks(data), data.val)
+        return shared(drawn_masks(data), data)
     make: Make = pairs if data.name == "pairs" else lambda root: Shards(root, data.channels, **meaning)
     return _complete(both(data, make), "mask")
 
@@ -135,7 +135,7 @@ def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source],
     """
     if data.name == "shapes":
         drawn = ShapeLabels(data.samples, data.size, data.classes or 4, data.channels)
-        return shared(drawn, data.val), drawn.classes
+        return shared(drawn, data), drawn.classes
     names = list(known)
 
     def folder(root: Path) -> Source:
@@ -162,7 +162,7 @@ def pictured(data: Any, condition: str) -> tuple[dict[Split, Source], list[str]]
     _possible(data, condition)
     if condition == "class" and data.name == "shapes":
         drawn_by_class = drawn_pictures(data)
-        return shared(drawn_by_class, data.val), drawn_by_class.classes
+        return shared(drawn_by_class, data), drawn_by_class.classes
     if condition == "class":
         return labelled(data)
 
@@ -175,10 +175,10 @@ def pictured(data: Any, condition: str) -> tuple[dict[Split, Source], list[str]]
         return asked_for(_images(root, data, condition), f"{root.name}/" if apart else "")
 
     if data.name == "shapes":
-        return shared(asked_for(drawn_pictures(data)), data.val), []
+        return shared(asked_for(drawn_pictures(data)), data), []
     if data.name == "maps":
         drawn = RadioMaps(data.samples, data.size, data.channels, data.condition_channels)
-        return shared(asked_for(drawn), data.val), []
+        return shared(asked_for(drawn), data), []
     return both(data, made), []
 
 
@@ -216,7 +216,7 @@ def both(data: Any, make: Make) -> dict[Split, Source]:
     """
     root = data_place(data.path)
     if not isinstance(data.val, str):
-        return shared(make(to_share(root, data)), data.val)
+        return shared(make(to_share(root, data)), data)
     apart = (root / "train").is_dir()
     # Joining an absolute path yields the path itself, which may exist without being below `root`.
     if not apart and not Path(data.val).is_absolute() and (root / data.val).is_dir():
@@ -245,9 +245,10 @@ def to_share(root: Path, data: Any) -> Path:
     return root if named else inside
 
 
-def shared(source: Source, val: float | str) -> dict[Split, Source]:
+def shared(source: Source, data: Any) -> dict[Split, Source]:
     """Split one source into training and validation."""
-    train, rest = split(source, DRAWN_FOR_VALIDATION if isinstance(val, str) else val)
+    share = DRAWN_FOR_VALIDATION if isinstance(data.val, str) else data.val
+    train, rest = split(source, share, HELD_OUT[data.split])
     return {"train": train, "val": rest}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.data.layout import usual_share
+from halfstep.data.layout import HELD_OUT, usual_share
 from halfstep.data.set_facts import SetFacts
 from halfstep.recipe.resolve import ChosenSetting
+from halfstep.recipe.schema import EXACT
 from halfstep.train.machine import Machine
 
 MINUTES, ACCELERATED_MINUTES = 5, 30
@@ -38,16 +39,20 @@ class Choices:
     def validation(self, facts: SetFacts) -> tuple[int, int]:
         """Return how many samples are for training and for validation; an existing folder wins over a share."""
         share = usual_share(facts.images)
-        held = round(facts.images * share)
-        reason = f"{held} of {facts.images:,} images are held out, chosen by their names"
+        reason = f"{self._held_out(facts, share)} of {facts.images:,} images are held out, chosen by their names"
         if facts.val is not None:
             reason = f"the folder {facts.val} is there"
         val = self.choose("data.val", facts.val or share, reason)
         if isinstance(val, str):
             return facts.images, max(1, round(facts.images * share))
-        # At least one sample on either side.
-        held = min(max(1, round(facts.images * float(val))), max(facts.images - 1, 1))
+        held = self._held_out(facts, float(val))
         return max(facts.images - held, 1), held
+
+    def _held_out(self, facts: SetFacts, share: float) -> int:
+        """Return how many images the run holds out."""
+        if len(facts.places) < 2:  # no set, or none that can be split
+            return max(1, round(facts.images * share))
+        return len(HELD_OUT[self.given.get("data.split", EXACT)](facts.places, share))
 
     def batch(self, samples: int, wanted: int, bytes_each: float, machine: Machine) -> int:
         """Return the largest power of two that fits half of the memory and leaves at least 4 steps per epoch."""

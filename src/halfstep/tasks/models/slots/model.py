@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.precision.island import island
+from halfstep.tasks.models.slots.backbone import BackboneEncoder
 from halfstep.tasks.models.slots.layers import (
     BroadcastDecoder,
     DiscreteAutoencoder,
@@ -149,8 +150,14 @@ class SlotModel(nn.Module, ABC):
     def __init__(self, options: Any, channels: int, size: int, frames: int) -> None:
         super().__init__()
         width = options.width
-        self.iterations, self.places = options.iterations, size // options.encoder_stride
-        self.encoder = FrameEncoder(channels, options.encoder_width, width, options.encoder_stride)
+        self.iterations = options.iterations
+        self.encoder: FrameEncoder | BackboneEncoder
+        if options.backbone == "none":
+            self.encoder = FrameEncoder(channels, options.encoder_width, width, options.encoder_stride)
+            self.places = size // options.encoder_stride
+        else:
+            self.encoder = BackboneEncoder(options.backbone, options.backbone_weights, width, size)
+            self.places = self.encoder.backbone.places
         self.read = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width, bias=False))
         self.first = FirstSlots(options.slots, width)
         self.attention = SlotAttention(width)
