@@ -39,7 +39,7 @@ def test_defaults_are_filled_in_and_chance_is_recorded() -> None:
     assert one.recipe.train.seed != other.recipe.train.seed
     assert one.drawn == {"train.seed", "data.split"}
     given = resolved(BASE, "--seed", "0", "run.dir=/tmp/x")
-    assert (given.recipe.train.seed, given.recipe.run.dir, given.drawn) == (0, "/tmp/x", frozenset())
+    assert (given.recipe.train.seed, given.recipe.run.dir, given.drawn) == (0, "/tmp/x", {"data.split"})
 
 
 def test_all_mistakes_are_named_at_once() -> None:
