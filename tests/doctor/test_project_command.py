@@ -112,14 +112,9 @@ def test_fix_with_yes_applies_it_and_checks_again() -> None:
     "name",
     [
         "guide_004_before",
-        "accelerate_code_over_file",
-        "lightning_variable_ignored",
-        "fabric_variable_wins",
-        "transformers_over_accelerate",
         "transformers_both",
         "deepspeed_both_formats",
         "hydra_against_accelerate",
-        "script_against_its_file",
     ],
 )
 def test_fix_with_a_name_makes_every_setting_ask_for_it(name: str, wanted: str) -> None:
@@ -130,14 +125,58 @@ def test_fix_with_a_name_makes_every_setting_ask_for_it(name: str, wanted: str) 
     assert report["status"]["precision"] == wanted, report["patch"]
 
 
-def test_two_flags_on_one_line_are_one_edit() -> None:
-    folder = project("transformers_false_is_silent")
-    script = folder / "train.py"
-    script.write_text(script.read_text().replace("bf16=False, fp16=False", "bf16=False, fp16=True"))
-    (folder / "run.sh").write_text("#!/bin/bash\npython train.py\n")
-    report = json.loads(doctor(str(folder), "--fix", "bf16", "--json").stdout)
-    assert report["status"]["precision"] == "bf16", report["patch"]
-    assert 'TrainingArguments("out", bf16=True, fp16=False)' in script.read_text()
+@pytest.mark.parametrize(
+    ("name", "wanted", "line"),
+    [
+        ("accelerate_code_over_file", "bf16", 'Accelerator(mixed_precision="bf16")'),
+        ("fabric_variable_wins", "fp32", 'Fabric(precision="32-true")'),
+        ("transformers_over_accelerate", "bf16", "TrainingArguments(bf16=True)"),
+        ("script_against_its_file", "fp16", "autocast(dtype=torch.float16)"),
+    ],
+)
+def test_a_script_that_asks_for_another_precision_is_left_to_its_author(name: str, wanted: str, line: str) -> None:
+    folder = project(name)
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    result = doctor(str(folder), "--fix", wanted)
+    assert result.exit_code == 78
+    assert f"do: write there: {line}" in result.stderr
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+
+
+ACCELERATE_AND_DEEPSPEED = {
+    "default_config.yaml": "compute_environment: LOCAL_MACHINE\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n",
+    "ds.json": '{"train_micro_batch_size_per_gpu": 4,\n "fp16": {"enabled": true, "loss_scale": 0},\n'
+    ' "zero_optimization": {"stage": 2}}\n',
+    "train.py": "import argparse\nfrom accelerate import Accelerator\np = argparse.ArgumentParser()\n"
+    'p.add_argument("--mixed_precision", default="fp16", choices=["no", "fp16", "bf16"])\n'
+    "accelerator = Accelerator()\n",
+    "run.sh": "#!/bin/bash\nexport ACCELERATE_MIXED_PRECISION=fp16\n"
+    "accelerate launch --config_file default_config.yaml train.py --mixed_precision fp16\n",
+}
+
+
+def test_two_files_that_disagree_are_left_alone_until_a_precision_is_named() -> None:
+    folder = Path("ad")
+    folder.mkdir()
+    for name, text in ACCELERATE_AND_DEEPSPEED.items():
+        (folder / name).write_text(text)
+    report = json.loads(doctor("ad", "--fix", "--yes", "--json").stdout)
+    assert {f["id"] for f in report["findings"]} == {
+        "deepspeed.format_mismatch", "accelerate.deepspeed_file", "settings.ignored",
+    }  # fmt: skip
+    assert report["patch"] == ""
+    assert report["refused"]
+    assert {path.name: path.read_text() for path in folder.iterdir()} == ACCELERATE_AND_DEEPSPEED
+    named = doctor("ad", "--fix", "bf16", "--json")
+    assert named.exit_code == 0, named.output
+    assert json.loads(named.stdout)["findings"] == []
+    deepspeed = json.loads((folder / "ds.json").read_text())
+    assert deepspeed["bf16"]["enabled"]
+    assert not deepspeed["fp16"]["enabled"]
+    assert "mixed_precision" not in (folder / "default_config.yaml").read_text()
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in (folder / "run.sh").read_text()
+    assert (folder / "train.py").read_text() == ACCELERATE_AND_DEEPSPEED["train.py"]
 
 
 def test_json_stays_json() -> None:

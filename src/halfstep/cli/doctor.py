@@ -133,15 +133,18 @@ def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None,
 def _project(folder: str, fix: str | None, yes: bool, sarif: Path | None, write: Path | None, json: bool) -> None:
     """Check a folder; change and write what was asked for first, so that the report shows it as it is now."""
     from halfstep.cli.pages.project import show
-    from halfstep.doctor.patch import apply_edits, unified_diff
-    from halfstep.doctor.project_check import edits_to, examine_project, report_of
+    from halfstep.doctor.fixing import plan_fixes, precision_to_fix
+    from halfstep.doctor.patch import unified_diff, write_texts
+    from halfstep.doctor.project_check import examine_project, report_of
 
+    more: dict[str, Any] = {}
+    if fix:
+        plan = plan_fixes(folder, None if fix == SHOWN else precision_to_fix(fix))
+        before = plan.project.texts
+        more = {"patch": unified_diff(before, plan.texts), "refused": plan.refused}
+        if yes or fix != SHOWN:
+            more["files_modified"] = write_texts(plan.project.root, before, plan.texts)
     project, runs, findings = examine_project(folder)
-    edits = edits_to(fix, project, runs, findings, shown=SHOWN) if fix else []
-    more: dict[str, Any] = {"patch": unified_diff(project.texts, edits)} if fix else {}
-    if fix and (yes or fix != SHOWN):
-        more["files_modified"] = apply_edits(project.root, edits)
-        project, runs, findings = examine_project(folder)
     if sarif:
         _write_sarif(sarif, project.root, findings, runs)
     report = {**report_of(project, runs, findings), **more}

@@ -14,8 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from halfstep.doctor.code import rules
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.script import parse
+from halfstep.doctor.code.facts import Facts, facts_of
 from halfstep.doctor.located import LocatedFinding, patched
 
 LARGEST = 1_000_000
@@ -64,7 +63,7 @@ def check_untried(file: str, text: str) -> list[LocatedFinding]:
     if len(text) > LARGEST:
         return [_unread(file, f"it has {len(text):,} characters, more than {LARGEST:,}")]
     try:
-        facts = Facts(parse(file, text))
+        facts = facts_of(file, text)
         if facts.count > MOST:
             return [_unread(file, f"it has {facts.count:,} calls of autocast and scalers, more than {MOST}")]
         found = [finding for rule in all_rules() for finding in rule(facts)]

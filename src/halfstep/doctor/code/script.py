@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -269,12 +269,8 @@ def parse(file: str, text: str) -> Script:
     return Script(file, text, syntax_tree(text))
 
 
-@lru_cache(maxsize=1)
 def syntax_tree(text: str) -> ast.Module:
-    """Return the tree of a file, without lines for IPython's shell; raise as `parse` does.
-
-    The last one is kept: settings and mistakes are looked for in the same file, one after the other.
-    """
+    """Return the tree of a file, without lines for IPython's shell; raise as `parse` does."""
     with warnings.catch_warnings():
         # An invalid escape such as "\d" in a stranger's file is no concern of ours, nor of an `-W error`.
         warnings.simplefilter("ignore")
