@@ -38,20 +38,22 @@ def project(name: str) -> Path:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", ["guide_004_before", "accelerate_code_over_file", "deepspeed_scaler_words"])
-def test_a_page_fits_its_terminal_and_ends_in_one_verdict(name: str, width: int) -> None:
+def test_a_page_fits_its_terminal_and_begins_with_one_verdict(name: str, width: int) -> None:
     result = doctor(str(project(name)), width=width)
     assert max(map(len, result.output.splitlines())) <= width
     assert "\x1b" not in result.output
-    assert result.output.count("=== Configuration Status Check ===") == 1
-    assert "Final Status: " in result.output.splitlines()[-1]
+    assert result.output.splitlines()[0].startswith(("ready", "not ready: "))
+    assert result.output.count("ready") == 1
 
 
 def test_the_guides_mismatch_is_one_verdict_and_the_exit_code() -> None:
     result = doctor(str(project("guide_004_before")), width=120)
     assert result.exit_code == 78
     page = result.output.splitlines()
-    assert "❌ Configuration is not aligned: precision mismatch" in page
-    assert "   AMP: disputed (mixed_precision: bf16 against trainer.amp: False)" in page
+    assert page[0] == "not ready: 1 error; --fix shows the patch (precision mismatch)"
+    assert "  precision: disputed (mixed_precision: bf16 against trainer.amp: False)" in [
+        line.rstrip() for line in page
+    ]
     assert doctor(str(project("guide_004_after"))).exit_code == 0
 
 
@@ -68,7 +70,7 @@ def test_the_table_says_who_wins_over_what() -> None:
 def test_what_only_the_run_knows_is_not_called_silence() -> None:
     result = doctor(str(project("hydra_unresolved")))
     assert result.exit_code == 0
-    assert "aligned: what decides is known only in the run" in result.output
+    assert "precision: what decides is known only in the run" in result.output
 
 
 def test_accelerates_own_default_file_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +82,56 @@ def test_accelerates_own_default_file_is_noted(monkeypatch: pytest.MonkeyPatch) 
     assert "accelerate.default_file" in [finding["id"] for finding in report["findings"]]
     named = json.loads(doctor(str(project("accelerate_agrees")), "--json").stdout)
     assert named["findings"] == []
+
+
+CLIP = """import torch
+
+
+def update(scaler, loss, model, optimizer):
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_one_mistake_in_many_files_is_one_entry_and_its_paths_are_whole() -> None:
+    folder = "a_long_name_for_a_folder/that_is_wider_than_a_terminal/with_the_scripts_of_a_project"
+    Path(folder).mkdir(parents=True)
+    for number in range(3):
+        Path(f"{folder}/train_{number}.py").write_text(CLIP)
+    page = doctor(".").output
+    assert page.count("code.clip_before_unscale") == 1
+    assert "in 3 places:" in page
+    assert all(f"{folder}/train_{number}.py:6" in page for number in range(3))
+
+
+def test_a_mistake_in_a_test_is_shown_apart_and_fails_nothing() -> None:
+    Path("tests").mkdir()
+    Path("tests/test_step.py").write_text(CLIP)
+    result = doctor(".")
+    assert result.exit_code == 0
+    assert "In tests" in result.output
+    assert "code.clip_before_unscale  tests/test_step.py:6" in result.output
+    Path("step.py").write_text(CLIP)
+    assert doctor(".").exit_code == 78
+
+
+def test_the_settings_are_listed_on_request() -> None:
+    folder = str(project("accelerate_agrees"))
+    assert "mixed_precision = bf16" not in doctor(folder).output
+    assert "mixed_precision = bf16" in doctor(folder, "--settings").output
+
+
+def test_the_python_function_is_the_command() -> None:
+    import halfstep
+
+    report = halfstep.doctor(project("guide_004_before"), variables={})
+    assert not report.ready
+    assert [finding.id for finding in report.findings] == ["settings.precision_mismatch"]
+    assert str(report).startswith("guide_004_before: not ready: 1 error")
+    # A part of the package that was imported before is in the function's place, and does the same.
+    assert halfstep.doctor(project("guide_004_after"), variables={}).precision == "bf16"
 
 
 # -- fixing -----------------------------------------------------------------------------------------------------------
@@ -104,7 +156,7 @@ def test_fix_with_yes_applies_it_and_checks_again() -> None:
     assert result.exit_code == 0, result.output
     assert (folder / "accelerate.yaml").read_text().splitlines()[1] == "mixed_precision: fp16"
     assert "Files modified: accelerate.yaml" in result.output
-    assert "✅ Configuration is properly aligned: everything asks for fp16" in result.output
+    assert "precision: everything asks for fp16" in result.output
 
 
 @pytest.mark.parametrize("wanted", ["bf16", "fp16", "fp32"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from halfstep.doctor.precedence import ACCELERATE, FABRIC, PYTHON, Provenance, provenance, tools_with_rules
 from halfstep.doctor.project import Project
-from halfstep.doctor.settings import FoundSetting, SettingSource
+from halfstep.doctor.settings import FoundSetting, SettingSource, without_alternatives
 from halfstep.doctor.sources.launch import Launch
 from halfstep.doctor.sources.reading import lightning_claim
 
@@ -50,8 +50,10 @@ class Run:
 
     def settings(self) -> list[FoundSetting]:
         """Return every setting of the run; flags of a script stand where the script uses them."""
-        found = [setting for source in self.sources for setting in source.precision]
-        return _placed(found, self.tools)
+        found = _placed([setting for source in self.sources for setting in source.precision], self.tools)
+        # A run calls one of two functions that each make an Accelerator.
+        code = iter(without_alternatives([setting for setting in found if setting.kind == "code"]))
+        return [next(code) if setting.kind == "code" else setting for setting in found]
 
     def provenance(self) -> list[Provenance]:
         """Return who wins in each tool of the run."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from halfstep.doctor.code.script import syntax_tree
 from halfstep.doctor.located import lines_of
 
 
@@ -21,20 +22,39 @@ def code_of(text: str) -> str | None:
     lines = [line.strip().removesuffix(",") for line in lines_of(text)]
     script = [""] * len(lines)
     at = 0
-    for line in _code_lines(notebook):
-        written = (json.dumps(line, ensure_ascii=False), json.dumps(line))
-        at = next((number for number in range(at, len(lines)) if lines[number] in written), -1)
-        if at < 0:
-            return None
-        script[at] = line.rstrip("\r\n")
-        at += 1
+    for cell in _code_cells(notebook):
+        places: list[int] = []
+        for line in cell:
+            written = (json.dumps(line, ensure_ascii=False), json.dumps(line))
+            at = next((number for number in range(at, len(lines)) if lines[number] in written), -1)
+            if at < 0:
+                return None
+            places.append(at)
+            at += 1
+        for place, line in zip(places, _python(cell), strict=True):
+            script[place] = line
     return "\n".join(script) + "\n" if any(script) else None
 
 
-def _code_lines(notebook: Any) -> Iterator[str]:
+def _code_cells(notebook: Any) -> Iterator[list[str]]:
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     for cell in cells if isinstance(cells, list) else ():
         source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
         # A cell of another language, or of the shell.
         if isinstance(source, list) and source and not str(source[0]).startswith("%%"):
-            yield from (line for line in source if isinstance(line, str))
+            yield [line for line in source if isinstance(line, str)]
+
+
+def _python(cell: list[str]) -> list[str]:
+    """Return the lines of a cell, without those for IPython's shell; empty ones where the cell is no Python."""
+    found, goes_on = [], False
+    for line in cell:
+        bare = line.rstrip("\r\n")
+        is_shell = goes_on or bare.lstrip().startswith(("!", "%"))
+        goes_on = is_shell and bare.endswith("\\")
+        found.append(f"{bare[: len(bare) - len(bare.lstrip())]}pass" if is_shell else bare)
+    try:
+        syntax_tree("\n".join(found))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [""] * len(cell)
+    return found

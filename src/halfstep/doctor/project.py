@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -64,12 +65,19 @@ def read_project(folder: str, changed: Mapping[str, str] | None = None) -> Proje
     if not root.is_dir():
         raise WrongUse(f"{folder} is no folder", allowed="the folder of a project", do=f"look for it with ls {folder}")
     project = Project(root, changed or {})
-    for place in _walk(root):
-        if project.files >= MOST_FILES:
-            project.more = True
-            break
-        project.files += 1
-        _read(project, place)
+    # Syntax trees have no cycles: looking for some takes a third of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for place in _walk(root):
+            if project.files >= MOST_FILES:
+                project.more = True
+                break
+            project.files += 1
+            _read(project, place)
+    finally:
+        if was_enabled:
+            gc.enable()
     return project
 
 
@@ -129,6 +137,8 @@ def _python(project: Project, place: str, text: str) -> None:
     try:
         if python.speaks(text):
             project.sources.append(python.from_python(place, text))
+        elif named := python.names_only(place, text):
+            project.sources.append(named)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         evidence = f"{printable(place)} is not Python that this version can parse"

@@ -68,7 +68,7 @@ def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedF
         "settings": [setting.as_dict() for setting in settings.values()],
         "runs": [_row(run) for run in runs],
         "findings": [finding.as_dict() for finding in findings],
-        "status": _status(runs, findings),
+        "status": status_of_project(runs, findings),
     }
 
 
@@ -315,13 +315,21 @@ def _scaler_without_fp16(settings: Sequence[FoundSetting]) -> Iterator[LocatedFi
             yield _found_at(s, "deepspeed.scaler_unused", "note", evidence, "nothing, if fp16 is meant to be off")
 
 
-_SUBSTITUTIONS = (_lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
+def _nan_out_of_logs(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+    for s in settings:
+        if s.key.rstrip(")").endswith("logging_nan_inf_filter") and s.value is True:
+            evidence = "a loss that is inf or NaN does not show in the logs of training and evaluation"
+            fix = "write logging_nan_inf_filter: false while you look for one"
+            yield _found_at(s, "transformers.nan_hidden_from_logs", "note", evidence, fix)
+
+
+_SUBSTITUTIONS = (_nan_out_of_logs, _lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
 
 
 # -- status -----------------------------------------------------------------------------------------------------------
 
 
-def _status(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str, Any]:
+def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str, Any]:
     """Return the status check over all runs; where runs differ in precision, each is named."""
     errors = [finding for finding in findings if finding.severity == "error" and not finding.in_tests]
     verdicts = {run.name: _verdict(run, run.provenance()) for run in runs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from halfstep.precision.names import Claim
@@ -97,6 +97,21 @@ class FoundSetting:
             "value": value,
             "means": self.means,
         }
+
+
+def without_alternatives(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
+    """Take the claims from calls of one kind that name different formats: which part of the run has which is not
+    known.
+    """
+    named: dict[str, set[str]] = {}
+    for setting in settings:
+        if setting.claim:
+            named.setdefault(_call_of(setting), set()).add(setting.claim.meaning)
+    return [replace(s, claim=None) if len(named.get(_call_of(s), ())) > 1 else s for s in settings]
+
+
+def _call_of(setting: FoundSetting) -> str:
+    return setting.key.removesuffix("(enabled)")
 
 
 class SettingSource(NamedTuple):

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from halfstep.doctor.code import rules
+from halfstep.doctor.code.autocasts import may_open
 from halfstep.doctor.code.facts import Facts, facts_of
 from halfstep.doctor.located import LocatedFinding, patched
 
@@ -26,16 +27,24 @@ MOST_TRIED, LARGEST_TRIED = 20, 200_000
 _LIBRARIES = ("torch", "lightning", "accelerate", ".unscale_(")
 """Paddle has a GradScaler too. A scaler that is an argument may stand in a file that imports nothing of these."""
 _NARROW = (".half(", ".bfloat16(", "float16")
-_NEEDED = (
-    (
-        ("autocast", "GradScaler"),
-        ("backward", "binary_cross_entropy", "BCELoss", ".apply(", "cuda.amp", "cpu.amp", "e-", *_NARROW),
-    ),
+_NEEDED: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("GradScaler",), ("backward", "cuda.amp", "cpu.amp")),
+    (("autocast",), ("backward", "binary_cross_entropy", "BCELoss", ".apply(", "cuda.amp", "cpu.amp")),
+    (("autocast",), ("autograd.grad",)),
+    (("autocast",), ("e-7", "e-8", "e-9"), ("Linear(", "Conv", "matmul(", "mm(", "einsum(")),
+    (("autocast",), ('"cpu"', "'cpu'"), _NARROW),
     ((".scale(", "unscale_"), ("backward",)),
-    (_NARROW, ("optim",), (".parameters()",)),
-    (_NARROW, ("ema", "EMA", "swa", "SWA", "verage"), ("lerp_", ".mul_(", "update", ".step(")),
-    (("mixed_precision",), ("cpu",)),
-    (("precision",), ("accelerator=", "accelerator =")),
+    (_NARROW, ("torch.optim", "optim."), (".parameters()",)),
+    (
+        _NARROW,
+        ("ema =", "ema_model", "_ema", "EMA", "Ema", "swa", "SWA", "verage"),
+        ("lerp_", ".mul_(", "update", ".step("),
+        ("deepcopy", "parameters()"),
+    ),
+    (("mixed_precision",), ("cpu=True",)),
+    (("precision",), ("accelerator=", "accelerator ="), ("Trainer(", "Fabric(")),
+    (("allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),),
+    (("caler",), ("state_dict",), (".step(",)),
 )
 """Every finding needs a word of each group of one row; a file without them is not parsed."""
 
@@ -58,7 +67,7 @@ def check_code(file: str, text: str) -> list[LocatedFinding]:
 
 def check_untried(file: str, text: str) -> list[LocatedFinding]:
     """Return the same findings with the edits that the rules propose."""
-    if not any(all(any(word in text for word in group) for group in (*row, _LIBRARIES)) for row in _NEEDED):
+    if not _may_have_findings(text):
         return []
     if len(text) > LARGEST:
         return [_unread(file, f"it has {len(text):,} characters, more than {LARGEST:,}")]
@@ -73,6 +82,14 @@ def check_untried(file: str, text: str) -> list[LocatedFinding]:
     except (RecursionError, MemoryError):
         return [_unread(file, "it is nested too deeply")]
     return sorted(found, key=lambda finding: (finding.line or 0, finding.id))
+
+
+def _may_have_findings(text: str) -> bool:
+    if not any(word in text for word in _LIBRARIES):
+        return False
+    opens = may_open(text)
+    rows = (row for row in _NEEDED if opens or row[0] != ("autocast",))
+    return any(all(any(word in text for word in group) for group in row) for row in rows)
 
 
 def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:

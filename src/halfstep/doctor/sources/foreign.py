@@ -6,7 +6,9 @@ a few hundred bytes cannot become billions of values. A value with a tag of a pr
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from typing import Any
 
 import tomllib
@@ -36,7 +38,11 @@ def read_foreign(text: str, where: str) -> Read:
         for event in yaml.parse(plain, Loader=_LOADER):
             if not builder.take(event):
                 break
+    except _TooLarge:
+        return Read({}, {})
     except (yaml.YAMLError, ValueError, OverflowError) as error:
+        if (content := _json(text)) is not None:
+            return Read(content, {})
         mark = getattr(error, "problem_mark", None)
         raise _refused(where, mark.line + 1 if mark else 1, str(getattr(error, "problem", None) or error)) from None
     return Read(builder.content if isinstance(builder.content, dict) else {}, builder.lines)
@@ -45,6 +51,19 @@ def read_foreign(text: str, where: str) -> Read:
 def _refused(where: str, line: int, why: str) -> BadRecipe:
     allowed, do = "YAML, JSON or TOML: keys with values", "correct the line, or leave the file out"
     return BadRecipe(f"{where}, line {line}: {why[:200]}", allowed=allowed, do=do)
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    """Return an object of JSON, some texts of which are no YAML."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else {}
+
+
+class _TooLarge(Exception):
+    """More values or levels than a configuration has: data."""
 
 
 class _Builder:
@@ -64,8 +83,7 @@ class _Builder:
         if isinstance(event, yaml.NodeEvent):
             self._nodes += 1
             if self._nodes > MOST_NODES or len(self._open) > DEEPEST:
-                line = event.start_mark.line + 1 if event.start_mark else 1
-                raise _refused(self._where, line, "too many values or levels")
+                raise _TooLarge
             self._node(event)
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
             node, _ = self._open.pop()
@@ -126,6 +144,9 @@ def _merge(node: dict[str, Any]) -> None:
 
 
 def _read_toml(text: str, where: str) -> Read:
+    if sys.version_info < (3, 11):  # which has no reader of TOML
+        return Read({}, {})
+
     try:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -17,7 +17,7 @@ from halfstep.doctor.sources.training_arguments import ARGUMENTS, arguments_sett
 
 SPEAKS = re.compile(
     r"\b(amp|use_amp|amp_dtype|fp16|bf16|bfloat16|fp32|mixed_precision|precision|precision_type|tf32|lr|learning_rate|"
-    r"\w{0,20}clip\w{0,20}|max_grad_norm|distributed_type|compute_environment|defaults)[\"']?\s*[:=]"
+    r"\w{0,20}clip\w{0,20}|max_grad_norm|distributed_type|compute_environment|defaults|logging_nan_inf_filter)[\"']?\s*[:=]"
 )
 """Keys without which a configuration has no setting; files without them are not parsed."""
 _ACCELERATE = ("compute_environment", "distributed_type", "downcast_bf16", "machine_rank")

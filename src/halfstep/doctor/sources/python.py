@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from halfstep.doctor.code.autocasts import Autocast
+from halfstep.doctor.code.autocasts import Autocast, may_open
 from halfstep.doctor.code.facts import Facts, facts_of
 from halfstep.doctor.code.formats import DTYPES, format_named
 from halfstep.doctor.code.order import ancestors
 from halfstep.doctor.code.script import FUNCTIONS, Script, argument, path_of
-from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource
+from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource, without_alternatives
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
 from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, Claims, lightning_claim, own_claim, safe_claim
 from halfstep.errors import HalfstepError
 from halfstep.precision.names import PRECISION_KEYS, SWITCHES, Claim
 
-_CALLED = ("Accelerator(", "Trainer(", "Fabric(", "autocast(", "GradScaler(")
+_CALLED = ("Accelerator(", "Trainer(", "Fabric(", "GradScaler(")
 _NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main")
 _SWITCHED = ("allow_tf32", "fp32_precision", "float32_matmul_precision", *VARIABLES)
 _OPENED = tuple(f"{ending}{quote}" for ending in (".yaml", ".yml", ".json") for quote in "\"'")
@@ -58,8 +58,24 @@ class Found:
 
 
 def speaks(text: str) -> bool:
-    """Return whether a script may have a setting, or name a file that has; others are not parsed."""
-    return bool(_SPEAKS.search(text) or _DEFINES.search(text)) or any(end in text for end in _OPENED)
+    """Return whether a script may have a setting; others are not parsed."""
+    if _SPEAKS.search(text) or _DEFINES.search(text):
+        return True
+    # Only what the script itself runs speaks for a run.
+    return "autocast(" in text and ("__main__" in text or "backward" in text) and may_open(text)
+
+
+def names_only(place: str, text: str) -> SettingSource | None:
+    """Return the files and modules that a script names, without parsing it; None where it names no configuration."""
+    files = _QUOTED.findall(text) if any(end in text for end in _OPENED) else []
+    if not files:
+        return None
+    modules = [(found[1] or found[2]).replace(".", "/") for found in _IMPORTED.finditer(text)]
+    return SettingSource("code", place, [], names=[*files, *(f"{module}.py" for module in modules)])
+
+
+_QUOTED = re.compile(r"[\"']([\w./-]{1,200}\.(?:ya?ml|json))[\"']")
+_IMPORTED = re.compile(r"^(?:from\s+(\w[\w.]*)\s+import|import\s+(\w[\w.]*))", re.MULTILINE)
 
 
 def from_python(place: str, text: str) -> SettingSource:
@@ -86,7 +102,7 @@ def from_python(place: str, text: str) -> SettingSource:
         _assigned(found, assign)
     _read_names(found)
     _read_words(found)
-    settings = _without_alternatives([*found.settings, *_own_arguments(found)])
+    settings = without_alternatives([*found.settings, *_own_arguments(found)])
     settings.sort(key=lambda setting: setting.line or 0)
     return SettingSource(
         "code", place, settings, found.training, names=found.names, tools=frozenset(found.tools),
@@ -367,18 +383,3 @@ def _own_arguments(found: Found) -> Iterator[FoundSetting]:
         speaks = name in SWITCHES or default not in (True, False)
         where = FoundSetting("code", found.script.file, f"--{name} default", default, means, line, argument=name)
         yield replace(where, claim=claim if speaks else None, tool="script", level="default", decides=False)
-
-
-def _without_alternatives(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
-    """Take the claims from calls of one kind that name different formats: which part of the run has which is not
-    known.
-    """
-    named: dict[str, set[str]] = {}
-    for setting in settings:
-        if setting.claim:
-            named.setdefault(_call_of(setting), set()).add(setting.claim.meaning)
-    return [replace(s, claim=None) if len(named.get(_call_of(s), ())) > 1 else s for s in settings]
-
-
-def _call_of(setting: FoundSetting) -> str:
-    return setting.key.removesuffix("(enabled)")
