@@ -50,9 +50,10 @@ def _python(cell: list[str]) -> list[str]:
     found, goes_on = [], False
     for line in cell:
         bare = line.rstrip("\r\n")
-        is_shell = goes_on or bare.lstrip().startswith(("!", "%"))
-        goes_on = is_shell and bare.endswith("\\")
-        found.append(f"{bare[: len(bare) - len(bare.lstrip())]}pass" if is_shell else bare)
+        is_shell = bare.lstrip().startswith(("!", "%"))
+        # A command goes on below its first line; `pass` stands for it where it may be alone in a block.
+        found.append("" if goes_on else f"{bare[: len(bare) - len(bare.lstrip())]}pass" if is_shell else bare)
+        goes_on = (goes_on or is_shell) and bare.endswith("\\")
     try:
         syntax_tree("\n".join(found))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -89,7 +89,7 @@ def _print_once(console: Console, finding: dict[str, Any], findings: list[dict[s
         more = [f"and {len(places) - _MOST_PLACES} more: see --json"] if len(places) > _MOST_PLACES else []
         for place in [f"in {len(places)} places:", *places[:_MOST_PLACES], *more]:
             # A path is copied: it is not broken.
-            console.print(indented(Text(place, no_wrap=True, overflow="ignore")), soft_wrap=True)
+            console.print(Text(f"  {place}"), soft_wrap=True)
 
 
 def _place(finding: dict[str, Any]) -> str:
@@ -104,7 +104,7 @@ def _print_tests(console: Console, findings: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(finding["id"] for finding in tests):
         places = [_place(finding) for finding in tests if finding["id"] == name]
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        console.print(indented(Text(f"{name}  {places[0]}{more}", no_wrap=True, overflow="ignore")), soft_wrap=True)
+        console.print(Text(f"  {name}  {places[0]}{more}"), soft_wrap=True)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

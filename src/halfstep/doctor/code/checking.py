@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,12 +36,6 @@ _NEEDED: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("autocast",), ('"cpu"', "'cpu'"), _NARROW),
     ((".scale(", "unscale_"), ("backward",)),
     (_NARROW, ("torch.optim", "optim."), (".parameters()",)),
-    (
-        _NARROW,
-        ("ema =", "ema_model", "_ema", "EMA", "Ema", "swa", "SWA", "verage"),
-        ("lerp_", ".mul_(", "update", ".step("),
-        ("deepcopy", "parameters()"),
-    ),
     (("mixed_precision",), ("cpu=True",)),
     (("precision",), ("accelerator=", "accelerator ="), ("Trainer(", "Fabric(")),
     (("allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),),
@@ -48,6 +43,7 @@ _NEEDED: tuple[tuple[tuple[str, ...], ...], ...] = (
 )
 """Every finding needs a word of each group of one row; a file without them is not parsed."""
 
+_AVERAGE = re.compile(r"(?<![A-Za-z0-9])(ema|swa|averaged?)(_\w*|model\w*)?\s*=[^=]", re.IGNORECASE)
 _MARK = "\ufeff"
 """What editors on Windows write before the first character."""
 
@@ -89,7 +85,10 @@ def _may_have_findings(text: str) -> bool:
         return False
     opens = may_open(text)
     rows = (row for row in _NEEDED if opens or row[0] != ("autocast",))
-    return any(all(any(word in text for word in group) for group in row) for row in rows)
+    if any(all(any(word in text for word in group) for group in row) for row in rows):
+        return True
+    # A weight average in 16 bits is a variable of that name.
+    return any(word in text for word in _NARROW) and bool(_AVERAGE.search(text))
 
 
 def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:

@@ -45,7 +45,9 @@ def held_back(facts: Facts, found: Unheld) -> Patch:
     if before is None:
         before = "scale_before"
         patch.insert_before(at, f"{before} = {scaler}.get_scale()")
-    held = (f"if {scaler}.get_scale() >= {before}:", f"    {script.text(statement)}")
+    # As it is written, with its comment; a statement that shares its line spoils the patch anyway.
+    own = script.lines[statement.lineno - 1].strip() if statement.lineno == statement.end_lineno else None
+    held = (f"if {scaler}.get_scale() >= {before}:", f"    {own or script.text(statement)}")
     if precedes(at, statement):
         patch.insert_before(statement, *held)
     else:

@@ -27,6 +27,7 @@ _SPEAKS = re.compile("|".join(map(re.escape, (*_CALLED, *_NAMED, *_SWITCHED))))
 _DEFINES = re.compile(
     r"add_argument\(\s*(\"-\w\"\s*,\s*)?[\"']--(no-)?(" + "|".join(map(re.escape, PRECISION_KEYS)) + ")"
 )
+_AT_TOP = re.compile(r"^with .*autocast\(", re.MULTILINE)
 _FILE = re.compile(r"[\w./-]{1,200}\.(ya?ml|json)", re.IGNORECASE)
 _FULL_NAMES = re.compile(r"(lightning\.|lightning_fabric\.)")
 _ARGUMENT_CLASSES = re.compile(r"(\w*TrainingArguments|SFTConfig|DPOConfig|GRPOConfig)")
@@ -62,7 +63,8 @@ def speaks(text: str) -> bool:
     if _SPEAKS.search(text) or _DEFINES.search(text):
         return True
     # Only what the script itself runs speaks for a run.
-    return "autocast(" in text and ("__main__" in text or "backward" in text) and may_open(text)
+    own = "__main__" in text or "backward" in text or _AT_TOP.search(text)
+    return "autocast(" in text and bool(own) and may_open(text)
 
 
 def names_only(place: str, text: str) -> SettingSource | None:
