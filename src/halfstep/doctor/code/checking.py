@@ -29,20 +29,21 @@ _LIBRARIES = ("torch", "lightning", "accelerate", ".unscale_(")
 """Paddle has a GradScaler too. A scaler that is an argument may stand in a file that imports nothing of these."""
 _NARROW = (".half(", ".bfloat16(", "float16")
 _NEEDED: tuple[tuple[tuple[str, ...], ...], ...] = (
-    (("GradScaler",), ("backward", "cuda.amp", "cpu.amp")),
-    (("autocast",), ("backward", "binary_cross_entropy", "BCELoss", ".apply(", "cuda.amp", "cpu.amp")),
+    (("GradScaler",), ("backward",)),
+    (("autocast",), ("backward", "binary_cross_entropy", "BCELoss", ".apply(")),
     (("autocast",), ("autograd.grad",)),
+    (("cuda.amp", "cpu.amp"), ("autocast", "GradScaler")),
     (("autocast",), ("e-7", "e-8", "e-9"), ("Linear(", "Conv", "matmul(", "mm(", "einsum(")),
     (("autocast",), ('"cpu"', "'cpu'"), _NARROW),
     ((".scale(", "unscale_"), ("backward",)),
-    (_NARROW, ("torch.optim", "optim."), (".parameters()",)),
     (("mixed_precision",), ("cpu=True",)),
     (("precision",), ("accelerator=", "accelerator ="), ("Trainer(", "Fabric(")),
     (("allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),),
-    (("caler",), ("state_dict",), (".step(",)),
+    (("caler.step(", "caler.scale("), ("state_dict",)),
 )
 """Every finding needs a word of each group of one row; a file without them is not parsed."""
 
+_OPTIMIZER = re.compile(r"[A-Z]\w*\(\s*(?:params\s*=\s*)?[\w.\[\]'\"()]+\.parameters\(\)")
 _AVERAGE = re.compile(r"(?<![A-Za-z0-9])(ema|swa|averaged?)(_\w*|model\w*)?\s*=[^=]", re.IGNORECASE)
 _MARK = "\ufeff"
 """What editors on Windows write before the first character."""
@@ -87,8 +88,8 @@ def _may_have_findings(text: str) -> bool:
     rows = (row for row in _NEEDED if opens or row[0] != ("autocast",))
     if any(all(any(word in text for word in group) for group in row) for row in rows):
         return True
-    # A weight average in 16 bits is a variable of that name.
-    return any(word in text for word in _NARROW) and bool(_AVERAGE.search(text))
+    # Weights in 16 bits matter where an optimizer is made over them, or where they are an average.
+    return any(word in text for word in _NARROW) and bool(_OPTIMIZER.search(text) or _AVERAGE.search(text))
 
 
 def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:

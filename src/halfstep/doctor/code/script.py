@@ -55,6 +55,7 @@ class Script:
     """A parsed file, and answers about it."""
 
     def __init__(self, file: str, text: str, tree: ast.Module) -> None:
+        self.source = text
         self.file, self.lines, self.tree = file, [line.rstrip("\r\n") for line in lines_of(text)], tree
         self.parents: dict[ast.AST, ast.AST] = {}
         self.scopes: dict[ast.AST, ast.AST] = {}

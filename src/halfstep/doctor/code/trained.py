@@ -34,6 +34,8 @@ def half_trained(script: Script) -> Iterator[Trained]:
 
 def narrow_trained(script: Script, format: Named) -> Iterator[Trained]:
     """Yield every optimizer over `module.parameters()` where the module certainly is in a 16-bit format."""
+    if not any(word in script.source for word in (".half(", ".bfloat16(", "float16")):
+        return
     for call in script.calls():
         module = _module(script, call)
         cast = _cast_before(script, module, call, format) if module is not None else None

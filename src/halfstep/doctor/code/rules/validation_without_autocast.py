@@ -17,12 +17,9 @@ _EVALUATION = re.compile(r"(run_|do_|_)?(eval|valid|val(_|$|idate))", re.IGNOREC
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every evaluation of this file that is called outside of autocast and opens none."""
     script = facts.script
-    trained = _models_under_autocast(facts)
-    if not trained:
-        return
-    for function in script.functions():
-        if not _EVALUATION.match(function.name) or not _is_evaluation(facts, function):
-            continue
+    evaluations = [one for one in script.functions() if _EVALUATION.match(one.name) and _is_evaluation(facts, one)]
+    trained = _models_under_autocast(facts) if evaluations else {}
+    for function in evaluations:
         bare = [call for call in _calls_in(facts, function) if path_of(call.func) in trained]
         if bare and not _has_autocast(facts, function) and _is_called_outside(facts, function):
             model = path_of(bare[0].func)
