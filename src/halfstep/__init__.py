@@ -19,6 +19,7 @@ if importlib.util.find_spec("numpy") is None:
 if TYPE_CHECKING:
     from halfstep.adapters.accelerate import from_accelerate as from_accelerate
     from halfstep.adapters.grad_scaler import GradScaler as GradScaler
+    from halfstep.doctor.report import doctor as doctor
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
     from halfstep.guard.diagnosis.diagnoser import diagnose as diagnose
@@ -77,6 +78,7 @@ _HOMES = {
     "bench": "measure.bench.bench",
     "choose_precision": "precision.select",
     "diagnose": "guard.diagnosis.diagnoser",
+    "doctor": "doctor.report",
     "estimate": "measure.memory.estimate",
     "fit": "runs.fit",
     "from_accelerate": "adapters.accelerate",

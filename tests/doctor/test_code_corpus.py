@@ -75,11 +75,18 @@ def test_a_repair_removes_its_finding_and_brings_no_other(project: Path, finding
         ast.parse(mended)
 
 
+FOR_A_PERSON = {
+    "code.bf16_weights_trained", "code.clip_without_amp_only", "code.fp16_accumulation",
+    "code.penalty_under_autocast", "code.scaler_not_saved", "code.validation_without_autocast",
+}  # fmt: skip
+"""Rules whose fix needs a decision, or a change in more than one place."""
+
+
 def test_every_rule_has_a_broken_sample_and_nearly_every_one_a_repair() -> None:
     found = [finding for project in PROJECTS for finding in findings(project)]
     names = {f"code.{rule.__module__.rpartition('.')[2]}" for rule in all_rules()}
     assert {finding.id for finding in found} == names
-    assert {finding.id for finding in found if finding.edits} == names
+    assert {finding.id for finding in found if finding.edits} == names - FOR_A_PERSON
 
 
 def test_all_repairs_together_leave_a_file_without_findings(tmp_path: Path) -> None:
@@ -185,6 +192,7 @@ ZOO = {
     "p04_clipping_before_unscaling/plain.py": {"clip_before_unscale"},
     "p05_skipped_steps_advance_the_schedule/by_hand.py": {"schedule_on_skipped_steps"},
     "p06_half_precision_weights_refused_without_a_name/plain.py": {"half_weights_trained", "optimizer_eps_vanishes"},
+    "p07_updates_lost_in_bf16_weights/plain.py": {"bf16_weights_trained"},
     "p10_unscaling_inside_an_accumulation_window/plain.py": {"unscale_in_every_microbatch"},
     "p11_autocast_round_the_loop/plain.py": {"autocast_round_loop"},
     "p18_constants_that_vanish_in_fp16/plain.py": {"eps_vanishes"},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.doctor import project as reading
-from halfstep.doctor.project_check import check_project
+from halfstep.doctor.project_check import check_project, examine_project
 from halfstep.errors import WrongUse
 
 SCRIPT = (
@@ -135,3 +137,110 @@ def test_hostile_files_are_neither_run_nor_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 60
     assert not (folder / "pwned").exists()
     assert "\x1b" not in done.stdout
+
+
+def test_tags_anchors_and_merges_are_read(tmp_path: Path) -> None:
+    text = "train:\n  lr: !!float 2e-4\n  amp: !!bool true\nsize: !Custom 3\nnames: {0: x}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "b.yml").write_text("base: &base\n  amp: true\n  lr: 1e-4\ntrain:\n  <<: *base\n  lr: 1e-3\n")
+    project, _, findings = examine_project(str(tmp_path), {})
+    assert findings == []
+    found = {(s.place, s.key, s.value) for source in project.sources for s in (*source.precision, *source.training)}
+    assert {("a.yaml", "train.lr", 2e-4), ("a.yaml", "train.amp", True), ("b.yml", "train.amp", True)} <= found
+    assert ("b.yml", "train.lr", 1e-3) in found
+
+
+def test_an_alias_is_no_bomb(tmp_path: Path) -> None:
+    rows = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
+    (tmp_path / "bomb.yaml").write_text("amp: true\n" + "\n".join(rows) + "\nself: &me {<<: *me}\n")
+    assert examine_project(str(tmp_path), {})[2] == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no reader of TOML")
+def test_toml_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('[train]\nmixed_precision = "bf16"\nlr = 1e-4\n')
+    [source] = examine_project(str(tmp_path), {})[0].sources
+    assert [(s.key, s.value, s.line) for s in source.precision] == [("train.mixed_precision", "bf16", 2)]
+
+
+def test_a_notebook_is_read_with_its_own_lines_and_never_edited(tmp_path: Path) -> None:
+    code = [
+        "!pip install -q \\\n", "    torch\n", "import torch\n", "def update(scaler, loss, model, optimizer):\n",
+        "    scaler.scale(loss).backward()\n", "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+        "    scaler.step(optimizer)\n", "    scaler.update()",
+    ]  # fmt: skip
+    cells = [
+        {"cell_type": "markdown", "source": ["`scaler.step`"]},
+        {"cell_type": "code", "source": ["this is no Python"]},
+        {"cell_type": "code", "source": code},
+    ]
+    text = json.dumps({"cells": cells}, indent=1)
+    (tmp_path / "a.ipynb").write_text(text)
+    [finding] = examine_project(str(tmp_path), {})[2]
+    assert finding.id == "code.clip_before_unscale"
+    assert "clip_grad_norm_" in text.splitlines()[(finding.line or 0) - 1]
+    assert finding.edits == ()
+
+
+def test_files_that_are_not_read_are_one_note(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / f"{number}.yaml").write_text("amp: [true\n")
+    [finding] = examine_project(str(tmp_path), {})[2]
+    assert (finding.id, finding.severity) == ("project.not_read", "note")
+    assert "9 files were not read" in finding.evidence
+    assert "and 4 more" in finding.evidence
+
+
+def test_a_checkpoint_is_read_without_torch(tmp_path: Path) -> None:
+    header = json.dumps({"running_var": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    numbers = struct.pack("<ff", 1.0, float("inf"))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
+    code = f"""
+import sys
+from halfstep.doctor.project_check import examine_project
+assert [f.id for f in examine_project({str(tmp_path)!r}, {{}})[2]] == ["checkpoint.not_finite"]
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "params.py": 'p.add_argument("--precision", choices=["amp", "mine"], default="mine")\n',
+            "a.yaml": "precision: mine\n",
+        },
+        {"words.py": 'import torch\nWORDS = {"mine": torch.float16}\nallow_tf32 = 1\n', "a.yaml": "precision: mine\n"},
+        {"words.py": 'class P(str, Enum):\n    A = "mine"\nallow_tf32 = 1\n', "a.yaml": "precision: mine\n"},
+        {"a.yaml": "precision: amp_bf16\nmax_duration: 1ep\n"},
+        {"a.yaml": "precision: bf16-true\ncheckpoint_dir: x\n"},
+        {"a.yaml": "base_model: a/b\nbf16: auto\nfp16:\nlearning_rate: 0.1\nfsdp_config:\nfsdp:\n"},
+        {"vocab_bpe.json": '{"the": 1, "amp": 1435, "lr": 7}'},
+        {"columns.json": '{"amp": "float32", "precision": "float64"}'},
+        {"a.py": 'p.add_argument("--amp", action="store_true")\np.add_argument("--amp-dtype", default="float16")\n'},
+        {
+            "rays.py": "import torch\n@torch.autocast('cuda', dtype=torch.float32)\ndef rays(x): return x\n",
+            "train.py": "from lightning import Trainer\nfrom rays import rays\nTrainer(precision=16)\n",
+        },
+        {
+            "engine.py": "import torch\ndef go(m, x, amp):\n    if amp:\n        with torch.autocast('cuda'): m(x)\n",
+            "main.py": 'from engine import go\np.add_argument("--use_amp", type=bool, default=False)\n',
+        },
+        {
+            "a.py": "from accelerate import Accelerator\nAccelerator(mixed_precision='bf16')\n",
+            "b.py": "from accelerate import Accelerator\nAccelerator(mixed_precision='fp16')\n",
+        },
+    ],
+)  # fmt: skip
+def test_words_of_others_and_separate_programs_are_no_finding(files: dict[str, str], tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert examine_project(str(tmp_path), {})[2] == []
+
+
+def test_losses_that_logs_leave_out_are_noted(tmp_path: Path) -> None:
+    text = "output_dir: o\nnum_train_epochs: 1\nbf16: true\nlogging_nan_inf_filter: true\n"
+    (tmp_path / "args.yaml").write_text(text)
+    [finding] = examine_project(str(tmp_path), {})[2]
+    assert (finding.id, finding.line) == ("transformers.nan_hidden_from_logs", 4)

@@ -71,7 +71,7 @@ def test_deepspeeds_words_on_the_loss_scale_have_lines_and_meanings() -> None:
         ("bf16-true", "bf16", "weights too are held in bf16"),
         ("16-true", "fp16", "weights too are held in fp16"),
         ("bf16-mixd", "", "cannot be read"),
-        ("64-true", "", "cannot be read"),
+        ("64-true", "", "compute in 64 bits"),
     ],
 )
 def test_lightnings_words(word: str, meaning: str, means: str) -> None:
@@ -185,6 +185,13 @@ def test_a_continued_line_has_the_line_of_each_flag_and_the_variables_above_it()
     assert [(s.key, s.value, s.line) for s in launch.source.training] == [("learning_rate", "1e-4", 5)]
 
 
+IMPORTS = (
+    "import accelerate, os, torch\nimport lightning as L\nfrom accelerate import Accelerator\n"
+    "from lightning import Fabric\nfrom lightning.pytorch import Trainer\n"
+    "from lightning.pytorch.cli import LightningCLI\nfrom torch import autocast\n"
+    "from transformers import Seq2SeqTrainingArguments, TrainingArguments\n"
+)
+
 # -- scripts ----------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +205,7 @@ def test_a_continued_line_has_the_line_of_each_flag_and_the_variables_above_it()
         ("accelerate.Accelerator(mixed_precision=choose())", [("Accelerator(mixed_precision)", "")]),
         ('L.Trainer(precision="bf16-mixed")', [("Trainer(precision)", "bf16")]),
         ("Trainer(precision=16)", [("Trainer(precision)", "fp16")]),
-        ("Trainer(model=m, args=a, train_dataset=d)", []),
+        ("from transformers import Trainer as T\nT(model=m, args=a, train_dataset=d)", []),
         ('TrainingArguments("o", bf16=True)', [("TrainingArguments(bf16)", "bf16")]),
         ("Seq2SeqTrainingArguments(fp16=True)", [("Seq2SeqTrainingArguments(fp16)", "fp16")]),
         ('Fabric(precision="16-mixed")', [("Fabric(precision)", "fp16")]),
@@ -212,8 +219,6 @@ def test_a_continued_line_has_the_line_of_each_flag_and_the_variables_above_it()
         ("torch.amp.GradScaler()", [("GradScaler(enabled)", "")]),
         ("torch.backends.cuda.matmul.allow_tf32 = True", [("torch.backends.cuda.matmul.allow_tf32", "")]),
         ('torch.set_float32_matmul_precision("high")', [("set_float32_matmul_precision", "")]),
-        ("model.half()", [("model.half()", "")]),
-        ("model.bfloat16()", [("model.bfloat16()", "")]),
         ('p.add_argument("--amp", default=False)', [("--amp default", "fp32")]),
         ('p.add_argument("--fp16", action="store_true")', [("--fp16 default", "")]),
         ('p.add_argument("--mixed_precision", default="no")', [("--mixed_precision default", "fp32")]),
@@ -226,9 +231,37 @@ def test_a_continued_line_has_the_line_of_each_flag_and_the_variables_above_it()
     ],
 )
 def test_a_script(code: str, found: list[tuple[str, str]]) -> None:
-    settings = from_python("train.py", f"{code}\n").precision
+    settings = from_python("train.py", f"{IMPORTS}{code}\n").precision
     assert [(s.key, s.claim.meaning if s.claim else "") for s in settings] == found
-    assert all(s.line == len(code.splitlines()) or len(code.splitlines()) > 1 for s in settings)
+    last = len((IMPORTS + code).splitlines())
+    assert all(s.line == last or "\n" in code for s in settings)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'from composer import Trainer\nTrainer(max_duration="1ep", precision="amp_bf16")',
+        'from mine import Accelerator\nAccelerator(mixed_precision="most")',
+        "def step(model, x, autocast):\n    with autocast():\n        return model(x)",
+        "import torch\n@torch.autocast('cuda', dtype=torch.float32)\ndef rays(x): ...",
+        "import torch\nwith torch.autocast('cuda', enabled=False): pass",
+    ],
+)
+def test_a_name_of_another_program_and_an_island_are_no_setting(code: str) -> None:
+    assert from_python("train.py", f"{code}\n").precision == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if use_amp:\n    with torch.autocast('cuda'): pass",
+        "def forward(x):\n    with torch.autocast('cuda'): pass",
+        "with torch.autocast('cuda', enabled=use_amp): pass",
+    ],
+)
+def test_autocast_that_something_chooses_claims_nothing(code: str) -> None:
+    [setting] = from_python("train.py", f"import torch\n{code}\n").precision
+    assert setting.claim is None
 
 
 def test_numbers_and_names_in_a_script() -> None:

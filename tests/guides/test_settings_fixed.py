@@ -91,12 +91,19 @@ def test_whatever_is_written_it_agrees_afterwards_or_is_as_before(script: str, w
     assert status["precision"] == wanted
 
 
-def test_a_line_that_is_not_on_its_own_is_left_to_the_person() -> None:
+def test_a_setting_among_others_on_its_line_is_changed_alone() -> None:
     Path("train.yaml").write_text("trainer: {amp: False, lr: 1e-5}\n")
+    fix("bf16")
+    assert Path("train.yaml").read_text() == "trainer: {amp: True, lr: 1e-5}\n"
+
+
+def test_a_line_that_says_a_word_twice_is_left_to_the_person() -> None:
+    text = "trainer: {amp: False, model: {amp: 3}}\n"
+    Path("train.yaml").write_text(text)
     with pytest.raises(WrongUse, match="cannot change") as told:
         fix("bf16")
     assert told.value.do == "write there: amp: True"
-    assert Path("train.yaml").read_text() == "trainer: {amp: False, lr: 1e-5}\n"
+    assert Path("train.yaml").read_text() == text
 
 
 def test_recipes_that_ship_and_variables_are_not_written() -> None:

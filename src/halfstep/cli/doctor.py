@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,23 +72,26 @@ def run(
     write: Annotated[
         Path | None, typer.Option(help="A folder: write its settings as a recipe.", metavar="RECIPE")
     ] = None,
+    settings: Annotated[bool, flag("--settings", "A folder: list every setting that was read, too.")] = False,
     json: Json = False,
 ) -> None:
     """Show what this device can do and which precision fits it; with a RECIPE or a FOLDER, check its settings.
 
-    A folder is read file by file: configurations, launch lines and scripts. Nothing in it is imported or run. It ends
-    with one verdict, and exit code 78 where settings contradict each other or are ignored.
+    A folder is read file by file: configurations, launch lines, scripts and notebooks. Nothing in it is imported or
+    run. The verdict comes first; the exit code is 78 where there is an error outside of tests.
     """
     folder = recipe is not None and Path(recipe).is_dir()
     _refuse_script(recipe)
     if not folder:
-        _refuse_folder_options(**{"--sarif": sarif, "--write": write, "--yes": yes, "--fix": fix == SHOWN})
+        _refuse_folder_options(
+            **{"--sarif": sarif, "--write": write, "--yes": yes, "--fix": fix == SHOWN, "--settings": settings}
+        )
     if recipe or accelerate or deepspeed:
         tables = {"--formats": formats, "--gpus": gpus, "--known-bad": known_bad}
         _refuse_device_options(device, precision, strict, **{"--fresh": fresh, **tables})
     if recipe is not None and folder:
         _refuse_files(accelerate, deepspeed)
-        _project(recipe, fix, yes, sarif, write, json)
+        _project(recipe, fix, yes, sarif, write, settings, json)
     elif recipe or accelerate or deepspeed:
         _settings(recipe, accelerate, deepspeed, fix, json)
     elif fix:
@@ -130,25 +134,30 @@ def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None,
         raise typer.Exit(CONFIGURATION)
 
 
-def _project(folder: str, fix: str | None, yes: bool, sarif: Path | None, write: Path | None, json: bool) -> None:
+def _project(
+    folder: str, fix: str | None, yes: bool, sarif: Path | None, write: Path | None, settings: bool, json: bool
+) -> None:
     """Check a folder; change and write what was asked for first, so that the report shows it as it is now."""
     from halfstep.cli.pages.project import show
-    from halfstep.doctor.patch import apply_edits, unified_diff
-    from halfstep.doctor.project_check import edits_to, examine_project, report_of
+    from halfstep.doctor.fixing import plan_fixes, precision_to_fix
+    from halfstep.doctor.patch import unified_diff, write_texts
+    from halfstep.doctor.project_check import examine_project, report_of
 
+    more: dict[str, Any] = {}
+    if fix:
+        plan = plan_fixes(folder, None if fix == SHOWN else precision_to_fix(fix))
+        before = plan.project.texts
+        more = {"patch": unified_diff(before, plan.texts), "refused": plan.refused}
+        if yes or fix != SHOWN:
+            more["files_modified"] = write_texts(plan.project.root, before, plan.texts)
     project, runs, findings = examine_project(folder)
-    edits = edits_to(fix, project, runs, findings, shown=SHOWN) if fix else []
-    more: dict[str, Any] = {"patch": unified_diff(project.texts, edits)} if fix else {}
-    if fix and (yes or fix != SHOWN):
-        more["files_modified"] = apply_edits(project.root, edits)
-        project, runs, findings = examine_project(folder)
     if sarif:
         _write_sarif(sarif, project.root, findings, runs)
     report = {**report_of(project, runs, findings), **more}
     if write:
         _write_recipe(write, project, runs, report)
         report["written"] = str(write)
-    print_report(report, json, show)
+    print_report(report, json, partial(show, settings=settings))
     if not report["status"]["aligned"]:
         raise typer.Exit(CONFIGURATION)
 

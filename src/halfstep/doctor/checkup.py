@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from halfstep.doctor import sources as places
-from halfstep.doctor.located import LocatedFinding
+from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.repairs import line_for
 from halfstep.doctor.settings import FoundSetting, SettingSource, shown
 from halfstep.finding import Finding, Severity
@@ -43,7 +44,14 @@ class Conflict(NamedTuple):
         """Return the conflict as a finding with both resolutions."""
         evidence = "\n".join(f"{s}  ({s.where}): {s.means}" for s in (self.one, self.other))
         fix = "\nor: ".join(map(str, self.ways))
-        return Finding("settings.precision_mismatch", "error", f"{evidence}{_together(self)}", fix)
+        name = "deepspeed.format_mismatch" if self.is_deepspeed else "settings.precision_mismatch"
+        return Finding(name, "error", f"{evidence}{_together(self)}", fix)
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Return whether DeepSpeed's file asks for another format than accelerate does, which accelerate refuses."""
+        kinds = {self.one.kind, self.other.kind}
+        return "deepspeed" in kinds and "accelerate" in {self.one.owner, self.other.owner}
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -133,6 +141,8 @@ def _asked_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[
 
 def _together(conflict: Conflict) -> str:
     """Return what happens if the conflict stays."""
+    if conflict.is_deepspeed:
+        return "\naccelerate refuses to run where DeepSpeed's file enables another format than accelerate's"
     kinds = {conflict.one.kind, conflict.other.kind}
     if kinds == {"accelerate", "environment"}:
         return "\naccelerate launch puts the file's word in place of the variable; plain python never reads the file"
@@ -268,9 +278,12 @@ def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
     word = lookup.get("accelerate", "mixed_precision")
     file = lookup.get("accelerate", "deepspeed_config.deepspeed_config_file")
     if word and file:
-        evidence = f"{word} ({word.where}) beside deepspeed_config_file: accelerate refuses to run with both"
+        evidence = f"{word} ({word.where}) next to deepspeed_config_file: accelerate refuses to run with both"
         fix = "delete mixed_precision from accelerate's file"
-        yield _at(word, "accelerate.deepspeed_file", "warning", evidence, fix)
+        line = next((line for line in lines_of(lookup.accelerate_text())[(word.line or 1) - 1 :]), "").rstrip("\r\n")
+        edits = (Edit(word.place, word.line or 1, line, ""),) if line.lstrip().startswith("mixed_precision") else ()
+        found = _at(word, "accelerate.deepspeed_file", "error", evidence, fix)
+        yield replace(found, edits=edits)
 
 
 def _fp8_may_be_fp16(lookup: Lookup) -> Iterator[Finding]:
@@ -369,15 +382,21 @@ def check_settings(
 
 
 def read_sources(
-    recipe: str | None, accelerate: str | None, deepspeed: str | None, variables: Mapping[str, str]
+    recipe: str | None,
+    accelerate: str | None,
+    deepspeed: str | None,
+    variables: Mapping[str, str],
+    texts: Mapping[str, str] | None = None,
 ) -> list[SettingSource]:
-    """Read every source that was given, and the environment."""
+    """Read every source that was given, and the environment; `texts` stand in the place of files."""
+    now = texts or {}
     readers = (
         (places.from_recipe, recipe),
         (places.from_accelerate, accelerate),
         (places.from_deepspeed, deepspeed),
     )
-    return [read(place) for read, place in readers if place is not None] + [places.from_environment(variables)]
+    given = [read(place, now.get(place)) for read, place in readers if place is not None]
+    return [*given, places.from_environment(variables)]
 
 
 def status_of(

@@ -1,33 +1,131 @@
-"""Resolve conflicting settings in the files themselves: all of them, or none."""
+"""Make settings agree: one plan of edits, checked in memory before a file is written. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from halfstep.doctor.checkup import Conflict, SettingsVerdict, judge, read_sources
-from halfstep.doctor.repairs import line_for
+from halfstep.doctor.checkup import SettingsVerdict, judge, read_sources
+from halfstep.doctor.linking import Run
+from halfstep.doctor.located import Edit, LocatedFinding
+from halfstep.doctor.patch import edited, edits_of, write_texts
+from halfstep.doctor.project import Project
+from halfstep.doctor.project_check import examine_project, fixes_precision, precisions_of
+from halfstep.doctor.repairs import edits_for, edits_to_all, line_for
 from halfstep.doctor.settings import FoundSetting
+from halfstep.doctor.sources import NOT_GIVEN
 from halfstep.errors import WrongUse
-from halfstep.files import replacing
 from halfstep.precision.names import AUTO, precision_names, read_precision
-from halfstep.recipe.sources import is_path
+from halfstep.recipe.sources import is_path, recipe_text
 
 _MOST = 20
-"""The most lines to change, more than any project has precision settings: a bound for the loop."""
+"""The most passes of edits; an edit may activate a setting that another pass then changes."""
 
 
-class Change(NamedTuple):
-    """A line of a file before and after the change."""
+def precision_to_fix(name: str) -> str:
+    """Return the precision that --fix NAME names; raise `WrongUse` for a word that is no precision of a run."""
+    wanted = read_precision(name).name
+    if wanted not in precision_names():
+        raise WrongUse(f"--fix {name}", allowed=", ".join(precision_names()), do="--fix bf16")
+    return wanted
 
-    file: str
-    line: int
-    before: str
-    after: str
+
+# -- a project --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What --fix would write: the new text of each file, after which no setting conflicts."""
+
+    project: Project
+    """The project as it is."""
+    texts: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+    """Why the settings are left as they are; mistakes in code are fixed all the same."""
+
+
+def plan_fixes(folder: str, precision: str | None = None, variables: Mapping[str, str] = os.environ) -> Plan:
+    """Return the edits of all findings as one plan, or those after which every setting asks for `precision`.
+
+    Every pass is checked in memory. Without a precision, settings are left alone where the plan does not end aligned;
+    with one, that raises `WrongUse`. Python is edited for mistakes in code only.
+    """
+    before = examine_project(folder, variables)
+    if precision is not None:
+        return Plan(before[0], _plan_precision(folder, precision, variables))
+    refused = _open_conflict(before[2])
+    texts = {} if refused else _all_passes(folder, variables, code_only=False)
+    if texts and (left := _open_conflict(examine_project(folder, variables, texts)[2], edited_too=True)):
+        refused, texts = left, {}
+    return Plan(before[0], texts if not refused else _all_passes(folder, variables, code_only=True), refused)
+
+
+def _all_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for _ in range(_MOST):
+        project, _, findings = examine_project(folder, variables, texts)
+        edits = edits_of(f for f in findings if not code_only or not fixes_precision(f))
+        if not edits:
+            break
+        texts |= edited(project.texts, edits)
+    return texts
+
+
+def _open_conflict(findings: Sequence[LocatedFinding], edited_too: bool = False) -> str:
+    """Return the evidence of an error about settings that no edit removes; empty where there is none."""
+    errors = [f for f in findings if f.severity == "error" and fixes_precision(f) and not f.in_tests]
+    left = next((f for f in errors if edited_too or not f.edits), None)
+    return f"{left.where}: {left.id}: {left.evidence}" if left else ""
+
+
+def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for _ in range(_MOST):
+        project, runs, findings = examine_project(folder, variables, texts)
+        edits = _settled_edits(project, runs, wanted)
+        edits = edits or edits_of(f for f in findings if fixes_precision(f) and f.severity == "error")
+        if not edits:
+            break
+        texts |= edited(project.texts, edits)
+    project, runs, findings = examine_project(folder, variables, texts)
+    against = _against(runs, wanted)
+    if against:
+        raise _by_hand(against[0], wanted)
+    if left := _open_conflict(findings, edited_too=True):
+        raise WrongUse(
+            f"--fix {wanted} does not end in settings that agree: {left}"[:400],
+            allowed="settings that can be changed outside of Python",
+            do="halfstep doctor without --fix says what to write",
+        )
+    if precisions_of(runs) - {wanted, AUTO}:
+        raise WrongUse(
+            f"--fix {wanted}, after which runs differ: {', '.join(sorted(precisions_of(runs)))}",
+            allowed="settings that can be changed outside of Python",
+            do="halfstep doctor without --fix names them",
+        )
+    return texts
+
+
+def _against(runs: Sequence[Run], wanted: str) -> list[FoundSetting]:
+    said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN and s.decides]
+    return [setting for setting in said if _speaks_against(setting, wanted)]
+
+
+def _settled_edits(project: Project, runs: Sequence[Run], wanted: str) -> list[Edit]:
+    """Return the edits after which every setting of every run asks for `wanted`."""
+    said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN]
+    return list(edits_to_all(_against(runs, wanted), wanted, said, project.texts))
+
+
+def _speaks_against(setting: FoundSetting, wanted: str) -> bool:
+    assert setting.claim
+    named = setting.claim.says is not None and setting.claim.meaning not in (wanted, AUTO)
+    return named or wanted in setting.claim.denies
+
+
+# -- files that are given ---------------------------------------------------------------------------------------------
 
 
 def make_agree(
@@ -37,42 +135,41 @@ def make_agree(
     accelerate: str | None = None,
     deepspeed: str | None = None,
     variables: Mapping[str, str] = os.environ,
-) -> list[Change]:
-    """Change every line that conflicts with `precision`; restore all files where that fails.
+) -> list[Edit]:
+    """Change every line that conflicts with `precision`, all of them or none.
 
     Raise `WrongUse` where a setting cannot be changed automatically.
     """
-    wanted = read_precision(precision).name
-    if wanted not in precision_names():
-        raise WrongUse(f"--fix {precision}", allowed=", ".join(precision_names()), do="--fix bf16")
-    originals: dict[Path, bytes] = {}
-
-    def verdict() -> SettingsVerdict:
-        sources = read_sources(recipe, accelerate, deepspeed, variables)
-        return judge([setting for source in sources for setting in source.precision])
-
-    try:
-        return _fix_all(verdict, wanted, originals)
-    except BaseException:
-        for path, content in originals.items():
-            rewrite(path, content)
-        raise
-
-
-def _fix_all(verdict: Callable[[], SettingsVerdict], wanted: str, originals: dict[Path, bytes]) -> list[Change]:
-    """Change one line and check again: a dormant format may become active with its switch."""
-    changes: list[Change] = []
-    while len(changes) < _MOST:
-        found = verdict()
-        if not found.conflicts:
-            _check_precision(found, wanted)
+    wanted = precision_to_fix(precision)
+    given = [path for path in (recipe, accelerate, deepspeed) if path is not None]
+    before = {path: recipe_text(path if path == recipe else _as_path(path))[1] for path in given}
+    texts, changes = dict(before), []  # type: dict[str, str], list[Edit]
+    for _ in range(_MOST):
+        sources = read_sources(recipe, accelerate, deepspeed, variables, texts)
+        settings = [setting for source in sources for setting in source.precision]
+        verdict = judge(settings)
+        if not verdict.conflicts:
+            _check_precision(verdict, wanted)
+            write_texts(Path(), before, {file: text for file, text in texts.items() if text != before[file]})
             return changes
-        changes.append(_fix_line(found.conflicts[0], wanted, originals))
+        conflict = verdict.conflicts[0]
+        # Where neither of the two asks for it, one after the other.
+        setting = conflict.other if conflict.ways[0].precision == wanted else conflict.one
+        is_own = setting.place in texts and (setting.place != recipe or is_path(setting.place))
+        edits = edits_for(setting, wanted, settings, texts) if is_own else ()
+        if not edits:
+            raise _by_hand(setting, wanted)
+        changes += edits
+        texts |= edited(texts, edits)
     raise WrongUse(
         f"settings that still contradict each other after {_MOST} changes",
         allowed="files whose settings can be made to agree",
         do="halfstep doctor without --fix names them",
     )
+
+
+def _as_path(path: str) -> str:
+    return path if is_path(path) else f"./{path}"
 
 
 def _check_precision(verdict: SettingsVerdict, wanted: str) -> None:
@@ -84,52 +181,9 @@ def _check_precision(verdict: SettingsVerdict, wanted: str) -> None:
         )
 
 
-def _fix_line(conflict: Conflict, wanted: str, originals: dict[Path, bytes]) -> Change:
-    """Change the line of the setting that does not ask for `wanted`; where neither does, one after the other."""
-    setting = conflict.other if conflict.ways[0].precision == wanted else conflict.one
-    path = _file_of(setting, wanted)
-    content = path.read_bytes()
-    # The first content of each file is the original; it is what an error restores.
-    originals.setdefault(path, content)
-    lines = content.decode("utf-8").splitlines(keepends=True)
-    number = setting.line or 0
-    before = lines[number - 1]
-    lines[number - 1] = _changed(before, setting, wanted)
-    rewrite(path, "".join(lines).encode("utf-8"))
-    return Change(setting.place, number, before.strip(), lines[number - 1].strip())
-
-
-def rewrite(path: Path, content: bytes) -> None:
-    """Replace the file behind a symlink, and keep its permissions."""
-    with replacing(path.resolve()) as draft:
-        draft.write_bytes(content)
-        shutil.copymode(path, draft)
-
-
-def _file_of(setting: FoundSetting, wanted: str) -> Path:
-    """Return the file to write: only a user's own, given by path. Raise `WrongUse` otherwise."""
-    if setting.kind in ("recipe", "accelerate") and setting.line and is_path(setting.place):
-        return Path(setting.place)
-    raise _by_hand(setting, wanted)
-
-
-_LINE = r"(?P<indent>\s*)(?P<quote>['\"]?){key}(?P=quote)\s*:(?P<value>[^#\n]*\S)?(?P<rest>\s*(#.*)?\n?)"
-
-
-def _changed(line: str, setting: FoundSetting, wanted: str) -> str:
-    """Return the line with another value; indentation and comment stay."""
-    # Only a key that begins its line can be changed safely: inside a flow mapping, the rest of the line would be lost.
-    found = re.fullmatch(_LINE.format(key=re.escape(setting.leaf)), line)
-    new = line_for(setting, wanted).split(" and ")
-    if found is None or not found["value"] or not new[0].startswith(f"{setting.leaf}:"):
-        raise _by_hand(setting, wanted)
-    more = "".join(f"{found['indent']}{one}\n" for one in new[1:])
-    return f"{more}{found['indent']}{new[0]}{found['rest']}"
-
-
 def _by_hand(setting: FoundSetting, wanted: str) -> WrongUse:
     return WrongUse(
         f"--fix {wanted} cannot change {setting} ({setting.where})",
-        allowed="settings on lines of their own, in YAML files of yours",
+        allowed="settings in configurations and launch lines of yours; Python is yours to edit",
         do=f"write there: {line_for(setting, wanted)}",
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from halfstep.doctor.precedence import ACCELERATE, FABRIC, PYTHON, Provenance, provenance, tools_with_rules
 from halfstep.doctor.project import Project
-from halfstep.doctor.settings import FoundSetting, SettingSource
+from halfstep.doctor.settings import FoundSetting, SettingSource, without_alternatives
 from halfstep.doctor.sources.launch import Launch
 from halfstep.doctor.sources.reading import lightning_claim
 
@@ -50,8 +50,10 @@ class Run:
 
     def settings(self) -> list[FoundSetting]:
         """Return every setting of the run; flags of a script stand where the script uses them."""
-        found = [setting for source in self.sources for setting in source.precision]
-        return _placed(found, self.tools)
+        found = _placed([setting for source in self.sources for setting in source.precision], self.tools)
+        # A run calls one of two functions that each make an Accelerator.
+        code = iter(without_alternatives([setting for setting in found if setting.kind == "code"]))
+        return [next(code) if setting.kind == "code" else setting for setting in found]
 
     def provenance(self) -> list[Provenance]:
         """Return who wins in each tool of the run."""
@@ -76,10 +78,12 @@ def _placed(settings: Sequence[FoundSetting], tools: frozenset[str]) -> list[Fou
 
 def _given(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
     """Return what a setting of a script is once its argument is given: the flag's value, on the flag's line."""
-    if setting.key == "autocast(enabled)" and flag.claim and "fp32" in flag.claim.denies:
-        claim, means = lightning_claim(setting.key, setting.value)
+    if setting.tool == "torch":
+        is_on = flag.claim is not None and "fp32" in flag.claim.denies
+        claim, means = lightning_claim(setting.key, setting.value) if is_on else (None, setting.means)
         return replace(setting, claim=claim, means=means)
-    return replace(flag, tool=setting.tool, level="" if setting.rank == "default" else "code")
+    level = "" if setting.rank == "default" else "code"
+    return replace(flag, tool=setting.tool, level=level, decides=setting.decides)
 
 
 def _owned(setting: FoundSetting, settings: Sequence[FoundSetting], tools: frozenset[str]) -> FoundSetting:
@@ -89,10 +93,12 @@ def _owned(setting: FoundSetting, settings: Sequence[FoundSetting], tools: froze
     if setting.argument in ("fp16", "bf16") and "transformers" in tools:
         return replace(setting, tool="transformers")
     if setting.argument.endswith("trainer.precision") and "lightning cli" in tools:
-        return replace(setting, tool="lightning cli")
+        claim, means = lightning_claim(setting.key, setting.value)
+        return replace(setting, tool="lightning cli", claim=claim, means=means)
     if any(other.kind == "hydra" and setting.argument in _hydra_keys(other) for other in settings):
         return replace(setting, tool="hydra")
-    return setting
+    # The script's own parser reads it, and no library is known to.
+    return replace(setting, decides=False)
 
 
 def _hydra_keys(setting: FoundSetting) -> tuple[str, str]:
@@ -115,11 +121,16 @@ class Places:
             self._by_ending.setdefault(posixpath.basename(source.place), []).append(source)
 
     def named(self, name: str, by: str) -> SettingSource | None:
-        """Return the file that a name means: beside the file that names it, in the root, or the only one that fits."""
+        """Return the file that a name means: next to the file that names it, in the root, or the only one that fits.
+
+        A module of one word is looked for in the first two places only: `utils` is in many folders.
+        """
         own = posixpath.normpath(name)
         beside = posixpath.normpath(posixpath.join(posixpath.dirname(by), name))
         if found := self._by_place.get(beside) or self._by_place.get(own):
             return found
+        if own.endswith(".py") and ("/" not in own or name.startswith(".")):
+            return None
         ending = "/" + own.lstrip("./")
         same = self._by_ending.get(posixpath.basename(own), ())
         fitting = [source for source in same if source.place.endswith(ending)]
@@ -140,12 +151,15 @@ def runs_of(project: Project, environment: SettingSource) -> list[Run]:
     if not runs:
         runs = _configurations_alone(loose, by_place)
         loose = []
+    # A file that the project's own code reads belongs to the script that names it, and to no other.
+    loose = [source for source in loose if source.kind not in ("recipe", "hydra")]
     return [_with_loose(run, loose, environment) for run in runs]
 
 
 def _launched(launch: Launch, by_place: Places) -> Run:
-    names = [_module(launch.script), *launch.source.names]
-    members = closure(names, launch.source.place, by_place)
+    script = by_place.named(_module(launch.script), launch.source.place)
+    members = closure([_module(launch.script), *launch.source.names], launch.source.place, by_place)
+    members = [member if member is script else _imported(member) for member in members]
     start = {"accelerate": ACCELERATE, "fabric": FABRIC}.get(launch.launcher, PYTHON)
     return Run(start, [launch.source, *members], launch)
 
@@ -167,8 +181,13 @@ def _named_by_others(sources: Iterable[SettingSource], by_place: Places) -> set[
     return {other.place for source, other in met if other and other is not source}
 
 
+def _imported(source: SettingSource) -> SettingSource:
+    """Return a module as an import runs it: autocast at its top, or in its own test, says nothing of the run."""
+    return source._replace(precision=[replace(s, claim=None) if s.tool == "torch" else s for s in source.precision])
+
+
 def _others(source: SettingSource, by_place: Places) -> list[SettingSource]:
-    return [member for member in closure(source.names, source.place, by_place) if member is not source]
+    return [_imported(member) for member in closure(source.names, source.place, by_place) if member is not source]
 
 
 def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingSource]:
@@ -185,7 +204,7 @@ def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingS
 
 
 def _loose(project: Project, told: set[str]) -> list[SettingSource]:
-    """Return the files that nothing names, where each is the only one of its kind in the project."""
+    """Return the files of known programs that nothing names, where each is the only one of its kind in the project."""
     variables = [launch.source for launch in project.launches if not launch.launcher]
     loose = [s for s in (*project.sources, *variables) if s.place not in told and s.kind != "code"]
     kinds = [source.kind for source in (*project.sources, *variables)]

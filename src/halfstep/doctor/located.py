@@ -13,6 +13,10 @@ from halfstep.finding import Finding
 _LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
+_TESTS = frozenset({"test", "tests", "testing", "unittests"})
+_TEST_FILE = re.compile(r"test_.*\.py|.*_test\.py|conftest\.py")
+
+
 class Edit(NamedTuple):
     """One line of a file, as it is and as it should be."""
 
@@ -38,7 +42,13 @@ class LocatedFinding(Finding):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
-        return {**super().as_dict(), "edits": [edit._asdict() for edit in self.edits]}
+        return {**super().as_dict(), "edits": [edit._asdict() for edit in self.edits], "in_tests": self.in_tests}
+
+    @property
+    def in_tests(self) -> bool:
+        """Return whether it is in a test, which decides nothing about the project."""
+        *folders, name = self.file.split("/")
+        return bool(_TESTS & set(folders)) or bool(_TEST_FILE.fullmatch(name))
 
 
 def lines_of(text: str) -> list[str]:

@@ -1,13 +1,18 @@
-"""Edits of a project as a unified diff, and written to its files: all of them, or none. Imports no torch."""
+"""Changed texts of files as a unified diff, and written to the files: all of them, or none. Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from halfstep.doctor.fixing import rewrite
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of, patched
+from halfstep.errors import WrongUse
+from halfstep.files import replacing
+
+_MARK = b"\xef\xbb\xbf"
+"""What some editors write before the first character; it stays where it is."""
 
 
 def edits_of(findings: Iterable[LocatedFinding]) -> list[Edit]:
@@ -19,12 +24,19 @@ def edits_of(findings: Iterable[LocatedFinding]) -> list[Edit]:
     return list(found.values())
 
 
-def unified_diff(texts: Mapping[str, str], edits: Sequence[Edit]) -> str:
-    """Return the edits as a patch that `git apply` and `patch -p1` take."""
+def edited(texts: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
+    """Return the texts of the files that the edits change, with the edits made."""
+    by_file: dict[str, list[Edit]] = {}
+    for edit in sorted(edits, key=lambda edit: (edit.file, edit.line)):
+        by_file.setdefault(edit.file, []).append(edit)
+    return {file: patched(texts[file], own) for file, own in by_file.items()}
+
+
+def unified_diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return the changes of `after` as a patch that `git apply` and `patch -p1` take."""
     parts = []
-    for file, own in _by_file(edits).items():
-        before, after = texts[file], patched(texts[file], own)
-        lines = difflib.unified_diff(_bare(before), _bare(after), f"a/{file}", f"b/{file}", lineterm="")
+    for file, text in after.items():
+        lines = difflib.unified_diff(_bare(before[file]), _bare(text), f"a/{file}", f"b/{file}", lineterm="")
         parts.append("\n".join(lines))
     return "\n".join(parts)
 
@@ -38,25 +50,39 @@ def apply_edits(root: Path, edits: Sequence[Edit]) -> list[str]:
 
     Raise `WrongUse` where a file has changed since it was read.
     """
+    files = dict.fromkeys(edit.file for edit in edits)
+    before = {file: (root / file).read_bytes().removeprefix(_MARK).decode("utf-8") for file in files}
+    return write_texts(root, before, edited(before, edits))
+
+
+def write_texts(root: Path, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Write the texts of `after` and return their files; on an error every file is as it was.
+
+    Raise `WrongUse` where a file is no longer as it was read.
+    """
     originals: dict[Path, bytes] = {}
     try:
-        for file, own in _by_file(edits).items():
+        for file, text in after.items():
             path = root / file
             content = path.read_bytes()
-            # Decoded without the byte order mark of some editors, which stays where it is.
-            mark = content[:3] if content.startswith(b"\xef\xbb\xbf") else b""
-            new = patched(content[len(mark) :].decode("utf-8"), own)
+            mark = _MARK if content.startswith(_MARK) else b""
+            if content[len(mark) :] != before[file].encode("utf-8"):
+                raise WrongUse(
+                    f"{file} is not what it was when it was read",
+                    allowed="files that nobody changes in the meantime",
+                    do="run halfstep doctor again",
+                )
             originals[path] = content
-            rewrite(path, mark + new.encode("utf-8"))
+            _rewrite(path, mark + text.encode("utf-8"))
     except BaseException:
         for path, content in originals.items():
-            rewrite(path, content)
+            _rewrite(path, content)
         raise
-    return list(_by_file(edits))
+    return list(after)
 
 
-def _by_file(edits: Sequence[Edit]) -> dict[str, list[Edit]]:
-    found: dict[str, list[Edit]] = {}
-    for edit in sorted(edits, key=lambda edit: (edit.file, edit.line)):
-        found.setdefault(edit.file, []).append(edit)
-    return found
+def _rewrite(path: Path, content: bytes) -> None:
+    """Replace the file behind a symlink, and keep its permissions."""
+    with replacing(path.resolve()) as draft:
+        draft.write_bytes(content)
+        shutil.copymode(path, draft)

@@ -147,6 +147,9 @@ def provenance(
         return None
     first = next((place for place in rule.order if any(_decides(tool, s) for s in read if place_of(s) == place)), None)
     winners = [s for s in read if place_of(s) == first]
+    if not winners and tool == "accelerate":
+        # Where accelerate is silent, the DeepSpeed file that it was given decides.
+        winners = [s for s in speaking if s.kind == "deepspeed" and s.claim and s.claim.says]
     return Provenance(tool, start, winners, [s for s in read if s not in winners], unread, rule.refuses)
 
 

@@ -10,15 +10,13 @@ from typing import Any
 from halfstep.doctor.checkup import Conflict, SettingsVerdict, default_file_note, facts, judge, status_of
 from halfstep.doctor.linking import Run, runs_of
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of
-from halfstep.doctor.patch import edits_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
-from halfstep.doctor.repairs import edits_for, edits_to_all, line_for
-from halfstep.doctor.settings import UNRESOLVED, FoundSetting
+from halfstep.doctor.repairs import edits_for, line_for
+from halfstep.doctor.settings import OWN_WORD, UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
-from halfstep.errors import WrongUse
 from halfstep.finding import Finding, Severity
-from halfstep.precision.names import AUTO, precision_names, read_precision
+from halfstep.precision.names import AUTO, precision_names
 
 _SAID_BY_THE_TABLE = frozenset({"accelerate.order", "recipe.not_accelerate"})
 """Notes for a single file; the table of a project says the same, for this project."""
@@ -36,12 +34,17 @@ def check_project(folder: str, variables: Mapping[str, str] = os.environ) -> dic
 
 
 def examine_project(
-    folder: str, variables: Mapping[str, str] = os.environ
+    folder: str, variables: Mapping[str, str] = os.environ, changed: Mapping[str, str] | None = None
 ) -> tuple[Project, list[Run], list[LocatedFinding]]:
-    """Return a folder as it was read, its runs, and all findings; raise `WrongUse` where there is no such folder."""
-    project = read_project(folder)
+    """Return a folder as it was read, its runs, and all findings; raise `WrongUse` where there is no such folder.
+
+    The texts of `changed` stand in the place of files.
+    """
+    project = read_project(folder, changed)
     runs = runs_of(project, from_environment(variables))
-    found = [*project.findings, *_unreadable(project), *(f for run in runs for f in _of_run(project, run))]
+    read = [f for f in project.findings if f.id not in _UNREAD]
+    found = [*read, *_not_read(project), *_unknown_words(project), *_own_words(project)]
+    found += [f for run in runs for f in _of_run(project, run)]
     for run in runs:
         notes = default_file_note(variables) if _takes_the_default(run) else []
         fix = "name the file that is meant: accelerate launch --config_file FILE"
@@ -65,12 +68,12 @@ def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedF
         "settings": [setting.as_dict() for setting in settings.values()],
         "runs": [_row(run) for run in runs],
         "findings": [finding.as_dict() for finding in findings],
-        "status": _status(runs, findings),
+        "status": status_of_project(runs, findings),
     }
 
 
 def _row(run: Run) -> dict[str, Any]:
-    verdict = judge(_compared(run, run.provenance()))
+    verdict = _verdict(run, run.provenance())
     return {
         "name": run.name,
         "launched": run.launch is not None,
@@ -84,30 +87,87 @@ def _row(run: Run) -> dict[str, Any]:
 # -- findings ---------------------------------------------------------------------------------------------------------
 
 
-def _unreadable(project: Project) -> Iterator[LocatedFinding]:
-    for source in (*project.sources, *(launch.source for launch in project.launches)):
+_UNREAD = frozenset({"project.not_read", "code.unread"})
+_MOST_NAMED = 5
+"""Places that one note names."""
+
+
+def fixes_precision(finding: LocatedFinding) -> bool:
+    """Return whether a finding is about settings, not about code."""
+    return not finding.id.startswith("code.")
+
+
+def _not_read(project: Project) -> Iterator[LocatedFinding]:
+    """Yield one note on all files that were not read."""
+    unread = [finding for finding in project.findings if finding.id in _UNREAD]
+    if unread:
+        named = [f"{f.where}: {f.evidence.removeprefix(f.file).lstrip(':, ')}" for f in unread[:_MOST_NAMED]]
+        more = [f"and {len(unread) - _MOST_NAMED} more: see --json"] if len(unread) > _MOST_NAMED else []
+        count = "1 file was" if len(unread) == 1 else f"{len(unread)} files were"
+        first = unread[0]
+        evidence = "\n".join([f"{count} not read", *named, *more])
+        yield LocatedFinding("project.not_read", "note", evidence, first.fix, first.file, first.line)
+
+
+def _sources(project: Project) -> Iterator[SettingSource]:
+    yield from project.sources
+    yield from (launch.source for launch in project.launches)
+
+
+def _unknown_words(project: Project) -> Iterator[LocatedFinding]:
+    for source in _sources(project):
         for setting in source.precision:
-            if setting.means.startswith("cannot be read"):
+            if setting.means.startswith(UNKNOWN_WORD):
                 evidence = f"{setting}  ({setting.where}): {setting.means}"
                 fix = f"write one of its words, such as {line_for(setting, 'bf16')}"
                 yield LocatedFinding("settings.unreadable", "error", evidence, fix, setting.place, setting.line)
 
 
+_OTHERS_WORDS = frozenset(
+    {"amp", "amp_bf16", "amp_fp16", "amp_fp8", "amp_bfloat16", "pure_bf16", "pure_fp16", "bf16-true", "16-true"}
+    | {"64-true", "64", "fp64", "float64", "double", "int8", "int4", "apex", "native", "full", "true", "false", "none"}
+    | {"transformer-engine", "transformer-engine-float16", "o0", "o1", "o2", "o3", "mixed", "single", "tf32", "highest"}
+    | {"high", "medium", "low", "default", "pure", "o4"}
+)
+"""Words of Composer, litgpt, apex and others, in small letters."""
+
+
+def _own_words(project: Project) -> Iterator[LocatedFinding]:
+    """Yield one note on the words that are neither the project's own, as its code defines them, nor known."""
+    known = {word.lower() for source in project.sources for word in source.words} | _OTHERS_WORDS
+    found = [
+        setting for source in _sources(project) for setting in source.precision
+        if setting.means == OWN_WORD and str(setting.value).strip().lower() not in known
+    ]  # fmt: skip
+    if found:
+        named = [f"{setting}  ({setting.where})" for setting in found[:_MOST_NAMED]]
+        more = [f"and {len(found) - _MOST_NAMED} more: see --json"] if len(found) > _MOST_NAMED else []
+        evidence = "\n".join(["only the project's own code knows what this means", *named, *more])
+        yield LocatedFinding("settings.own_word", "note", evidence, "", found[0].place, found[0].line)
+
+
 def _of_run(project: Project, run: Run) -> Iterator[LocatedFinding]:
     rows = run.provenance()
+    conflicts = _verdict(run, rows).conflicts
+    # Nothing says which of two formats is meant: nothing that follows from either is edited.
+    is_open = any(conflict.is_deepspeed for conflict in conflicts)
     for row in rows:
         for loser in row.disagreeing():
             if not row.deliberate(loser):
-                yield _ignored(project, run, row, loser)
+                found = _ignored(project, run, row, loser)
+                yield _without_edits(found) if is_open else found
     settings = run.settings()
-    for conflict in judge(_compared(run, rows)).conflicts:
-        if not _is_composition(conflict):
-            yield _mismatch(project, conflict, settings)
+    for conflict in conflicts:
+        yield _mismatch(project, conflict, settings)
     for finding in facts(run.sources):
         if finding.id not in _SAID_BY_THE_TABLE:
-            yield _located(finding, run)
+            yield _without_edits(_located(finding, run)) if is_open else _located(finding, run)
     for check in _SUBSTITUTIONS:
         yield from check(settings)
+
+
+def _without_edits(finding: LocatedFinding) -> LocatedFinding:
+    return replace(finding, edits=())
 
 
 def _takes_the_default(run: Run) -> bool:
@@ -120,6 +180,27 @@ def _compared(run: Run, rows: Sequence[Provenance]) -> list[FoundSetting]:
     # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
     lost = [setting for row in rows for setting in (*(row.overrode if row.winners else ()), *row.unread)]
     return [setting for setting in run.settings() if setting not in lost]
+
+
+def _verdict(run: Run, rows: Sequence[Provenance]) -> SettingsVerdict:
+    """Return the precision of a run, and the conflicts between settings that are known to belong together."""
+    compared = _compared(run, rows)
+    found = judge([setting for setting in compared if setting.decides])
+    if found.precision is None:
+        # What the project's own flags say is shown, and compared with nothing.
+        return SettingsVerdict(judge(compared).precision, [])
+    certain = [one for one in found.conflicts if not _is_composition(one) and _is_known(one)]
+    is_open = bool(found.conflicts) and not certain and not all(map(_is_composition, found.conflicts))
+    return SettingsVerdict(None if is_open else found.precision, certain)
+
+
+def _is_known(conflict: Conflict) -> bool:
+    """Return whether a program whose words are known reads one of the two, or torch itself does.
+
+    How two settings of the project's own code go together, that code alone knows.
+    """
+    one, other = conflict.one, conflict.other
+    return any(setting.is_judged or setting.owner == "torch" for setting in (one, other))
 
 
 def _is_composition(conflict: Conflict) -> bool:
@@ -182,7 +263,9 @@ def _name_the_file(project: Project, run: Run, loser: FoundSetting) -> tuple[tup
 
 def _mismatch(project: Project, conflict: Conflict, settings: Sequence[FoundSetting]) -> LocatedFinding:
     finding, other = conflict.finding, conflict.other
-    edits = edits_for(other, conflict.ways[0].precision, settings, project.texts)
+    # Both formats in one file, or in DeepSpeed's and accelerate's: nothing says which of the two was meant.
+    open_choice = conflict.one.place == other.place or conflict.is_deepspeed
+    edits = () if open_choice else edits_for(other, conflict.ways[0].precision, settings, project.texts)
     line = other.line
     return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, other.place, line, edits)
 
@@ -211,7 +294,7 @@ def _lightning_on_a_cpu(settings: Sequence[FoundSetting]) -> Iterator[LocatedFin
 
 def _narrow_weights(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
     for s in settings:
-        if s.claim and s.means.startswith("weights too"):
+        if s.claim and s.means.startswith("weights too") and s.owner in ("lightning", "lightning cli", "fabric"):
             evidence = f"{s.means}: an update below their precision is rounded away"
             fix = f"write {s.claim.meaning}-mixed" if s.claim.meaning == "bf16" else "write 16-mixed"
             yield _found_at(s, "lightning.narrow_weights", "warning", evidence, fix)
@@ -232,16 +315,24 @@ def _scaler_without_fp16(settings: Sequence[FoundSetting]) -> Iterator[LocatedFi
             yield _found_at(s, "deepspeed.scaler_unused", "note", evidence, "nothing, if fp16 is meant to be off")
 
 
-_SUBSTITUTIONS = (_lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
+def _nan_out_of_logs(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+    for s in settings:
+        if s.key.rstrip(")").endswith("logging_nan_inf_filter") and s.value is True:
+            evidence = "a loss that is inf or NaN does not show in the logs of training and evaluation"
+            fix = "write logging_nan_inf_filter: false while you look for one"
+            yield _found_at(s, "transformers.nan_hidden_from_logs", "note", evidence, fix)
+
+
+_SUBSTITUTIONS = (_nan_out_of_logs, _lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
 
 
 # -- status -----------------------------------------------------------------------------------------------------------
 
 
-def _status(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str, Any]:
+def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str, Any]:
     """Return the status check over all runs; where runs differ in precision, each is named."""
-    errors = [finding for finding in findings if finding.severity == "error"]
-    verdicts = {run.name: judge(_compared(run, run.provenance())) for run in runs}
+    errors = [finding for finding in findings if finding.severity == "error" and not finding.in_tests]
+    verdicts = {run.name: _verdict(run, run.provenance()) for run in runs}
     sources = list({id(s): s for run in runs for s in run.sources}.values())
     settings = [s for run in runs for s in run.settings() if s.value != NOT_GIVEN]
     precisions = {v.precision for v in verdicts.values() if v.precision not in (None, AUTO)}
@@ -264,9 +355,16 @@ def _status(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str
 
 _REASONS = {
     "settings.precision_mismatch": "precision mismatch",
+    "deepspeed.format_mismatch": "DeepSpeed and accelerate ask for different formats",
     "settings.ignored": "a setting is ignored",
     "settings.unreadable": "a setting cannot be read",
 }
+
+
+def precisions_of(runs: Sequence[Run]) -> set[str]:
+    """Return the precisions of all runs whose settings decide one."""
+    found = (_verdict(run, run.provenance()).precision for run in runs)
+    return {precision for precision in found if precision is not None}
 
 
 def _reason(errors: Sequence[LocatedFinding]) -> str:
@@ -282,34 +380,3 @@ def _final(errors: Sequence[LocatedFinding], status: Mapping[str, Any]) -> str:
     count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
     mended = all(finding.edits for finding in errors)
     return f"not ready: {count}; {'--fix shows the patch' if mended else 'the fix stands below each'}"
-
-
-# -- edits ------------------------------------------------------------------------------------------------------------
-
-
-def edits_to(
-    fix: str, project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding], shown: str
-) -> list[Edit]:
-    """Return the edits that --fix asks for: those of all findings, or those after which all ask for one precision.
-
-    Raise `WrongUse` for a word that is no precision, and `PrecisionRefused` or `UnknownName` as a recipe would.
-    """
-    if fix == shown:
-        return edits_of(findings)
-    wanted = read_precision(fix).name
-    if wanted not in precision_names():
-        raise WrongUse(f"--fix {fix}", allowed=", ".join(precision_names()), do="--fix bf16")
-    return _settled_edits(project, runs, wanted)
-
-
-def _settled_edits(project: Project, runs: Sequence[Run], precision: str) -> list[Edit]:
-    """Return the edits after which every setting of every run asks for `precision`."""
-    said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN]
-    against = [setting for setting in said if _speaks_against(setting, precision)]
-    return list(edits_to_all(against, precision, said, project.texts))
-
-
-def _speaks_against(setting: FoundSetting, precision: str) -> bool:
-    assert setting.claim
-    named = setting.claim.says is not None and setting.claim.meaning not in (precision, AUTO)
-    return named or precision in setting.claim.denies

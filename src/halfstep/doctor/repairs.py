@@ -171,6 +171,9 @@ def _edits(
     """Return one edit for each line, after those that were made before; None where a setting cannot be changed."""
     edits = dict(made or {})
     for setting in settings:
+        if setting.place.endswith((".py", ".ipynb")):
+            # Python is edited for mistakes in code only.
+            return None
         line = _line(setting, texts)
         place = (setting.place, setting.line or 0)
         before = edits[place].after if place in edits else line
@@ -208,9 +211,14 @@ def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str
         return _changed_word(setting, precision, line)
     if setting.kind == "code":
         return _changed_keyword(setting, precision, line)
-    key, _, value = line_for(setting, precision).partition(": ")
-    if " and " in value or key != setting.leaf:
+    written, _, another = line_for(setting, precision).partition(" and ")
+    key, _, value = written.partition(": ")
+    if key != setting.leaf or (another and not line.lstrip(" \"'").startswith(key)):
         return None
+    if another:
+        indent = line[: len(line) - len(line.lstrip())]
+        own = _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
+        return f"{indent}{another}\n{own}" if own is not None else None
     if setting.place.endswith(".json"):
         value = value.lower() if value in ("True", "False") else f'"{value.strip(_QUOTES)}"'
     return _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
@@ -224,8 +232,10 @@ def _changed_flag(setting: FoundSetting, precision: str, paired: bool, line: str
     key = "enabled" if setting.leaf == "enabled" else own
     rename = on and not paired and precision in ("fp16", "bf16") and precision != own
     if rename and key == "enabled":
-        # Only where the section says nothing else: words on the loss scale have no place below bf16.
-        return _once(rf'"{own}"(\s*:\s*{{\s*"enabled"\s*:\s*true\s*}})', rf'"{precision}"\g<1>', line)
+        # Words on the loss scale have no place below bf16: the section stays, and is switched off.
+        alone = _once(rf'"{own}"(\s*:\s*{{\s*"enabled"\s*:\s*true\s*}})', rf'"{precision}"\g<1>', line)
+        off = rf'"{precision}": {{"enabled": true}}, "{own}"\g<1>false'
+        return alone or _once(rf'"{own}"(\s*:\s*{{[^}}]*"enabled"\s*:\s*)true', off, line)
     new = precision if rename else key
     value = rename or own == precision
     written = str(value) if setting.kind == "code" or "True" in line or "False" in line else str(value).lower()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from halfstep.precision.names import Claim
@@ -23,6 +23,15 @@ LONGEST_SHOWN = 60
 UNRESOLVED = "(not known before the run)"
 """The value of a setting that only the run itself computes: `${...}`, `$VAR`, a variable of a script."""
 
+
+UNKNOWN_WORD = "cannot be read"
+"""How the meaning of a word begins that the program which reads it does not know."""
+OWN_WORD = "a word of the project's own"
+"""The meaning of a word that only the project's own parser knows."""
+PROJECT = "project"
+"""The owner of a setting that the project's own code reads."""
+_PROGRAMS = frozenset({"accelerate", "deepspeed", "lightning", "lightning cli", "fabric", "transformers", "halfstep"})
+"""Programs whose words are known; a word of theirs is judged, a word of any other is shown."""
 
 _LEVELS = {"environment": "environment", "launch": "flag", "code": "code"}
 
@@ -46,6 +55,8 @@ class FoundSetting:
     """Where a tool ranks it: file, environment, flag, code, or default (of a script's own argument)."""
     argument: str = ""
     """The script's own argument that this setting takes its value from."""
+    decides: bool = True
+    """Whether it holds for the whole run; an autocast in a function, or a default that a flag replaces, does not."""
 
     @property
     def leaf(self) -> str:
@@ -59,6 +70,11 @@ class FoundSetting:
     def owner(self) -> str:
         """The program that reads the setting."""
         return self.tool or self.kind
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the words of its owner are known."""
+        return self.owner in _PROGRAMS or (self.kind == "recipe" and self.tool != PROJECT)
 
     @property
     def rank(self) -> str:
@@ -83,6 +99,21 @@ class FoundSetting:
         }
 
 
+def without_alternatives(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
+    """Take the claims from calls of one kind that name different formats: which part of the run has which is not
+    known.
+    """
+    named: dict[str, set[str]] = {}
+    for setting in settings:
+        if setting.claim:
+            named.setdefault(_call_of(setting), set()).add(setting.claim.meaning)
+    return [replace(s, claim=None) if len(named.get(_call_of(s), ())) > 1 else s for s in settings]
+
+
+def _call_of(setting: FoundSetting) -> str:
+    return setting.key.removesuffix("(enabled)")
+
+
 class SettingSource(NamedTuple):
     """A source that was read, and its settings."""
 
@@ -101,6 +132,8 @@ class SettingSource(NamedTuple):
     """Files and modules that it names: what a script imports, what a launch line starts."""
     tools: frozenset[str] = frozenset()
     """The libraries whose precision a script decides, or the launcher of a launch line."""
+    words: frozenset[str] = frozenset()
+    """Words that a script defines: choices of its arguments, keys of its dictionaries of formats, members of enums."""
 
 
 @dataclass(frozen=True)

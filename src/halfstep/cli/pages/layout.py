@@ -114,5 +114,7 @@ def print_finding(console: Console, finding: dict[str, Any]) -> None:
             f"  {finding['file']}{':' + str(finding['line']) if finding.get('line') else ''}", style="not bold"
         )
     console.print()
-    console.print(words)
-    console.print(indented(Text(f"{finding['evidence']}\ndo: {finding['fix']}")))
+    # A path is copied: it is not broken.
+    console.print(words, soft_wrap=True)
+    advice = f"\ndo: {finding['fix']}" if finding["fix"] else ""
+    console.print(indented(Text(f"{finding['evidence']}{advice}")))

@@ -1,4 +1,4 @@
-"""Print the check of a project's folder at 80 columns, plain without a terminal."""
+"""Print the check of a project's folder at 80 columns, plain without a terminal: the verdict first."""
 
 from __future__ import annotations
 
@@ -9,34 +9,58 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, indented, print_finding, ruled_table
-from halfstep.cli.pages.settings import print_status
 from halfstep.doctor.settings import shown
 from halfstep.printable import in_line
 from halfstep.terminal import screen
 
 _MOST_ROWS = 60
 """Settings that a page shows; --json has all of them."""
+_MOST_PLACES = 10
+"""Places of one finding that a page shows; --json has all of them."""
 _START = {"accelerate": "accelerate launch", "fabric": "fabric run", "python": "python or torchrun"}
 _ASIDE = frozenset({"distributed_type", "gpu_ids", "zero_optimization.stage", "deepspeed_config.zero_stage"})
 """Keys that say nothing of precision; --json has them."""
+_IN_EVERY_FILE = ("code.", "checkpoint.", "accelerate.", "lightning.", "deepspeed.")
+"""Findings whose advice is the same wherever they stand."""
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the whole report, the verdict last."""
+def show(report: dict[str, Any], settings: bool = False) -> None:
+    """Print the verdict, the findings, and what was asked for: a patch, a recipe, the settings."""
     console = screen()
-    heading(console, "Project", _counted(report))
-    settings = [row for row in report["settings"] if row["key"] not in _ASIDE]
-    if settings:
-        console.print(_settings(settings, console))
+    _print_verdict(console, report)
+    for finding in report["findings"]:
+        if not finding["in_tests"]:
+            _print_once(console, finding, report["findings"])
+    _print_tests(console, report["findings"])
     for run in report["runs"]:
         _print_run(console, run)
-    for finding in report["findings"]:
-        print_finding(console, finding)
+    if settings:
+        rows = [row for row in report["settings"] if row["key"] not in _ASIDE]
+        heading(console, "Settings", "" if rows else "none of them speaks of precision")
+        console.print(_settings(rows, console))
     _print_patch(console, report)
     if "written" in report:
         heading(console, "Recipe", report["written"])
-    console.print()
-    print_status(console, report["status"])
+
+
+def _print_verdict(console: Console, report: dict[str, Any]) -> None:
+    status = report["status"]
+    why = f" ({status['reason']})" if status["reason"] else ""
+    console.print(Text(status["final"] + why, style="bold green" if status["aligned"] else "bold red"))
+    console.print(indented(Text(_counted(report), style="dim")))
+    console.print(indented(Text(f"precision: {_precision(status)}")))
+    numbers = {"learning rate": status["learning_rate"], "clipping": status["clipping"]}
+    for name, words in numbers.items():
+        if words != "not set":
+            console.print(indented(Text(f"{name}: {words}")))
+
+
+def _precision(status: dict[str, Any]) -> str:
+    if not status["aligned"]:
+        return str(status["amp"])
+    silent = "what decides is known only in the run" if status["unresolved"] else "nothing speaks of it"
+    known = {None: silent, "auto": "the device decides", "several": status["amp"]}
+    return str(known.get(status["precision"], f"everything asks for {status['precision']}"))
 
 
 def _counted(report: dict[str, Any]) -> str:
@@ -44,6 +68,46 @@ def _counted(report: dict[str, Any]) -> str:
     more = ", and more that were not" if files["more"] else ""
     count = "1 file" if files["read"] == 1 else f"{files['read']:,} files"
     return f"{report['folder']}: {count} looked at{more}, {files['with_settings']} with settings"
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    same_words = one["id"].startswith(_IN_EVERY_FILE) or one["evidence"] == other["evidence"]
+    return bool(one["id"] == other["id"] and one["severity"] == other["severity"] and same_words)
+
+
+def _print_once(console: Console, finding: dict[str, Any], findings: list[dict[str, Any]]) -> None:
+    """Print a finding with all of its places, where it is the first of its kind."""
+    all_of_it = [other for other in findings if _same(finding, other) and not other["in_tests"]]
+    if all_of_it[0] is not finding:
+        return
+    print_finding(console, finding)
+    places = [_place(other) for other in all_of_it]
+    if len(places) > 1:
+        more = [f"and {len(places) - _MOST_PLACES} more: see --json"] if len(places) > _MOST_PLACES else []
+        for place in [f"in {len(places)} places:", *places[:_MOST_PLACES], *more]:
+            # A path is copied: it is not broken.
+            console.print(Text(f"  {place}"), soft_wrap=True)
+
+
+def _place(finding: dict[str, Any]) -> str:
+    return f"{finding['file']}:{finding['line']}" if finding["line"] else str(finding["file"])
+
+
+def _print_tests(console: Console, findings: list[dict[str, Any]]) -> None:
+    tests = [finding for finding in findings if finding["in_tests"]]
+    if not tests:
+        return
+    heading(console, "In tests", "these decide nothing")
+    for name in dict.fromkeys(finding["id"] for finding in tests):
+        places = [_place(finding) for finding in tests if finding["id"] == name]
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        console.print(Text(f"  {name}  {places[0]}{more}"), soft_wrap=True)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _settings(rows: list[dict[str, Any]], console: Console) -> Table:
@@ -60,7 +124,7 @@ def _settings(rows: list[dict[str, Any]], console: Console) -> Table:
 
 
 def _print_run(console: Console, run: dict[str, Any]) -> None:
-    if not run["provenance"]:
+    if not any(row["overrode"] or row["not_read"] for row in run["provenance"]):
         return
     started = f"started by {_START[run['start']]}"
     aside = f"{run['name']}, {started}" if run["launched"] else f"no launch line, taken to be {started}"
@@ -89,6 +153,9 @@ def _print_patch(console: Console, report: dict[str, Any]) -> None:
     heading(console, "Patch", "" if report["patch"] else "none: no finding has an edit")
     if report["patch"]:
         console.print(Text(report["patch"]), soft_wrap=True)
+    if report["refused"]:
+        words = "settings are left alone, because no edit ends in settings that agree; --fix NAME decides:"
+        console.print(indented(Text(in_line(f"{words}\n{report['refused']}"))))
     if applied:
         files = ", ".join(report["files_modified"]) or "none"
         console.print(indented(Text(in_line(f"Files modified: {files}"))))

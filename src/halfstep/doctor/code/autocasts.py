@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,15 @@ NEW = frozenset({"torch.autocast", "torch.amp.autocast"})
 _NAMES = OLD | NEW
 _DEFAULTS: dict[str, Named] = {"cuda": "fp16", "cpu": "bf16"}
 _MODULES = ("forward", "__call__")
+_OPENED = re.compile(r"\bautocast\b")
+_ISLAND = re.compile(r"\bautocast\((?:[^()]|\([^()]*\))*\benabled=False")
+
+
+def may_open(text: str) -> bool:
+    """Return whether a file may open autocast; models of transformers only switch it off, and need no parsing."""
+    if "autocast" not in text:
+        return False
+    return len(_OPENED.findall(text)) > len(_ISLAND.findall(text)) + text.count("import autocast")
 
 
 @dataclass(frozen=True)

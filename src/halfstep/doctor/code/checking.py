@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 
 from halfstep.doctor.code import rules
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.script import parse
+from halfstep.doctor.code.autocasts import may_open
+from halfstep.doctor.code.facts import Facts, facts_of
 from halfstep.doctor.located import LocatedFinding, patched
 
 LARGEST = 1_000_000
@@ -27,19 +28,23 @@ MOST_TRIED, LARGEST_TRIED = 20, 200_000
 _LIBRARIES = ("torch", "lightning", "accelerate", ".unscale_(")
 """Paddle has a GradScaler too. A scaler that is an argument may stand in a file that imports nothing of these."""
 _NARROW = (".half(", ".bfloat16(", "float16")
-_NEEDED = (
-    (
-        ("autocast", "GradScaler"),
-        ("backward", "binary_cross_entropy", "BCELoss", ".apply(", "cuda.amp", "cpu.amp", "e-", *_NARROW),
-    ),
+_NEEDED: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("GradScaler",), ("backward",)),
+    (("autocast",), ("backward", "binary_cross_entropy", "BCELoss", ".apply(")),
+    (("autocast",), ("autograd.grad",)),
+    (("cuda.amp", "cpu.amp"), ("autocast", "GradScaler")),
+    (("autocast",), ("e-7", "e-8", "e-9"), ("Linear(", "Conv", "matmul(", "mm(", "einsum(")),
+    (("autocast",), ('"cpu"', "'cpu'"), _NARROW),
     ((".scale(", "unscale_"), ("backward",)),
-    (_NARROW, ("optim",), (".parameters()",)),
-    (_NARROW, ("ema", "EMA", "swa", "SWA", "verage"), ("lerp_", ".mul_(", "update", ".step(")),
-    (("mixed_precision",), ("cpu",)),
-    (("precision",), ("accelerator=", "accelerator =")),
+    (("mixed_precision",), ("cpu=True",)),
+    (("precision",), ("accelerator=", "accelerator ="), ("Trainer(", "Fabric(")),
+    (("allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),),
+    (("caler.step(", "caler.scale("), ("state_dict",)),
 )
 """Every finding needs a word of each group of one row; a file without them is not parsed."""
 
+_OPTIMIZER = re.compile(r"[A-Z]\w*\(\s*(?:params\s*=\s*)?[\w.\[\]'\"()]+\.parameters\(\)")
+_AVERAGE = re.compile(r"(?<![A-Za-z0-9])(ema|swa|averaged?)(_\w*|model\w*)?\s*=[^=]", re.IGNORECASE)
 _MARK = "\ufeff"
 """What editors on Windows write before the first character."""
 
@@ -59,12 +64,12 @@ def check_code(file: str, text: str) -> list[LocatedFinding]:
 
 def check_untried(file: str, text: str) -> list[LocatedFinding]:
     """Return the same findings with the edits that the rules propose."""
-    if not any(all(any(word in text for word in group) for group in (*row, _LIBRARIES)) for row in _NEEDED):
+    if not _may_have_findings(text):
         return []
     if len(text) > LARGEST:
         return [_unread(file, f"it has {len(text):,} characters, more than {LARGEST:,}")]
     try:
-        facts = Facts(parse(file, text))
+        facts = facts_of(file, text)
         if facts.count > MOST:
             return [_unread(file, f"it has {facts.count:,} calls of autocast and scalers, more than {MOST}")]
         found = [finding for rule in all_rules() for finding in rule(facts)]
@@ -74,6 +79,17 @@ def check_untried(file: str, text: str) -> list[LocatedFinding]:
     except (RecursionError, MemoryError):
         return [_unread(file, "it is nested too deeply")]
     return sorted(found, key=lambda finding: (finding.line or 0, finding.id))
+
+
+def _may_have_findings(text: str) -> bool:
+    if not any(word in text for word in _LIBRARIES):
+        return False
+    opens = may_open(text)
+    rows = (row for row in _NEEDED if opens or row[0] != ("autocast",))
+    if any(all(any(word in text for word in group) for group in row) for row in rows):
+        return True
+    # Weights in 16 bits matter where an optimizer is made over them, or where they are an average.
+    return any(word in text for word in _NARROW) and bool(_OPTIMIZER.search(text) or _AVERAGE.search(text))
 
 
 def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:

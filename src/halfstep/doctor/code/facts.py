@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from halfstep.doctor.code.autocasts import Autocasts
 from halfstep.doctor.code.scalers import Scalers
-from halfstep.doctor.code.script import Script, method, path_of, receiver
+from halfstep.doctor.code.script import Script, method, parse, path_of, receiver
 
 _OPTIMIZER = re.compile(r"optim|(^|_)opt(_|\d*$)", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric", re.IGNORECASE)
@@ -65,3 +65,12 @@ class Facts:
         if not call.args:
             return path_of(call.func.value) not in ("self", "ctx")
         return bool(_OWNERS.search(path_of(call.func.value) or ""))
+
+
+@lru_cache(maxsize=1)
+def facts_of(file: str, text: str) -> Facts:
+    """Return a file as the rules see it; raise SyntaxError, ValueError, RecursionError or MemoryError as `parse` does.
+
+    The last one is kept: settings and mistakes are looked for in the same file, one after the other.
+    """
+    return Facts(parse(file, text))

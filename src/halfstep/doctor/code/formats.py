@@ -8,7 +8,7 @@ from typing import Literal
 from halfstep.doctor.code.script import FUNCTIONS, Function, Script, argument, method
 
 Named = Literal["fp16", "bf16", "fp32"]
-_DTYPES: dict[str, Named] = {
+DTYPES: dict[str, Named] = {
     "torch.float16": "fp16",
     "torch.half": "fp16",
     "torch.bfloat16": "bf16",
@@ -27,7 +27,7 @@ def format_named(script: Script, node: ast.AST | None) -> Named | None:
     """Return the format that a dtype expression certainly names."""
     if node is None:
         return None
-    found = {_DTYPES.get(name) for name in script.names(node)}
+    found = {DTYPES.get(name) for name in script.names(node)}
     return found.pop() if len(found) == 1 else None
 
 

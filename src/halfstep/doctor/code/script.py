@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -36,10 +36,11 @@ _DEEPEST = 8
 """How many bindings are followed from name to name."""
 _MOST_BINDINGS = 50
 """How many values of one variable are kept; with more than one, its value is not certain anyway."""
-_PLACED = (
-    ast.expr, ast.stmt, ast.keyword, ast.arg, ast.arguments, ast.alias, ast.withitem, ast.comprehension,
-    ast.excepthandler, ast.match_case, ast.pattern,
-)  # fmt: skip
+_SHARED = frozenset(
+    one
+    for base in (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
+    for one in base.__subclasses__()
+)
 _Node = TypeVar("_Node", bound=ast.AST)
 
 
@@ -54,6 +55,7 @@ class Script:
     """A parsed file, and answers about it."""
 
     def __init__(self, file: str, text: str, tree: ast.Module) -> None:
+        self.source = text
         self.file, self.lines, self.tree = file, [line.rstrip("\r\n") for line in lines_of(text)], tree
         self.parents: dict[ast.AST, ast.AST] = {}
         self.scopes: dict[ast.AST, ast.AST] = {}
@@ -209,15 +211,18 @@ class Script:
 
     def _walk(self) -> None:
         stack: list[tuple[ast.AST, ast.AST]] = [(self.tree, self.tree)]
+        scopes, parents, by_type = self.scopes, self.parents, self._by_type
         while stack:
             node, scope = stack.pop()
-            self.scopes[node] = scope
-            self._by_type[type(node)].append(node)
-            if isinstance(node, ast.Call):
-                self._calls_in[scope].append(node)
-            inner = node if isinstance(node, _SCOPES) else scope
-            for child in reversed(list(_children(node))):
-                self.parents[child] = node
+            kind = node.__class__
+            scopes[node] = scope
+            by_type[kind].append(node)
+            if kind is ast.Call:
+                self._calls_in[scope].append(node)  # type: ignore[arg-type]
+            inner = node if kind in _SCOPES else scope
+            children = _children(node)
+            for child in reversed(children):
+                parents[child] = node
                 stack.append((child, inner))
         del self.scopes[self.tree]
 
@@ -269,12 +274,8 @@ def parse(file: str, text: str) -> Script:
     return Script(file, text, syntax_tree(text))
 
 
-@lru_cache(maxsize=1)
 def syntax_tree(text: str) -> ast.Module:
-    """Return the tree of a file, without lines for IPython's shell; raise as `parse` does.
-
-    The last one is kept: settings and mistakes are looked for in the same file, one after the other.
-    """
+    """Return the tree of a file, without lines for IPython's shell; raise as `parse` does."""
     with warnings.catch_warnings():
         # An invalid escape such as "\d" in a stranger's file is no concern of ours, nor of an `-W error`.
         warnings.simplefilter("ignore")
@@ -335,14 +336,16 @@ def mentions(node: ast.AST, pattern: re.Pattern[str]) -> bool:
     return any(pattern.search(word) for word in words_in(node))
 
 
-def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the children of a node; contexts and operators are left out: Python has one object for all of each."""
+def _children(node: ast.AST) -> list[ast.AST]:
+    """Return the children of a node; contexts and operators are left out: Python has one object for all of each."""
+    found: list[ast.AST] = []
     for name in node._fields:
         value = getattr(node, name, None)
-        if isinstance(value, list):
-            yield from (one for one in value if isinstance(one, _PLACED))
-        elif isinstance(value, _PLACED):
-            yield value
+        if value.__class__ is list:
+            found += [one for one in value if isinstance(one, ast.AST) and one.__class__ not in _SHARED]  # type: ignore[union-attr]
+        elif isinstance(value, ast.AST) and value.__class__ not in _SHARED:
+            found.append(value)
+    return found
 
 
 @cache

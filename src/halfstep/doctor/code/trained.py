@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from halfstep.doctor.code.formats import cast_to, class_named, function_named, module_format
+from halfstep.doctor.code.formats import Named, cast_to, class_named, function_named, module_format
 from halfstep.doctor.code.order import exclusive, precedes
 from halfstep.doctor.code.script import Script, argument, method, path_of, receiver
 
 _FROZEN = re.compile(
     r"requires_grad|lora|peft|add_adapter|cast_training_params|kbit|freeze|frozen"
-    r"|deepspeed|apex|master|fp16_optimizer|colossal|megatron|fairscale",
+    r"|deepspeed|apex|master|fp16_optimizer|colossal|megatron|fairscale|to_fp32|\.data\s*=|stochastic|kahan",
     re.IGNORECASE,
 )
 """Words of code in which the weights in 16 bits may not be those that are trained, or have copies in fp32."""
@@ -29,9 +29,16 @@ class Trained(NamedTuple):
 
 def half_trained(script: Script) -> Iterator[Trained]:
     """Yield every optimizer over `module.parameters()` where the module certainly is in fp16."""
+    yield from narrow_trained(script, "fp16")
+
+
+def narrow_trained(script: Script, format: Named) -> Iterator[Trained]:
+    """Yield every optimizer over `module.parameters()` where the module certainly is in a 16-bit format."""
+    if not any(word in script.source for word in (".half(", ".bfloat16(", "float16")):
+        return
     for call in script.calls():
         module = _module(script, call)
-        cast = _cast_before(script, module, call) if module is not None else None
+        cast = _cast_before(script, module, call, format) if module is not None else None
         if module is not None and cast is not None and not any(map(_FROZEN.search, script.lines)):
             yield Trained(call, path_of(module) or script.text(module), cast)
 
@@ -50,23 +57,36 @@ def _module(script: Script, call: ast.Call) -> ast.expr | None:
     )
 
 
-def _cast_before(script: Script, module: ast.expr, optimizer: ast.Call) -> ast.Call | None:
-    """Return the last cast of a module before an optimizer is built over it, if it is one to fp16."""
+def _cast_before(script: Script, module: ast.expr, optimizer: ast.Call, format: Named) -> ast.Call | None:
+    """Return the last cast of a module before an optimizer is built over it, if it is one to this format."""
     path, scope = path_of(module), script.scopes[optimizer]
     # The cast of a module changes it in place, whatever becomes of the result.
     certain = [
         call for call in script.calls(scope)
-        if path is not None and receiver(call) == path and cast_to(script, call) and precedes(call, optimizer)
+        if path is not None and _cast_module(call) == path and cast_to(script, call) and precedes(call, optimizer)
     ]  # fmt: skip
     if certain:
         last = certain[-1]
-        is_sure = not exclusive(script, last, optimizer) and script.parents[script.statement(last)] in _around(
-            script, optimizer
-        )
-        return last if cast_to(script, last) == "fp16" and is_sure else None
-    if module_format(script, module) == "fp16":
-        return _made_in_half(script, module)
-    return _part_in_half(script, module)
+        home = script.parents[script.statement(last)]
+        # Under a condition that asks for the format, it is one wherever that holds.
+        asked = isinstance(home, ast.If) and _ASKS.search(ast.unparse(home.test)) and len(certain) == 1
+        is_sure = not exclusive(script, last, optimizer) and (home in _around(script, optimizer) or bool(asked))
+        return last if cast_to(script, last) == format and is_sure else None
+    if module_format(script, module) == format:
+        return _made_in_half(script, module, format)
+    return _part_in_half(script, module, format)
+
+
+_ASKS = re.compile(r"fp16|float16|bf16|half|prec", re.IGNORECASE)
+_CHAINED = ("to", "cuda", "cpu", "train", "half", "bfloat16", "float", "requires_grad_")
+
+
+def _cast_module(call: ast.Call) -> str | None:
+    """Return `model` of `model.to(device).to(torch.bfloat16)`."""
+    node: ast.expr = call
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHAINED:
+        node = node.func.value
+    return path_of(node) if node is not call else receiver(call)
 
 
 def _around(script: Script, node: ast.AST) -> list[ast.AST]:
@@ -78,24 +98,24 @@ def _around(script: Script, node: ast.AST) -> list[ast.AST]:
     return found
 
 
-def _made_in_half(script: Script, module: ast.expr) -> ast.Call | None:
+def _made_in_half(script: Script, module: ast.expr, format: Named) -> ast.Call | None:
     """Return the cast that makes a module fp16, in a function of this file where that makes it."""
     value = script.value(module)
     function = function_named(script, value.func) if isinstance(value, ast.Call) else None
     for node in ast.walk(function or value):
-        if isinstance(node, ast.Call) and cast_to(script, node) == "fp16":
+        if isinstance(node, ast.Call) and cast_to(script, node) == format:
             return node
     return value if isinstance(value, ast.Call) else None
 
 
-def _part_in_half(script: Script, module: ast.expr) -> ast.Call | None:
+def _part_in_half(script: Script, module: ast.expr, format: Named) -> ast.Call | None:
     """Return the cast of a part, where a class of this file makes one of its modules in fp16."""
     value = script.value(module)
     owner = class_named(script, value.func) if isinstance(value, ast.Call) else None
     for node in ast.walk(owner) if owner is not None else ():
         is_part = isinstance(node, ast.Assign) and (path_of(node.targets[0]) or "").startswith("self.")
         made = node.value if is_part and isinstance(node, ast.Assign) else None
-        if isinstance(made, ast.Call) and cast_to(script, made) == "fp16" and _is_new_module(script, made):
+        if isinstance(made, ast.Call) and cast_to(script, made) == format and _is_new_module(script, made):
             return made
     return None
 

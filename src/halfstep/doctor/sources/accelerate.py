@@ -18,9 +18,9 @@ NOT_GIVEN = "(not given)"
 POLICIES = ("fsdp_mixed_precision_policy", "mixed_precision_policy")
 
 
-def from_accelerate(path: str) -> SettingSource:
+def from_accelerate(path: str, text: str | None = None) -> SettingSource:
     """Read the file as `accelerate launch --config_file PATH` would."""
-    return accelerate_settings(read_document("accelerate", path))
+    return accelerate_settings(read_document("accelerate", path, text))
 
 
 def accelerate_settings(document: Document) -> SettingSource:
@@ -41,6 +41,7 @@ def accelerate_settings(document: Document) -> SettingSource:
         found + _nested(document),
         training_settings(document, "deepspeed_config.", clipping),
         text=document.text,
+        names=[str(clipping["deepspeed_config_file"])] if _deepspeed_file(content) else [],
     )
 
 

@@ -14,12 +14,12 @@ _OLD_BF16 = "bfloat16"
 """DeepSpeed's former spelling of bf16, which it still reads."""
 
 
-def from_deepspeed(path: str) -> SettingSource:
+def from_deepspeed(path: str, text: str | None = None) -> SettingSource:
     """Read `fp16.enabled` and `bf16.enabled` of a DeepSpeed JSON file; `auto` leaves them to the launcher.
 
     Raise `BadRecipe` where the file is not JSON.
     """
-    return deepspeed_settings(read_document("deepspeed", path))
+    return deepspeed_settings(read_document("deepspeed", path, text))
 
 
 def deepspeed_settings(document: Document) -> SettingSource:

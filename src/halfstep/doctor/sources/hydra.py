@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from halfstep.doctor.settings import UNRESOLVED, Document, FoundSetting, SettingSource
-from halfstep.doctor.sources.reading import lightning_claim, safe_claim, training_settings
+from halfstep.doctor.sources.reading import is_word, lightning_claim, own_claim, training_settings
 from halfstep.doctor.sources.recipe import SPEAK_OF_TRAINING, sections
 from halfstep.precision.names import PRECISION_KEYS
 
@@ -23,15 +23,16 @@ def hydra_settings(document: Document) -> SettingSource:
 
 
 def _hydra_section(document: Document, prefix: str, section: Mapping[str, Any]) -> Iterator[FoundSetting]:
+    targets = "lightning" in str(section.get("_target_", "")).lower()
     for key, value in section.items():
-        if key not in PRECISION_KEYS or value is None or isinstance(value, Mapping):
+        if key not in PRECISION_KEYS or value is None or isinstance(value, Mapping) or not is_word(key, value):
             continue
         if key == "precision" and prefix and prefix[:-1].lower() not in SPEAK_OF_TRAINING:
             continue
         if "${" in str(value):
             yield document.setting(prefix + key, value, UNRESOLVED)
             continue
-        claim, means = lightning_claim(prefix + key, value) if key == "precision" else safe_claim(key, value)
+        claim, means = lightning_claim(prefix + key, value) if targets and key == "precision" else own_claim(key, value)
         yield document.setting(prefix + key, value, means, claim)
 
 

@@ -11,16 +11,17 @@ from halfstep.doctor.sources.accelerate import accelerate_settings
 from halfstep.doctor.sources.deepspeed import deepspeed_settings
 from halfstep.doctor.sources.hydra import hydra_settings
 from halfstep.doctor.sources.lightning import SUBCOMMANDS, lightning_settings
-from halfstep.doctor.sources.reading import document_of
-from halfstep.doctor.sources.recipe import recipe_settings
+from halfstep.doctor.sources.reading import document_of, foreign_document_of
+from halfstep.doctor.sources.recipe import project_settings, recipe_settings
 from halfstep.doctor.sources.training_arguments import ARGUMENTS, arguments_settings
 
 SPEAKS = re.compile(
     r"\b(amp|use_amp|amp_dtype|fp16|bf16|bfloat16|fp32|mixed_precision|precision|precision_type|tf32|lr|learning_rate|"
-    r"\w{0,20}clip\w{0,20}|max_grad_norm|distributed_type|compute_environment|defaults)[\"']?\s*:"
+    r"\w{0,20}clip\w{0,20}|max_grad_norm|distributed_type|compute_environment|defaults|logging_nan_inf_filter)[\"']?\s*[:=]"
 )
 """Keys without which a configuration has no setting; files without them are not parsed."""
-_ACCELERATE = ("compute_environment", "distributed_type", "downcast_bf16", "machine_rank", "fsdp_config")
+_ACCELERATE = ("compute_environment", "distributed_type", "downcast_bf16", "machine_rank")
+"""Not `fsdp_config`, which transformers and axolotl have, too."""
 _DEEPSPEED = (
     "zero_optimization",
     "train_micro_batch_size_per_gpu",
@@ -46,13 +47,26 @@ _LIGHTNING = frozenset(
         "precision",
     }
 )
+_TASKS = ("classification", "diffusion", "segmentation")
+"""Tasks of halfstep, without an import of them: a task of one's own is named with a colon."""
 _ENOUGH = 2
 """How many of a tool's keys make a file one of its own."""
 
 
+_OTHER_PROGRAMS = (
+    frozenset({"base_model", "datasets"}),  # axolotl
+    frozenset({"base_model", "sequence_len"}),
+    frozenset({"base_model", "adapter"}),
+    frozenset({"base_model", "fsdp"}),
+    frozenset({"max_duration", "precision"}),  # Composer
+    frozenset({"checkpoint_dir", "precision"}),  # litgpt
+)
+"""Keys by which a file of a program is known whose words are its own, although it has keys of transformers."""
+
+
 def kind_of(content: Mapping[str, Any], text: str, json: bool) -> Kind:
     """Return what a configuration is; `recipe` is also the YAML of any project."""
-    if "task" in content and not json:
+    if any(keys <= set(content) for keys in _OTHER_PROGRAMS) or "_component_:" in text:
         return "recipe"
     for kind, is_one in _KINDS.items():
         if is_one(content, text, json):
@@ -103,7 +117,7 @@ _KINDS: dict[Kind, Callable[[Mapping[str, Any], str, bool], bool]] = {
     "transformers": _is_arguments,
 }
 _READERS: dict[Kind, Callable[[Document], SettingSource]] = {
-    "recipe": recipe_settings,
+    "recipe": project_settings,
     "accelerate": accelerate_settings,
     "deepspeed": deepspeed_settings,
     "hydra": hydra_settings,
@@ -113,14 +127,33 @@ _READERS: dict[Kind, Callable[[Document], SettingSource]] = {
 
 
 def from_configuration(place: str, text: str) -> SettingSource | None:
-    """Return the settings of a YAML or JSON file, None where it has none.
+    """Return the settings of a YAML, JSON or TOML file, None where it has none.
 
-    Raise the reader's errors for what is no plain data, and for a precision that cannot be read.
+    Raise the reader's errors for what is no plain data, and for a word that the program which reads it does not know.
     """
     if not SPEAKS.search(text):
         return None
     json = place.lower().endswith(".json")
-    document = document_of("recipe", place, text)
-    kind = kind_of(document.content, text, json)
-    source = _READERS[kind](Document(kind, place, document.content, document.lines, text))
+    document = foreign_document_of(place, text)
+    if json and _is_vocabulary(document.content):
+        return None
+    if _is_recipe(document.content) and not json:
+        # A recipe of halfstep, which is read as `halfstep train` reads it.
+        source = recipe_settings(document_of("recipe", place, text))
+    else:
+        kind = kind_of(document.content, text, json)
+        source = _READERS[kind](Document(kind, place, document.content, document.lines, text))
     return source if source.precision or source.training or source.names or source.halfstep else None
+
+
+def _is_recipe(content: Mapping[str, Any]) -> bool:
+    task = content.get("task")
+    return isinstance(task, str) and (task in _TASKS or ":" in task)
+
+
+def _is_vocabulary(content: Mapping[str, Any]) -> bool:
+    """Return whether all values are numbers of tokens, or all are types of columns."""
+    values = list(content.values())
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        return any(value > 1 for value in values)
+    return len(values) > 1 and all(isinstance(value, str) for value in values)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halfstep.doctor.located import lines_of
-from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
+from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
-from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_claim, safe_claim
+from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, own_claim, safe_claim
 from halfstep.errors import HalfstepError
 from halfstep.precision.names import FLAGS, PRECISION_KEYS, SWITCHES
 
@@ -138,8 +138,8 @@ def _variable(place: str, word: Word) -> FoundSetting | None:
     try:
         return replace(read_variable(found["name"], found["value"]), place=place, line=word.line)
     except HalfstepError as error:
-        means = f"cannot be read: {error.given}"
-        return FoundSetting("environment", place, found["name"], found["value"], means, word.line)
+        means = f"{UNKNOWN_WORD}: {error.given}"
+        return FoundSetting("environment", place, found["name"], found["value"], means, word.line, tool="accelerate")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -251,10 +251,9 @@ def _flag(place: str, key: str, value: object, word: Word, reader: str) -> Found
         return setting
     if reader == "accelerate":
         return _of_accelerate(setting)
-    if short == "precision":
-        claim, means = lightning_claim(key, value)
-    else:
-        claim, means = safe_claim(short, False if off else value)
+    # The script's own parser reads it; `_owned` of linking names the library where one does.
+    read = safe_claim if reader == "halfstep" else own_claim
+    claim, means = read(short, False if off else value)
     return replace(setting, claim=replace(claim, key=key, value=value) if claim else None, means=means)
 
 
@@ -267,7 +266,7 @@ def _says(short: str, value: object) -> bool:
 def _of_accelerate(setting: FoundSetting) -> FoundSetting:
     word = str(setting.value).lower()
     if word not in WORDS:
-        return replace(setting, means=f"cannot be read: accelerate knows {', '.join(WORDS)}")
+        return replace(setting, means=f"{UNKNOWN_WORD}: accelerate knows {', '.join(WORDS)}")
     claim = claim_of(setting.key, setting.value, word)
     means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
     return replace(setting, claim=claim, means=means)

@@ -4,51 +4,80 @@ from __future__ import annotations
 
 import ast
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from halfstep.doctor.code.script import syntax_tree
-from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
+from halfstep.doctor.code.autocasts import Autocast, may_open
+from halfstep.doctor.code.facts import Facts, facts_of
+from halfstep.doctor.code.formats import DTYPES, format_named
+from halfstep.doctor.code.order import ancestors
+from halfstep.doctor.code.script import FUNCTIONS, Script, argument, path_of
+from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource, without_alternatives
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
-from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_claim, safe_claim
+from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, Claims, lightning_claim, own_claim, safe_claim
 from halfstep.errors import HalfstepError
 from halfstep.precision.names import PRECISION_KEYS, SWITCHES, Claim
 
-_CALLED = ("Accelerator(", "Trainer(", "Fabric(", "autocast(", "GradScaler(", ".half(", ".bfloat16(", "add_argument(")
-_NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main", "clip_grad_norm")
+_CALLED = ("Accelerator(", "Trainer(", "Fabric(", "GradScaler(")
+_NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main")
 _SWITCHED = ("allow_tf32", "fp32_precision", "float32_matmul_precision", *VARIABLES)
 _OPENED = tuple(f"{ending}{quote}" for ending in (".yaml", ".yml", ".json") for quote in "\"'")
-_WORDS = (*_CALLED, *_NAMED, *_SWITCHED, *_OPENED, "lr=", "__main__")
-"""Words without which a script has no setting; scripts without them are not parsed."""
-_LINE_WORDS = (*_WORDS, "import ", "lr =", "learning_rate", "clip_", "_clip", "max_norm", "max_grad_norm")
-"""The same for the lines of a script that is parsed."""
-_MOST_NODES = 200_000
-"""The most nodes of a syntax tree that are looked at."""
+_SPEAKS = re.compile("|".join(map(re.escape, (*_CALLED, *_NAMED, *_SWITCHED))))
+_DEFINES = re.compile(
+    r"add_argument\(\s*(\"-\w\"\s*,\s*)?[\"']--(no-)?(" + "|".join(map(re.escape, PRECISION_KEYS)) + ")"
+)
+_AT_TOP = re.compile(r"^with .*autocast\(", re.MULTILINE)
+_FILE = re.compile(r"[\w./-]{1,200}\.(ya?ml|json)", re.IGNORECASE)
+_FULL_NAMES = re.compile(r"(lightning\.|lightning_fabric\.)")
+_ARGUMENT_CLASSES = re.compile(r"(\w*TrainingArguments|SFTConfig|DPOConfig|GRPOConfig)")
+_OF_TRANSFORMERS = ("transformers.", "trl.", "optimum.", "sentence_transformers.", "setfit.", "?", ".")
+_ACCELERATOR = frozenset({"accelerate.Accelerator", "accelerate.accelerator.Accelerator"})
+_MAIN = "main"
 
 
 @dataclass
-class Script:
-    """A parsed script: its constants, its arguments' defaults, and what was found in it."""
+class Found:
+    """What was found in a script: settings, the defaults of its arguments, the files that it names, its words."""
 
-    place: str
-    constants: Mapping[str, object]
+    facts: Facts
     arguments: dict[str, tuple[object, int]] = field(default_factory=dict)
     """The default of each argument of an ArgumentParser, with its line."""
-    found: list[FoundSetting] = field(default_factory=list)
+    settings: list[FoundSetting] = field(default_factory=list)
     training: list[FoundSetting] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     tools: set[str] = field(default_factory=set)
+    words: set[str] = field(default_factory=set)
+
+    @property
+    def script(self) -> Script:
+        return self.facts.script
 
     def setting(self, node: ast.AST, key: str, value: object, means: str, claim: Claim | None = None) -> FoundSetting:
         """Return a setting at a node of the tree."""
-        return FoundSetting("code", self.place, key, value, means, getattr(node, "lineno", None), claim, "script")
+        return FoundSetting("code", self.script.file, key, value, means, getattr(node, "lineno", None), claim, "script")
 
 
 def speaks(text: str) -> bool:
-    """Return whether a script may have a setting."""
-    return any(word in text for word in _WORDS)
+    """Return whether a script may have a setting; others are not parsed."""
+    if _SPEAKS.search(text) or _DEFINES.search(text):
+        return True
+    # Only what the script itself runs speaks for a run.
+    own = "__main__" in text or "backward" in text or _AT_TOP.search(text)
+    return "autocast(" in text and bool(own) and may_open(text)
+
+
+def names_only(place: str, text: str) -> SettingSource | None:
+    """Return the files and modules that a script names, without parsing it; None where it names no configuration."""
+    files = _QUOTED.findall(text) if any(end in text for end in _OPENED) else []
+    if not files:
+        return None
+    modules = [(found[1] or found[2]).replace(".", "/") for found in _IMPORTED.finditer(text)]
+    return SettingSource("code", place, [], names=[*files, *(f"{module}.py" for module in modules)])
+
+
+_QUOTED = re.compile(r"[\"']([\w./-]{1,200}\.(?:ya?ml|json))[\"']")
+_IMPORTED = re.compile(r"^(?:from\s+(\w[\w.]*)\s+import|import\s+(\w[\w.]*))", re.MULTILINE)
 
 
 def from_python(place: str, text: str) -> SettingSource:
@@ -56,220 +85,165 @@ def from_python(place: str, text: str) -> SettingSource:
 
     Raise `SyntaxError` for what is no Python, and `ValueError` or `RecursionError` for what cannot be parsed.
     """
-    tree = syntax_tree(text)
-    nodes = _nodes(tree, text)
-    script = Script(place, _constants(tree))
-    for node in nodes:
-        if isinstance(node, ast.Call) and _called(node).endswith("add_argument"):
-            _argument(script, node)
-    for node in nodes:
-        _look(script, node)
-    found = _without_alternatives([*script.found, *_own_arguments(script)])
-    return SettingSource("code", place, found, script.training, names=script.names, tools=frozenset(script.tools))
+    found = Found(facts_of(place, text))
+    calls = list(found.script.calls())
+    for call in calls:
+        if _last(call) == "add_argument":
+            _argument(found, call)
+    for call in calls:
+        _call(found, call)
+    for opened in found.facts.autocasts.on:
+        # One in fp32 is an island, and `accelerator.autocast()` follows the precision of its library.
+        if opened.format != "fp32" and "accelerator" not in (path_of(opened.call.func) or "").lower():
+            found.settings.append(_autocast(found, opened))
+    for made in found.facts.scalers.made:
+        known = {True: "scales the loss, which fp16 needs", False: "off: no loss is scaled", None: UNRESOLVED}
+        value = "..." if made.enabled is None else made.enabled
+        found.settings.append(found.setting(made.call, "GradScaler(enabled)", value, known[made.enabled]))
+    for assign in found.script.every(ast.Assign):
+        _assigned(found, assign)
+    _read_names(found)
+    _read_words(found)
+    settings = without_alternatives([*found.settings, *_own_arguments(found)])
+    settings.sort(key=lambda setting: setting.line or 0)
+    return SettingSource(
+        "code", place, settings, found.training, names=found.names, tools=frozenset(found.tools),
+        words=frozenset(found.words),
+    )  # fmt: skip
 
 
-_LOOKED_AT = (ast.Call, ast.Assign, ast.Constant, ast.Import, ast.ImportFrom)
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _nodes(tree: ast.Module, text: str) -> list[ast.AST]:
-    """Return the nodes that may hold a setting, line by line.
-
-    Only what stands round a line that speaks is descended into: a walk over the whole tree takes longer than
-    parsing it.
-    """
-    lines = _speaking_lines(text)
-    found: list[ast.AST] = []
-    waiting: list[ast.AST] = [tree]
-    for _ in range(_MOST_NODES):
-        if not waiting:
-            break
-        node = waiting.pop()
-        if not _stands_round(node, lines):
-            continue
-        if isinstance(node, _LOOKED_AT):
-            found.append(node)
-        waiting += ast.iter_child_nodes(node)
-    return sorted(found, key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
+def _read_names(found: Found) -> None:
+    """Add the files that a script opens and the modules that it imports."""
+    for text in found.script.every(ast.Constant):
+        if isinstance(text.value, str) and len(text.value) < 200 and _FILE.fullmatch(text.value):
+            found.names.append(text.value)
+    for node in found.script.every(ast.Import):
+        found.names += [f"{alias.name.replace('.', '/')}.py" for alias in node.names]
+    for source in found.script.every(ast.ImportFrom):
+        start = "./" + "../" * (source.level - 1) if source.level else ""
+        module = start + (source.module or "").replace(".", "/")
+        found.names += [f"{module}.py"] if source.module else []
+        found.names += [f"{module}/{alias.name}.py".replace("//", "/") for alias in source.names]
 
 
-def _speaking_lines(text: str) -> list[int]:
-    """Return the numbers of the lines that speak of a setting or import, in order, as the parser counts them."""
-    plain = text.replace("\r\n", "\n").replace("\r", "\n")
-    lines, line, last = [], 1, 0
-    for place in sorted(place for word in _LINE_WORDS for place in _places(word, plain)):
-        line, last = line + plain.count("\n", last, place), place
-        lines.append(line)
-    return lines
+def _read_words(found: Found) -> None:
+    """Add the words that a script defines for itself."""
+    for node in found.script.every(ast.Dict):
+        pairs = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
+        if any(_last_name(value) in _DTYPE_NAMES for _, value in pairs):
+            found.words |= {str(key.value) for key, _ in pairs if isinstance(key, ast.Constant)}
+    for owner in found.script.every(ast.ClassDef):
+        if any("Enum" in _last_name(base) for base in owner.bases):
+            values = [one.value for one in owner.body if isinstance(one, ast.Assign)]
+            found.words |= {str(one.value) for one in values if isinstance(one, ast.Constant)}
 
 
-def _places(word: str, text: str) -> Iterator[int]:
-    # str.find: one expression with all words took longer than parsing.
-    place = text.find(word)
-    while place >= 0:
-        yield place
-        place = text.find(word, place + 1)
+_DTYPE_NAMES = frozenset(name.rpartition(".")[2] for name in DTYPES)
 
 
-def _stands_round(node: ast.AST, lines: Sequence[int]) -> bool:
-    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
-    if first is None or last is None:
-        return True
-    # A decorator stands above the line of its function.
-    first = min([first, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-    index = bisect_left(lines, first)
-    return index < len(lines) and lines[index] <= last
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _constants(tree: ast.Module) -> dict[str, object]:
-    """Return names that are assigned once, at the top of the module, to a plain value."""
-    found: dict[str, object] = {}
-    times: dict[str, int] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            times[name] = times.get(name, 0) + 1
-            if isinstance(node.value, ast.Constant):
-                found[name] = node.value.value
-            elif dtype := _dtype(node.value):
-                found[name] = dtype
-    return {name: value for name, value in found.items() if times[name] == 1}
-
-
-def _look(script: Script, node: ast.AST) -> None:
-    if isinstance(node, ast.Call):
-        _call(script, node)
-    elif isinstance(node, ast.Assign):
-        _assigned(script, node)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _FILE.fullmatch(node.value):
-        script.names.append(node.value)
-    elif isinstance(node, ast.Import):
-        script.names += [f"{alias.name.replace('.', '/')}.py" for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        module = (node.module or "").replace(".", "/")
-        script.names += [f"{module}.py", *(f"{module}/{alias.name}.py".lstrip("/") for alias in node.names)]
-
-
-_FILE = re.compile(r"[\w./-]{1,200}\.(ya?ml|json)", re.IGNORECASE)
-
-
-def _called(node: ast.Call) -> str:
-    return _dotted(node.func)
-
-
-def _dotted(node: ast.AST) -> str:
-    """Return `torch.cuda.amp.autocast` for the expression of that name; `?` for a part that is no name."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    parts.append(node.id if isinstance(node, ast.Name) else "?")
-    return ".".join(reversed(parts))
-
-
-_DTYPES = {"bfloat16", "float16", "half", "float32", "float"}
-
-
-def _dtype(node: ast.AST) -> str:
-    name = _dotted(node)
-    return name if name.startswith("torch.") and name.rpartition(".")[2] in _DTYPES else ""
+def _last(call: ast.Call) -> str:
+    return _last_name(call.func)
 
 
 class _Unknown:
     """The value of an expression that only the run itself computes."""
 
 
-def _value(script: Script, node: ast.expr) -> tuple[object, str]:
+def _value(found: Found, node: ast.expr) -> tuple[object, str]:
     """Return the value of an expression and the script's argument that it comes from, if it does."""
-    if isinstance(node, ast.Constant):
-        return node.value, ""
-    if dtype := _dtype(node):
-        return dtype, ""
-    if isinstance(node, ast.Name) and node.id in script.constants:
-        return script.constants[node.id], ""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in script.arguments:
-        return script.arguments[node.attr][0], node.attr
-    return _Unknown, ""
-
-
-def _keywords(node: ast.Call) -> dict[str, ast.expr]:
-    return {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+    if (named := format_named(found.script, node)) is not None:
+        return named, ""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in found.arguments:
+        return found.arguments[node.attr][0], node.attr
+    constant = found.script.constant(node)
+    return (_Unknown if constant is ... else constant), ""
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def _call(script: Script, node: ast.Call) -> None:
-    name = _called(node)
-    last = name.rpartition(".")[2]
-    reader = _CALLS.get(last) or (_training_arguments if last.endswith("TrainingArguments") else None)
+def _call(found: Found, call: ast.Call) -> None:
+    last = _last(call)
+    reader = _CALLS.get(last) or (_training_arguments if _ARGUMENT_CLASSES.fullmatch(last) else None)
     if reader:
-        reader(script, node)
-    _numbers(script, node)
-    if last in ("half", "bfloat16") and isinstance(node.func, ast.Attribute) and not node.args:
-        means = f"casts to {'fp16' if last == 'half' else 'bf16'}"
-        script.found.append(script.setting(node, f"{name}()", last, means))
+        reader(found, call, found.script.names(call.func))
+    _numbers(found, call, last)
 
 
-def _say(script: Script, node: ast.Call, keyword: str, tool: str, claim_for: _Claims) -> None:
+def _say(found: Found, call: ast.Call, keyword: str, tool: str, claim_for: Claims) -> None:
     """Add the setting of a keyword, if it is given and is not None."""
-    given = _keywords(node).get(keyword)
-    script.tools.add(tool)
+    given = argument(call, keyword)
+    found.tools.add(tool)
     if given is None:
         return
-    value, argument = _value(script, given)
+    value, name = _value(found, given)
     if value is None:
         return
-    key = f"{_called(node).rpartition('.')[2]}({keyword})"
-    where = given if hasattr(given, "lineno") else node
+    key = f"{_last(call)}({keyword})"
     if value is _Unknown:
         # Not a number of words: the expression itself is shown.
-        setting = script.setting(where, key, ast.unparse(given)[:80], UNRESOLVED)
+        setting = found.setting(given, key, ast.unparse(given)[:80], UNRESOLVED)
     else:
         claim, means = claim_for(key, value)
-        setting = script.setting(where, key, value, means, claim)
-    script.found.append(replace(setting, tool=tool, argument=argument))
-
-
-_Claims = Callable[[str, object], tuple[Claim | None, str]]
+        setting = found.setting(given, key, value, means, claim)
+    found.settings.append(replace(setting, tool=tool, argument=name))
 
 
 def _accelerate_claim(key: str, value: object) -> tuple[Claim | None, str]:
     word = str(value).lower()
     if word not in WORDS:
-        return None, f"cannot be read: accelerate knows {', '.join(WORDS)}"
+        return None, f"{UNKNOWN_WORD}: accelerate knows {', '.join(WORDS)}"
     claim = claim_of(key, value, word)
     return claim, "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
 
 
-def _accelerator(script: Script, node: ast.Call) -> None:
-    _say(script, node, "mixed_precision", "accelerate", _accelerate_claim)
+def _accelerator(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    if names and names <= _ACCELERATOR:
+        _say(found, call, "mixed_precision", "accelerate", _accelerate_claim)
 
 
-def _trainer(script: Script, node: ast.Call) -> None:
-    # transformers' Trainer has no precision, and takes `args` and `model` by these names.
-    if {"args", "train_dataset", "eval_dataset", "data_collator"} & set(_keywords(node)):
-        script.tools.add("transformers")
+def _trainer(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    # Composer and many projects have a Trainer, too: its import tells whose it is.
+    if names and all(name.startswith("transformers.") for name in names):
+        found.tools.add("transformers")
+    elif names and all(map(_FULL_NAMES.match, names)):
+        _say(found, call, "precision", "lightning", lightning_claim)
+
+
+def _fabric(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    if names and all(map(_FULL_NAMES.match, names)):
+        _say(found, call, "precision", "fabric", lightning_claim)
+
+
+def _lightning_cli(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    if not names or not all(map(_FULL_NAMES.match, names)):
         return
-    _say(script, node, "precision", "lightning", lightning_claim)
-
-
-def _fabric(script: Script, node: ast.Call) -> None:
-    _say(script, node, "precision", "fabric", lightning_claim)
-
-
-def _lightning_cli(script: Script, node: ast.Call) -> None:
-    script.tools.add("lightning cli")
-    defaults = _keywords(node).get("trainer_defaults")
+    found.tools.add("lightning cli")
+    defaults = argument(call, "trainer_defaults")
     for key, value in zip(defaults.keys, defaults.values, strict=True) if isinstance(defaults, ast.Dict) else ():
         if isinstance(key, ast.Constant) and key.value == "precision" and isinstance(value, ast.Constant):
             claim, means = lightning_claim("trainer_defaults(precision)", value.value)
-            setting = script.setting(value, "trainer_defaults(precision)", value.value, means, claim)
-            script.found.append(replace(setting, tool="lightning cli", level="default"))
+            setting = found.setting(value, "trainer_defaults(precision)", value.value, means, claim)
+            found.settings.append(replace(setting, tool="lightning cli", level="default"))
 
 
-def _training_arguments(script: Script, node: ast.Call) -> None:
+def _training_arguments(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    if not names or not all(name.startswith(_OF_TRANSFORMERS) for name in names):
+        return
     for key in ("fp16", "bf16"):
-        _say(script, node, key, "transformers", lambda full, value: _flag_claim(full, value))
+        _say(found, call, key, "transformers", _flag_claim)
+    given = argument(call, "logging_nan_inf_filter")
+    if given is not None and found.script.constant(given) is True:
+        key = f"{_last(call)}(logging_nan_inf_filter)"
+        setting = found.setting(given, key, True, "losses that are not finite are left out of the logs")
+        found.settings.append(replace(setting, tool="transformers"))
 
 
 def _flag_claim(key: str, value: object) -> tuple[Claim | None, str]:
@@ -277,187 +251,137 @@ def _flag_claim(key: str, value: object) -> tuple[Claim | None, str]:
     return (replace(claim, key=key, value=value) if claim else None), means
 
 
-def _argument_parser(script: Script, node: ast.Call) -> None:
-    text = ast.dump(node)
+def _argument_parser(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    text = ast.dump(call)
     if "TrainingArguments" in text or "SFTConfig" in text:
-        script.tools.add("transformers")
+        found.tools.add("transformers")
 
 
-_AUTOCASTS = frozenset(
-    {
-        "autocast",
-        "torch.autocast",
-        "torch.amp.autocast",
-        "torch.cuda.amp.autocast",
-        "torch.cpu.amp.autocast",
-        "amp.autocast",
-        "cuda.amp.autocast",
-    }
-)
-"""torch's own; `accelerator.autocast()` and `fabric.autocast()` follow the precision of their library."""
-
-
-def _autocast(script: Script, node: ast.Call) -> None:
-    """Add an autocast that is on; one that is off keeps a part of the model in fp32 and says nothing of the run."""
-    given = _keywords(node)
-    enabled, argument = _value(script, given["enabled"]) if "enabled" in given else (True, "")
-    if _called(node) not in _AUTOCASTS or (enabled is False and not argument):
-        return
-    dtype = _value(script, given["dtype"])[0] if "dtype" in given else _default_dtype(_device(script, node))
-    value = dtype if isinstance(dtype, str) else "..."
-    claim, means = _autocast_claim(enabled, dtype)
-    setting = script.setting(node, "autocast(enabled)" if argument else "autocast", value, means)
-    claim = replace(claim, key=setting.key, value=value) if claim else None
-    script.found.append(replace(setting, claim=claim, argument=argument))
-
-
-def _autocast_claim(enabled: object, dtype: object) -> tuple[Claim | None, str]:
-    if enabled is False:
-        return safe_claim("amp", False)
-    if enabled is True and isinstance(dtype, str):
-        return lightning_claim("autocast", dtype)
-    return None, UNRESOLVED
-
-
-def _device(script: Script, node: ast.Call) -> str:
-    given = _keywords(node)
-    first = node.args[0] if node.args else given.get("device_type")
-    if first is None:
-        return "cpu" if ".cpu." in _called(node) else "cuda"
-    value = _value(script, first)[0]
-    return value if isinstance(value, str) else ""
-
-
-def _default_dtype(device: str) -> object:
-    # torch's own defaults: bf16 on a CPU, fp16 on a GPU. A device that is not known leaves the format open.
-    return {"cpu": "torch.bfloat16", "cuda": "torch.float16"}.get(device.partition(":")[0], _Unknown)
-
-
-def _grad_scaler(script: Script, node: ast.Call) -> None:
-    given = _keywords(node)
-    enabled = _value(script, given["enabled"])[0] if "enabled" in given else True
-    known = {True: "scales the loss, which fp16 needs", False: "off: no loss is scaled"}
-    means = known[enabled] if isinstance(enabled, bool) else UNRESOLVED
-    shown = enabled if isinstance(enabled, bool) else "..."
-    script.found.append(script.setting(node, "GradScaler(enabled)", shown, means))
-
-
-def _matmul_precision(script: Script, node: ast.Call) -> None:
-    value = _value(script, node.args[0])[0] if node.args else _Unknown
+def _matmul_precision(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    value = _value(found, call.args[0])[0] if call.args else _Unknown
     if isinstance(value, str):
         means = "strict fp32 products" if value == "highest" else "fp32 products may run as tf32 or less"
-        script.found.append(script.setting(node, "set_float32_matmul_precision", value, means))
+        found.settings.append(found.setting(call, "set_float32_matmul_precision", value, means))
 
 
-def _hydra_main(script: Script, node: ast.Call) -> None:
-    given = {key: _value(script, value)[0] for key, value in _keywords(node).items()}
+def _hydra_main(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+    given = {key: _value(found, value)[0] for key in ("config_path", "config_name") if (value := argument(call, key))}
     folder, name = given.get("config_path"), given.get("config_name")
-    if isinstance(name, str) and _called(node).startswith("hydra"):
-        script.names.append(f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml")
+    if isinstance(name, str):
+        file = name.removesuffix(".yaml") + ".yaml"
+        found.names.append(f"{folder}/{file}" if isinstance(folder, str) else file)
 
 
-_CALLS: dict[str, Callable[[Script, ast.Call], None]] = {
+_CALLS: dict[str, Callable[[Found, ast.Call, frozenset[str]], None]] = {
     "Accelerator": _accelerator,
     "Trainer": _trainer,
     "Fabric": _fabric,
     "LightningCLI": _lightning_cli,
-    "SFTConfig": _training_arguments,
-    "DPOConfig": _training_arguments,
-    "GRPOConfig": _training_arguments,
     "HfArgumentParser": _argument_parser,
-    "autocast": _autocast,
-    "GradScaler": _grad_scaler,
     "set_float32_matmul_precision": _matmul_precision,
     "main": _hydra_main,
 }
 
 
-def _numbers(script: Script, node: ast.Call) -> None:
-    for key, given in _keywords(node).items():
-        value = _value(script, given)[0]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and (key in LEARNING_RATE | CLIPPING - {"max_norm"} or (key == "max_norm" and _clips(node))):
-            what = "learning rate" if key in LEARNING_RATE else "gradient clipping"
-            script.training.append(script.setting(given, key, value, what))
-    if _clips(node) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-        script.training.append(script.setting(node, "max_norm", node.args[1].value, "gradient clipping"))
+def _numbers(found: Found, call: ast.Call, last: str) -> None:
+    clips = last in ("clip_grad_norm_", "clip_grad_norm")
+    for keyword in call.keywords:
+        if keyword.arg not in LEARNING_RATE | CLIPPING or (keyword.arg == "max_norm" and not clips):
+            continue
+        value = _value(found, keyword.value)[0]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            what = "learning rate" if keyword.arg in LEARNING_RATE else "gradient clipping"
+            found.training.append(found.setting(keyword.value, keyword.arg, value, what))
+    if clips and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
+        found.training.append(found.setting(call, "max_norm", call.args[1].value, "gradient clipping"))
 
 
-def _clips(node: ast.Call) -> bool:
-    return _called(node).rpartition(".")[2] in ("clip_grad_norm_", "clip_grad_norm")
+# -- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def _autocast(found: Found, autocast: Autocast) -> FoundSetting:
+    """Return an autocast that may be on, and is no island in fp32.
+
+    It speaks for the run only where nothing chooses whether it is opened: at the top of the script, or in `main`.
+    """
+    call, script = autocast.call, found.script
+    given = argument(call, "enabled")
+    name = _value(found, given)[1] if given is not None else ""
+    enabled = found.arguments[name][0] if name else autocast.enabled
+    scope = script.scopes[call]
+    at_top = not isinstance(scope, (*FUNCTIONS, ast.Lambda)) or getattr(scope, "name", "") == _MAIN
+    is_plain = at_top and not any(_chooses(one) for one in ancestors(script, call))
+    claim, means = _autocast_claim(enabled, autocast.format) if is_plain else (None, UNRESOLVED)
+    setting = found.setting(call, "autocast(enabled)" if name else "autocast", autocast.format or "...", means)
+    claim = replace(claim, key=setting.key, value=setting.value) if claim else None
+    return replace(setting, claim=claim, argument=name if is_plain else "", tool="torch")
+
+
+def _chooses(node: ast.AST) -> bool:
+    is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+    return isinstance(node, (ast.If, ast.IfExp, ast.Match, ast.ExceptHandler)) and not is_main
+
+
+def _autocast_claim(enabled: object, format: str | None) -> tuple[Claim | None, str]:
+    # Off by a default of the script's own: the flag is there to be given.
+    if enabled is True and format is not None:
+        return lightning_claim("autocast", format)
+    return None, UNRESOLVED
 
 
 # -- assignments and arguments ----------------------------------------------------------------------------------------
 
 
-def _assigned(script: Script, node: ast.Assign) -> None:
+def _assigned(found: Found, node: ast.Assign) -> None:
     target = node.targets[0]
-    name = _dotted(target) if isinstance(target, ast.Attribute) else ""
-    if name.endswith(("allow_tf32", "fp32_precision")) and isinstance(node.value, ast.Constant):
-        on = node.value.value in (True, "tf32")
-        means = "fp32 products may run as tf32" if on else "no tf32"
-        script.found.append(script.setting(node, name, node.value.value, means))
-    if isinstance(target, ast.Subscript) and _dotted(target.value).endswith("environ"):
-        _environ(script, node, target)
+    if isinstance(target, ast.Attribute) and target.attr in ("allow_tf32", "fp32_precision"):
+        if isinstance(node.value, ast.Constant):
+            on = node.value.value in (True, "tf32")
+            means = "fp32 products may run as tf32" if on else "no tf32"
+            found.settings.append(found.setting(node, path_of(target) or target.attr, node.value.value, means))
+    elif isinstance(target, ast.Subscript) and _last_name(target.value) == "environ":
+        _environ(found, node, target)
 
 
-def _environ(script: Script, node: ast.Assign, target: ast.Subscript) -> None:
+def _environ(found: Found, node: ast.Assign, target: ast.Subscript) -> None:
     name = target.slice.value if isinstance(target.slice, ast.Constant) else None
-    value = _value(script, node.value)[0]
+    value = _value(found, node.value)[0]
     if name not in VARIABLES or not isinstance(value, str):
         return
+    place = found.script.file
     try:
-        found = replace(read_variable(str(name), value), place=script.place, line=node.lineno)
+        setting = replace(read_variable(str(name), value), place=place, line=node.lineno)
     except HalfstepError as error:
-        found = FoundSetting(
-            "environment", script.place, str(name), value, f"cannot be read: {error.given}", node.lineno
-        )
-    script.found.append(found)
+        means = f"{UNKNOWN_WORD}: {error.given}"
+        setting = FoundSetting("environment", place, str(name), value, means, node.lineno, tool="accelerate")
+    found.settings.append(setting)
 
 
-def _argument(script: Script, node: ast.Call) -> None:
-    """Remember the default of an argument of a command line; without one, a switch is False."""
-    flags = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+def _argument(found: Found, call: ast.Call) -> None:
+    """Remember the default of an argument of a command line, and its choices; without a default, a switch is False."""
+    flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     long = next((flag for flag in flags if flag.startswith("--")), None)
-    given = _keywords(node)
-    action = given.get("action")
-    dest = given.get("dest")
     if long is None:
         return
+    dest, action, default = (argument(call, name) for name in ("dest", "action", "default"))
     name = dest.value if isinstance(dest, ast.Constant) else long.lstrip("-").replace("-", "_")
-    default = _value(script, given["default"])[0] if "default" in given else None
-    if default is None and isinstance(action, ast.Constant):
-        default = {"store_true": False, "store_false": True}.get(str(action.value))
-    script.arguments[str(name)] = (default, node.lineno)
+    value = _value(found, default)[0] if default is not None else None
+    if value is None and isinstance(action, ast.Constant):
+        value = {"store_true": False, "store_false": True}.get(str(action.value))
+    found.arguments[str(name)] = (value, call.lineno)
+    choices = argument(call, "choices")
+    if isinstance(choices, (ast.List, ast.Tuple, ast.Set)):
+        found.words |= {str(one.value) for one in choices.elts if isinstance(one, ast.Constant)}
 
 
-def _own_arguments(script: Script) -> Iterator[FoundSetting]:
-    """Yield the defaults of a script's own arguments that speak of precision."""
-    used = {setting.argument for setting in script.found}
-    for name, (default, line) in script.arguments.items():
-        if name not in PRECISION_KEYS or default is None or default is _Unknown:
+def _own_arguments(found: Found) -> Iterator[FoundSetting]:
+    """Yield the defaults of a script's own arguments that speak of precision; none of them decides."""
+    used = {setting.argument for setting in found.settings}
+    for name, (default, line) in found.arguments.items():
+        # The setting that takes an argument has its default already, with the line of the call.
+        if name not in PRECISION_KEYS or default is None or default is _Unknown or name in used:
             continue
-        claim, means = lightning_claim(name, default) if name == "precision" else safe_claim(name, default)
-        # A switch that nobody turned on says nothing by itself: `--fp16` is there to be given. `--amp` that is off, and
-        # a word such as "no", are what the script runs with.
+        claim, means = own_claim(name, default)
         speaks = name in SWITCHES or default not in (True, False)
-        where = FoundSetting("code", script.place, f"--{name} default", default, means, line, argument=name)
-        if name in used:
-            # The setting that takes it says it already, with the line of the call.
-            continue
-        yield replace(where, claim=claim if speaks else None, tool="script", level="default")
-
-
-def _without_alternatives(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
-    """Take the claims from calls of one kind that name different formats: which part of the run has which is not
-    known.
-    """
-    named: dict[str, set[str]] = {}
-    for setting in settings:
-        if setting.claim:
-            named.setdefault(_call_of(setting), set()).add(setting.claim.meaning)
-    return [replace(s, claim=None) if len(named.get(_call_of(s), ())) > 1 else s for s in settings]
-
-
-def _call_of(setting: FoundSetting) -> str:
-    return setting.key.removesuffix("(enabled)")
+        where = FoundSetting("code", found.script.file, f"--{name} default", default, means, line, argument=name)
+        yield replace(where, claim=claim if speaks else None, tool="script", level="default", decides=False)

@@ -6,11 +6,11 @@ ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from halfstep.doctor.settings import Document, FoundSetting, Kind, printable
+from halfstep.doctor.settings import OWN_WORD, UNKNOWN_WORD, Document, FoundSetting, Kind, printable
 from halfstep.errors import HalfstepError, MissingExtra
 from halfstep.precision.names import Claim, Named, read_claims
 
@@ -33,8 +33,8 @@ CLIPPING = frozenset(
 )
 
 
-def read_document(kind: Kind, path: str) -> Document:
-    """Read a file as plain data; recipes may be given by name.
+def read_document(kind: Kind, path: str, text: str | None = None) -> Document:
+    """Read a file as plain data, or the text that stands in its place; recipes may be given by name.
 
     Raise `MissingExtra` without a YAML reader, and the reader's errors for an invalid file.
     """
@@ -43,6 +43,8 @@ def read_document(kind: Kind, path: str) -> Document:
     except ModuleNotFoundError as missing:
         raise _missing(missing) from None
 
+    if text is not None:
+        return document_of(kind, path, text)
     # A bare name is a shipped recipe to `recipe_text`; with ./ it is a file.
     place = path if kind == "recipe" or is_path(path) else f"./{path}"
     return document_of(kind, place, recipe_text(place)[1])
@@ -61,6 +63,16 @@ def document_of(kind: Kind, place: str, text: str) -> Document:
     # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
     read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, loader)
     return Document(kind, place, read.content, read.lines, text)
+
+
+def foreign_document_of(place: str, text: str) -> Document:
+    """Return the text of any project's file as plain data; raise the reader's errors for anything else."""
+    try:
+        from halfstep.doctor.sources.foreign import read_foreign
+    except ModuleNotFoundError as missing:
+        raise _missing(missing) from None
+    read = read_foreign(text, place)
+    return Document("recipe", place, read.content, read.lines, text)
 
 
 def _missing(missing: ModuleNotFoundError) -> MissingExtra:
@@ -101,10 +113,12 @@ def lightning_claim(key: str, value: object) -> tuple[Claim | None, str]:
     if word in _IN_FULL:
         name = _IN_FULL[word]
         return Claim(key, value, says=Named(name, "Lightning's word")), f"weights too are held in {name}"
+    if word in ("64-true", "64"):
+        return None, "compute in 64 bits"
     try:
         claim = read_claims({"precision": value})[0]
     except HalfstepError as error:
-        return None, f"cannot be read: {error.given}"
+        return None, f"{UNKNOWN_WORD}: {error.given}"
     return replace(claim, key=key, value=value), meaning(claim)
 
 
@@ -113,8 +127,33 @@ def safe_claim(key: str, value: object) -> tuple[Claim | None, str]:
     try:
         claim = next(iter(read_claims({key: value})), None)
     except HalfstepError as error:
-        return None, f"cannot be read: {error.given}"
+        return None, f"{UNKNOWN_WORD}: {error.given}"
     return claim, meaning(claim)
+
+
+def own_claim(key: str, value: object) -> tuple[Claim | None, str]:
+    """Return the claim of a precision key that a project's own code reads.
+
+    A word that is not known is the project's own, and claims nothing.
+    """
+    try:
+        claim = next(iter(read_claims({key: value})), None)
+    except HalfstepError:
+        return None, OWN_WORD
+    return claim, meaning(claim)
+
+
+def is_word(key: str, value: object) -> bool:
+    """Return whether a value of a precision key can be a word on precision; `precision: 4` is a number of digits."""
+    if isinstance(value, (bool, Mapping)):
+        return True
+    if isinstance(value, int):
+        return value in ((16, 32, 64) if "precision" in key else (0, 1))
+    return isinstance(value, str)
+
+
+Claims = Callable[[str, object], tuple[Claim | None, str]]
+"""Reads a word of one program: its claim, and its meaning."""
 
 
 def training_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from halfstep.doctor.settings import Document, FoundSetting, SettingSource
-from halfstep.doctor.sources.reading import claims_in, meaning, read_document, training_settings
-from halfstep.precision.names import FLAGS, PRECISION_KEYS, SWITCHES
+from halfstep.doctor.settings import PROJECT, Document, FoundSetting, SettingSource
+from halfstep.doctor.sources.reading import (
+    claims_in,
+    is_word,
+    meaning,
+    own_claim,
+    read_document,
+    training_settings,
+)
+from halfstep.precision.names import FLAGS, FORMATS, PRECISION_KEYS, SWITCHES, is_off
 
 SPEAK_OF_TRAINING = frozenset(
     {"trainer", "train", "training", "train_args", "training_args", "trainer_args", "train_config", "fit", "run", "amp"}
@@ -15,9 +23,9 @@ SPEAK_OF_TRAINING = frozenset(
 """Sections in which `precision` is a number format; elsewhere, such as in `metrics`, it may be anything."""
 
 
-def from_recipe(name_or_path: str) -> SettingSource:
+def from_recipe(name_or_path: str, text: str | None = None) -> SettingSource:
     """Read precision keys, learning rate and clipping at the top level and one level down."""
-    return recipe_settings(read_document("recipe", name_or_path))
+    return recipe_settings(read_document("recipe", name_or_path, text))
 
 
 def recipe_settings(document: Document) -> SettingSource:
@@ -30,6 +38,19 @@ def recipe_settings(document: Document) -> SettingSource:
     return SettingSource(
         "recipe", document.place, found, training, halfstep="task" in content, guard=content.get("guard")
     )  # fmt: skip
+
+
+def project_settings(document: Document) -> SettingSource:
+    """Return the same of a file that the project's own code reads: a word that is not known claims nothing."""
+    found, training = [], []
+    for prefix, section in sections(document.content):
+        keys = [key for key in _precision_keys(prefix, section) if is_word(key, section[key])]
+        idle = FORMATS if any(is_off(section.get(switch)) for switch in SWITCHES) else ()
+        for key in keys:
+            claim, means = own_claim(key, section[key]) if key not in idle else (None, meaning(None))
+            found.append(replace(document.setting(prefix + key, section[key], means, claim), tool=PROJECT))
+        training += training_settings(document, prefix, section)
+    return SettingSource("recipe", document.place, found, training)
 
 
 def sections(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -46,12 +67,17 @@ def _is_section(key: str, value: object) -> bool:
     return isinstance(value, Mapping) and not (key in (*SWITCHES, *FLAGS) and "enabled" in value)
 
 
-def _precision_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
+def _precision_keys(prefix: str, section: Mapping[str, Any]) -> list[str]:
     spoken = [key for key, value in section.items() if value is not None and not _is_section(key, value)]
     keys = [key for key in spoken if key in PRECISION_KEYS]
     # `metrics: {precision: 4}` is not a number format.
     if prefix and prefix[:-1].lower() not in SPEAK_OF_TRAINING:
         keys = [key for key in keys if key != "precision"]
+    return keys
+
+
+def _precision_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
+    keys = _precision_keys(prefix, section)
     chosen = {key: section[key] for key in keys}
     claims = {claim.key: claim for claim in claims_in(document, prefix, chosen)}
     return [document.setting(prefix + key, chosen[key], meaning(claims.get(key)), claims.get(key)) for key in keys]

@@ -39,6 +39,7 @@ _TELLS_NOTHING = {
     "fp16_full_eval": "evaluation alone: weights too are held in fp16",
     "tf32": "fp32 products as tf32 on NVIDIA GPUs since Ampere",
     "use_cpu": "transformers runs on the CPU",
+    "logging_nan_inf_filter": "losses that are not finite are left out of the logs",
 }
 
 

@@ -1,1 +1,1 @@
-print 'amp', autocast()
+print 'amp', GradScaler()

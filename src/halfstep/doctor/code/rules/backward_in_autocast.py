@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.doctor.code.autocasts import Autocast
 from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.order import precedes
+from halfstep.doctor.code.order import ancestors, precedes
 from halfstep.doctor.code.patch import Patch
 from halfstep.doctor.code.rules.autocast_round_loop import updating_loop
 from halfstep.doctor.code.script import path_of
@@ -27,6 +27,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         autocast = facts.autocasts.around(call)
         if autocast is None or not autocast.may_be_on or updating_loop(facts, autocast) is not None:
             continue
+        if _is_off_there(facts, call, autocast):
+            continue
         yield facts.script.finding(
             "backward_in_autocast",
             "warning",
@@ -36,6 +38,19 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "end autocast after the loss, and call backward outside of it",
             _moved_out(facts, call, autocast),
         )
+
+
+def _is_off_there(facts: Facts, call: ast.Call, autocast: Autocast) -> bool:
+    """Return whether the call is in the `else` of `if x`, or under `if not x`, inside of `autocast(enabled=x)`."""
+    switch = next((ast.unparse(one.value) for one in autocast.call.keywords if one.arg == "enabled"), None)
+    inner: ast.AST = call
+    for outer in ancestors(facts.script, call):
+        if isinstance(outer, ast.If) and switch is not None:
+            test, is_else = ast.unparse(outer.test), inner in outer.orelse
+            if (test == switch and is_else) or (test == f"not {switch}" and not is_else):
+                return True
+        inner = outer
+    return False
 
 
 def _moved_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 
 from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.script import method, receiver
+from halfstep.doctor.code.script import mentions, method, receiver
 from halfstep.doctor.code.skips import held_back, unheld
 from halfstep.doctor.located import LocatedFinding
 
 AVERAGE = re.compile(r"(^|_)(ema|swa|averaged?)(_|$|model)", re.IGNORECASE)
 """The name of a weight average."""
+_NUMBER = re.compile(r"^item$|loss|acc(uracy)?$|metric|time", re.IGNORECASE)
 _UPDATES = ("update", "update_parameters", "step")
 
 
@@ -33,4 +34,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 
 
 def _averages(call: ast.Call) -> bool:
-    return method(call) in _UPDATES and bool(AVERAGE.search((receiver(call) or "").rpartition(".")[2]))
+    if method(call) not in _UPDATES or not AVERAGE.search((receiver(call) or "").rpartition(".")[2]):
+        return False
+    # `ema_loss.update(loss.item())` averages a number, not weights.
+    return not any(mentions(given, _NUMBER) for given in call.args) and not mentions(call.func, _NUMBER)

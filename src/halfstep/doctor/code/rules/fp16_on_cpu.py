@@ -18,6 +18,8 @@ _FP16 = ("16-mixed", "16", 16)
 
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every call that asks for fp16 and for a CPU."""
+    if "cpu" not in facts.script.source:
+        return
     for call in facts.script.calls():
         yield from _of_accelerate(facts.script, call)
         yield from _of_lightning(facts.script, call)

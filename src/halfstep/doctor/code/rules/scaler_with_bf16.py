@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from halfstep.doctor.code.facts import Facts
 from halfstep.doctor.code.order import ancestors
 from halfstep.doctor.code.patch import Patch
+from halfstep.doctor.code.scalers import MadeScaler
 from halfstep.doctor.code.script import words_in
 from halfstep.doctor.located import LocatedFinding
 
@@ -18,7 +19,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     if not on or any(one.format != "bf16" for one in on) or not facts.scalers.of("backward"):
         return
     for made in facts.scalers.made:
-        if made.enabled is True and not _is_conditional(facts, made.call):
+        is_on = made.enabled is True and not _is_conditional(facts, made.call)
+        if is_on or _has_same_switch(facts, made):
             yield facts.script.finding(
                 "scaler_with_bf16",
                 "warning",
@@ -28,6 +30,20 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 "switch it off: GradScaler(..., enabled=False); its calls then do nothing",
                 _switched_off(facts, made.call),
             )
+
+
+def _has_same_switch(facts: Facts, made: MadeScaler) -> bool:
+    """Return whether the scaler is on exactly where every autocast is: one switch for both."""
+    given = next((one.value for one in made.call.keywords if one.arg == "enabled"), None)
+    parent = facts.script.parents.get(made.call)
+    if given is None and isinstance(parent, ast.IfExp) and parent.body is made.call:
+        given = parent.test
+    switches = [next((k.value for k in one.call.keywords if k.arg == "enabled"), None) for one in facts.autocasts.on]
+    return (
+        given is not None
+        and made.enabled is not False
+        and all(one is not None and ast.dump(one) == ast.dump(given) for one in switches)
+    )
 
 
 def _is_conditional(facts: Facts, call: ast.Call) -> bool:

@@ -41,12 +41,19 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 def _window(script: Script, step: ScalerCall, unscale: ScalerCall) -> ast.If | None:
     """Return the condition that holds once a window, around the step and not around the unscaling."""
     mine = {script.text(one.test) for one in own_conditions(script, unscale.call, step.call)}
+    # `if amp` around the unscaling, and once more around the step: they hold together.
+    mine -= {script.text(one.test) for one in own_conditions(script, step.call, unscale.call) if not _counts(one)}
     for condition in own_conditions(script, step.call, unscale.call):
-        counts = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(condition.test))
         # Code before the branch may jump away at all other micro-batches; then both run once a window.
-        if (counts or mentions(condition.test, _WINDOW)) and script.text(condition.test) not in mine and not mine:
+        if _counts(condition) and script.text(condition.test) not in mine and not mine:
             return condition if follows(script, unscale.call, step.call) else None
     return None
+
+
+def _counts(condition: ast.If) -> bool:
+    """Return whether a condition holds once a window."""
+    modulo = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(condition.test))
+    return modulo or mentions(condition.test, _WINDOW)
 
 
 def _moved(facts: Facts, unscale: ScalerCall, step: ScalerCall, window: ast.If) -> Patch:
@@ -58,6 +65,9 @@ def _moved(facts: Facts, unscale: ScalerCall, step: ScalerCall, window: ast.If) 
         and precedes(unscale.call, clip) and precedes(clip, window) and window not in ancestors(script, clip)
     ]  # fmt: skip
     target = script.statement(step.call)
+    if own_conditions(script, unscale.call, step.call):
+        # The clip may be for both branches of `if amp`.
+        patch.spoil()
     for call in [unscale.call, *between]:
         statement = script.statement(call)
         if not isinstance(statement, ast.Expr) or statement.lineno != statement.end_lineno:

@@ -1,0 +1,62 @@
+"""Find gradient clipping that only the branch without a scaler has."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import exclusive, loop_of, precedes
+from halfstep.doctor.code.scalers import ScalerCall
+from halfstep.doctor.code.script import method, path_of
+from halfstep.doctor.located import LocatedFinding
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for a clip before `optimizer.step()`, where the scaler's step of the other branch has none."""
+    script = facts.script
+    for clip in facts.scalers.clips:
+        scope = script.scopes[clip]
+        plain = [
+            call for _, call in facts.optimizer_steps if script.scopes[call] is scope and _leads_to(facts, clip, call)
+        ]
+        for step in facts.scalers.of("step", scope):
+            others = [call for call in plain if _are_branches(facts, step, call)]
+            if others and exclusive(script, clip, step.call) and not _is_clipped(facts, step):
+                yield script.finding(
+                    "clip_without_amp_only",
+                    "warning",
+                    clip,
+                    f"`{script.text(clip)[:80]}` runs only where `{step.scaler}` does not: with mixed precision "
+                    f"(`{step.scaler}.step` of line {step.call.lineno}) gradients are not clipped",
+                    f"clip there, too: `{step.scaler}.unscale_({step.optimizer})`, the clip, `{step.scaler}.step(...)`",
+                )
+                break
+
+
+def _leads_to(facts: Facts, clip: ast.Call, step: ast.Call) -> bool:
+    return precedes(clip, step) and not exclusive(facts.script, clip, step)
+
+
+def _are_branches(facts: Facts, step: ScalerCall, call: ast.Call) -> bool:
+    """Return whether one pass takes one of the two steps of one optimizer."""
+    script = facts.script
+    first, second = sorted((step.call, call), key=lambda node: (node.lineno, node.col_offset))
+    same_loop = loop_of(script, step.call) is loop_of(script, call)
+    return same_loop and exclusive(script, first, second) and dict(_paths(facts)).get(call) == step.optimizer
+
+
+def _paths(facts: Facts) -> Iterator[tuple[ast.Call, str]]:
+    yield from ((call, path) for path, call in facts.optimizer_steps)
+
+
+def _is_clipped(facts: Facts, step: ScalerCall) -> bool:
+    """Return whether anything of this function that clips can come before the scaler's step."""
+    script = facts.script
+    for call in script.calls(script.scopes[step.call]):
+        words = f"{method(call) or ''} {path_of(call.func) or ''} {' '.join(k.arg or '' for k in call.keywords)}"
+        if "clip" in words or "max_norm" in words or "grad_norm" in words:
+            first, second = sorted((step.call, call), key=lambda node: (node.lineno, node.col_offset))
+            if not exclusive(script, first, second):
+                return True
+    return False

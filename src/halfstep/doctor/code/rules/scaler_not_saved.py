@@ -1,0 +1,106 @@
+"""Find a checkpoint with the optimizer's state and without the scaler's."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.order import ancestors
+from halfstep.doctor.code.script import Script, method, path_of, receiver
+from halfstep.doctor.located import LocatedFinding
+
+_SCALER = re.compile(r"scaler|(^|[._])amp($|[._])|mixed_precision", re.IGNORECASE)
+_SAVES = re.compile(r"save|checkpoint|ckpt|dump", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"optim|(^|[._])opt(_\w+)?$", re.IGNORECASE)
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for the first optimizer's state of each saved dictionary, where no scaler's state is saved."""
+    script = facts.script
+    steps = [one for one in facts.scalers.of("step") if not facts.scalers.is_off(one.call)]
+    if not steps or _is_known_bf16(facts) or _saves_scaler(facts):
+        return
+    met: set[ast.AST] = set()
+    for call in script.calls():
+        path = receiver(call) or ""
+        if method(call) != "state_dict" or not _OPTIMIZER.search(path) or _SCALER.search(path):
+            continue
+        holder = _holder(script, call)
+        scope = script.scopes[call]
+        if holder is None or scope in met or not _is_saved(script, call, scope):
+            continue
+        met.add(scope)
+        yield script.finding(
+            "scaler_not_saved",
+            "warning",
+            call,
+            f"`{script.text(call)[:60]}` is saved, and the state of `{steps[0].scaler}` (line {steps[0].call.lineno}) "
+            "is not: a resumed run starts again at a scale of 65536, and skips steps until it has fallen",
+            f'save it, too: "scaler": {steps[0].scaler}.state_dict(), and load it where the optimizer is loaded',
+        )
+
+
+def _is_known_bf16(facts: Facts) -> bool:
+    on = facts.autocasts.on
+    return bool(on) and all(one.format == "bf16" for one in on)
+
+
+def _saves_scaler(facts: Facts) -> bool:
+    """Return whether a state of a scaler is taken anywhere in the file, or the scaler itself is handed on."""
+    script = facts.script
+    paths = {one.scaler for one in facts.scalers.calls}
+    for call in script.calls():
+        path = receiver(call) or ""
+        if method(call) in ("state_dict", "load_state_dict") and (path in paths or _SCALER.search(path)):
+            return True
+        if _SAVES.search(_called(call)) and any(_is_scaler(one, paths) for one in _arguments(call)):
+            return True
+    values = (value for node in script.every(ast.Dict) for value in node.values)
+    return any(_is_scaler(value, paths) for value in values) or any(map(_names_state, script.every(ast.Constant)))
+
+
+def _names_state(node: ast.Constant) -> bool:
+    return isinstance(node.value, str) and node.value in ("scaler", "amp", "grad_scaler", "scaler_state_dict")
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _is_scaler(node: ast.expr, paths: set[str]) -> bool:
+    return any(path_of(one) in paths for one in ast.walk(node))
+
+
+def _called(call: ast.Call) -> str:
+    return method(call) or path_of(call.func) or ""
+
+
+def _holder(script: Script, call: ast.Call) -> ast.AST | None:
+    """Return the dictionary, the assignment to a key or the call of `save` that a state goes into."""
+    inner: ast.AST = call
+    for outer in ancestors(script, call):
+        if isinstance(outer, ast.Dict) and inner in outer.values:
+            return outer
+        if isinstance(outer, ast.Call) and inner is not outer.func:
+            name = _called(outer)
+            is_record = isinstance(inner, ast.keyword) and name[:1].isupper()
+            return outer if name in ("dict", "update", "save") or is_record else None
+        if isinstance(outer, ast.keyword):
+            inner = outer
+            continue
+        if isinstance(outer, ast.Assign):
+            return outer if isinstance(outer.targets[0], ast.Subscript) else None
+        if not isinstance(outer, (ast.IfExp, ast.keyword)):
+            return None
+        inner = outer
+    return None
+
+
+def _is_saved(script: Script, call: ast.Call, scope: ast.AST) -> bool:
+    """Return whether the function saves something, or is itself one that makes a checkpoint."""
+    name = getattr(scope, "name", "")
+    return bool(_SAVES.search(name)) or any(
+        _SAVES.search(_called(one)) and not _called(one).startswith("load") for one in script.calls(scope)
+    )
