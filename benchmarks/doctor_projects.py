@@ -302,6 +302,8 @@ def main() -> int:
         rows = json.loads(given.truth.read_text()) if given.truth else []
         return _show_reading(read_fetched(given.fetched, [Mistake(**row) for row in rows]), given.json, given.record)
     chosen = [one for one in read_projects() if given.only in (None, one.name.removesuffix(HEALTHY))]
+    if given.record and given.only:
+        options.error("--record keeps the result of all projects: leave out --only")
     if not chosen:
         options.error(f"--only {given.only}: no project has this name")
     begun = time.process_time()
