@@ -40,6 +40,8 @@ _NEEDED: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("precision",), ("accelerator=", "accelerator ="), ("Trainer(", "Fabric(")),
     (("allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),),
     (("caler.step(", "caler.scale("), ("state_dict",)),
+    (("backward(",), ("% ",), ("accum", "ACCUM", "micro", "update_freq", "grad_acc"), ("zero_grad",)),
+    ((".half()", ".to(torch.float16", ".to(torch.half"), ("_loss(", "cross_entropy(", "kl_div(")),
 )
 """Every finding needs a word of each group of one row; a file without them is not parsed."""
 

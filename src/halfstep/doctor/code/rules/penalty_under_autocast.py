@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.formats import function_named
 from halfstep.doctor.code.script import argument, words_in
 from halfstep.doctor.located import LocatedFinding
 
@@ -14,23 +15,35 @@ _GRAD = frozenset({"torch.autograd.grad"})
 
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every `autograd.grad(..., create_graph=True)` of unscaled scores under fp16 autocast."""
-    script = facts.script
-    calls = [call for call in script.calls() if script.is_one_of(call.func, _GRAD)]
-    for call in calls:
-        is_penalty = script.constant(argument(call, "create_graph")) is True
+    for call in _under_autocast(facts):
         near = facts.autocasts.around(call)
-        if not is_penalty or near is None or not near.may_be_on or near.format != "fp16":
-            continue
-        if not any("scale" in word for word in words_in(call)) and not _is_scaled(facts, call):
-            yield script.finding(
-                "penalty_under_autocast",
-                "warning",
-                call,
-                f"`{script.text(call)[:60]}` runs under the {near}, and its gradients are in fp16 without a scale: "
-                "small ones become 0, and the penalty pulls towards a slope that is not there",
-                "end autocast before it and compute the penalty in fp32; or scale: "
-                "autograd.grad(scaler.scale(scores), ...), and divide by scaler.get_scale()",
-            )
+        yield facts.script.finding(
+            "penalty_under_autocast",
+            "warning",
+            call,
+            f"`{facts.script.text(call)[:60]}` runs under the {near}, and its gradients are in fp16 without a scale: "
+            "small ones become 0, and the penalty pulls towards a slope that is not there",
+            "end autocast before it and compute the penalty in fp32; or scale: "
+            "autograd.grad(scaler.scale(scores), ...), and divide by scaler.get_scale()",
+        )
+
+
+def _under_autocast(facts: Facts) -> Iterator[ast.Call]:
+    """Yield the unscaled penalties under fp16 autocast, and calls there of functions that compute one."""
+    script = facts.script
+    penalties = [
+        call for call in script.calls()
+        if script.is_one_of(call.func, _GRAD)
+        and script.constant(argument(call, "create_graph")) is True
+        and not any("scale" in word for word in words_in(call))
+        and not _is_scaled(facts, call)
+    ]  # fmt: skip
+    computing = {script.scopes[call] for call in penalties if facts.autocasts.around(call) is None}
+    called = [call for call in script.calls() if function_named(script, call.func) in computing] if computing else []
+    for call in (*penalties, *called):
+        near = facts.autocasts.around(call)
+        if near is not None and near.may_be_on and near.format == "fp16":
+            yield call
 
 
 def _is_scaled(facts: Facts, call: ast.Call) -> bool:

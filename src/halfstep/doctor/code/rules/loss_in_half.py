@@ -1,0 +1,50 @@
+"""Find a loss that is computed from values that the code itself has cast to fp16."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.formats import cast_to
+from halfstep.doctor.code.order import exclusive, precedes
+from halfstep.doctor.code.script import Script
+from halfstep.doctor.located import LocatedFinding
+
+_LOSS = re.compile(r"torch\.nn\.functional\.(\w+_loss|cross_entropy|binary_cross_entropy\w*|kl_div)")
+
+
+def look(facts: Facts) -> Iterator[LocatedFinding]:
+    """Yield a finding for every cast to fp16 whose result goes into one of torch's losses, outside of autocast."""
+    script = facts.script
+    found: set[ast.Call] = set()
+    for call in script.calls():
+        names = script.names(call.func)
+        if not names or not all(map(_LOSS.fullmatch, names)) or facts.autocasts.over(call):
+            continue
+        if not (facts.backwards or isinstance(script.statement(call), ast.Return)):
+            continue
+        for given in call.args[:2]:
+            cast = _cast(script, given, call)
+            if cast is not None and cast not in found:
+                found.add(cast)
+                yield script.finding(
+                    "loss_in_half",
+                    "warning",
+                    cast,
+                    f"`{script.text(cast)[:60]}` goes into `{script.text(call)[:60]}`, which computes in fp16: sums "
+                    "overflow above 65504, and small differences are lost",
+                    "cast to fp32 before a loss: .float()",
+                )
+
+
+def _cast(script: Script, given: ast.expr, loss: ast.Call) -> ast.Call | None:
+    """Return the cast to fp16 that a value has last been through before a loss."""
+    values: list[ast.expr | None] = [given]
+    if not isinstance(given, ast.Call):
+        values = [one for one in script.bindings(given) if one is None or precedes(one, loss)]
+    last = values[-1] if values else None
+    if not isinstance(last, ast.Call) or cast_to(script, last) != "fp16":
+        return None
+    return last if last is given or not exclusive(script, last, loss) else None
