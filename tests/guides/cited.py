@@ -1,17 +1,22 @@
-"""Check what a page cites: files, tests and headings that exist, and commands whose options and settings are known."""
+"""Check what a page cites: files, tests, headings, modules and names that exist, commands with known options."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
+import shlex
 from pathlib import Path
 from typing import Any
 
 import typer
 
+import halfstep
 from halfstep.cli._commands import command_names
 from halfstep.cli.main import build
+from halfstep.cli.recipes import ACTIONS
 from halfstep.recipe.names import read_flags
+from halfstep.recipe.scripts import script_text
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_schema
 from tests.guides.items import ROOT
@@ -20,10 +25,31 @@ TAKE_A_RECIPE = ("train", "bench", "plan", "estimate", "profile", "audit", "doct
 
 
 def kind(shown: str) -> str:
-    """Return `command`, `file`, or nothing for a word that is only quoted."""
+    """Return `command`, `module`, `name` or `file`, or nothing for a word that is only quoted."""
     if shown.startswith("halfstep "):
         return "command"
+    if shown.startswith("python -m "):
+        return "module"
+    if shown.startswith("halfstep."):
+        return "name"
     return "file" if "/" in shown.partition("#")[0] or shown in ("README.md", "pyproject.toml") else ""
+
+
+def check(shown: str) -> None:
+    """Raise unless what is cited exists."""
+    match kind(shown):
+        case "file":
+            check_file(shown)
+        case "command":
+            check_command(shlex.split(shown)[1:])
+        case "module":
+            module = shown.split()[2]
+            spec = importlib.util.find_spec(module)
+            assert spec, f"there is no module {module}"
+            package = spec.submodule_search_locations is not None
+            assert not package or importlib.util.find_spec(f"{module}.__main__"), f"{module} cannot be run"
+        case "name":
+            assert hasattr(halfstep, shown.partition(".")[2]), f"there is no {shown}"
 
 
 def check_file(shown: str) -> None:
@@ -31,8 +57,10 @@ def check_file(shown: str) -> None:
     path, _, test = shown.partition("::")
     path, _, heading = path.partition("#")
     assert (ROOT / path).exists(), f"{path} is not there"
-    if test:
-        assert test in _functions(ROOT / path), f"{path} has no {test}"
+    if test or Path(path).name.startswith("test_"):
+        tests = {name for name in _functions(ROOT / path) if name.startswith("test_")}
+        assert tests, f"{path} has no tests"
+        assert not test or test in tests, f"{path} has no {test}"
     if heading:
         titles = [_slug(line) for line in (ROOT / path).read_text().splitlines() if line.startswith("#")]
         assert heading in titles, f"{path} has no heading {heading}"
@@ -45,6 +73,10 @@ def check_command(words: list[str]) -> None:
     if name in TAKE_A_RECIPE and own:
         found = read_recipe(own[0])
         read_flags(own[1:], task_schema(str(found.raw["task"])))
+    elif name == "recipes" and own:
+        assert own[0] in ACTIONS, f"halfstep recipes does not know {own[0]}"
+        for one in own[1:]:
+            script_text(one) if "--script" in rest else read_recipe(one)
     else:
         assert not own, f"halfstep {name} does not know {own}"
 

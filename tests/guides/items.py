@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides.md"
-STATES = ("done", "GPU", "cannot", "later")
+STATES = ("done", "GPU", "decided")
 BEGIN, END = "<!-- counts: python -m tests.guides.items -->\n", "<!-- end of counts -->"
 _ROW = re.compile(r"\| (?P<number>\d+) \| (?P<item>.+) \| (?P<state>\w+) \| (?P<evidence>.+) \|")
 
@@ -27,8 +27,9 @@ class Item(NamedTuple):
         return re.findall(r"`([^`]+)`", self.evidence)
 
     @property
-    def awaits_a_merge(self) -> bool:
-        return "(merge)" in self.evidence
+    def said(self) -> str:
+        """What is written around the citations."""
+        return re.sub(r"`[^`]+`", "", self.evidence)
 
 
 def items(page: str) -> list[Item]:

@@ -1,11 +1,18 @@
-"""A model over several devices, by fake tensors: everything that is agreed on ends on one of them."""
+"""A model over several devices, by fake tensors: everything that is agreed on ends on one of them.
+
+Real steps over two devices are in `test_two_devices.py`.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.step.optimizer_slot import Gradients, on
+from halfstep.step.rollback import Rollback
 
 
 def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:
@@ -20,6 +27,15 @@ def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:
         assert agreed.device == loss.device
         gradients.multiply_(0.5)
         gradients.clamp_(1.0)
+
+
+def test_buffers_on_two_devices_are_judged_together() -> None:
+    with FakeTensorMode():
+        largest = [torch.empty((), device=place) for place in ("cuda:1", "cuda:0", "cpu")]
+        held: Any = SimpleNamespace(_finite=["a", "b", "c"], largest=lambda: largest)
+        flag = Rollback.not_finite(held)
+        assert flag is not None
+        assert flag.device == largest[0].device
 
 
 def test_numbers_that_are_on_one_device_stay_the_same_tensors() -> None:

@@ -36,6 +36,7 @@ from halfstep.step.memory import (
     words_in,
     words_of,
 )
+from halfstep.step.optimizer_slot import on
 from halfstep.step.unseen_writes import UnseenWrites
 
 OUTSIDE_MODEL = "(outside the model)."
@@ -409,7 +410,8 @@ class Rollback:
         """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
         if not self._finite:
             return None
-        largest = torch.stack(self.largest()).amax()
+        numbers = self.largest()
+        largest = torch.stack([on(numbers[0].device, number) for number in numbers]).amax()
         # Zero of a finite number, else NaN: two kernels, where isfinite() takes five.
         return (largest - largest) != 0
 
