@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from halfstep.data.dataset import (
@@ -25,7 +23,7 @@ from halfstep.data.dataset import (
     Samples,
     ValSamples,
 )
-from halfstep.data.loader import ToDevice, TrainLoader, ValLoader
+from halfstep.data.loader import TrainLoader, ValLoader
 from halfstep.errors import BadData
 
 HERE = torch.empty(0).device
@@ -286,28 +284,3 @@ def test_tasks_may_be_sent_to_workers_that_are_started_anew() -> None:
     again: Callable[..., Any] = pickle.loads(pickle.dumps(made._collate))
     samples = pickle.loads(pickle.dumps(made.samples))
     assert again([samples[0, 1]]).ids == [1]
-
-
-@pytest.mark.parametrize(("place", "asynchronous"), [("cuda:0", True), ("cpu", False)])
-def test_the_host_does_not_wait_for_a_copy_to_a_gpu(place: str, asynchronous: bool) -> None:
-    """By fake tensors: the copy is asked for without blocking, from pinned memory."""
-    with FakeTensorMode():
-        to_device = ToDevice(torch.device(place), channels_last=False)
-        with Copies() as copies:
-            (moved,) = to_device(Batch({"x": torch.empty(2, 3, dtype=torch.float64)}, [0, 1], [])).tensors.values()
-        assert moved.device == torch.device(place)
-    assert to_device.pins == asynchronous
-    assert copies.non_blocking == [True] * asynchronous
-
-
-class Copies(TorchFunctionMode):
-    """Record of copies to another device: whether each was asked for without blocking."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.non_blocking: list[bool] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.to and args[0].device != torch.device(args[1]):
-            self.non_blocking.append(kwargs["non_blocking"])
-        return func(*args, **(kwargs or {}))
