@@ -141,9 +141,8 @@ def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Ti
     error = raised.value
     assert error.exit_code == OUT_OF_MEMORY == 81
     assert f"out of memory {word} micro-batches of 16 samples in fp32" in error.given
-    assert error.do == (
-        "halfstep.fit(..., settings={'train.batch_size': 8, 'train.microbatches': 2}, accept_recipe_change=True)"
-    )
+    settings = "{'train.batch_size': 8, 'train.microbatches': 2}"
+    assert error.do == f"halfstep.fit('{recipe}', settings={settings}, accept_recipe_change=True)"
     end = read_events(tmp_path / "run" / "journal.jsonl")[-1]
     assert (end["event"], end["reason"], end["error"]) == ("end", "out_of_memory", error.given)
     assert "Out of memory after" in (tmp_path / "run" / "train.log").read_text()

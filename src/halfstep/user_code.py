@@ -16,7 +16,7 @@ HALFSTEP = str(Path(__file__).parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 NO_FILE = "<"
 """The first character of the file name of code that is in no file, such as `<string>`."""
-ASKS = tuple(os.path.join(HALFSTEP, *parts) + os.sep for parts in (("step",), ("guard", "diagnosis"), ("measure",)))
+ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "diagnosis") + os.sep)
 """Code that runs a loss function: frames outside of these, such as the main program, did not request the operation."""
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)

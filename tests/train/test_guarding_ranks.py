@@ -43,7 +43,8 @@ def run_on(rank: int, folder: str, task: str, settings: dict[str, Any], times: f
         try:
             run = fit(place, TASKS[task], **shared)
         except HalfstepError as error:
-            return {"code": error.exit_code, "said": str(error), "weights": digest(loops[0].model)}
+            said = str(error).replace(str(place), "")  # each rank has a copy of the recipe
+            return {"code": error.exit_code, "said": said, "weights": digest(loops[0].model)}
     return {"steps": run.steps, "precision": run.precision, "weights": digest(loops[0].model)}
 
 

@@ -117,7 +117,7 @@ def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: 
     own = task_from_file(task)[0] if task else None
     finished = open_finished(folder, weights=weights, precision=named.name if named else None, own=own)
     for finding in finished.choice.findings:
-        typer.echo(finding, err=True)
+        screen(stderr=True, soft_wrap=True).print(str(finding))
     return finished
 
 

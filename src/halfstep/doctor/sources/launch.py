@@ -12,7 +12,7 @@ from halfstep.doctor.located import lines_of
 from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
-from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, own_claim, safe_claim
+from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_claim, own_claim, safe_claim
 from halfstep.errors import HalfstepError
 from halfstep.precision.names import FLAGS, PRECISION_KEYS, SWITCHES
 
@@ -252,7 +252,7 @@ def _flag(place: str, key: str, value: object, word: Word, reader: str) -> Found
     if reader == "accelerate":
         return _of_accelerate(setting)
     # The script's own parser reads it; `_owned` of linking names the library where one does.
-    read = safe_claim if reader == "halfstep" else own_claim
+    read = {"halfstep": safe_claim, "fabric": lightning_claim}.get(reader, own_claim)
     claim, means = read(short, False if off else value)
     return replace(setting, claim=replace(claim, key=key, value=value) if claim else None, means=means)
 

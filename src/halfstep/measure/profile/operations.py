@@ -38,7 +38,7 @@ from halfstep.observe.flops import computed_in, flops
 from halfstep.observe.recorder import Operation, Recorder, eagerly
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
-from halfstep.user_code import running_line
+from halfstep.user_code import HALFSTEP, TORCH, running_line
 
 TINY = 20_000
 """Nanoseconds. A CPU operation that takes less is counted as dispatch: its cost is not arithmetic."""
@@ -158,7 +158,11 @@ class LineSampler:
     def _look(self, watched: int) -> None:
         while not self._over.wait(_EVERY):
             frame = sys._current_frames().get(watched)
-            self.lines.append((time.perf_counter_ns(), None if frame is None else running_line(frame)))
+            while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+                frame = frame.f_back
+            # Where halfstep itself waits for the device, the program that called it is not the cause.
+            theirs = frame is not None and not frame.f_code.co_filename.startswith(HALFSTEP)
+            self.lines.append((time.perf_counter_ns(), running_line(frame) if theirs else None))
 
     def __enter__(self) -> LineSampler:
         self._thread.start()
