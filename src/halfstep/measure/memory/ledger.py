@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from halfstep.measure.setting import StepSetting, size_in_words
@@ -35,6 +35,18 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Assumption:
+    """What was assumed of numbers that a branch or a size depends on."""
+
+    place: str
+    """The line that needs the numbers, as file:line: text."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"assumed at {self.place}: {self.what}"
+
+
+@dataclass(frozen=True)
 class Ledger:
     """The memory of one update of a setting, in bytes, once the optimizer has its state."""
 
@@ -59,6 +71,8 @@ class Ledger:
     verified: bool = False
     """Whether such predictions have been compared with real runs on such a device."""
     remarks: tuple[Note, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
+    """What was assumed of numbers of the model that its code reads."""
 
     def __str__(self) -> str:
         parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
@@ -88,6 +102,7 @@ class Ledger:
             "moment": self.moment,
             "verified": self.verified,
             "notes": list(self.notes),
+            "assumptions": [asdict(assumption) for assumption in self.assumptions],
         }
 
 

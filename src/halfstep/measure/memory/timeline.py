@@ -6,15 +6,16 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfstep.formats import FP32, format_of, is_narrow
+from halfstep.formats import BF16, FP32, format_of, is_narrow
 from halfstep.observe.recorder import OUTSIDE, Operation
+from halfstep.precision.hardware import ability, describe
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 # Model what fake tensors do not show of a CPU run: memory inside kernels, and gradients summed in place.
@@ -22,6 +23,9 @@ from halfstep.observe.recorder import OUTSIDE, Operation
 
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
+_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_PRODUCTS_IN_ONE = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PRODUCTS_OF_MANY = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 _SUM = torch.ops.aten.add.Tensor
 _BLOCK = 16
 """oneDNN's channel block; the last block of a tensor is padded."""
@@ -43,7 +47,27 @@ def hidden_bytes(operation: Operation) -> int:
     if operation.function is _BACKWARD:
         arguments = _in_two_dimensions(operation.arguments, tensors=3)
         return _convolution_backward(arguments) if _by_onednn(*arguments[1:]) else 0
+    if operation.function in _PRODUCTS_IN_ONE:
+        return _wide_sums(operation.result, operation.result.numel())
+    if operation.function in _PRODUCTS_OF_MANY:
+        return _wide_sums(operation.result, operation.result[0].numel() * torch.get_num_threads())
+    if operation.function is _NORM_BACKWARD and operation.arguments[0].device.type == "cpu":
+        return int(operation.arguments[1].nbytes) if operation.arguments[9][0] else 0
     return 0
+
+
+@cache
+def computes_bf16() -> bool:
+    """Return whether this CPU has instructions for bf16; otherwise kernels sum its products in fp32 copies."""
+    return ability(describe("cpu"), BF16.name).native
+
+
+def _is_emulated(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and not computes_bf16()
+
+
+def _wide_sums(result: Tensor, elements: int) -> int:
+    return elements * FP32.bytes if _is_emulated(result) else 0
 
 
 def sums_in_place(operation: Operation) -> bool:
@@ -124,8 +148,21 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
         sums = max(made, weight.nbytes) // weight.element_size() * FP32.bytes if is_narrow(weight.dtype) else 0
         copied = not (laid_out or _is_large_of_one_channel(weight))
         copies = _in_blocks(gradient) + _image_in_blocks(image) if copied else 0
+        if _is_emulated(weight):
+            copies = _copies_where_emulated(gradient, image, weight) if copied else 0
         moments += [copies + made - weight.nbytes + sums, made + weight.nbytes if laid_out else made]
     return _laid_out_anew(gradient, image, weight) + int(max(moments))
+
+
+def _copies_where_emulated(gradient: Tensor, image: Tensor, weight: Tensor) -> int:
+    """Return the bytes of blocked copies, and of the samples that each thread transposes for bf16."""
+    kernel = max(weight.shape[2:])
+    first_layer = image.shape[1] <= _FEW and kernel > 1
+    copies = _in_blocks(gradient) + (0 if first_layer else _in_blocks(image))
+    if weight.shape[1] == 1 or (kernel == 1 and image.shape[2] > 1):
+        return copies
+    samples = max(image.shape[0], 1)
+    return copies + copies // samples * min(samples, torch.get_num_threads())
 
 
 def _laid_out_anew(*given: Tensor) -> int:
@@ -137,7 +174,7 @@ def _laid_out_anew(*given: Tensor) -> int:
 def _copied_twice(weight: Tensor, spread: bool) -> bool:
     """Return whether the result is copied again: kernels for narrow or strided data return another layout."""
     one_by_one = weight.shape[1] == 1  # depthwise
-    return (is_narrow(weight.dtype) or spread) and not one_by_one
+    return (is_narrow(weight.dtype) or spread) and not one_by_one and not _is_emulated(weight)
 
 
 def _by_channels(tensor: Tensor) -> bool:
