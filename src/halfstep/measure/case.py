@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.errors import WrongUse
+from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.hardware import Device
 from halfstep.precision.names import AMP, AUTO, precision_names, read_precision
@@ -57,6 +58,8 @@ class Case:
     """Whether an average of the weights is stored beside them."""
     compiled: bool = False
     """Whether a part of the model, or the loss function, was given to torch.compile before it was described."""
+    assumptions: tuple[Assumption, ...] = ()
+    """What was assumed to make the case."""
     is_recipe: bool = False
     """Whether a recipe chose the setting; in a case of the user's own it is the default, and nobody's choice."""
 

@@ -242,10 +242,11 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
     reading = read(candidate.timeline, since)
     at_peak = _more(reading.at_peak, beside)
     remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside))
-    remarks += tuple(Note(str(assumption)) for assumption in tracker.assumptions)
+    assumptions = (*case.assumptions, *tracker.assumptions)
+    remarks += tuple(Note(str(assumption)) for assumption in assumptions)
     if case.compiled and not setting.compile:
         remarks += (Note(COMPILED),)
-    could_be = _could_be_verified(setting, precision, device) and not (tracker.assumptions or case.compiled)
+    could_be = _could_be_verified(setting, precision, device) and not (assumptions or case.compiled)
     if candidate.timeline.not_covered and could_be:
         remarks = (*remarks, Note(not_covered(candidate.timeline.not_covered), only_here=True))
     return Ledger(
@@ -261,7 +262,7 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
         updating=reading.updating,
         verified=could_be and not candidate.timeline.not_covered,
         remarks=remarks,
-        assumptions=tracker.assumptions,
+        assumptions=assumptions,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting, size_in_words
 
 PARTS = (
@@ -32,18 +33,6 @@ class Note:
     text: str
     only_here: bool = False
     """Whether it applies only to the device whose rules were followed, not to others with the same ledger."""
-
-
-@dataclass(frozen=True)
-class Assumption:
-    """What was assumed of numbers that a branch or a size depends on."""
-
-    place: str
-    """The line that needs the numbers, as file:line: text."""
-    what: str
-
-    def __str__(self) -> str:
-        return f"assumed at {self.place}: {self.what}"
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,8 @@ class EstimateOptions:
     """The case's own batch, if empty."""
     recompute: str = WHERE_NEEDED
     """By default as the case does, with a recomputing column added where that does not fit."""
+    search: bool = True
+    """Whether to search for the largest batch."""
 
     def __post_init__(self) -> None:
         if self.recompute not in (WHERE_NEEDED, *RECOMPUTE):
@@ -263,7 +265,7 @@ class _Making:
             self._tell()
         refused = {row["precision"] for row in page["refused"]}
         for name in page["abilities"]:
-            for recompute in self._ways(page, name) if name not in refused else ():
+            for recompute in self._ways(page, name) if self.options.search and name not in refused else ():
                 self._seek(page, name, recompute, target, ledger)
             self._tell()
 

@@ -33,6 +33,8 @@ _FEW = 4
 """oneDNN reads images with up to this many channels without blocking."""
 
 
+_COPIES_OF_SUMS = 4
+"""Copies of a weight's gradient that a product of matrices makes."""
 _SMALL_KERNEL = 3
 _MANY, _SMALL = 16, 20480
 """torch's thresholds for oneDNN: the batch for 1×1 kernels on one thread, and the elements of a single image.
@@ -121,7 +123,9 @@ def _convolution(arguments: Sequence[Any], result: Tensor) -> int:
 
     The weight is blocked in any layout.
     """
-    image, weight, _, stride, _, _, transposed = arguments[:7]
+    image, weight, _, stride, _, dilation, transposed, _, groups = arguments[:9]
+    if not transposed and _is_small(image, weight, dilation) and _has_odd_groups(weight, groups):
+        return _columns(weight, result)
     if _by_channels(image) or _by_channels(weight):
         return _laid_out_anew(image, weight) + _weight_in_blocks(weight)
     out = _in_blocks(result)
@@ -135,6 +139,8 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
     gradient, image, weight, _, stride, _, _, transposed = arguments[:8]
     groups, (for_image, for_weight, _) = arguments[9:11]
     laid_out = _by_channels(image) or _by_channels(weight)
+    if not transposed and not laid_out and _by_columns(image, weight, arguments[6], groups):
+        return _columns(weight, gradient) + _COPIES_OF_SUMS * weight.numel() * FP32.bytes
     blocks = _weight_in_blocks(weight)
     results = (image.nbytes if for_image else 0) + (weight.nbytes if for_weight else 0)
     moments = [0]
@@ -152,6 +158,29 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
             copies = _copies_where_emulated(gradient, image, weight) if copied else 0
         moments += [copies + made - weight.nbytes + sums, made + weight.nbytes if laid_out else made]
     return _laid_out_anew(gradient, image, weight) + int(max(moments))
+
+
+def _by_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
+    """Return whether the weight's gradient is a product of matrices: for images smaller than the kernel reaches."""
+    known = image.dtype is torch.float32 or _has_odd_groups(weight, groups)
+    return known and _is_small(image, weight, dilation)
+
+
+def _is_small(image: Tensor, weight: Tensor, dilation: Sequence[int]) -> bool:
+    reach = [1 + (size - 1) * apart for size, apart in zip(weight.shape[2:], dilation, strict=True)]
+    return any(side < wide for side, wide in zip(image.shape[2:], reach, strict=True))
+
+
+def _has_odd_groups(weight: Tensor, groups: int) -> bool:
+    """Return whether the channels of a group do not fill a block, for which oneDNN has no kernel of its own."""
+    each = weight.shape[0] // groups, weight.shape[1]
+    return groups > 1 and max(each) > 1 and any(channels % _BLOCK for channels in each)
+
+
+def _columns(weight: Tensor, result: Tensor) -> int:
+    """Return the bytes of the columns that each thread makes of one slice of an image."""
+    row = math.prod(weight.shape[1:]) * math.prod(result.shape[-2:])
+    return int(row * weight.element_size() * torch.get_num_threads())
 
 
 def _copies_where_emulated(gradient: Tensor, image: Tensor, weight: Tensor) -> int:

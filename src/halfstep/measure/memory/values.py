@@ -26,7 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import WrongUse
-from halfstep.measure.memory.ledger import Assumption
+from halfstep.measure.assumption import Assumption
 from halfstep.observe.recorder import written_by
 from halfstep.user_code import MEASURING, line_running_outside, place_and_text
 
