@@ -35,6 +35,8 @@ _FEW = 4
 
 _COPIES_OF_SUMS = 4
 """Copies of a weight's gradient that a product of matrices makes."""
+_WIDE_KERNEL, _WIDE_FIRST_KERNEL = 14, 16
+"""Wider kernels have no kernel of oneDNN's own for their gradients; the second is for images in a narrow format."""
 _SMALL_KERNEL = 3
 _MANY, _SMALL = 16, 20480
 """torch's thresholds for oneDNN: the batch for 1×1 kernels on one thread, and the elements of a single image.
@@ -161,7 +163,11 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
 
 
 def _by_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
-    """Return whether the weight's gradient is a product of matrices: for images smaller than the kernel reaches."""
+    """Return whether the weight's gradient is a product of matrices, as for wide kernels and for smaller images."""
+    if max(weight.shape[2:]) > (
+        _WIDE_FIRST_KERNEL if is_narrow(image.dtype) and image.shape[1] <= _FEW else _WIDE_KERNEL
+    ):
+        return True
     known = image.dtype is torch.float32 or _has_odd_groups(weight, groups)
     return known and _is_small(image, weight, dilation)
 
@@ -216,7 +222,7 @@ def _channels_first(tensor: Tensor) -> torch.memory_format:
 
 
 def _image_in_blocks(image: Tensor) -> int:
-    return 0 if image.shape[1] <= _FEW and not is_narrow(image.dtype) else _in_blocks(image)
+    return 0 if image.shape[1] <= _FEW and (not is_narrow(image.dtype) or _is_emulated(image)) else _in_blocks(image)
 
 
 def _in_blocks(image: Tensor) -> int:

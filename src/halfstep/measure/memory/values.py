@@ -405,8 +405,14 @@ def _ctc_gradient(_tracker: ValueTracker, _gradient: Tensor, scores: Tensor, *_:
     return torch.empty_like(scores)
 
 
+def _nothing_new(*_: Any) -> None:
+    """Describe an update in place."""
+
+
 _DESCRIPTIONS: dict[str, Callable[..., Any]] = {
     "aten::_grouped_mm": _grouped_product,
     "aten::_ctc_loss": _ctc,
     "aten::_ctc_loss_backward": _ctc_gradient,
+    "aten::_fused_sgd_": _nothing_new,
+    "aten::_fused_adagrad_": _nothing_new,
 }
