@@ -47,9 +47,9 @@ def described_recipe(text: str, settings: Iterable[str] = ()) -> Case:
     try:
         return _case(resolved.label, recipe, task)
     except BadData:
-        if _is_here(recipe.data.path):
+        if _is_here(task.recipe.data.path):
             raise
-    data = recipe.data
+    data: Any = recipe.data
     sides = [side for side in (data.size, getattr(data, "crop", 0)) if isinstance(side, int)]
     needed = 4 * recipe.train.batch_size * recipe.train.microbatches
     drawn = {"name": _DRAWN, "val": 0.5, "samples": needed, "size": max(sides)}

@@ -142,7 +142,7 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
     groups, (for_image, for_weight, _) = arguments[9:11]
     laid_out = _by_channels(image) or _by_channels(weight)
     if not transposed and not laid_out and _by_columns(image, weight, arguments[6], groups):
-        return _columns(weight, gradient) + _COPIES_OF_SUMS * weight.numel() * FP32.bytes
+        return _columns(weight, gradient) + int(_COPIES_OF_SUMS * weight.numel() * FP32.bytes)
     blocks = _weight_in_blocks(weight)
     results = (image.nbytes if for_image else 0) + (weight.nbytes if for_weight else 0)
     moments = [0]
@@ -168,7 +168,8 @@ def _by_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups: 
         _WIDE_FIRST_KERNEL if is_narrow(image.dtype) and image.shape[1] <= _FEW else _WIDE_KERNEL
     ):
         return True
-    known = image.dtype is torch.float32 or _has_odd_groups(weight, groups)
+    spread = max(dilation) > 1 and image.shape[2] > 1
+    known = image.dtype is torch.float32 or spread or _has_odd_groups(weight, groups)
     return known and _is_small(image, weight, dilation)
 
 
