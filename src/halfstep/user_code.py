@@ -89,6 +89,17 @@ def lines_outside(error: BaseException, *folders: str) -> list[Line]:
     return [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(folders)]
 
 
+def line_running_outside(*folders: str) -> Line | None:
+    """Return the innermost line that is running outside of `folders`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*folders, NO_FILE)):
+            return Line(file, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
 def place(line: Line) -> str:
     """Return a line as `file:line`."""
     return f"{line.filename}:{line.lineno}"

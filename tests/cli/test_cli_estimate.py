@@ -104,7 +104,7 @@ def test_the_first_line_answers_and_the_last_one_can_be_typed() -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.strip().splitlines()
     assert lines[0].startswith("fits: peak ")
-    assert "of 16.00 GiB on t4 in fp16 at batch 8; no limit found up to batch 1048576" in " ".join(done.stdout.split())
+    assert "of 15.00 GiB on t4 in fp16 at batch 8; no limit found up to batch 1048576" in " ".join(done.stdout.split())
     assert lines[-1] == f"next: halfstep plan {CASE}"
     page = " ".join(done.stdout.split())
     assert "bf16: not native on NVIDIA Tesla T4: compute capability 7.5 < 8.0: bf16 is emulated" in page
@@ -232,10 +232,21 @@ def test_wrong_words_are_told_before_anything_is_built(words: list[str], told: s
     assert done.stdout == ""
 
 
-def test_a_loss_that_needs_a_value_is_refused_with_its_line(own: str) -> None:
-    done = halfstep(f"{own}:value_needed", "--device", "4GB")
-    assert done.exit_code not in (0, 1)
-    assert f"{own}.py" in done.stderr
+def test_what_is_assumed_of_a_loss_that_needs_a_value_is_printed_with_its_line(own: str) -> None:
+    done = halfstep(f"{own}:value_needed", "--device", "4GB", "--precision", "fp32", "--no-search", "--json")
+    assert done.exit_code == 0, done.output
+    [page] = json.loads(done.stdout)["devices"]
+    assert page["largest"] == []
+    [assumption] = page["columns"][0]["assumptions"]
+    assert f"{own}.py" in assumption["place"]
+    assert any(assumption["place"] in note for note in page["columns"][0]["notes"])
+
+
+def test_a_recipe_needs_no_data_here() -> None:
+    done = halfstep("classify", "data.size=32", "model.name=resnet18", "--device", "a100-80gb", "--no-search", "--json")
+    assert done.exit_code == 0, done.output
+    [page] = json.loads(done.stdout)["devices"]
+    assert all("which is not here" in column["assumptions"][0]["place"] for column in page["columns"])
 
 
 def test_an_error_of_their_own_is_told_once_with_their_line(own: str, tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ def run(
     survive: Annotated[
         str | None, typer.Option(help="Instead: would it survive these formats, such as fp16,fp8_e4m3.")
     ] = None,
+    no_search: Annotated[bool, flag("--no-search", "Leave out the search for the largest batch.")] = False,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Estimate how much memory a step takes, and the largest batch that fits, on any device, without running it."""
-    asked = (device, precision, batch, recompute)
+    asked = (device, precision, batch, recompute, not no_search)
     ranks = (world, nodes, sharding, shard_size)
     try:
         if any(given is not None for given in ranks):
@@ -64,15 +65,15 @@ def run(
         raise typer.Exit(INTERRUPTED) from None
 
 
-Asked = tuple[list[str] | None, list[str] | None, list[str] | None, str]
+Asked = tuple[list[str] | None, list[str] | None, list[str] | None, str, bool]
 RanksAsked = tuple[int | None, int | None, str | None, int | None]
 
 
 def _options(asked: Asked) -> EstimateOptions:
     from halfstep.measure.memory.report import EstimateOptions
 
-    device, precision, batch, recompute = asked
-    return EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute)
+    device, precision, batch, recompute, search = asked
+    return EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute, search)
 
 
 def _answer(wanted: Subject, asked: Asked, survive: str | None, json: bool) -> None:
@@ -83,7 +84,7 @@ def _answer(wanted: Subject, asked: Asked, survive: str | None, json: bool) -> N
 
     options = _options(asked)
     with progress("estimating", "precisions") as on_progress:
-        report = report_of(wanted.open, options, on_progress)
+        report = report_of(wanted.describe, options, on_progress)
     report = {"subject": wanted.text, **report, "next": next_command(wanted, report)}
     if json:
         print_json(report)
@@ -132,6 +133,7 @@ def _large_enough(report: dict[str, Any]) -> str:
     for page in report["devices"]:
         device = page["device"]
         peaks = [lever["peak"] for row in page["largest"] for lever in (row, *row["levers"])]
+        peaks = peaks or [column["peak"] for column in page["columns"]]
         if peaks:
             return f"{int((min(peaks) / (1 - device['margin']) + device['reserved']) / 2**30) + 1}GB"
     return "24GB"
@@ -148,7 +150,7 @@ def _scale(wanted: Subject, asked: Asked, ranks: RanksAsked, survive: str | None
 
     options = ScaleOptions(_options(asked), world, nodes, sharding or "auto", shard)
     with progress("counting", "layouts") as on_progress:
-        report = {"subject": wanted.text, **scale_report(wanted.open, options, on_progress)}
+        report = {"subject": wanted.text, **scale_report(wanted.describe, options, on_progress)}
     if json:
         print_json(report)
     else:

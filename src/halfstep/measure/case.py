@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.errors import WrongUse
+from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.hardware import Device
 from halfstep.precision.names import AMP, AUTO, precision_names, read_precision
@@ -36,8 +37,9 @@ class CaseData:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the default optimizer of a case: fused AdamW over the trainable parameters."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    """Return the default optimizer of a case: AdamW over the trainable parameters, fused unless one is complex."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-4, fused=all(p.is_floating_point() for p in trained) or None)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Case:
     setting: StepSetting = field(default_factory=StepSetting)
     average: bool = False
     """Whether an average of the weights is stored beside them."""
+    compiled: bool = False
+    """Whether a part of the model, or the loss function, was given to torch.compile before it was described."""
+    assumptions: tuple[Assumption, ...] = ()
+    """What was assumed to make the case."""
     is_recipe: bool = False
     """Whether a recipe chose the setting; in a case of the user's own it is the default, and nobody's choice."""
 

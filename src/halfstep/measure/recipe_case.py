@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from halfstep.data.layout import data_place
 from halfstep.data.loader import TrainLoader
+from halfstep.errors import BadData
+from halfstep.measure.assumption import Assumption
 from halfstep.measure.case import Case, CaseData
 from halfstep.measure.setting import StepSetting
 from halfstep.recipe.sources import read_recipe
@@ -19,6 +23,11 @@ from halfstep.train.loop import planned_steps
 from halfstep.train.setup import AnyRecipe, freeze, make_optimizer, without_weights
 from halfstep.train.task import Task
 
+_DRAWN = "shapes"
+"""The data that every task can draw."""
+_CLASSES = 1000
+"""The classes that are assumed where neither the recipe nor the data tells how many there are."""
+
 
 def case_of_recipe(text: str, settings: Iterable[str] = ()) -> Case:
     """Return the case of a recipe.
@@ -27,11 +36,44 @@ def case_of_recipe(text: str, settings: Iterable[str] = ()) -> Case:
     """
     resolved = resolved_recipe(read_recipe(text), list(settings))
     recipe = without_weights(resolved.recipe)
+    return _case(resolved.label, recipe, task_class(recipe.task)(recipe))
+
+
+def described_recipe(text: str, settings: Iterable[str] = ()) -> Case:
+    """Return the case of a recipe; where its data is not here, drawn samples of the recipe's sizes stand for it."""
+    resolved = resolved_recipe(read_recipe(text), list(settings))
+    recipe = without_weights(resolved.recipe)
     task = task_class(recipe.task)(recipe)
+    try:
+        return _case(resolved.label, recipe, task)
+    except BadData:
+        if _is_here(task.recipe.data.path):
+            raise
+    data: Any = recipe.data
+    sides = [side for side in (data.size, getattr(data, "crop", 0)) if isinstance(side, int)]
+    needed = 4 * recipe.train.batch_size * recipe.train.microbatches
+    drawn = {"name": _DRAWN, "val": 0.5, "samples": needed, "size": max(sides)}
+    recipe = recipe.model_copy(update={"data": data.model_copy(update=drawn)})
+    task = task_class(recipe.task)(recipe)
+    classes = getattr(data, "classes", None)
+    task.remember({"classes": [str(number) for number in range(classes or _CLASSES)]})
+    what = f"samples of the recipe's sizes{'' if classes else f', and {_CLASSES} classes at most'}"
+    assumption = Assumption(f"data.path {data.path}, which is not here", what)
+    return replace(_case(resolved.label, recipe, task), assumptions=(assumption,))
+
+
+def _is_here(path: str) -> bool:
+    try:
+        return data_place(path).exists()
+    except BadData:  # a data set of the cache that was not made
+        return False
+
+
+def _case(name: str, recipe: AnyRecipe, task: Task) -> Case:
     model = task.model()
     freeze(model, recipe.model.freeze)
     return Case(
-        name=resolved.label,
+        name=name,
         model=model,
         loss_fn=task.loss,
         batch=_loader(task, recipe, num_workers=0).read_batch().tensors,

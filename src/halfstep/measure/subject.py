@@ -41,6 +41,16 @@ class Subject:
     def is_own_code(self) -> bool:
         return _OWN_CODE.fullmatch(self.text) is not None
 
+    def describe(self) -> Case:
+        """Return the case as `open` does; the data of a recipe need not be here."""
+        if self.is_own_code:
+            return self.open()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            from halfstep.measure.recipe_case import described_recipe
+
+            return trainable(described_recipe(self.text, self.settings))
+
     def open(self) -> Case:
         """Return the case, with the same random weights each time; the caller's random state is restored.
 

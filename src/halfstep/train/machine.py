@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfstep.host_memory import total_memory
+
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12
 """Floating-point operations per second in training: a laptop core and a small GPU reach them, and most exceed them."""
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""The memory limit of a container, where it is below that of its host."""
 _NODES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci*", "habana*")
 """The device files that drivers of accelerators create on Linux."""
 _DEV = Path("/dev")
@@ -51,14 +51,11 @@ class Machine:
 
 def this_machine(device: str) -> Machine:
     """Return the machine that this rank runs on; `device` is the recipe's setting."""
-    # Imported only here: `cores` is asked for by commands that work without the train extra.
-    import psutil
-
     from halfstep.recipe.schema import AUTO
 
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     # Ranks on one host share its memory; an accelerator's memory is each rank's own.
-    host = Machine(cores_each(), min(psutil.virtual_memory().total, _limit()) // here, devices=ranks)
+    host = Machine(cores_each(), total_memory() // here, devices=ranks)
     if device == AUTO and _no_driver():
         return host
     # Imported only now: torch takes seconds to load, and a command that is refused afterwards does not need it.
@@ -79,19 +76,9 @@ def _no_driver() -> bool:
 
 def _accelerator_memory(place: object) -> int:
     """Return the memory of an accelerator; one without properties, such as Apple's, shares the host's memory."""
-    import psutil
     import torch
 
     module = getattr(torch, torch.device(str(place)).type)
     tell = getattr(module, "get_device_properties", None)
     # Half of it: the host needs the other half.
-    return int(tell(place).total_memory) if tell else int(psutil.virtual_memory().total) // 2
-
-
-def _limit() -> int:
-    try:
-        text = _LIMIT.read_text().strip()
-    except OSError:
-        return 2**62
-    # cgroup v2 writes "max" where there is no limit.
-    return int(text) if text.isdigit() else 2**62
+    return int(tell(place).total_memory) if tell else total_memory() // 2

@@ -6,12 +6,17 @@ import json
 import os
 import sys
 from importlib import resources
+from pathlib import Path
 
 import pytest
+import torch
 
+from halfstep import host_memory
 from halfstep.errors import UnknownName, WrongUse
-from halfstep.measure.memory.devices import GIB, device_ids, device_named, main_memory
+from halfstep.measure.memory.devices import GIB, device_ids, device_named
 from halfstep.measure.memory.report import own_choice
+from halfstep.measure.plan.race import free_bytes
+from halfstep.train.machine import this_machine
 
 ROWS = json.loads(resources.files("halfstep.measure.memory").joinpath("devices.json").read_text())["devices"]
 
@@ -21,8 +26,9 @@ def test_there_are_many_and_each_is_found_by_its_short_and_its_long_name() -> No
     for row in ROWS:
         for text in (row["id"], row["id"].upper(), row["name"]):
             assert device_named(text).id == row["id"], text
-        assert device_named(row["id"]).memory == row["gib"] * GIB
-        assert row.get("capability") or row.get("arch") or row.get("isa")
+        assert device_named(row["id"]).memory == row.get("driver_mib", row["gib"] * 1024) << 20
+        assert row.get("capability") or row.get("arch") or row.get("isa") or row["kind"] == "mps"
+        assert "driver_mib" not in row or (0.6 * row["gib"] * 1024 < row["driver_mib"] <= row["gib"] * 1024)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +108,32 @@ def test_what_a_process_takes_and_a_margin_are_left_alone() -> None:
 
 def test_this_machine_is_known_by_its_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert device_named("cpu").memory == main_memory() == pytest.approx(pages, rel=0.01)
+    monkeypatch.setattr(host_memory, "CGROUP", Path("nowhere"))
+    assert device_named("cpu").memory == host_memory.total_memory() == pytest.approx(pages, rel=0.01)
     assert device_named("cpu").rules == "cpu"
     monkeypatch.setitem(sys.modules, "psutil", None)  # not installed
-    assert main_memory() == pages
+    assert host_memory.total_memory() == pages
+
+
+def test_sizing_plan_and_estimate_know_the_limit_of_a_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "job" / "step"
+    own.mkdir(parents=True)
+    for folder, limit in ((own, "max"), (own.parent, str(GIB))):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(GIB // 2))
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 4}\n")
+    (tmp_path / "own").write_text("0::/job/step\n")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_GROUP", tmp_path / "own")
+    assert device_named("cpu").memory == this_machine("cpu").memory == GIB
+    assert free_bytes(torch.device("cpu")) == GIB - GIB // 4
+
+
+@pytest.mark.parametrize(("name", "gib"), [("t4", 14.6), ("a10", 22.0), ("l4", 22.0), ("l40s", 44.4)])
+def test_what_torch_sees_of_a_card_with_error_correction_is_not_promised(name: str, gib: float) -> None:
+    assert device_named(name).usable < gib * GIB
 
 
 def test_a_t4_only_emulates_bf16_and_is_given_fp16() -> None:

@@ -249,23 +249,6 @@ def test_the_persons_model_is_not_touched() -> None:
     assert torch.isfinite(loss_fn(model, batch))
 
 
-@pytest.mark.parametrize(
-    ("asks", "why"),
-    [
-        (lambda out: out.sum() * out.max().item(), "reads a number"),  # ASKS
-        (lambda out: out.sum() if out.sum() > 0 else -out.sum(), "reads a number"),  # ASKS
-        (lambda out: out[out > 0].sum(), "size depends on numbers"),  # ASKS
-        (lambda out: out.sum() * out.detach().numpy().max(), "numpy"),  # ASKS
-    ],
-)
-def test_a_loss_that_needs_a_number_is_refused_with_its_line(asks: Callable[[Tensor], Tensor], why: str) -> None:
-    with pytest.raises(HalfstepError, match=why) as refused:
-        estimate(two_layers()[0], lambda model, batch: asks(model(batch)), torch.randn(N, 32))
-    assert f"{__file__}:" in refused.value.given
-    assert "# ASKS" in refused.value.given  # the text of the line
-    assert refused.value.do
-
-
 @pytest.mark.parametrize("loss", [lambda m, b: m(b), lambda m, b: m(b).sum().detach(), lambda m, b: 3.0])
 def test_what_is_no_loss_is_refused(loss: Any) -> None:
     with pytest.raises(HalfstepError, match="loss"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import os
 import re
 from dataclasses import dataclass
 from importlib import resources
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import UnknownName, WrongUse
+from halfstep.host_memory import total_memory
 from halfstep.precision.hardware import Ability, Device, ability, describe, present
 from halfstep.precision.names import AUTO
 from halfstep.precision.select import choose_precision
@@ -22,7 +22,7 @@ GIB = 1 << 30
 HERE = "here"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib|mb|m)", re.IGNORECASE)
 _KINDS_OF_TORCH = ("cpu", "cuda", "hip", "rocm", "mps", "xpu")
-_VENDORS = re.compile(r"nvidia|geforce|amd|instinct|tesla|quadro|radeon|intel")
+_VENDORS = re.compile(r"nvidia|geforce|amd|instinct|tesla|quadro|radeon|intel|apple")
 # Form factors and memory types, which torch and vendors append to names.
 _LONG_NAME_ENDS = ("pcie", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
 
@@ -35,7 +35,7 @@ class Target:
     """The name to type."""
     device: Device
     memory: int
-    """Total memory in bytes, as the vendor states it."""
+    """Total memory in bytes, as the driver reports it; as the vendor states it where that is not known."""
     reserved: int
     """Bytes assumed to be used by the process itself: the driver's context and its libraries."""
     margin: float
@@ -138,7 +138,7 @@ def _known(name: str) -> Target:
             arch=row.get("arch", ""),
             isa=frozenset(row.get("isa", ())),
         ),
-        int(row["gib"] * GIB),
+        row["driver_mib"] << 20 if "driver_mib" in row else int(row["gib"] * GIB),
     )
 
 
@@ -174,17 +174,7 @@ def _memory_of(device: Device) -> int:
     if kind == "mps":
         # Memory is shared with the CPU there; Metal recommends a limit for the GPU.
         return int(torch.mps.recommended_max_memory())
-    return main_memory()
-
-
-def main_memory() -> int:
-    """Return the memory of this machine in bytes."""
-    # psutil comes with an extra. Windows has no os.sysconf.
-    try:
-        import psutil
-    except ImportError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(psutil.virtual_memory().total)
+    return total_memory()
 
 
 def _plain(text: str) -> str:

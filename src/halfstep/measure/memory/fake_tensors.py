@@ -7,20 +7,14 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,8 +23,9 @@ from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.batches import resized, size_of, tensors
 from halfstep.measure.case import Case
 from halfstep.measure.memory.timeline import BACKWARD, FORWARD, UPDATE, Timeline
+from halfstep.measure.memory.values import NEEDS_NUMBERS, ValueTracker, with_numbers, with_same_numbers
 from halfstep.measure.setting import StepSetting
-from halfstep.observe.recorder import Recorder
+from halfstep.observe.recorder import Recorder, uses_compiled
 from halfstep.precision.island import settle
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import ONLY, Counted, loss_and_aux
@@ -205,7 +200,6 @@ def as_wrong_use(error: Exception, samples: Sequence[str], do: str) -> WrongUse 
 # Report code that needs tensor values where there are none, as an error that names its line.
 
 
-_NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # A plain RuntimeError: its text is the only way to recognize it.
 _NUMPY = ".numpy() is not supported for tensor subclasses"
 _KINDS = {
@@ -220,7 +214,7 @@ def numbers_refused(why: str = "memory is estimated without computing any") -> I
     """Run the user's code on fake tensors; raise `WrongUse` with the line that needs a value."""
     try:
         yield
-    except _NEEDS_NUMBERS as error:
+    except NEEDS_NUMBERS as error:
         raise _refusal(error, str(error.func), why) from error
     except RuntimeError as error:
         if _NUMPY not in str(error):
@@ -259,13 +253,13 @@ def fake_mode() -> FakeTensorMode:
 MakeCase = Callable[[], Case]
 
 
-def built(make: MakeCase, mode: FakeTensorMode) -> Case:
-    """Return the case on fake tensors.
+def built(make: MakeCase, mode: FakeTensorMode, tracker: ValueTracker | None = None) -> Case:
+    """Return the case on fake tensors, with the numbers that `tracker` can follow.
 
     A model that can be built on them costs no memory, however large; others are built for real and converted.
     """
     try:
-        with mode, warnings.catch_warnings(), _without_a_word():
+        with mode, tracker or nullcontext(), warnings.catch_warnings(), _without_a_word():
             warnings.filterwarnings("ignore", _COPIED)
             case = make()
     except Exception:  # it needs a value while being built, or has an error, which is raised again now
@@ -302,7 +296,9 @@ def _without_a_word() -> Iterator[None]:
 
 def as_fake(case: Case, mode: FakeTensorMode) -> Case:
     """Return the same case on fake tensors; the user's model is neither changed nor copied."""
-    return replace(case, model=_fake_model(case.model, mode), batch=_fake(case.batch, mode))
+    # A deep copy loses what `model.compile()` has set.
+    compiled = case.compiled or uses_compiled(case.model, case.loss_fn)
+    return replace(case, model=_fake_model(case.model, mode), batch=_fake(case.batch, mode), compiled=compiled)
 
 
 def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -323,14 +319,17 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    twin = mode.from_tensor(tensor)
+    twin = with_numbers(mode.from_tensor(tensor), tensor)
     # from_tensor also converts a gradient, and an update begins without.
     twin.grad = None
     return twin
 
 
 def _fake(batch: Any, mode: FakeTensorMode) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t), batch)
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else with_numbers(mode.from_tensor(tensor), tensor)
+
+    return pytree.tree_map_only(Tensor, fake, batch)
 
 
 # -- placing ----------------------------------------------------------------------------------------------------------
@@ -357,7 +356,7 @@ def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
         there = plain  # A deep-copied fake has another storage than its views, and would count twice.
     else:
         layout = torch.channels_last if kernel else torch.preserve_format
-        there = torch.empty_like(tensor, device=device, memory_format=layout)
+        there = with_same_numbers(torch.empty_like(tensor, device=device, memory_format=layout), tensor)
     return nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting, size_in_words
 
 PARTS = (
@@ -59,6 +60,8 @@ class Ledger:
     verified: bool = False
     """Whether such predictions have been compared with real runs on such a device."""
     remarks: tuple[Note, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
+    """What was assumed of numbers of the model that its code reads."""
 
     def __str__(self) -> str:
         parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
@@ -88,6 +91,7 @@ class Ledger:
             "moment": self.moment,
             "verified": self.verified,
             "notes": list(self.notes),
+            "assumptions": [asdict(assumption) for assumption in self.assumptions],
         }
 
 

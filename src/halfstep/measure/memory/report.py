@@ -8,12 +8,12 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from halfstep.errors import HalfstepError, PrecisionRefused, UnknownName, WrongUse
+from halfstep.host_memory import free_memory
 from halfstep.measure.batches import size_of, taken_as_samples
 from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named, own_choice
@@ -162,6 +162,8 @@ class EstimateOptions:
     """The case's own batch, if empty."""
     recompute: str = WHERE_NEEDED
     """By default as the case does, with a recomputing column added where that does not fit."""
+    search: bool = True
+    """Whether to search for the largest batch."""
 
     def __post_init__(self) -> None:
         if self.recompute not in (WHERE_NEEDED, *RECOMPUTE):
@@ -263,7 +265,7 @@ class _Making:
             self._tell()
         refused = {row["precision"] for row in page["refused"]}
         for name in page["abilities"]:
-            for recompute in self._ways(page, name) if name not in refused else ():
+            for recompute in self._ways(page, name) if self.options.search and name not in refused else ():
                 self._seek(page, name, recompute, target, ledger)
             self._tell()
 
@@ -366,11 +368,6 @@ class _Making:
 
 NEAR = 0.1
 """Relative tolerance of the search for the largest batch; the user is waiting for it."""
-# cgroup v2, then v1. In a container the limit is here; psutil reports the memory of the host.
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 @dataclass(frozen=True)
@@ -432,10 +429,9 @@ def _of_main_memory(target: Target) -> Iterator[int]:
 
     process = psutil.Process().memory_info()
     own = int(process.rss) - target.reserved
-    yield int(psutil.virtual_memory().available) + own
-    for limit, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):
-            yield int(Path(limit).read_text()) - int(Path(used).read_text()) + own
+    free = free_memory()
+    if free is not None:
+        yield free + own
     with contextlib.suppress(ImportError):  # Windows
         import resource
 

@@ -6,15 +6,16 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfstep.formats import FP32, format_of, is_narrow
+from halfstep.formats import BF16, FP32, format_of, is_narrow
 from halfstep.observe.recorder import OUTSIDE, Operation
+from halfstep.precision.hardware import ability, describe
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 # Model what fake tensors do not show of a CPU run: memory inside kernels, and gradients summed in place.
@@ -22,6 +23,9 @@ from halfstep.observe.recorder import OUTSIDE, Operation
 
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
+_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_PRODUCTS_IN_ONE = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PRODUCTS_OF_MANY = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 _SUM = torch.ops.aten.add.Tensor
 _BLOCK = 16
 """oneDNN's channel block; the last block of a tensor is padded."""
@@ -29,6 +33,10 @@ _FEW = 4
 """oneDNN reads images with up to this many channels without blocking."""
 
 
+_COPIES_OF_SUMS = 4
+"""Copies of a weight's gradient that a product of matrices makes."""
+_WIDE_KERNEL, _WIDE_FIRST_KERNEL = 14, 16
+"""Wider kernels have no kernel of oneDNN's own for their gradients; the second is for images in a narrow format."""
 _SMALL_KERNEL = 3
 _MANY, _SMALL = 16, 20480
 """torch's thresholds for oneDNN: the batch for 1×1 kernels on one thread, and the elements of a single image.
@@ -43,7 +51,27 @@ def hidden_bytes(operation: Operation) -> int:
     if operation.function is _BACKWARD:
         arguments = _in_two_dimensions(operation.arguments, tensors=3)
         return _convolution_backward(arguments) if _by_onednn(*arguments[1:]) else 0
+    if operation.function in _PRODUCTS_IN_ONE:
+        return _wide_sums(operation.result, operation.result.numel())
+    if operation.function in _PRODUCTS_OF_MANY:
+        return _wide_sums(operation.result, operation.result[0].numel() * torch.get_num_threads())
+    if operation.function is _NORM_BACKWARD and operation.arguments[0].device.type == "cpu":
+        return int(operation.arguments[1].nbytes) if operation.arguments[9][0] else 0
     return 0
+
+
+@cache
+def computes_bf16() -> bool:
+    """Return whether this CPU has instructions for bf16; otherwise kernels sum its products in fp32 copies."""
+    return ability(describe("cpu"), BF16.name).native
+
+
+def _is_emulated(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and not computes_bf16()
+
+
+def _wide_sums(result: Tensor, elements: int) -> int:
+    return elements * FP32.bytes if _is_emulated(result) else 0
 
 
 def sums_in_place(operation: Operation) -> bool:
@@ -97,7 +125,9 @@ def _convolution(arguments: Sequence[Any], result: Tensor) -> int:
 
     The weight is blocked in any layout.
     """
-    image, weight, _, stride, _, _, transposed = arguments[:7]
+    image, weight, _, stride, _, dilation, transposed, _, groups = arguments[:9]
+    if not transposed and _is_small(image, weight, dilation) and _has_odd_groups(weight, groups):
+        return _columns(weight, result)
     if _by_channels(image) or _by_channels(weight):
         return _laid_out_anew(image, weight) + _weight_in_blocks(weight)
     out = _in_blocks(result)
@@ -111,6 +141,8 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
     gradient, image, weight, _, stride, _, _, transposed = arguments[:8]
     groups, (for_image, for_weight, _) = arguments[9:11]
     laid_out = _by_channels(image) or _by_channels(weight)
+    if not transposed and not laid_out and _by_columns(image, weight, arguments[6], groups):
+        return _columns(weight, gradient) + int(_COPIES_OF_SUMS * weight.numel() * FP32.bytes)
     blocks = _weight_in_blocks(weight)
     results = (image.nbytes if for_image else 0) + (weight.nbytes if for_weight else 0)
     moments = [0]
@@ -124,8 +156,49 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
         sums = max(made, weight.nbytes) // weight.element_size() * FP32.bytes if is_narrow(weight.dtype) else 0
         copied = not (laid_out or _is_large_of_one_channel(weight))
         copies = _in_blocks(gradient) + _image_in_blocks(image) if copied else 0
+        if _is_emulated(weight):
+            copies = _copies_where_emulated(gradient, image, weight) if copied else 0
         moments += [copies + made - weight.nbytes + sums, made + weight.nbytes if laid_out else made]
     return _laid_out_anew(gradient, image, weight) + int(max(moments))
+
+
+def _by_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
+    """Return whether the weight's gradient is a product of matrices, as for wide kernels and for smaller images."""
+    if max(weight.shape[2:]) > (
+        _WIDE_FIRST_KERNEL if is_narrow(image.dtype) and image.shape[1] <= _FEW else _WIDE_KERNEL
+    ):
+        return True
+    spread = max(dilation) > 1 and image.shape[2] > 1
+    known = image.dtype is torch.float32 or spread or _has_odd_groups(weight, groups)
+    return known and _is_small(image, weight, dilation)
+
+
+def _is_small(image: Tensor, weight: Tensor, dilation: Sequence[int]) -> bool:
+    reach = [1 + (size - 1) * apart for size, apart in zip(weight.shape[2:], dilation, strict=True)]
+    return any(side < wide for side, wide in zip(image.shape[2:], reach, strict=True))
+
+
+def _has_odd_groups(weight: Tensor, groups: int) -> bool:
+    """Return whether the channels of a group do not fill a block, for which oneDNN has no kernel of its own."""
+    each = weight.shape[0] // groups, weight.shape[1]
+    return groups > 1 and max(each) > 1 and any(channels % _BLOCK for channels in each)
+
+
+def _columns(weight: Tensor, result: Tensor) -> int:
+    """Return the bytes of the columns that each thread makes of one slice of an image."""
+    row = math.prod(weight.shape[1:]) * math.prod(result.shape[-2:])
+    return int(row * weight.element_size() * torch.get_num_threads())
+
+
+def _copies_where_emulated(gradient: Tensor, image: Tensor, weight: Tensor) -> int:
+    """Return the bytes of blocked copies, and of the samples that each thread transposes for bf16."""
+    kernel = max(weight.shape[2:])
+    first_layer = image.shape[1] <= _FEW and kernel > 1
+    copies = _in_blocks(gradient) + (0 if first_layer else _in_blocks(image))
+    if weight.shape[1] == 1 or (kernel == 1 and image.shape[2] > 1):
+        return copies
+    samples = max(image.shape[0], 1)
+    return copies + copies // samples * min(samples, torch.get_num_threads())
 
 
 def _laid_out_anew(*given: Tensor) -> int:
@@ -137,7 +210,7 @@ def _laid_out_anew(*given: Tensor) -> int:
 def _copied_twice(weight: Tensor, spread: bool) -> bool:
     """Return whether the result is copied again: kernels for narrow or strided data return another layout."""
     one_by_one = weight.shape[1] == 1  # depthwise
-    return (is_narrow(weight.dtype) or spread) and not one_by_one
+    return (is_narrow(weight.dtype) or spread) and not one_by_one and not _is_emulated(weight)
 
 
 def _by_channels(tensor: Tensor) -> bool:
@@ -150,7 +223,7 @@ def _channels_first(tensor: Tensor) -> torch.memory_format:
 
 
 def _image_in_blocks(image: Tensor) -> int:
-    return 0 if image.shape[1] <= _FEW and not is_narrow(image.dtype) else _in_blocks(image)
+    return 0 if image.shape[1] <= _FEW and (not is_narrow(image.dtype) or _is_emulated(image)) else _in_blocks(image)
 
 
 def _in_blocks(image: Tensor) -> int:

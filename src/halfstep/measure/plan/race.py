@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from halfstep.host_memory import free_memory
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.timing import Speed, race, warm
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
@@ -21,8 +20,6 @@ from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
 MARGIN = 0.1
 """Share of the free memory that is left alone: allocators round up, and predictions are not exact."""
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 
 PredictPeak = Callable[[StepSetting], int]
 
@@ -64,33 +61,10 @@ class MemoryFit:
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a device; None if it is unknown."""
     if device.type == "cpu":
-        return _free_main_memory()
+        return free_memory()
     try:
         return int(torch.accelerator.get_memory_info(device)[0])
     except (AttributeError, RuntimeError):  # an older torch, or a device without this query
-        return None
-
-
-def _free_main_memory() -> int | None:
-    # In a container, /proc/meminfo shows the host's memory; the cgroup has the container's limit.
-    known = [size for size in (_available(), _left_to_container()) if size is not None]
-    return min(known) if known else None
-
-
-def _available() -> int | None:
-    try:
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _left_to_container() -> int | None:
-    try:
-        return int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return None
 
 

@@ -1,0 +1,418 @@
+"""Follow the numbers that branches and sizes depend on, on tensors that have none; state what is assumed of the rest.
+
+Fake tensors have shapes and no numbers. Numbers that do not depend on the model (labels, masks, lengths, positions) are
+computed beside them. For those that do, an assumption is made and recorded with its line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.errors import WrongUse
+from halfstep.measure.assumption import Assumption
+from halfstep.observe.recorder import written_by
+from halfstep.user_code import MEASURING, line_running_outside, place_and_text
+
+NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_ATEN = torch.ops.aten
+_MOST_INTEGERS, _MOST_FLOATS = 1 << 22, 1 << 16
+"""The elements up to which integers and floats are followed; images and activations are not."""
+_MANY_READS, _TOO_MANY_READS = 100, 10_000
+"""How often a line may read an assumed number: from the first on it reads 0, which ends most loops."""
+_MANY_LEVELS = 16
+_NUMBERS = "_halfstep_numbers"
+"""The attribute of a fake tensor that holds its numbers."""
+_COMPUTES_NOTHING = ("prim", "profiler")
+
+FINITE = "every number is finite"
+EVEN = "the model's choices (argmax, topk, sort, clamp) are spread evenly"
+SELECTED = "a mask that depends on the model selects every element"
+DIFFERENT = "numbers that depend on the model are all different"
+KEPT = "no box is suppressed"
+ONCE = "each element is repeated once"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a fake tensor, or of a tuple of them, and what was assumed for them."""
+
+    value: Any
+    assumed: frozenset[str] = frozenset()
+
+
+class ValueTracker(TorchDispatchMode):
+    """A mode for code on fake tensors that reads numbers. Enter it inside the mode of the fake tensors.
+
+    A condition that depends on the model is assumed to be true, except at the lines in `not_true`.
+    """
+
+    def __init__(self, not_true: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.last_condition: str | None = None
+        """The line of the last condition that was assumed to be true."""
+        self._not_true = not_true
+        self._assumed: dict[Assumption, None] = {}
+        self._reads: Counter[str] = Counter()
+        self._stale: dict[int, Tensor] = {}
+        """Numbers that are no longer right, by storage; kept, so that no other tensor gets the same address."""
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        return tuple(self._assumed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or func.namespace in _COMPUTES_NOTHING:
+            return func(*args, **kwargs)
+        if func is _ATEN._local_scalar_dense.default:
+            return self._read(args[0])
+        if func is _ATEN.equal.default:
+            return self._compare(*args)
+        if func._schema.name in _DESCRIPTIONS:
+            return _DESCRIPTIONS[func._schema.name](self, *args)
+        if func is _ATEN.index.Tensor:
+            args = (args[0], [by_number for index in args[1] for by_number in self._by_number(index)])
+        try:
+            result = func(*args, **kwargs)
+        except NEEDS_NUMBERS:
+            return self._sized(func, args, kwargs)
+        numbers = self._computed(func, args, kwargs, result) or self._told(func, args, kwargs, result)
+        if numbers is not None:
+            _attach(result, numbers)
+        elif func._schema.is_mutable:
+            self._forget(written_by(func, args, kwargs))
+        return result
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, tensor: Tensor) -> bool | int | float | complex:
+        numbers = self._numbers(tensor)
+        if numbers is not None:
+            self._state(numbers.assumed)
+            with no_dispatch():
+                found: bool | int | float | complex = numbers.value.item()
+            return found
+        line = _line()
+        self._reads[line] += 1
+        if self._reads[line] > _TOO_MANY_READS:
+            raise WrongUse(
+                f"{line} reads the model's numbers more than {_TOO_MANY_READS} times",
+                allowed="loops that end after a number of rounds",
+                do="limit the rounds: for _ in range(100)",
+            )
+        true = line not in self._not_true and self._reads[line] <= _MANY_READS
+        if tensor.dtype is torch.bool:
+            self._assume_condition(line, true)
+            return true
+        self._assume(line, f"the number is {int(true)}")
+        return float(true) if tensor.is_floating_point() else int(true)
+
+    def _compare(self, first: Tensor, second: Tensor) -> bool:
+        numbers = self._numbers(first), self._numbers(second)
+        if numbers[0] is not None and numbers[1] is not None:
+            self._state(numbers[0].assumed | numbers[1].assumed)
+            with no_dispatch():
+                return torch.equal(numbers[0].value, numbers[1].value)
+        line = _line()
+        self._assume_condition(line, line not in self._not_true)
+        return line not in self._not_true
+
+    def _assume_condition(self, line: str, true: bool) -> None:
+        self.last_condition = line if true else self.last_condition
+        self._assume(line, f"the condition is {'true' if true else 'false'}")
+
+    def _state(self, assumed: frozenset[str]) -> None:
+        for what in sorted(assumed):
+            self._assume(_line(), what)
+
+    def _assume(self, line: str, what: str) -> None:
+        self._assumed.setdefault(Assumption(line, what))
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    def _by_number(self, index: Tensor | None) -> list[Tensor | None]:
+        """Return the indices that select what a boolean one does."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        return list(self._sized(_ATEN.nonzero.default, (index,), {}).unbind(1))
+
+    def _sized(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operation whose size depends on numbers."""
+        numbers = self._computed(func, args, kwargs, None)
+        if numbers is None:
+            assumed = _SIZES.get(func._schema.name)
+            if assumed is None:
+                raise DynamicOutputShapeException(func)
+            with no_dispatch():
+                numbers = Numbers(assumed[1](func, args, kwargs), frozenset({assumed[0]}))
+        self._state(numbers.assumed)
+        device = _tensors((args, kwargs))[0].device
+        result = pytree.tree_map_only(
+            Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=device), numbers.value
+        )
+        _attach(result, numbers)
+        return result
+
+    # -- following ----------------------------------------------------------------------------------------------------
+
+    def _numbers(self, tensor: Tensor) -> Numbers | None:
+        if not isinstance(tensor, FakeTensor):  # a real table in the loss
+            with no_dispatch():
+                return Numbers(tensor.detach()) if tensor.device.type == "cpu" else None
+        found: Numbers | None = getattr(tensor, _NUMBERS, None)
+        return None if found is None or found.value.untyped_storage()._cdata in self._stale else found
+
+    def _computed(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], result: Any) -> Numbers | None:
+        """Return the numbers of a result if those of all arguments are known."""
+        leaves = _tensors((args, kwargs))
+        if "empty" in func._schema.name or any(leaf.requires_grad for leaf in leaves):
+            return None
+        known = {id(leaf): numbers for leaf in leaves if (numbers := self._numbers(leaf)) is not None}
+        if len(known) < len({id(leaf) for leaf in leaves}):
+            return None
+        same = isinstance(result, Tensor) and bool(leaves) and _keeps_sameness(func)
+        same = same and all(_is_same(numbers.value) for numbers in known.values())
+        if not same and not all(map(_few, (*leaves, *_tensors(result)))):
+            return None
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not isinstance(leaf, Tensor):
+                return leaf
+            value = known[id(leaf)].value
+            # The user's tensors are not written into.
+            value = value if isinstance(leaf, FakeTensor) else value.clone()
+            return value.flatten()[0] if same else value
+
+        try:
+            with no_dispatch(), torch.no_grad():
+                options = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+                args, options = pytree.tree_map(real, (args, options))
+                value = func(*args, **options)
+                value = value.expand(result.shape) if same else value
+        except Exception:  # assumed numbers may be out of range
+            return None
+        return Numbers(value, frozenset[str]().union(*(numbers.assumed for numbers in known.values())))
+
+    def _told(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], result: Any) -> Numbers | None:
+        """Return the numbers of a result that does not depend on those of its arguments, by an assumption."""
+        if func._schema.name in _FILLS and _few(args[0]) and not (args[0].requires_grad or args[0]._is_view()):
+            with no_dispatch():
+                return Numbers(func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]))
+        if func is _ATEN.clamp.default and _is_level(args) and _few(result) and not args[0].requires_grad:
+            with no_dispatch():
+                low, high = int(args[1]), int(args[2])
+                value = (low + torch.arange(result.numel()) % (high - low + 1)).reshape(result.shape).to(result.dtype)
+                return Numbers(value, frozenset({EVEN}))
+        finite = _answer_if_finite(func, args)
+        if finite is not None:
+            with no_dispatch():
+                return Numbers(torch.full((), finite).expand(result.shape), frozenset({FINITE}))
+        if func._schema.name not in _CHOICES:
+            return None
+        chosen = result[-1] if isinstance(result, (tuple, list)) else result
+        if not _few(chosen):
+            return None
+        dim = _given(func, args, kwargs, "dim")
+        choices = args[0].numel() if dim is None else args[0].shape[dim] if args[0].dim() else 1
+        with no_dispatch():
+            value, shape = torch.arange(chosen.numel()) % max(choices, 1), list(chosen.shape)
+            if dim is None or len(shape) < max(args[0].dim(), 1):
+                value = value.reshape(shape)
+            else:
+                along = shape.pop(dim)
+                value = value.reshape([*shape, along]).movedim(-1, dim)
+        _attach(chosen, Numbers(value, frozenset({EVEN})))
+        return None
+
+    def longest(self, lengths: Tensor | list[int]) -> int | None:
+        """Return the largest of some lengths, if they are known."""
+        numbers = self._numbers(lengths) if isinstance(lengths, Tensor) else Numbers(torch.tensor(lengths))
+        if numbers is None:
+            return None
+        with no_dispatch():
+            return int(numbers.value.max())
+
+    def _forget(self, written: list[Tensor]) -> None:
+        for tensor in written:
+            numbers: Numbers | None = getattr(tensor, _NUMBERS, None)
+            if numbers is not None:
+                self._stale[numbers.value.untyped_storage()._cdata] = numbers.value
+
+
+def with_numbers(fake: Tensor, real: Tensor) -> Tensor:
+    """Return the fake tensor with a copy of the numbers of a real one, if there are few enough to follow them."""
+    if not isinstance(real, FakeTensor) and real.device.type == "cpu" and _few(real) and not real.requires_grad:
+        with no_dispatch():
+            _attach(fake, Numbers(real.detach().clone()))
+    return fake
+
+
+def with_same_numbers(fake: Tensor, other: Tensor) -> Tensor:
+    """Return the fake tensor with the numbers of another one."""
+    numbers: Numbers | None = getattr(other, _NUMBERS, None)
+    if numbers is not None:
+        with no_dispatch():
+            _attach(fake, Numbers(numbers.value.clone(), numbers.assumed))
+    return fake
+
+
+def _attach(result: Any, numbers: Numbers) -> None:
+    for fake, value in zip(pytree.tree_leaves(result), pytree.tree_leaves(numbers.value), strict=False):
+        if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
+            setattr(fake, _NUMBERS, Numbers(value, numbers.assumed))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _few(tensor: Tensor) -> bool:
+    wide = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.layout is torch.strided and tensor.numel() <= (_MOST_FLOATS if wide else _MOST_INTEGERS)
+
+
+def _is_same(value: Tensor) -> bool:
+    """Return whether all elements are one number in memory."""
+    return value.numel() == 1 or (value.numel() > 1 and not any(value.stride()))
+
+
+def _keeps_sameness(func: OpOverload) -> bool:
+    """Return whether the operation makes one number of one number: element by element, any, all."""
+    return not func._schema.is_mutable and (
+        torch.Tag.pointwise in func.tags or func._schema.name in ("aten::any", "aten::all")
+    )
+
+
+def _is_level(args: Any) -> bool:
+    """Return whether a clamp limits numbers to a few whole ones, as for the levels of a feature pyramid."""
+    whole = len(args) == 3 and all(limit is not None and limit == int(limit) for limit in args[1:])
+    return whole and 0 < args[2] - args[1] < _MANY_LEVELS
+
+
+def _answer_if_finite(func: OpOverload, args: Any) -> bool | None:
+    """Return what a comparison says of finite numbers, if it asks whether numbers are finite."""
+    name = func._schema.name
+    if name in ("aten::isnan", "aten::isinf"):
+        return False
+    if name not in ("aten::eq", "aten::ne"):
+        return None
+    if args[0] is args[1]:  # isnan: x != x
+        return name == "aten::eq"
+    infinite = isinstance(args[1], float) and abs(args[1]) == inf and args[0].is_floating_point()
+    return name == "aten::ne" if infinite else None
+
+
+def _given(func: OpOverload, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return an argument by its name, or its default."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return -1
+
+
+def _line() -> str:
+    line = line_running_outside(*MEASURING)
+    return place_and_text(line) if line else "code outside any file"
+
+
+_FILLS = frozenset(f"aten::{name}_" for name in ("uniform", "normal", "random", "exponential", "fill", "zero"))
+"""Operations that replace all numbers of a tensor."""
+_CHOICES = frozenset(f"aten::{name}" for name in ("topk", "max", "min", "argmax", "argmin", "sort", "argsort"))
+Sized = Callable[[OpOverload, Any, Mapping[str, Any]], Any]
+
+
+def _all_places(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
+    mask = torch.ones((), dtype=torch.bool).expand(tuple(args[0].shape))
+    # Of a large one only the size is of interest.
+    few = args[0].numel() <= _MOST_INTEGERS
+    return mask.nonzero() if few else torch.zeros((), dtype=torch.int64).expand(mask.numel(), mask.dim())
+
+
+def _all_elements(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return torch.zeros((), dtype=args[0].dtype).expand(shape.numel())
+
+
+def _all_different(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    return func(torch.arange(args[0].numel()).reshape(tuple(args[0].shape)).to(args[0].dtype), *args[1:], **kwargs)
+
+
+def _all_boxes(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
+    return torch.arange(args[0].shape[0])
+
+
+def _once_each(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
+    return torch.arange(args[0].shape[0])
+
+
+def _one_each(_func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    return torch.full((max(least, 1),), max(1, args[0].numel() // max(least, 1)), dtype=torch.int64)
+
+
+_SIZES: dict[str, tuple[str, Sized]] = {
+    "aten::nonzero": (SELECTED, _all_places),
+    "aten::masked_select": (SELECTED, _all_elements),
+    "aten::_unique": (DIFFERENT, _all_different),
+    "aten::_unique2": (DIFFERENT, _all_different),
+    "aten::unique_dim": (DIFFERENT, _all_different),
+    "aten::unique_consecutive": (DIFFERENT, _all_different),
+    "aten::repeat_interleave": (ONCE, _once_each),
+    "aten::bincount": (EVEN, _one_each),
+    "torchvision::nms": (KEPT, _all_boxes),
+}
+"""What is assumed of operations whose size depends on numbers of the model, and their results by it."""
+
+
+# -- descriptions -----------------------------------------------------------------------------------------------------
+# Results of kernels that torch cannot describe, or only for one format.
+
+
+def _grouped_product(_tracker: ValueTracker, first: Tensor, second: Tensor, *rest: Any) -> Tensor:
+    narrow = [torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16, device=t.device) for t in (first, second)]
+    offsets = rest[0] if rest else None
+    return torch.empty(_ATEN._grouped_mm(*narrow, offsets).shape, dtype=first.dtype, device=first.device)
+
+
+def _ctc(tracker: ValueTracker, scores: Tensor, targets: Tensor, _inputs: Any, lengths: Any, *_: Any) -> Any:
+    samples = scores.shape[1] if scores.dim() == 3 else 1
+    longest = tracker.longest(lengths)
+    if longest is None:
+        longest = targets.shape[-1] if targets.dim() == 2 else targets.numel() // max(samples, 1)
+    return scores.new_empty(samples), scores.new_empty((samples, scores.shape[0], 2 * longest + 1))
+
+
+def _ctc_gradient(_tracker: ValueTracker, _gradient: Tensor, scores: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(scores)
+
+
+def _nothing_new(*_: Any) -> None:
+    """Describe an update in place."""
+
+
+_DESCRIPTIONS: dict[str, Callable[..., Any]] = {
+    "aten::_grouped_mm": _grouped_product,
+    "aten::_ctc_loss": _ctc,
+    "aten::_ctc_loss_backward": _ctc_gradient,
+    "aten::_fused_sgd_": _nothing_new,
+    "aten::_fused_adagrad_": _nothing_new,
+}
