@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli.pages.known import format_rows, gpu_rows
-from halfstep.measure.memory.devices import device_named
 from tests.docs.pictures import pictures
 from zoo import Pain, pains
 
@@ -47,18 +46,11 @@ def _gpus() -> str:
             f"{row['gib']:.0f} GiB",
             ", ".join(row["native"]) or "-",
             row["precision"],
-            _why(row),
+            row["why"],
         ]
         for row in gpu_rows()
     ]
     return _table(["GPU", "`--device`", "memory", "native", "`auto` takes", "because"], rows)
-
-
-def _why(row: dict[str, Any]) -> str:
-    """Return why this precision; where it is fp32, why no lower one."""
-    if row["precision"] != "fp32":
-        return str(row["why"])
-    return device_named(row["id"]).ability("fp16").reason
 
 
 def _formats() -> str:

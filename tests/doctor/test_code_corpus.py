@@ -76,8 +76,9 @@ def test_a_repair_removes_its_finding_and_brings_no_other(project: Path, finding
 
 
 FOR_A_PERSON = {
-    "code.bf16_weights_trained", "code.clip_without_amp_only", "code.fp16_accumulation",
-    "code.loss_in_half", "code.loss_not_divided", "code.penalty_under_autocast", "code.scaler_not_saved", "code.validation_without_autocast",
+    "code.bf16_weights_trained", "code.clip_without_amp_only", "code.fp16_accumulation", "code.loss_in_half",
+    "code.loss_not_divided", "code.penalty_under_autocast", "code.scaler_not_saved",
+    "code.validation_without_autocast",
 }  # fmt: skip
 """Rules whose fix needs a decision, or a change in more than one place."""
 

@@ -65,7 +65,8 @@ def gpu_rows() -> list[dict[str, Any]]:
                 "gib": target.memory / 2**30,
                 "native": [kind for kind in ("tf32", "bf16", "fp16", "fp8") if target.ability(kind).native],
                 "precision": choice.precision.name,
-                "why": choice.rungs[-1].reason,
+                # Where it is fp32: why not even fp16.
+                "why": target.ability("fp16").reason if choice.precision.name == "fp32" else choice.rungs[-1].reason,
             }
         )
     return rows
