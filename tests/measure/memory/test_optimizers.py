@@ -103,7 +103,7 @@ def test_a_ledger_with_an_operation_that_nobody_has_held_says_so() -> None:
 
     plain = estimate(model(), squared, torch.randn(4, 32), precision="fp32")
     assert plain.verified
-    for net, named in ((Recurrent(), "mkldnn_rnn_layer in past"), (nn.Sequential(Sorted()), "sort in 0")):
+    for net, named in ((Recurrent(), "lstm in past"), (nn.Sequential(Sorted()), "sort in 0")):
         found = estimate(net, squared, torch.randn(4, 3, 32), precision="fp32")
         assert not found.verified
         assert any(named in note for note in found.notes)

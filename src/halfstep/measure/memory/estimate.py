@@ -38,7 +38,7 @@ from halfstep.measure.memory.timeline import UPDATE, MemoryBlock, Moment, Timeli
 from halfstep.measure.memory.values import ValueTracker
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.subject import Measurable, Settings, subject_of
-from halfstep.observe.recorder import OUTSIDE, eagerly
+from halfstep.observe.recorder import eagerly
 from halfstep.precision.hardware import ability, describe
 from halfstep.precision.names import AUTO
 from halfstep.precision.precision import Precision
@@ -239,9 +239,9 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
                 since = candidate.timeline.now
                 candidate.step()
             beside = _beside(candidate, case)
-    if any(isinstance(module, nn.LSTM) for module in case.model.modules()):
-        # Described by formulas that are up to 3 % off in bf16.
-        candidate.timeline.not_covered.setdefault("lstm", OUTSIDE)
+    for path, module in case.model.named_modules():
+        if isinstance(module, nn.LSTM):  # described by formulas that are up to 3 % off in bf16
+            candidate.timeline.not_covered.setdefault("lstm", path)
     reading = read(candidate.timeline, since)
     at_peak = _more(reading.at_peak, beside)
     remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside))
