@@ -166,7 +166,7 @@ def test_every_character_can_be_printed() -> None:
 
 @pytest.mark.parametrize("which", ["best", "last", "checkpoint"])
 def test_the_same_weights_are_the_same_bytes(run: Path, tmp_path: Path, which: str) -> None:
-    files = [tmp_path / f"{n}.safetensors" for n in range(6)]
+    files = [tmp_path / f"{n}.safetensors" for n in range(2)]
     for file in files:
         assert halfstep("export", run, "--weights", which, "--out", file).exit_code == 0
     assert len({file.read_bytes() for file in files}) == 1
