@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 RECORD = Path(__file__).with_suffix(".json")
 PRECISIONS = ("fp32", "bf16")
@@ -234,23 +234,13 @@ MODELS: dict[str, tuple[str, Callable[[], Parts]]] = {
 
 def measure(name: str, precision: str) -> int:
     """Return the peak of a real second update."""
-    from halfstep.measure.candidate import peak_bytes
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the loop of the tests can be imported by name
     from halfstep.measure.case import adamw
+    from tests.support.peaks import peak_of_update
 
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name][1]()
-    optimizer = adamw(model)
-
-    def update() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    update()
-    tree = [list(model.parameters()), list(model.buffers()), batch, list(optimizer.state.values())]
-    return peak_bytes(update, torch.device("cpu"), [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)])
+    return peak_of_update(model, loss_fn, batch, adamw(model), precision)
 
 
 def predict(name: str, precision: str) -> dict[str, Any]:

@@ -46,6 +46,11 @@ def queued_seconds() -> float:
         return 0.0
 
 
+def time_with_core() -> float:
+    """Return the seconds of a clock that stands still while this thread waits for a core."""
+    return time.perf_counter() - queued_seconds()
+
+
 def interleaved(timers: Mapping[str, Callable[[], float]], turns: int) -> Iterator[dict[str, float]]:
     """Run every timer once per turn, in alternating order, and yield the times of each turn by name."""
     for turn in range(turns):

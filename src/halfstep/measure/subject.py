@@ -128,7 +128,7 @@ def _unchanged(case: Case, settings: Sequence[str]) -> Case:
 
 def _no_settings(settings: Sequence[str], name: str) -> WrongUse:
     return WrongUse(
-        f"{' '.join(settings)} beside the case {name}",
+        f"{' '.join(settings)} next to the case {name}",
         allowed="settings change a RECIPE; a case is as its code says",
         do="change the code, or leave them out",
     )

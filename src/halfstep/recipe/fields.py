@@ -105,7 +105,7 @@ class Fields:
         return self.by_key[key].allowed if key in self.by_key else otherwise
 
     def reason_against(self, key: str, value: object) -> str | None:
-        """Return why a setting does not take this value, if there is a reason of its own."""
+        """Return why a setting does not take this value, if there is a separate reason."""
         return self.by_key[key].refused.get(str(value).lower()) if key in self.by_key else None
 
 

@@ -356,7 +356,7 @@ def _shown(value: Any) -> str:
 def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:
     # A drawn seed is written to recipe.yaml, so that the run can be repeated.
     drawn = frozenset({"train.seed"} if recipe.train.seed is None else ())
-    # A recipe without it is that of an earlier run, which keeps the split it was begun with.
+    # A recipe without it is that of an earlier run, which keeps its first split.
     drawn |= {"data.split"} if recipe.data.split is None else set()
     # Not from `random`: if the caller has seeded it, every run would draw the same seed.
     seed = secrets.randbelow(LARGEST_SEED) if recipe.train.seed is None else recipe.train.seed

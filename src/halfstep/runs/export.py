@@ -257,7 +257,7 @@ def images_of(task: Task, signature: Signature) -> tuple[list[Tensor], str]:
 
 
 def _validation_images(task: Task, signature: Signature) -> list[Tensor]:
-    """Return images spread over the validation set; neighbors are often alike."""
+    """Return images spread over the validation set; neighbors often look the same."""
     try:
         source = task.source("val")
         numbers = sorted({n * (len(source) - 1) // max(IMAGES - 1, 1) for n in range(IMAGES)})

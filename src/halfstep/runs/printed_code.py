@@ -152,7 +152,7 @@ def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list
 
 
 def _validation_files(task: Task, folder: Path) -> Iterator[Path]:
-    """Yield readable files spread over the validation set; neighbors are often alike."""
+    """Yield readable files spread over the validation set; neighbors often look the same."""
     channels = getattr(task, "channels_read", getattr(task.recipe.data, "channels", 3))
     try:
         source = task.source("val")

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from halfstep import Counted
 from halfstep.errors import HalfstepError
-from halfstep.measure.candidate import peak_bytes
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.estimate import estimate, ledger_of
 from halfstep.measure.memory.ledger import PARTS, Ledger
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from tests.support.cpu import emulates_bf16
+from tests.support.peaks import peak_of_update
 
 Parts = tuple[nn.Module, Callable[[nn.Module, Any], Any], Any]
 W = 64 * 32 * 4  # bytes of a weight of 64 × 32
@@ -104,18 +104,7 @@ def classified(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def real_peak(make: Callable[[], Parts], precision: str) -> int:
     """Of a second update, by a loop that knows nothing of ledgers."""
     model, loss_fn, batch = make()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def update() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    update()
-    state = [tensor for kept in optimizer.state.values() for tensor in kept.values()]
-    return peak_bytes(update, torch.device("cpu"), [*model.parameters(), *model.buffers(), *batch, *state])
+    return peak_of_update(model, loss_fn, batch, torch.optim.AdamW(model.parameters(), fused=True), precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -11,27 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
-from halfstep.measure.candidate import peak_bytes
 from halfstep.measure.case import adamw
 from halfstep.measure.memory.estimate import estimate
 from halfstep.measure.memory.values import EVEN, SELECTED
+from tests.support.peaks import peak_of_update
 
 
 def real_peak(make: Callable[[], Any], precision: str = "fp32") -> int:
     model, loss_fn, batch = make()
-    optimizer = adamw(model)
-
-    def update() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    update()
-    held = [*model.parameters(), *model.buffers(), *(batch if isinstance(batch, tuple) else (batch,))]
-    held += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    return peak_bytes(update, torch.device("cpu"), held)
+    return peak_of_update(model, loss_fn, batch, adamw(model), precision)
 
 
 def layers() -> nn.Sequential:

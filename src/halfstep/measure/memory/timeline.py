@@ -179,7 +179,7 @@ def _is_small(image: Tensor, weight: Tensor, dilation: Sequence[int]) -> bool:
 
 
 def _has_odd_groups(weight: Tensor, groups: int) -> bool:
-    """Return whether the channels of a group do not fill a block, for which oneDNN has no kernel of its own."""
+    """Return whether the channels of a group do not fill a block, for which oneDNN has no separate kernel."""
     each = weight.shape[0] // groups, weight.shape[1]
     return groups > 1 and max(each) > 1 and any(channels % _BLOCK for channels in each)
 

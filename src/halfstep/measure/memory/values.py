@@ -1,7 +1,7 @@
 """Follow the numbers that branches and sizes depend on, on tensors that have none; state what is assumed of the rest.
 
 Fake tensors have shapes and no numbers. Numbers that do not depend on the model (labels, masks, lengths, positions) are
-computed beside them. For those that do, an assumption is made and recorded with its line.
+computed next to them. For those that do, an assumption is made and recorded with its line.
 """
 
 from __future__ import annotations

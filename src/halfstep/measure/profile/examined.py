@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.clock import FEWEST_FOR_INTERVAL, interleaved, median_interval, queued_seconds
+from halfstep.clock import FEWEST_FOR_INTERVAL, interleaved, median_interval, time_with_core
 from halfstep.data.to_device import placed
 from halfstep.errors import PrecisionRefused, WrongUse
 from halfstep.measure.batches import placed as placed_batch
@@ -171,10 +171,10 @@ def _reading(data: CaseData, seconds: float) -> tuple[float, float]:
     data.read_batch()  # the first read opens files and fills caches
     walls, busy = [], []
     for _ in range(_READS):
-        wall, cpu, queued = time.perf_counter(), time.process_time(), queued_seconds()
-        data.read_batch()
         # Time without a core is the machine's other work, which more workers cannot hide.
-        walls.append(max(0.0, time.perf_counter() - wall - (queued_seconds() - queued)))
+        wall, cpu = time_with_core(), time.process_time()
+        data.read_batch()
+        walls.append(max(0.0, time_with_core() - wall))
         busy.append(time.process_time() - cpu)
         if time.perf_counter() >= deadline:
             break
@@ -211,9 +211,9 @@ def _next(batches: Iterator[tuple[bool, Any]], candidate: Candidate) -> tuple[li
 
     Raises `WrongUse` if the data has no batch.
     """
-    start, queued = time.perf_counter(), queued_seconds()
+    start = time_with_core()
     window = [batch for _, batch in zip(range(candidate.setting.microbatches), batches, strict=False)]
-    wait = max(0.0, time.perf_counter() - start - (queued_seconds() - queued))
+    wait = max(0.0, time_with_core() - start)
     if not window:
         raise WrongUse("the data gave no batch", allowed="a loader with at least one batch", do="look at its samplers")
     begins = any(first for first, _ in window)

@@ -61,7 +61,7 @@ def _may_be_divided(script: Script, backward: ast.Call, window: ast.BinOp) -> bo
     if loss is None or path_of(loss) is None or _divides(loss):
         return True
     values = script.bindings(loss)
-    if not values or any(value is None or _divides(value) or not isinstance(value, ast.expr) for value in values):
+    if not values or any(value is None or _divides(value) for value in values):
         return True
     name = (path_of(window.right) or "").rpartition(".")[2]
     return _is_used(script, name)
