@@ -20,6 +20,7 @@ HalfstepError
 ├── DownloadFailed         a data set that cannot be downloaded, or has unexpected content
 ├── NoCheckpoint           a run that was saved, and that has no intact checkpoint
 ├── FolderTaken            a run folder that cannot be used
+├── FolderLost             a run folder that was removed, moved or taken by another run while the run trained
 ├── StorageFailed          checkpoints that could not be written in repeated attempts
 ├── OutOfMemory            a step or an evaluation that did not fit into memory
 ├── NoStepInTime           a measurement without a single step in the time it was given
@@ -162,6 +163,18 @@ class FolderTaken(HalfstepError, RuntimeError):
     """A run folder that cannot be used."""
 
     exit_code = CANNOT_CREATE
+
+
+class FolderLost(HalfstepError, RuntimeError):
+    """The folder of a running run that was removed or moved (exit code 74), or is another run's now (73)."""
+
+    def __init__(self, given: str, *, allowed: str = "", do: str = "", exit_code: int = CANNOT_CREATE) -> None:
+        super().__init__(given, allowed=allowed, do=do)
+        self.exit_code = exit_code
+
+    def copy(self) -> FolderLost:
+        """Return a new error with the same words, to be raised in another thread or for another caller."""
+        return FolderLost(self.given, allowed=self.allowed, do=self.do, exit_code=self.exit_code)
 
 
 class StorageFailed(HalfstepError, RuntimeError):

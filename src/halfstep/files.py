@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from halfstep.ownership import check_ownership, owner_of
+
 LARGEST_JSON = 16 * 2**20
 """Bytes. No JSON file that halfstep writes comes near this size, so a larger one is not ours."""
 _DRAFT = re.compile(r"\.(?P<name>.+?)\.[0-9]+(\.[0-9a-f]{16})?")
@@ -48,17 +50,32 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def renaming(path: Path) -> Iterator[Path]:
     """Do the same without a flush, for content that a power cut may take: there is a newer one in a moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(path)
     # In the same folder, because os.replace is atomic only within one file system; with a token, because several
     # processes may write the same file, and in two containers with one volume both may be process 1. The process id is
     # for a person who looks at a leftover.
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
     try:
         yield draft
+        check_ownership(path)  # once more: large weights take a while
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def make_parent(path: Path) -> None:
+    """Create the folder of a file that is about to be written.
+
+    In the folder of this process's run, raise FolderLost where it is no longer the run's own; never create it anew.
+    """
+    owner = owner_of(path)
+    if owner is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return
+    owner.check()
+    if owner.covers(path.parent.parent):
+        path.parent.mkdir(exist_ok=True)
 
 
 def draft_of(name: str) -> str | None:

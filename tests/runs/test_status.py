@@ -250,7 +250,7 @@ def test_a_run_that_fails_to_start_leaves_what_its_restarts_are_counted_by(
     with pytest.raises(ImportError):
         halfstep.fit(recipe, task=NoModel, settings={"run.dir": str(tmp_path / "run"), "train.epochs": 1}, quiet=True)
     left = sorted(path.name for path in tmp_path.glob("run/*"))
-    assert left == ([] if restarts == "0" else [status_file(0)])
+    assert left == ([] if restarts == "0" else [LOCK, status_file(0)])
     assert (tmp_path / "run").exists() == (restarts != "0")
     if left:
         assert kept(tmp_path / "run")["code"] == 70

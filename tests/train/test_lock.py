@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError
-from halfstep.train.run_folder import LOCK, lock
+from halfstep.ownership import LOCK, machine_id
+from halfstep.train.run_folder import lock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -161,7 +162,7 @@ def test_a_forked_child_can_lock_another_folder(tmp_path: Path) -> None:
 def test_no_started_program_inherits_it(tmp_path: Path) -> None:
     ours = lock(tmp_path)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as sleeps:
-        ours._forget()  # as if this process had died
+        ours._close()  # as if this process had died
         lock(tmp_path).release()
         sleeps.kill()
 
@@ -174,7 +175,9 @@ def test_a_file_that_nobody_locked_is_taken_over(pid: object, tmp_path: Path) ->
     line = (tmp_path / LOCK).read_bytes()
     assert line.endswith(b"}\n")
     words = json.loads(line)
-    assert words == {"pid": os.getpid(), "host": socket.gethostname(), "since": words["since"]}
+    here = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine_id()}
+    assert words == {**here, "since": words["since"], "launch": ours.token}
+    assert len(ours.token) == 16
     ours.release()
 
 

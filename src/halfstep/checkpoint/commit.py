@@ -33,9 +33,10 @@ from halfstep.checkpoint.sealed import (
     tensors_of,
     write_sealed,
 )
-from halfstep.errors import HalfstepError, OtherForm
+from halfstep.errors import FolderLost, HalfstepError, OtherForm
 from halfstep.files import LARGEST_JSON
 from halfstep.out_of_memory import is_out_of_memory
+from halfstep.ownership import owner_of
 from halfstep.safetensors_header import content, header
 
 LENGTH = 8
@@ -66,10 +67,19 @@ class RankGather(Protocol):
 class NotCommitted(Exception):
     """A save that was not committed on any rank; its text is the reason."""
 
-    def __init__(self, reason: str, *, is_nonfinite: bool = False, lacks_memory: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_nonfinite: bool = False,
+        lacks_memory: bool = False,
+        folder_lost: FolderLost | None = None,
+    ) -> None:
         super().__init__(reason)
         self.is_nonfinite, self.lacks_memory = is_nonfinite, lacks_memory
         """Whether the reason is non-finite values, or exhausted host memory, and not the disk."""
+        self.folder_lost = folder_lost
+        """The error of a run whose folder is gone or another run's: no later save can succeed."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,8 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
     Every rank must call this. Raises NotCommitted on all ranks if any rank fails; earlier checkpoints then stay as they
     are. Older generations beyond the newest `keep` are removed after the commit; None keeps all.
     """
-    generation = named(folder, snapshot.attempt, 0)
+    generation, owner = named(folder, snapshot.attempt, 0), owner_of(folder)
+    launch = owner.token if owner is not None else None
     try:
         # Each decision is a barrier: no rank writes before the draft folder exists, and no manifest is written before
         # every file is on the disk, on every rank.
@@ -107,11 +118,11 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
         decided(
             party,
             lambda: _write_own(generation.draft, snapshot, disk, party.rank),
-            lambda sealed: _finish(generation, _manifest(snapshot, sealed), disk),
+            lambda sealed: _finish(generation, _manifest(snapshot, sealed, launch), disk),
         )
     except NotCommitted:
         if party.rank == 0:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, FolderLost):
                 remove(generation.draft, disk)
         raise
     if party.rank == 0 and keep is not None:
@@ -137,14 +148,22 @@ def _outcome(do: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"done": do()}
     except NotCommitted as failure:
+        lost = failure.folder_lost
         return {
             "failed": str(failure),
             "is_nonfinite": failure.is_nonfinite,
             "lacks_memory": failure.lacks_memory,
+            **({"folder_lost": _as_plain(lost)} if lost is not None else {}),
         }
+    except FolderLost as lost:
+        return {"failed": lost.given, "is_nonfinite": False, "lacks_memory": False, "folder_lost": _as_plain(lost)}
     except Exception as failure:
         words = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
         return {"failed": words, "is_nonfinite": False, "lacks_memory": is_out_of_memory(failure)}
+
+
+def _as_plain(lost: FolderLost) -> dict[str, Any]:
+    return {"given": lost.given, "allowed": lost.allowed, "do": lost.do, "exit_code": lost.exit_code}
 
 
 def _all_done(texts: list[str]) -> list[Any]:
@@ -155,7 +174,8 @@ def _all_done(texts: list[str]) -> list[Any]:
 def _done(outcome: dict[str, Any], where: str = "") -> Any:
     if "failed" in outcome:
         facts = {key: outcome[key] for key in ("is_nonfinite", "lacks_memory")}
-        raise NotCommitted(f"{outcome['failed']}{where}", **facts)
+        lost = FolderLost(**outcome["folder_lost"]) if "folder_lost" in outcome else None
+        raise NotCommitted(f"{outcome['failed']}{where}", **facts, folder_lost=lost)
     return outcome["done"]
 
 
@@ -227,9 +247,9 @@ def _stream(table: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | mem
     yield from (content(tensor.cpu()) for tensor in tensors.values())
 
 
-def _manifest(snapshot: RankSnapshot, sealed: list[Any]) -> Manifest:
+def _manifest(snapshot: RankSnapshot, sealed: list[Any], launch: str | None) -> Manifest:
     files = tuple(Sealed(*entry) for own in sealed for entry in own)
-    return Manifest(snapshot.attempt, len(sealed), files, snapshot.environment, snapshot.chunks)
+    return Manifest(snapshot.attempt, len(sealed), files, snapshot.environment, snapshot.chunks, launch)
 
 
 def _finish(generation: CheckpointDir, manifest: Manifest, disk: Disk) -> None:
@@ -293,7 +313,7 @@ def set_aside_since(folder: Path, attempt: int, ruined: Ruined = lambda attempt:
 
 
 def _rename_since(folder: Path, attempt: int, ruined: Ruined) -> list[str | int] | None:
-    found = generations(folder)
+    found, disk = generations(folder), Disk()
     good = (n for n, one in enumerate(found) if one.attempt < attempt and not ruined(one.attempt))
     newest = next(good, None)
     if newest is None:
@@ -301,8 +321,8 @@ def _rename_since(folder: Path, attempt: int, ruined: Ruined) -> list[str | int]
     for one in found[:newest]:
         # A failed rename loses nothing: that checkpoint is merely newer than the one that is used.
         with contextlib.suppress(OSError):
-            one.path.rename(one.path.with_name(one.name + BAD))
-    sweep_aside(folder, Disk())
+            disk.rename(one.path, one.path.with_name(one.name + BAD))
+    sweep_aside(folder, disk)
     left = found[newest]
     return [left.name, left.attempt, left.number]
 
@@ -392,6 +412,8 @@ class Saver:
             generation = commit(self._folder, snapshot, keep=self._keep, disk=self._disk, party=self._party)
         except NotCommitted as error:
             failure = error
+        except FolderLost as error:
+            failure = NotCommitted(error.given, folder_lost=error)
         except TimeoutError as error:
             failure = NotCommitted(str(error))
         except Exception as error:

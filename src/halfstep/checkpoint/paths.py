@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfstep.files import flush
+from halfstep.ownership import check_ownership
 
 CHECKPOINTS = "checkpoints"
 """The name of the folder with the checkpoints in a run's folder."""
@@ -85,10 +86,14 @@ def _matching(folder: Path, suffix: str) -> list[CheckpointDir]:
 
 
 class Disk:
-    """The real file system; a crash can occur before, after or within each method."""
+    """The real file system; a crash can occur before, after or within each method.
+
+    Methods that change names raise FolderLost in a run folder that is no longer the run's own.
+    """
 
     def make_folder(self, path: Path) -> None:
         """Create a folder; its parent must exist."""
+        check_ownership(path)
         path.mkdir()
 
     def create(self, path: Path) -> int:
@@ -96,6 +101,7 @@ class Disk:
 
         Raises FileExistsError if it exists, so nothing is ever overwritten.
         """
+        check_ownership(path)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
 
     def write(self, file: int, content: bytes | memoryview) -> None:
@@ -119,14 +125,17 @@ class Disk:
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a file or folder atomically."""
+        check_ownership(new)
         os.rename(old, new)
 
     def remove(self, file: Path) -> None:
         """Remove a file, if it exists."""
+        check_ownership(file)
         file.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
         """Remove an empty folder."""
+        check_ownership(path)
         path.rmdir()
 
 

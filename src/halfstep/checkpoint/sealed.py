@@ -19,6 +19,7 @@ from halfstep.checkpoint.chunks import ChunkedTensor, as_json, from_json
 from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.errors import Unsafe, same_form
 from halfstep.files import LARGEST_JSON, strict_json
+from halfstep.ownership import token_of
 
 # -- pickle detection -------------------------------------------------------------------------------------------------
 # Recognize files that can run code when their usual reader opens them, by their first bytes. A damaged file must not be
@@ -279,10 +280,12 @@ class Manifest:
     """The machine and the versions it was written with; on another machine a resume is reported as approximate."""
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
     """The tensors that are cut over several files, by name."""
+    launch: str | None = None
+    """The token of the launch that wrote it; None for a checkpoint of an earlier version, or outside of a run."""
 
     def text(self) -> bytes:
         """Return the content of MANIFEST.json, with its seal."""
-        content = {
+        content: dict[str, Any] = {
             "attempt": self.attempt,
             "chunks": as_json(self.chunks),
             "environment": dict(self.environment),
@@ -290,6 +293,8 @@ class Manifest:
             "format": FORMAT,
             "world_size": self.world_size,
         }
+        if self.launch is not None:
+            content["launch"] = self.launch
         return with_seal(content)
 
     @property
@@ -334,7 +339,11 @@ def read_manifest(generation: CheckpointDir) -> Manifest:
 
 
 def _checked(content: dict[str, Any]) -> Manifest:
-    if set(content) != _KEYS or content["format"] != FORMAT or not isinstance(content["environment"], dict):
+    if (
+        set(content) - {"launch"} != _KEYS
+        or content["format"] != FORMAT
+        or not isinstance(content["environment"], dict)
+    ):
         raise ValueError(f"no manifest of form {FORMAT}")
     try:
         files = tuple(_sealed(name, *entry) for name, entry in content["files"].items())
@@ -342,7 +351,10 @@ def _checked(content: dict[str, Any]) -> Manifest:
         chunks = from_json(content["chunks"], world_size)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"no manifest of a checkpoint: {error}") from None
-    manifest = Manifest(attempt, world_size, files, content["environment"], chunks)
+    launch = token_of(content.get("launch"))
+    if launch is None and "launch" in content:
+        raise ValueError("a launch without the form of a token")
+    manifest = Manifest(attempt, world_size, files, content["environment"], chunks, launch)
     # Compare the counts first: `world_size` comes from a file and may be huge; the set below has two names per rank.
     complete = len(files) == 2 * world_size and {sealed.name for sealed in files} == {
         name for rank in range(world_size) for name in (tensors_of(rank), state_of(rank))

@@ -10,7 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from halfstep.errors import FolderTaken
+from halfstep.errors import FolderLost, FolderTaken
+from halfstep.files import make_parent
 
 # -- opening ----------------------------------------------------------------------------------------------------------
 # Report a file of a run's folder that cannot be written, with one error for all callers.
@@ -18,9 +19,12 @@ from halfstep.errors import FolderTaken
 
 @contextmanager
 def to_write(path: Path) -> Iterator[None]:
-    """Guard code that opens or changes `path`; create its folder, and raise FolderTaken for an OSError."""
+    """Guard code that opens or changes `path`; create its folder, and raise FolderTaken for an OSError.
+
+    Raises FolderLost where the run's folder is no longer its own.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_parent(path)
         yield
     except OSError as failure:
         raise FolderTaken(
@@ -86,16 +90,22 @@ class Journal:
         return time.monotonic() - self._began
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Emit an event with these fields to all listeners."""
+        """Emit an event with these fields to all listeners; raise FolderLost where one finds the run's folder lost."""
         utc = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         emitted = {"event": event, "time": round(self.seconds, 3), "utc": utc, **fields}
+        lost: FolderLost | None = None
         # A copy: a listener that fails is removed while the loop runs.
         for listener in tuple(self.listeners):
             try:
                 listener.on_event(emitted)
+            except FolderLost as failure:
+                lost = failure
+                self._remove(listener, failure)
             except Exception as failure:
                 # A full disk or an unreachable tracker is no reason to lose the training.
                 self._remove(listener, failure)
+        if lost is not None:
+            raise lost
 
     def note(self, text: str, level: str) -> None:
         """Emit a note: a line of text with a level, `info` or `warning`."""

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from halfstep.errors import BadData, StateMismatch, same_form
+from halfstep.errors import BadData, FolderLost, StateMismatch, same_form
 from halfstep.files import LARGEST_JSON
 from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
+from halfstep.ownership import check_ownership
 
 _parse: Callable[[bytes], Any]
 try:
@@ -189,7 +190,7 @@ class JsonLines:
 
     def close(self) -> None:
         """Write what is waiting, if possible, and close the file."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, FolderLost):
             self._write_waiting()
         if self._waiting:
             _warn(f"{self._file.name} ends without its last {len(self._waiting):,} lines, which had no room")
@@ -197,6 +198,7 @@ class JsonLines:
         self._file.close()
 
     def _open(self) -> None:
+        check_ownership(self._path)
         # Unbuffered: each line is one write, which survives even if the process is killed right after it.
         self._file = self._path.open("ab", buffering=0)
 
@@ -215,6 +217,7 @@ class JsonLines:
         written = os.fstat(self._file.fileno()).st_size
         if self._is_mid_line or not written or written + more <= self._largest:
             return
+        check_ownership(self._path)
         self._file.close()
         # A file that cannot be renamed is written on.
         with contextlib.suppress(OSError):

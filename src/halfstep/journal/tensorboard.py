@@ -10,6 +10,7 @@ from halfstep.errors import MissingExtra
 from halfstep.journal.events import SAVED, START, Event
 from halfstep.journal.latest import CHECKPOINT
 from halfstep.journal.trackers import EventScalars, Picture
+from halfstep.ownership import check_ownership
 
 try:
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -41,6 +42,7 @@ class TensorBoard:
 
     def on_event(self, event: Event) -> None:
         """Write the scalars, the picture or the recipe of an event."""
+        check_ownership(self._folder)  # the writer opens its file by name at every write
         scalars, picture = self._scalars.on_event(event), self._scalars.picture(event)
         if picture is not None:
             self._add_picture(picture)
@@ -72,5 +74,6 @@ class TensorBoard:
         self._writer.add_text("recipe", "".join(f"    {line}\n" for line in text.splitlines()), at)
 
     def close(self) -> None:
-        """Flush and close the writer."""
+        """Flush and close the writer, unless the run's folder is no longer its own."""
+        check_ownership(self._folder)
         self._writer.close()

@@ -8,7 +8,7 @@ import functools
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import BadRecipe, HalfstepError, RankFailed, in_one_line
+from halfstep.errors import BadRecipe, FolderLost, HalfstepError, RankFailed, in_one_line
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
+from halfstep.ownership import LOCK, Ownership, check_ownership, owner_of
 from halfstep.recipe.changes import different, listed
 from halfstep.recipe.resolve import Resolved
 from halfstep.recipe.sources import read_recipe, recipe_of
@@ -48,7 +49,7 @@ from halfstep.train.status import (
     status_saved,
 )
 from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import MARGIN, OnHang, Watchdog, end_hung, set_group_timeout
+from halfstep.train.watchdog import MARGIN, Beat, OnHang, Watchdog, end_hung, set_group_timeout
 
 MEGABYTE = 10**6
 
@@ -108,7 +109,7 @@ def launch(
         together(options.start_timeout + MARGIN) as joined,
         rng_preserved(),
         _given_alike(resolved),
-        _opened(resolved, new, accepted) as opened,
+        _opened(resolved, new, accepted, now) as opened,
     ):
         # Rank 0 decides the recipe: the folder it numbered is part of it.
         recipe = kind.schema.model_validate(opened["recipe"])
@@ -120,9 +121,16 @@ def launch(
             on_hang=end_hung if joined else on_hang,
             on_limit=set_group_timeout if joined else lambda limit: None,
         )
+        beat = _ended_without_folder(folder, watchdog.beat)
         # Once more inside: the status has the code of what is raised there.
         lost = functools.partial(lost_ranks, folder, status.launch.token)
-        with status_saved(status), watchdog, contextlib.closing(journal), _lost_ranks_named(lost):
+        with (
+            status_saved(status),
+            watchdog,
+            contextlib.closing(journal),
+            _lost_folder_named(folder),
+            _lost_ranks_named(lost),
+        ):
             with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None
@@ -137,13 +145,13 @@ def launch(
                         remedies=found.remedies_for(recipe) if found else None,
                         stopping=stopping,
                         on_progress=on_progress,
-                        beat=watchdog.beat,
+                        beat=beat,
                     )
                 now("")
-                watchdog.beat("restoring", 0)
+                beat("restoring", 0)
                 unfinished, finished = opened["state"] == UNFINISHED, opened["result"]
                 resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
-                check_writing(folder, loop.live)
+                check_writing(folder, loop.live, status.launch.token)
                 journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
             if distributed.rank() == 0:  # only after the checkpoint was found to fit
                 unfinish(folder)
@@ -174,6 +182,35 @@ def _lost_ranks_named(lost: Callable[[], list[int]] = list) -> Iterator[None]:
         raise rank_failed(f"{who}{given}", gone[0] if gone else None, usable=False) from error
 
 
+def _ended_without_folder(folder: Path, beat: Beat) -> Beat:
+    """Return `beat`, which also raises FolderLost where a heartbeat found that the folder is no longer the run's."""
+
+    owner = owner_of(folder)
+
+    def checked(phase: str, step: int) -> None:
+        nonlocal owner
+        owner = owner or owner_of(folder)  # a rank other than 0 may claim the folder later
+        if owner is not None:
+            owner.raise_if_lost()
+        beat(phase, step)
+
+    return checked
+
+
+@contextmanager
+def _lost_folder_named(folder: Path) -> Iterator[None]:
+    """Raise FolderLost in place of RankFailed where the folder is lost: the other rank ended for that reason."""
+    try:
+        yield
+    except RankFailed as error:
+        with contextlib.suppress(OSError):
+            try:
+                check_ownership(folder)
+            except FolderLost as lost:
+                raise lost from error
+        raise
+
+
 @contextmanager
 def _given_alike(resolved: Resolved) -> Iterator[None]:
     """Raise BadRecipe on all ranks where one was started with other settings, or another torch, than rank 0.
@@ -197,22 +234,32 @@ def _given_alike(resolved: Resolved) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(resolved: Resolved, new: bool, accepted: Collection[str]) -> Iterator[dict[str, Any]]:
+def _opened(resolved: Resolved, new: bool, accepted: Collection[str], now: Now) -> Iterator[dict[str, Any]]:
     """Open and lock the run's folder on rank 0 for all ranks."""
     held: list[FolderLock] = []
 
     def open_it() -> dict[str, Any]:
-        opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted)
+        opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted, now=now)
         held.append(opened.lock)
         newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
         launched = begin(opened.path, newest, restart_count(), opened.recipe.train.batch_size, accepted)
+        launched = replace(launched, token=opened.lock.token)
         # Sent to the other ranks as plain data.
         recipe = for_ranks(opened.recipe, distributed.size(), launched.divided_by)
         plain = {"recipe": recipe.model_dump(mode="json"), "launch": asdict(launched)}
         return {**plain, "state": opened.state, "result": opened.result}
 
     try:
-        yield distributed.rank_zero_or_raise(open_it)
+        opened: dict[str, Any] = distributed.rank_zero_or_raise(open_it)
+        folder, token = Path(opened["recipe"]["run"]["dir"]), opened["launch"]["token"]
+        if distributed.rank() > 0:
+            Ownership.joined(folder, token)  # again in `check_writing`, where a network disk is late
+        try:
+            yield opened
+        finally:
+            owner = owner_of(folder)
+            if owner is not None:
+                owner.release()
     finally:
         for one in held:
             one.release()
@@ -241,7 +288,9 @@ def _removed_unless_started(folder: Path, state: str) -> Iterator[None]:
     except BaseException:
         # Only a new folder without checkpoints: a folder that holds work is never removed.
         if distributed.rank() == 0 and state == NEW and not (folder / CHECKPOINTS).exists():
-            _clear(folder)
+            with contextlib.suppress(OSError, FolderLost):
+                check_ownership(folder)
+                _clear(folder)
         raise
 
 
@@ -254,7 +303,8 @@ def _clear(folder: Path) -> None:
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif not is_status_file(entry.name):
+            # The lock too: without it, the last status would not be written.
+            elif not is_status_file(entry.name) and entry.name != LOCK:
                 entry.unlink()
 
 

@@ -16,6 +16,7 @@ from halfstep.files import LARGEST_JSON, read_json
 from halfstep.journal.events import END, EPOCH, START, STEP, Event
 from halfstep.journal.jsonl import JOURNAL, lines_backwards, parts_of, read_event
 from halfstep.journal.thinning import number
+from halfstep.ownership import is_alive
 
 RECIPE, RESULT, STATUS = "recipe.yaml", "result.json", "status.rank-00000.json"
 """Files of a run; their modules load the schema of recipes or torch."""
@@ -168,24 +169,12 @@ def _running(status: Mapping[str, Any]) -> RunState:
     phase, silence = _word(status.get("phase")) or "", time.time() - _timestamp(status.get("time"))
     pid = status.get("pid")
     if status.get("host") == socket.gethostname() and type(pid) is int:
-        if _is_alive(pid, _timestamp(status.get("since"))):
+        if is_alive(pid, _timestamp(status.get("since"))):
             return RunState(RUNNING, phase)
         return RunState(KILLED, "its process is gone, and wrote no end")
     if silence < SILENT_AFTER:
         return RunState(RUNNING, phase)
     return RunState(SILENT, f"no heartbeat from {_word(status.get('host')) or 'its host'}")
-
-
-def _is_alive(pid: int, since: float) -> bool:
-    """Return whether a process of this host runs that had begun when its run did."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        # Numbers of processes are reused: one that began after the status was first written is another one.
-        return process.status() != psutil.STATUS_ZOMBIE and (not since or process.create_time() < since + 2.0)
-    except (psutil.Error, ValueError, OverflowError):
-        return False
 
 
 def _last_events(path: Path) -> dict[str, Event]:

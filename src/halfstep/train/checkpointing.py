@@ -14,11 +14,12 @@ import torch
 
 from halfstep import distributed
 from halfstep.checkpoint.commit import NotCommitted, Ruined, Saver, SaveResult, set_aside_since
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
-from halfstep.errors import FolderTaken, HalfstepError, OutOfMemory, Stopped, StorageFailed
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk
+from halfstep.errors import FolderLost, FolderTaken, HalfstepError, OutOfMemory, Stopped, StorageFailed
 from halfstep.files import write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
+from halfstep.ownership import LOCK, Ownership, check_ownership, owner_of
 from halfstep.train.environment import environment
 from halfstep.train.replicas import Replicas
 from halfstep.train.save_interval import SaveClock
@@ -38,11 +39,12 @@ SEEN = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def check_writing(folder: Path, live: RunObjects) -> None:
+def check_writing(folder: Path, live: RunObjects, launch: str | None = None) -> None:
     """Write a file on every rank, and compare the free space with a checkpoint; every rank calls it.
 
     Raises FolderTaken where a rank cannot write to the folder, or has another one under its name, and StorageFailed
-    where there is no room; on all ranks, with the number of the rank.
+    where there is no room; on all ranks, with the number of the rank. The other ranks of a `launch` claim the folder
+    that its rank 0 has locked.
     """
     token: str = distributed.rank_zero_or_raise(lambda: secrets.token_hex(8))
     mark = folder / f".{PROBE}.{token}"
@@ -50,9 +52,11 @@ def check_writing(folder: Path, live: RunObjects) -> None:
     try:
         distributed.rank_zero_or_raise(lambda: _explained(folder, lambda: write_text(mark, token)))
         distributed.fail_together(lambda: _explained(folder, lambda: _probe(folder, mark, needed)))
+        if launch is not None:
+            distributed.fail_together(lambda: _claim(folder, launch))
     finally:
         if distributed.rank() == 0:
-            mark.unlink(missing_ok=True)
+            Disk().remove(mark)
 
 
 def checkpoint_size(live: RunObjects) -> int:
@@ -88,6 +92,20 @@ def _probe(folder: Path, mark: Path, needed: int) -> None:
             allowed="room for a checkpoint more than are kept",
             do="make room, or give run.dir=FOLDER on another disk",
         )
+
+
+def _claim(folder: Path, launch: str) -> None:
+    """Claim the folder on a rank other than 0; raise FolderTaken where its lock is not that of this launch."""
+    until = time.monotonic() + SEEN
+    while owner_of(folder) is None and Ownership.joined(folder, launch) is None:
+        if time.monotonic() > until:
+            raise FolderTaken(
+                f"{folder / LOCK} is not the lock of this launch here: another one has taken the folder",
+                allowed="one launch a folder",
+                do="stop the other one, or add --new for a folder of its own",
+            )
+        time.sleep(0.05)
+    check_ownership(folder)
 
 
 def _explained(folder: Path, work: Callable[[], None]) -> None:
@@ -186,7 +204,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the save in progress and record it. Called at the end of every run, also of a failed one."""
         self._saver.close()
-        with contextlib.suppress(StorageFailed, OutOfMemory):  # the run already ends for another reason
+        with contextlib.suppress(StorageFailed, OutOfMemory, FolderLost):  # the run already ends for another reason
             self._record(self._saver.results())
         proposal = self.clock.proposal()
         if proposal is not None:
@@ -257,6 +275,8 @@ class Checkpoints:
         assert saved.failure is not None
         self._failure = saved.failure
         # A refused save is no storage failure: it does not count toward MOST_FAILURES.
+        if saved.failure.folder_lost is not None:
+            raise saved.failure.folder_lost
         if saved.failure.is_nonfinite:
             text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones stay"
             self._journal.emit(events.NOTE, text=text, level="warning")

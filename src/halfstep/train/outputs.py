@@ -22,6 +22,7 @@ from halfstep.files import write_json, write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import as_line
+from halfstep.ownership import check_ownership
 from halfstep.precision.precision import Precision
 from halfstep.step.ema import Ema
 from halfstep.step.sharded import reshard
@@ -145,6 +146,7 @@ class RunOutputs:
         for _, path in sorted(found)[: -self._kept]:
             # One that cannot be removed is no reason to end a training.
             with suppress(OSError):
+                check_ownership(path)
                 path.unlink()
 
     def _looked_at(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
-import socket
+import secrets
 import stat
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.errors import BadData, FolderTaken, HalfstepError, Unsafe, WrongUse
 from halfstep.files import draft_of, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
+from halfstep.ownership import LOCK, Holder, Ownership, check_ownership, is_alive, read_holder
 from halfstep.recipe.changes import (
     EXTEND,
     EXTENSIONS,
@@ -42,51 +44,66 @@ from halfstep.recipe.changes import (
 from halfstep.recipe.changes import RECIPE as RECIPE_CHANGE
 from halfstep.recipe.sources import read_bounded
 from halfstep.recipe.strict_yaml import read_yaml, to_yaml
+from halfstep.status_line import Now, unwatched
 
 # -- lock -------------------------------------------------------------------------------------------------------------
 # Lock a folder for one process, with a lock that the system releases however its holder dies.
 
 
-LOCK = ".lock"
-LONGEST = 4096
-"""Bytes read from a lock file: another program may have written it."""
 TRIES = 5
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Error numbers of a lock that another process holds."""
 OWN = "add --new for a folder of its own"
+STATUS = "status.rank-00000.json"
+"""The status file of rank 0, the process that holds the lock."""
+WATCHED, HEARTBEATS, LONGEST_WATCH = 15.0, 3, 300.0
+"""Seconds and heartbeats for which the status of a run on another host is watched, whichever is more; and the most."""
+WRITES = 50.0
+"""Status files that all ranks together write in a second: heartbeats of many ranks are farther apart."""
 
 
-class FolderLock:
+class FolderLock(Ownership):
     """An exclusive lock on a folder, held until `release` or the end of the process."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor: int | None = descriptor
 
     def release(self) -> None:
         """Release the lock. The file stays: a removed one could be locked twice, as the old and as a new file."""
         with _changing:
-            descriptor, self._descriptor = self._descriptor, None
             _held.discard(self)
-            if descriptor is None:
-                return
-            _write(descriptor, b"")
-            # Closing alone is not enough: a child that is being forked holds the descriptor for a moment.
-            _fcntl().flock(descriptor, _fcntl().LOCK_UN)
-            os.close(descriptor)
+            is_own = not self._is_changed()
+            with self._using:
+                if self._descriptor is not None and is_own:
+                    _write(self._descriptor, b"")
+                if self._descriptor is not None:
+                    # Closing alone is not enough: a child that is being forked holds the descriptor for a moment.
+                    _fcntl().flock(self._descriptor, _fcntl().LOCK_UN)
+            super().release()
 
-    def _forget(self) -> None:
-        """Close the descriptor in a forked child, which shares the lock: unlocking would release the parent's."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+    def is_of(self, descriptor: int) -> bool:
+        """Return whether this is a lock of the file that is open as `descriptor`."""
+        with self._using:
+            mine = None if self._descriptor is None else os.fstat(self._descriptor)
+        return mine is not None and os.path.samestat(mine, os.fstat(descriptor))
+
+    def _is_changed(self) -> bool:
+        """Return whether another launch has written to the file: its text is left alone."""
+        try:
+            return self._loss() is not None
+        except OSError:
+            return True
 
 
-def lock(folder: Path) -> FolderLock:
-    """Return the lock of an existing folder; raise FolderTaken with the holder where another process has it."""
+def lock(folder: Path, now: Now = unwatched) -> FolderLock:
+    """Return the lock of an existing folder; raise FolderTaken with the holder where another process has it.
+
+    A file system may grant a lock to every host, or to everyone: a run that is seen to be alive has the folder too.
+    A run of another host is watched for some seconds before its folder is taken; `now` receives that.
+    """
     path = folder / LOCK
     _fcntl()
     try:
+        elsewhere = running_elsewhere(folder)
+        if elsewhere is not None:
+            _watch(folder, elsewhere, now)
         with _changing:
             taken = _take(path)
             _held.add(taken)
@@ -109,8 +126,8 @@ def _take(path: Path) -> FolderLock:
             _lock_now(path.parent, descriptor)
             # The folder may have been cleared since the open: the locked file would then have no name.
             if _is_still(path, descriptor):
-                _write(descriptor, _words())
-                return FolderLock(path, descriptor)
+                _refuse_running_here(path.parent, descriptor)
+                return _signed(path.parent, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -118,12 +135,18 @@ def _take(path: Path) -> FolderLock:
     raise OSError(errno.EBUSY, f"{LOCK} is removed again and again")
 
 
+def _signed(folder: Path, descriptor: int) -> FolderLock:
+    token = secrets.token_hex(8)
+    text = json.dumps(asdict(Holder.own(token))).encode() + b"\n"
+    return FolderLock(folder, descriptor, token, is_signed=_write(descriptor, text))
+
+
 def _lock_now(folder: Path, descriptor: int) -> None:
     try:
         _fcntl().flock(descriptor, _fcntl().LOCK_EX | _fcntl().LOCK_NB)
     except OSError as error:
         if error.errno in HELD:
-            raise _taken(folder, descriptor) from None
+            raise _in_use(folder, _holder(descriptor)) from None
         raise
 
 
@@ -134,50 +157,35 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _words() -> bytes:
-    """Return the holder for display. Nothing may depend on it: process ids are reused, and files outlive processes."""
-    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode() + b"\n"
-
-
-def _write(descriptor: int, words: bytes) -> None:
+def _write(descriptor: int, text: bytes) -> bool:
+    """Replace the text of a lock file; return whether the disk took it: a lock holds without its text."""
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, words, 0)
-    except OSError:  # a full disk: the lock holds without its text
-        pass
+        os.pwrite(descriptor, text, 0)
+        os.fsync(descriptor)  # for the ranks of other hosts, which read the token
+    except OSError:
+        return False
+    return True
 
 
-def _taken(folder: Path, descriptor: int) -> FolderTaken:
-    holder, kill = _holder(descriptor)
-    stop = f"stop it ({kill}), " if kill else ""
+def _in_use(folder: Path, holder: Holder | None) -> FolderTaken:
+    who, stop = str(holder or "another process"), ""
+    if holder is not None and holder.is_here and holder.pid == os.getpid():
+        who = f"this process (another run in it, since {holder.since})"
+    elif holder is not None:
+        stop = f"stop it (kill {holder.pid}{'' if holder.is_here else f' on {holder.host}'}), "
     return FolderTaken(
-        f"{folder} is in use by {holder}", allowed="one process a folder", do=f"wait for it, {stop}or {OWN}"
+        f"{folder} is in use by {who}", allowed="one process a folder", do=f"wait for it, {stop}or {OWN}"
     )
 
 
-def _holder(descriptor: int) -> tuple[str, str]:
-    """Return the holder of the lock and the command that ends it; an empty command where it is not known."""
+def _holder(descriptor: int) -> Holder | None:
     for _ in range(TRIES):
-        match _written_in_lock(descriptor):
-            case {"pid": int(pid), "host": str(host), "since": str(since)} if _is_plain(host, since):
-                here = host == socket.gethostname()
-                if here and pid == os.getpid():
-                    return f"this process (another run in it, since {since})", ""
-                return f"process {pid} on {host} since {since}", f"kill {pid}" if here else f"kill {pid} on {host}"
+        holder = read_holder(descriptor)
+        if holder is not None:
+            return holder
         time.sleep(0.01)  # a holder writes its text just after it gets the lock
-    return "another process", ""
-
-
-def _written_in_lock(descriptor: int) -> object:
-    try:
-        return json.loads(os.pread(descriptor, LONGEST, 0))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _is_plain(*words: str) -> bool:
-    return all(word.isprintable() and 0 < len(word) <= 255 for word in words)
+    return None
 
 
 def _fcntl() -> ModuleType:
@@ -198,15 +206,102 @@ _changing = threading.RLock()
 
 
 def _in_child() -> None:
-    """Drop the locks in a forked child, such as a data worker: it would keep the lock of a killed run."""
-    for one in _held:
-        one._forget()
+    """Drop the locks in a forked child, such as a data worker; `ownership` closes their descriptors there."""
     _held.clear()
     _changing.release()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_in_child)
+
+
+# -- running launches -------------------------------------------------------------------------------------------------
+# Tell whether another launch is alive where locks exclude nobody: by its process here, by its heartbeats elsewhere.
+
+
+def running_elsewhere(folder: Path) -> Mapping[str, Any] | None:
+    """Return the status of rank 0 where it says that the run is running on another host."""
+    status = _running_status(folder)
+    holder = Holder.read(status)
+    return status if holder is not None and not holder.is_here else None
+
+
+def _running_status(folder: Path) -> Mapping[str, Any] | None:
+    status = read_json(folder / STATUS)
+    return status if isinstance(status, dict) and status.get("state") == "running" else None
+
+
+def _watch(folder: Path, before: Mapping[str, Any], now_does: Now) -> None:
+    """Raise FolderTaken if the heartbeat of a run on another host moves; no clocks are compared."""
+    seconds = _watch_seconds(before)
+    now_does(f"watching for {seconds:.0f} s whether {Holder.read(before)} still runs")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(0.25)
+        now = running_elsewhere(folder)
+        if now is None and not (folder / STATUS).exists():
+            continue  # a file system without atomic renames
+        if now is None:
+            return
+        if _heartbeat(now) != _heartbeat(before):
+            raise _in_use(folder, Holder.read(now))
+
+
+def _heartbeat(status: Mapping[str, Any]) -> tuple[Any, ...]:
+    # Files of earlier versions have no `beat`: their time of writing moves, whatever the clock says.
+    return tuple(status.get(name) for name in ("launch", "beat", "time", "step", "phase"))
+
+
+def _watch_seconds(status: Mapping[str, Any]) -> float:
+    world = status.get("world")
+    ranks = world if type(world) is int and world > 0 else 1
+    return min(max(WATCHED, HEARTBEATS * ranks / WRITES), LONGEST_WATCH)
+
+
+def _refuse_running_here(folder: Path, descriptor: int) -> None:
+    """Raise FolderTaken where a process of this host has this lock, or this run, open."""
+    for holder in (read_holder(descriptor), Holder.read(_running_status(folder))):
+        if holder is None or not holder.is_here:
+            continue
+        if holder.pid == os.getpid():
+            is_running = any(one.is_of(descriptor) for one in _held)
+        else:
+            is_running = is_alive(holder.pid, _timestamp(holder.since)) and _has_open(
+                holder.pid, [os.fstat(descriptor), *_journal(folder)]
+            )
+        if is_running:
+            raise _in_use(folder, holder)
+
+
+def _journal(folder: Path) -> list[os.stat_result]:
+    with contextlib.suppress(OSError):
+        return [os.stat(folder / "journal.jsonl", follow_symlinks=False)]
+    return []
+
+
+def _timestamp(since: str) -> float:
+    try:
+        return datetime.fromisoformat(since).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _has_open(pid: int, files: Collection[os.stat_result]) -> bool:
+    """Return whether a process has one of these files open; True where that cannot be told.
+
+    The status in a copied folder names the process of the original, which has nothing to do with the copy.
+    """
+    place = Path(f"/proc/{pid}/fd")
+    try:
+        descriptors = list(place.iterdir())
+    except OSError:
+        return True
+    for one in descriptors:
+        with contextlib.suppress(OSError):
+            found = one.stat()
+            if any(os.path.samestat(found, file) for file in files):
+                return True
+    return False
 
 
 # -- run folder -------------------------------------------------------------------------------------------------------
@@ -254,7 +349,13 @@ class RunFolder:
 
 
 def open_run(
-    recipe: Any, label: str, new: bool = False, *, drawn: Collection[str] = (), accepted: Collection[str] = ()
+    recipe: Any,
+    label: str,
+    new: bool = False,
+    *,
+    drawn: Collection[str] = (),
+    accepted: Collection[str] = (),
+    now: Now = unwatched,
 ) -> RunFolder:
     """Create the run's folder and write the recipe, or open an unfinished run of this recipe.
 
@@ -268,7 +369,7 @@ def open_run(
     try:
         path = _first_free(wanted) if new else _made(wanted)
         _refuse_foreign(path)
-        held = lock(path)
+        held = lock(path, now)
         try:
             return _opened(path, recipe, drawn, accepted, held)
         except BaseException:
@@ -287,6 +388,8 @@ def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted:
         _refuse_foreign(_made(path))
         if _written(path) is None:
             return NEW
+        if running_elsewhere(path) is not None:
+            return UNFINISHED  # `open_run` watches that host first; until then nothing is written, not even the lock
         held = lock(path)
         try:
             return _opened(path, recipe, drawn, accepted, held).state
@@ -303,6 +406,7 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
     written = _written(path)
     if written is None:
         # A launch that was killed while it wrote the recipe leaves this file and nothing else.
+        check_ownership(path)
         for draft in filter(_is_draft, path.iterdir()):
             draft.unlink()
         write_text(path / RECIPE, to_yaml(placed))
@@ -340,6 +444,7 @@ def _longer(recipe: Any, before: SavedRun, accepted: Collection[str]) -> Any:
 
 def unfinish(path: Path) -> None:
     """Remove the result of a run that is extended; the journal keeps it."""
+    check_ownership(path / RESULT)
     (path / RESULT).unlink(missing_ok=True)
 
 

@@ -34,11 +34,13 @@ from halfstep.errors import (
     SOFTWARE,
     TRY_AGAIN,
     USAGE,
+    FolderLost,
     HalfstepError,
     NotRestarted,
 )
 from halfstep.files import read_json, write_json
 from halfstep.out_of_memory import is_out_of_memory
+from halfstep.ownership import machine_id
 from halfstep.recipe.changes import RECIPE
 from halfstep.train.microbatches import largest_divisor
 
@@ -244,7 +246,7 @@ class RankStatus:
 
     def __init__(self, folder: Path, launch: Launch) -> None:
         self.folder, self.launch, self.rank = folder, launch, distributed.rank()
-        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "job": job_id()}
+        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine_id(), "job": job_id()}
         self._who |= {"rank": self.rank, "since": _now(), "world": distributed.size()}
         self._changing, self._is_over = threading.Lock(), False
         self._last: dict[str, Any] = {}
@@ -265,7 +267,8 @@ class RankStatus:
             # A full disk must not mask the original error; without the folder there is no place to write.
             if not self._is_over and self.folder.is_dir():
                 self._is_over, self._last = content["state"] == ENDED, content
-                with contextlib.suppress(OSError):
+                # Where the folder is another run's, nothing is written: the run ends at its next step.
+                with contextlib.suppress(OSError, FolderLost):
                     write_json(self.folder / status_file(self.rank), {**content, **facts})
 
 

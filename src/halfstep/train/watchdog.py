@@ -20,7 +20,9 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep import distributed
-from halfstep.errors import HUNG
+from halfstep.errors import HUNG, FolderLost
+from halfstep.files import make_parent
+from halfstep.ownership import check_ownership
 from halfstep.printable import printable
 from halfstep.recipe.schema import WorldOptions
 from halfstep.train.status import RankStatus, last_statuses
@@ -79,6 +81,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._status.rank == 0:
             for old in self._marker.parent.glob("hung-*"):  # of earlier launches
+                check_ownership(old)
                 old.unlink(missing_ok=True)
         self._thread.start()
         return self
@@ -135,7 +138,8 @@ class Watchdog:
         """Write the stacks, give the other ranks time to write theirs, and end."""
         write_stacks(self._status.folder / STACKS / f"rank-{self._status.rank:05d}.txt", self._position())
         self._status.running(**self._position(), answered=True)
-        with suppress(OSError):  # a full disk: the others notice by themselves
+        with suppress(OSError, FolderLost):  # a full disk: the others notice by themselves
+            check_ownership(self._marker)
             self._marker.touch()
         if distributed.size() > 1:
             self._over.wait(ANSWER * self._tick)
@@ -186,8 +190,8 @@ def _collectives() -> int:
 
 def write_stacks(path: Path, position: Mapping[str, Any]) -> None:
     """Write the Python stacks of all threads of this process."""
-    with suppress(OSError):  # a full disk: the run ends all the same
-        path.parent.mkdir(exist_ok=True)
+    with suppress(OSError, FolderLost):  # a full disk, or another run's folder: the run ends all the same
+        make_parent(path)
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"process {os.getpid()}, {', '.join(f'{name} {value}' for name, value in position.items())}\n")
             file.flush()

@@ -1,0 +1,266 @@
+"""Tell whether a run's folder is still its own, before anything in it is written or deleted. Imports no torch.
+
+The lock of a folder is a fact of the start: later the folder can be removed or moved, and another run can take its
+name. Each process of a run therefore keeps the folder's `.lock` open, and compares it with the file that has this name
+now, and the launch token in it with the run's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import socket
+import stat
+import threading
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost
+
+LOCK = ".lock"
+LONGEST = 4096
+"""Bytes read from a lock file: another program may have written it."""
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
+"""Error numbers of a path that leads nowhere; any other may pass, as that of a network disk that is away."""
+_TOKEN = re.compile(r"[0-9a-f]{16}")
+
+
+# -- holder -----------------------------------------------------------------------------------------------------------
+# The process that a lock file or a status file names.
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process as a file names it. Other programs may have written it: process ids are reused, files are copied."""
+
+    pid: int
+    host: str
+    since: str
+    machine: str = ""
+    """See `machine_id`; empty in files of earlier versions."""
+    launch: str = ""
+    """The token of its launch; empty in files of earlier versions."""
+
+    @classmethod
+    def read(cls, content: Any) -> Holder | None:
+        """Return the holder in the parsed content of a file; None where it names none."""
+        match content:
+            case {"pid": int(pid), "host": str(host), "since": str(since)} if _is_plain(host, since):
+                machine, launch = content.get("machine"), content.get("launch")
+                return cls(pid, host, since, machine if isinstance(machine, str) else "", token_of(launch) or "")
+        return None
+
+    @classmethod
+    def own(cls, launch: str) -> Holder:
+        """Return this process as a holder."""
+        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(os.getpid(), socket.gethostname(), since, machine_id(), launch)
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether its process id is one of this host."""
+        return self.host == socket.gethostname() and self.machine in ("", machine_id())
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+def token_of(value: Any) -> str | None:
+    """Return a value of a file that has the form of a launch token; None for any other."""
+    return value if isinstance(value, str) and _TOKEN.fullmatch(value) else None
+
+
+def machine_id() -> str:
+    """Return what tells two hosts of one name apart: a digest of the boot and of the container; empty if not known.
+
+    A pod that is replaced keeps its name, and may have its process ids again, while the old one is still running.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:16]
+    except (OSError, ValueError):  # not Linux
+        return ""
+
+
+def read_holder(descriptor: int) -> Holder | None:
+    """Return the holder that an open lock file names; None where it names none."""
+    try:
+        return Holder.read(json.loads(os.pread(descriptor, LONGEST, 0)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_alive(pid: int, since: float) -> bool:
+    """Return whether a process of this host runs that had begun when its run did; `since` is 0 where not known."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        # Process ids are reused: a process that began after the status was first written is another one.
+        return process.status() != psutil.STATUS_ZOMBIE and (not since or process.create_time() < since + 2.0)
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def _is_plain(*words: str) -> bool:
+    return all(word.isprintable() and 0 < len(word) <= 255 for word in words)
+
+
+# -- ownership --------------------------------------------------------------------------------------------------------
+
+
+class Ownership:
+    """The claim of this process on a folder: an open `.lock`, and the launch token that is in it."""
+
+    def __init__(self, folder: Path, descriptor: int, token: str, *, is_signed: bool) -> None:
+        """Claim `folder`; `is_signed` where the token could be written to the file, which a full disk refuses."""
+        self.folder, self.token = folder, token
+        self.lost: FolderLost | None = None
+        """What the first check found that failed; all later ones fail likewise."""
+        self._absolute = folder.absolute()
+        self._descriptor: int | None = descriptor
+        self._is_signed = is_signed
+        self._using = threading.Lock()
+        """Held while the descriptor is used or closed: the number of a closed one may be another file's."""
+        _owned.add(self)
+
+    @classmethod
+    def joined(cls, folder: Path, token: str) -> Ownership | None:
+        """Claim a folder that rank 0 of this launch has locked; None where its `.lock` is not seen here."""
+        try:
+            descriptor = _open_regular(folder / LOCK)
+        except OSError:
+            return None
+        found = read_holder(descriptor)
+        if found is not None and found.launch != token:
+            os.close(descriptor)
+            return None
+        return cls(folder, descriptor, token, is_signed=found is not None)
+
+    def covers(self, path: Path) -> bool:
+        """Return whether `path` is the folder or below it."""
+        return any(
+            claimed == tried or claimed in tried.parents
+            for claimed in (self.folder, self._absolute)
+            for tried in (path, path.absolute())
+        )
+
+    def check(self) -> None:
+        """Raise FolderLost where the folder is gone or another run's, from then on; OSError where that is not known."""
+        self.lost = self.lost or self._loss()
+        self.raise_if_lost()
+
+    def raise_if_lost(self) -> None:
+        """Raise FolderLost where an earlier check did, in any thread; the disk is not asked."""
+        if self.lost is not None:
+            raise self.lost.copy()
+
+    def release(self) -> None:
+        """Give the claim up; later checks find nothing."""
+        _owned.discard(self)
+        self._close()
+
+    def _loss(self) -> FolderLost | None:
+        try:
+            there = os.stat(self.folder / LOCK, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _GONE:
+                return _gone(self.folder)
+            raise
+        with self._using:
+            if self._descriptor is None:
+                return None
+            if not _is_open_as(self._descriptor, there):
+                return _taken(self.folder, _holder_at(self.folder / LOCK))
+            holder = read_holder(self._descriptor) if self._is_signed else None
+            if self._is_signed and (holder is None or holder.launch != self.token):
+                return _taken(self.folder, holder)
+        return None
+
+    def _close(self) -> None:
+        with self._using:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _is_open_as(descriptor: int, there: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(there, os.fstat(descriptor))
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # removed on another host of a network disk
+            return False
+        raise
+
+
+def _holder_at(path: Path) -> Holder | None:
+    with contextlib.suppress(OSError):
+        descriptor = _open_regular(path)
+        try:
+            return read_holder(descriptor)
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _open_regular(path: Path) -> int:
+    """Open a regular file for reading; raise OSError for a link, a folder or a pipe, and never wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path.name} is not a file")
+    return descriptor
+
+
+def _taken(folder: Path, holder: Holder | None) -> FolderLost:
+    by = f"it is that of {holder}" if holder is not None else f"its {LOCK} is not the one that this run wrote"
+    return FolderLost(
+        f"{folder} is no longer this run's folder: {by}. Nothing more was written to it",
+        allowed="one run a folder, which is left alone until the run ends",
+        do="add --new, or give run.dir=FOLDER, to train in a folder of its own",
+        exit_code=CANNOT_CREATE,
+    )
+
+
+def _gone(folder: Path) -> FolderLost:
+    return FolderLost(
+        f"{folder / LOCK} is gone: the folder was removed, moved or cleared while the run trained. Nothing was created",
+        allowed="a run folder that stays in its place until the run ends",
+        do="bring the folder back, and start the run with the same command: it goes on from its last checkpoint",
+        exit_code=STORAGE,
+    )
+
+
+_owned: set[Ownership] = set()
+"""What this process has claimed."""
+
+
+def owner_of(path: Path) -> Ownership | None:
+    """Return the claim of this process on the folder that `path` is in; None where it has none."""
+    found = (one for one in tuple(_owned) if one.covers(path))
+    return max(found, key=lambda one: len(one.folder.parts), default=None)
+
+
+def check_ownership(path: Path) -> None:
+    """Raise FolderLost where `path` is in a folder that this process had claimed, and that is no longer its own."""
+    owner = owner_of(path)
+    if owner is not None:
+        owner.check()
+
+
+def _in_child() -> None:
+    """Give all claims up in a forked child, such as a data worker: an open `.lock` there would outlive the run."""
+    for one in tuple(_owned):
+        one._using = threading.Lock()  # another thread may have held it at the fork
+        one._close()
+    _owned.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
