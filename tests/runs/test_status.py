@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import halfstep
+from halfstep import files
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
 from halfstep.train.status import (
+    RESERVED,
     Launch,
     RankStatus,
     begin,
@@ -94,6 +99,47 @@ def test_a_file_that_cannot_be_written_hides_no_error(tmp_path: Path) -> None:
         raise StorageFailed("no room")
     with saved(tmp_path):
         pass
+
+
+def test_every_write_raises_the_beat_and_the_end_too(tmp_path: Path) -> None:
+    status = RankStatus(tmp_path, Launch("token"))
+    beats = []
+    for step in range(3):
+        status.running(step=step, phase="computing")
+        beats.append(kept(tmp_path)["beat"])
+    status.ended(0, "finished")
+    assert [*beats, kept(tmp_path)["beat"]] == [1, 2, 3, 4]
+    assert (tmp_path / status_file(0)).stat().st_size == RESERVED
+
+
+def test_a_full_disk_can_still_say_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = RankStatus(tmp_path, Launch("token"))
+    status.running(step=7, phase="saving")
+
+    def full(*given: Any, **more: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    status.ended(74, "no room " * 2000, trace="long " * 4000)
+    assert (kept(tmp_path)["state"], kept(tmp_path)["code"], kept(tmp_path)["step"]) == ("ended", 74, 7)
+    assert kept(tmp_path)["reason"].startswith("no room")
+    assert [path.name for path in tmp_path.iterdir()] == [status_file(0)], "no draft is left"
+    # The name may be that of another run by now: its file is not overwritten.
+    RankStatus(tmp_path, Launch("other")).ended(0, "finished")
+    assert kept(tmp_path)["launch"] == "token"
+
+
+def test_a_disk_that_does_not_answer_keeps_no_run_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, answers = RankStatus(tmp_path, Launch("token")), threading.Event()
+    monkeypatch.setattr(files, "flush", lambda path: answers.wait(30.0))
+    heartbeat = threading.Thread(target=status.running, daemon=True)
+    heartbeat.start()
+    heartbeat.join(5.0)
+    assert not heartbeat.is_alive(), "a heartbeat is not flushed"
+    began = time.monotonic()
+    status.ended(0, "finished", within=0.2)
+    assert time.monotonic() - began < 5.0
+    answers.set()
 
 
 def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ the next attempt what happened. A restarted run decides from them whether a rest
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import re
 import secrets
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep import distributed
+from halfstep.deadline import finishes_within
 from halfstep.errors import (
     CONFIGURATION,
     DATA,
@@ -38,7 +41,7 @@ from halfstep.errors import (
     HalfstepError,
     NotRestarted,
 )
-from halfstep.files import read_json, write_json
+from halfstep.files import read_json, renaming, replacing, write_json
 from halfstep.out_of_memory import is_out_of_memory
 from halfstep.ownership import machine_id
 from halfstep.recipe.changes import RECIPE
@@ -53,6 +56,11 @@ MOST_FRUITLESS = 3
 LOOK_FOR = 1.0
 """Seconds in which a rank whose connection broke is looked for."""
 LONGEST_TRACEBACK, LONGEST_REASON, LONGEST_JOB = 16_384, 1_000, 200
+RESERVED = 4096
+"""Bytes that a status file has at least, so that the end of a run fits into it on a full disk."""
+WRITTEN_WITHIN = 15.0
+"""Seconds that the beginning and the end of a run wait for its status to be written; a disk may not answer."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 RUNNING, ENDED = "running", "ended"
 _FILE = re.compile(r"status\.rank-[0-9]{5}\.json")
 
@@ -249,33 +257,70 @@ class RankStatus:
         self._who = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine_id(), "job": job_id()}
         self._who |= {"rank": self.rank, "since": _now(), "world": distributed.size()}
         self._changing, self._is_over = threading.Lock(), False
+        self._beat = 0
+        """The number of writes so far: a reader on another host compares it, and no clocks."""
         self._last: dict[str, Any] = {}
 
     def running(self, **position: Any) -> None:
-        """Write where this rank is: its step, its phase, and more."""
+        """Write where this rank is: its step, its phase, and more. Not flushed: the next write is seconds away."""
         self._write({"state": RUNNING, **position})
 
-    def ended(self, code: int, reason: str, trace: str | None = None) -> None:
-        """Write the exit code, the reason and the traceback of this rank's end; only the first end counts."""
+    def ended(self, code: int, reason: str, trace: str | None = None, within: float = WRITTEN_WITHIN) -> None:
+        """Write the exit code, the reason and the traceback of this rank's end; only the first end counts.
+
+        A disk that does not answer is given up after `within` seconds.
+        """
         end = {"state": ENDED, "code": code, "reason": reason, "restartable": code in RESTARTABLE}
-        self._write({**self._last, **end, **({"traceback": trace} if trace else {})})
+        end |= {"traceback": trace} if trace else {}
+        finishes_within(within, lambda: self._write({**self._last, **end}))
 
     def _write(self, content: dict[str, Any]) -> None:
         launch = asdict(self.launch)
         facts = {**self._who, "launch": launch.pop("token"), **launch, "time": _now()}
         with self._changing:
-            # A full disk must not mask the original error; without the folder there is no place to write.
-            if not self._is_over and self.folder.is_dir():
-                self._is_over, self._last = content["state"] == ENDED, content
-                # Where the folder is another run's, nothing is written: the run ends at its next step.
-                with contextlib.suppress(OSError, FolderLost):
-                    write_json(self.folder / status_file(self.rank), {**content, **facts})
+            if self._is_over or not self.folder.is_dir():  # without the folder there is no place to write
+                return
+            self._is_over, self._last = content["state"] == ENDED, content
+            self._beat += 1
+            # A failing disk must not mask the original error. Where the folder is another run's, nothing is
+            # written: the run ends at its next step.
+            with contextlib.suppress(OSError, FolderLost):
+                _replace(self.folder / status_file(self.rank), {**content, **facts, "beat": self._beat})
+
+
+def _replace(path: Path, status: Mapping[str, Any]) -> None:
+    """Replace a status file; on a full disk, overwrite what the earlier one of this attempt occupies."""
+    text = json.dumps(status, indent=1, sort_keys=True)
+    try:
+        with (replacing if status["state"] == ENDED else renaming)(path) as draft:
+            draft.write_text(f"{text:<{RESERVED - 1}}\n", encoding="utf-8")
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _overwrite(path, status)
+
+
+def _overwrite(path: Path, status: Mapping[str, Any]) -> None:
+    earlier = read_json(path)
+    if not isinstance(earlier, dict) or earlier.get("launch") != status["launch"]:
+        return
+    short = {name: value for name, value in status.items() if name != "traceback"}
+    short |= {"reason": short["reason"][:LONGEST_REASON]} if "reason" in short else {}
+    handle = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        size = os.fstat(handle).st_size
+        text = json.dumps(short, indent=1, sort_keys=True).encode()
+        if len(text) < size:
+            os.write(handle, text.ljust(size - 1) + b"\n")  # in one call: a reader sees all of it or nothing
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
 def status_saved(status: RankStatus) -> Iterator[None]:
     """Write that this rank runs, and the exit code and the reason when the block ends."""
-    status.running(step=0, phase="starting")
+    finishes_within(WRITTEN_WITHIN, lambda: status.running(step=0, phase="starting"))
     code, reason, trace = 0, "finished", None
     try:
         yield
