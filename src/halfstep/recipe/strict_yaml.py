@@ -1,7 +1,6 @@
 """Read YAML as plain data: no tags, anchors or repeated keys, and numbers by YAML 1.2; write it. Imports no torch.
 
-Values are built from the parser's events with an explicit stack, so that nesting costs no recursion and a limit stops
-the parser at once.
+A subclass of PyYAML's loader checks each node before it is composed, so that a limit stops the parser at once.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
+from yaml.composer import Composer, ComposerError
 
 from halfstep.errors import BadRecipe, Unsafe
 
@@ -43,6 +43,63 @@ class Read(NamedTuple):
     """The line of each dotted key, counted from 1."""
 
 
+class _StrictComposer(Composer):
+    """A composer that refuses tags, anchors, aliases and too many nodes, before it composes them."""
+
+    where: str
+    nodes = depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose the next node; raise BadRecipe or Unsafe if it is not allowed."""
+        event = self.peek_event()  # type: ignore[attr-defined]
+        self.nodes += 1
+        if getattr(event, "tag", None) is not None:
+            raise Unsafe(
+                f"{_line_of(event, self.where)}: the tag {str(event.tag)[:80]!r}",
+                allowed="plain values; a recipe is data and names no code",
+                do="delete the tag, and write the value itself",
+            )
+        if event.anchor is not None:
+            raise BadRecipe(
+                f"{_line_of(event, self.where)}: the anchor or alias {str(event.anchor)[:80]!r}",
+                allowed="values in full",
+                do="write the value out",
+            )
+        if self.nodes > MOST_NODES or self.depth >= DEEPEST:
+            limit = f"{MOST_NODES:,} values" if self.nodes > MOST_NODES else f"{DEEPEST} levels"
+            raise BadRecipe(
+                f"{_line_of(event, self.where)}: more than {limit}",
+                allowed=f"at most {limit}",
+                do="give a recipe of the usual size",
+            )
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        """Return no tag: PyYAML's rules are those of YAML 1.1, and `scalar` has those of 1.2."""
+        return ""
+
+
+class PythonLoader(_StrictComposer, yaml.SafeLoader):
+    """A strict loader by PyYAML's parser in Python."""
+
+    def __init__(self, text: str, where: str) -> None:
+        yaml.SafeLoader.__init__(self, text)
+        self.where = where
+
+
+class FastLoader(_StrictComposer, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A strict loader by libyaml where PyYAML was built with it: several times as fast, with errors in other words."""
+
+    def __init__(self, text: str, where: str) -> None:
+        # libyaml's parser has a separate composer in C, which a subclass cannot restrict.
+        getattr(yaml, "CSafeLoader", yaml.SafeLoader).__init__(self, text)
+        Composer.__init__(self)
+        self.where = where
+
+
 def read_yaml(text: str | bytes, where: str) -> dict[str, Any]:
     """Return the mapping in a file; `where` names the file in errors.
 
@@ -51,24 +108,21 @@ def read_yaml(text: str | bytes, where: str) -> dict[str, Any]:
     return read_with_lines(text, where).content
 
 
-def read_with_lines(text: str | bytes, where: str, loader: Any = yaml.SafeLoader) -> Read:
-    """Return the mapping in a file, with the line of each key.
-
-    `loader` makes the parser's events; libyaml's is several times as fast, and words its errors in another way.
-    """
+def read_with_lines(text: str | bytes, where: str, loader: type[PythonLoader | FastLoader] = PythonLoader) -> Read:
+    """Return the mapping in a file, with the line of each key."""
     # surrogatepass: arguments of a command line that are not UTF-8 contain lone surrogates.
     size = len(text) if isinstance(text, bytes) else len(text.encode("utf-8", "surrogatepass"))
     if size > LARGEST_FILE:
         raise too_large(where, size)
-    builder = _Builder(where)
-    for event in _events(decoded(text, where), where, loader):
-        builder.take(event)
-    if not isinstance(builder.content, dict):
-        given = "nothing" if builder.content is None else f"a {type(builder.content).__name__}"
+    node = _compose(decoded(text, where), where, loader)
+    lines: dict[str, int] = {}
+    content = None if node is None else _value_of(node, "", where, lines)
+    if not isinstance(content, dict):
+        given = "nothing" if content is None else f"a {type(content).__name__}"
         raise BadRecipe(
-            f"{where} holds {given}", allowed="keys with values", do="begin with a line such as `task: ...`"
+            f"{where} holds {given}", allowed="keys with values", do="start with a line such as `task: ...`"
         )
-    return Read(builder.content, builder.lines)
+    return Read(content, lines)
 
 
 def read_value(text: str, where: str) -> Any:
@@ -121,15 +175,23 @@ def decoded(text: str | bytes, where: str) -> str:
         ) from None
 
 
-def _events(text: str, where: str, loader: Any) -> Iterator[Any]:
+def _compose(text: str, where: str, loader: type[PythonLoader | FastLoader]) -> yaml.Node | None:
     try:
-        yield from yaml.parse(text, Loader=loader)
+        node: yaml.Node | None = loader(text, where).get_single_node()
+    except (BadRecipe, Unsafe):
+        raise
     except (ValueError, OverflowError):
         # PyYAML converts escapes and version numbers unchecked: `"\\UFFFFFFFF"`, `%YAML 1.999...`.
         raise BadRecipe(
             f"{where}: a character or a version of YAML that does not exist",
             allowed="characters up to \\U0010FFFF, and %YAML 1.2",
-            do="look for \\U in double quotes, and for a line that begins with %YAML",
+            do="look for \\U in double quotes, and for a line that starts with %YAML",
+        ) from None
+    except ComposerError as error:
+        raise BadRecipe(
+            f"{where}, line {getattr(error.problem_mark, 'line', 0) + 1}: a second document starts",
+            allowed="one document",
+            do="delete it, and the line ---",
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -138,113 +200,42 @@ def _events(text: str, where: str, loader: Any) -> Iterator[Any]:
         raise BadRecipe(
             f"{where}{line}: {str(problem)[:200]}",
             allowed="YAML: keys with values, indented by spaces",
-            do="mend the line; text with special characters needs quotes",
+            do="fix the line; text with special characters needs quotes",
         ) from None
+    return node
 
 
-def _printable(path: str) -> str:
-    return path if path.isprintable() else repr(path)
-
-
-class _Open(NamedTuple):
-    """A mapping or a list that is still open."""
-
-    node: dict[str, Any] | list[Any]
-    path: str
-
-
-class _Builder:
-    """A builder of plain data from parser events; it refuses whatever a recipe must not contain."""
-
-    def __init__(self, where: str) -> None:
-        self.where, self.content, self.lines = where, None, {}  # type: str, Any, dict[str, int]
-        self._open: list[_Open] = []
-        self._keys: list[str | None] = []
-        self._nodes = self._documents = 0
-
-    def take(self, event: Any) -> None:
-        """Process one event; raise BadRecipe or Unsafe if it is not allowed."""
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._document(event)
-        elif isinstance(event, yaml.NodeEvent):
-            self._check(event)
-            self._node(event)
-        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-            self._open.pop()
-            self._keys.pop()
-
-    def _document(self, event: Any) -> None:
-        self._documents += 1
-        if self._documents > 1:
-            raise self._refused(event, "a second document begins", "one document", "delete it, and the line ---")
-
-    def _check(self, event: Any) -> None:
-        self._nodes += 1
-        if getattr(event, "tag", None) is not None:
-            raise Unsafe(
-                f"{self._at(event)}: the tag {str(event.tag)[:80]!r}",
-                allowed="plain values; a recipe is data and names no code",
-                do="delete the tag, and write the value itself",
-            )
-        if event.anchor is not None:
-            raise self._refused(
-                event, f"the anchor or alias {str(event.anchor)[:80]!r}", "values in full", "write the value out"
-            )
-        if self._nodes > MOST_NODES or len(self._open) >= DEEPEST:
-            limit = f"{MOST_NODES:,} values" if self._nodes > MOST_NODES else f"{DEEPEST} levels"
-            raise self._refused(event, f"more than {limit}", f"at most {limit}", "give a recipe of the usual size")
-
-    def _node(self, event: Any) -> None:
-        holder = self._open[-1].node if self._open else None
-        if isinstance(holder, dict) and self._keys[-1] is None:
-            self._keys[-1] = self._key(event, holder)
-            return
-        value, path = self._value(event), self._path(holder)
-        if isinstance(holder, dict):
-            holder[str(self._keys[-1])] = value
-            self._keys[-1] = None
-        elif isinstance(holder, list):
-            holder.append(value)
-        else:
-            self.content = value
-        if isinstance(value, (dict, list)):
-            self._open.append(_Open(value, path))
-            self._keys.append(None)
-
-    def _key(self, event: Any, holder: dict[str, Any]) -> str:
-        key = self._value(event)
+def _value_of(node: yaml.Node, path: str, where: str, lines: dict[str, int]) -> Any:
+    """Return a node as plain data; add the line of each key to `lines`."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_value_of(item, f"{path}.{at}", where, lines) for at, item in enumerate(node.value)]
+    if isinstance(node, yaml.ScalarNode):
+        # A style means quotes or a block: such a value is text.
+        return node.value if node.style else scalar(node.value, _line_of(node, where))
+    content: dict[str, Any] = {}
+    for key_node, value in node.value:
+        key = _value_of(key_node, "", where, {})
         if not isinstance(key, str):
-            raise self._refused(event, f"the key {key!r}", "keys that are words", "name the key, or put it in quotes")
-        path = f"{self._open[-1].path}.{key}".lstrip(".")
-        if key in holder:
-            first = self.lines[path]
             raise BadRecipe(
-                f"{self.where}: {_printable(path)} is given twice, on lines {first} and {event.start_mark.line + 1}",
+                f"{_line_of(key_node, where)}: the key {key!r}",
+                allowed="keys that are words",
+                do="name the key, or put it in quotes",
+            )
+        dotted, line = f"{path}.{key}".lstrip("."), key_node.start_mark.line + 1
+        if key in content:
+            raise BadRecipe(
+                f"{where}: {dotted if dotted.isprintable() else repr(dotted)} is given twice, on lines "
+                f"{lines[dotted]} and {line}",
                 allowed="each key once",
                 do="delete one of the two lines",
             )
-        self.lines[path] = event.start_mark.line + 1
-        return key
+        lines[dotted] = line
+        content[key] = _value_of(value, dotted, where, lines)
+    return content
 
-    def _value(self, event: Any) -> Any:
-        if isinstance(event, yaml.MappingStartEvent):
-            return {}
-        if isinstance(event, yaml.SequenceStartEvent):
-            return []
-        # A style means quotes or a block: such a value is text, whatever it looks like.
-        return event.value if event.style else scalar(event.value, self._at(event))
 
-    def _path(self, holder: dict[str, Any] | list[Any] | None) -> str:
-        if holder is None:
-            return ""
-        last = self._keys[-1] if isinstance(holder, dict) else str(len(holder))
-        return f"{self._open[-1].path}.{last}".lstrip(".")
-
-    def _at(self, event: Any) -> str:
-        return f"{self.where}, line {event.start_mark.line + 1}"
-
-    def _refused(self, event: Any, given: str, allowed: str, do: str) -> BadRecipe:
-        return BadRecipe(f"{self._at(event)}: {given}", allowed=allowed, do=do)
+def _line_of(marked: Any, where: str) -> str:
+    return f"{where}, line {marked.start_mark.line + 1}"
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

@@ -53,15 +53,12 @@ def read_document(kind: Kind, path: str, text: str | None = None) -> Document:
 def document_of(kind: Kind, place: str, text: str) -> Document:
     """Return the text of a file as plain data; raise the reader's errors for anything else."""
     try:
-        import yaml
-
-        from halfstep.recipe.strict_yaml import read_with_lines
+        from halfstep.recipe.strict_yaml import FastLoader, read_with_lines
     except ModuleNotFoundError as missing:
         raise _missing(missing) from None
-    # A project has hundreds of files: libyaml's parser, where PyYAML was built with it.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
-    read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, loader)
+    # A project has hundreds of files: libyaml's parser.
+    read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, FastLoader)
     return Document(kind, place, read.content, read.lines, text)
 
 
