@@ -19,6 +19,7 @@ import halfstep
 from halfstep import files
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
+from halfstep.ownership import LOCK
 from halfstep.train.status import (
     RESERVED,
     Launch,
