@@ -400,14 +400,14 @@ def test_weights_that_are_not_finite_are_refused(copied: Path, tmp_path: Path) -
 
 
 def test_a_file_that_is_there_is_kept_unless_it_is_forced(trained: Any, tmp_path: Path) -> None:
-    run, out = trained("smp"), tmp_path / "x.safetensors"
+    run, out = trained("unet"), tmp_path / "x.safetensors"
     out.write_bytes(b"mine")
     done = halfstep("export", run, "--out", out)
     assert done.exit_code == 73
     assert "--force" in done.stderr
     assert out.read_bytes() == b"mine"
     assert halfstep("export", run, "--out", out, "--force").exit_code == 0
-    assert len(load_file(out)) > 50
+    assert len(load_file(out)) > 10
 
 
 @pytest.mark.parametrize(

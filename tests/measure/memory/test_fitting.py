@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,9 +126,9 @@ def _raise(error: Exception) -> int:
     raise error
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: str) -> None:
-    """All sizes, one by one, with the ledgers of a GPU."""
+@pytest.mark.parametrize(("precision", "sizes"), [("fp32", range(1, 14)), ("bf16", (1, 8, 9, 10, 13))])
+def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: str, sizes: Sequence[int]) -> None:
+    """All sizes, one by one, with the ledgers of a GPU; in bf16 those at both sides of the limit."""
     target = device_named("4GB")
 
     def on(make: Callable[[], Case], setting: StepSetting) -> Ledger:
@@ -137,8 +137,8 @@ def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: s
     setting = StepSetting(precision=precision)
     limit = on(convolutions, replace(setting, batch=9)).peak + 100
     fit = largest_batch(convolutions, setting, limit, on)
-    within = [batch for batch in range(1, 14) if on(convolutions, replace(setting, batch=batch)).peak <= limit]
-    assert within == list(range(1, fit.batch + 1))
+    within = [batch for batch in sizes if on(convolutions, replace(setting, batch=batch)).peak <= limit]
+    assert within == [batch for batch in sizes if batch <= fit.batch]
     assert fit.batch == 9
     assert fit.preferred == 8
 

@@ -272,8 +272,9 @@ def test_a_precision_that_is_not_native_is_estimated_and_marked() -> None:
 
 
 def large_case() -> Case:
-    layers = [nn.TransformerEncoderLayer(2048, 16, 8192, batch_first=True, norm_first=True) for _ in range(20)]
-    model = nn.Sequential(nn.Embedding(32000, 2048), *layers, nn.Linear(2048, 32000, bias=False))
+    # Few and wide: the time goes by layers, and the parameters by their width.
+    layers = [nn.TransformerEncoderLayer(4096, 16, 16384, batch_first=True, norm_first=True) for _ in range(5)]
+    model = nn.Sequential(nn.Embedding(32000, 4096), *layers, nn.Linear(4096, 32000, bias=False))
 
     def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
