@@ -11,6 +11,7 @@ from faults import f10_changed_data
 from faults.bad_images import encoded, picture
 from faults.outcome import Outcome
 from halfstep.data import fingerprint as module
+from halfstep.data.file_state import BLOCK
 from halfstep.data.fingerprint import NOT_READ, Fingerprint, different, fingerprint
 from halfstep.data.folders import ImageFolder
 from tests.data.fingerprinted import Many, OwnFiled, images_and_masks, opened, put, round_trip
@@ -95,8 +96,8 @@ def test_there_are_never_more_than_twenty_lines() -> None:
 
 
 def test_a_set_that_grew_over_the_limit_names_what_came_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_WHOLE_BYTES", 5 * module.BLOCK)
-    put(tmp_path / "a", bytes(5 * module.BLOCK))
+    monkeypatch.setattr(module, "MOST_WHOLE_BYTES", 5 * BLOCK)
+    put(tmp_path / "a", bytes(5 * BLOCK))
     put(tmp_path / "b", b"more")
     before, now = fingerprint(OwnFiled(tmp_path, ["a"])), fingerprint(OwnFiled(tmp_path, ["a", "b"]))
     assert (before.whole, now.whole) == (True, False)

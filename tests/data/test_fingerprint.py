@@ -15,6 +15,7 @@ import pytest
 
 from halfstep.data import fingerprint as module
 from halfstep.data.dataset import Subset, split
+from halfstep.data.file_state import BLOCK
 from halfstep.data.fingerprint import NOT_READ, UNREADABLE, Fingerprint, different, fingerprint
 from halfstep.data.folders import ImageFolder
 from halfstep.data.shards import Shards
@@ -184,8 +185,8 @@ def test_an_empty_source_and_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_blocks_beyond_the_first_count(tmp_path: Path) -> None:
-    size = 3 * module.BLOCK + 17
-    for place in (0, module.BLOCK - 1, module.BLOCK, size - 1):
+    size = 3 * BLOCK + 17
+    for place in (0, BLOCK - 1, BLOCK, size - 1):
         content = bytearray(size)
         before = fingerprint(OwnFiled(put(tmp_path / "a", content).parent, ["a"]))
         content[place] = 1
@@ -231,7 +232,7 @@ def test_a_large_set_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.
 
 def test_large_files_are_sampled_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_WHOLE_BYTES", 10)
-    size = 20 * module.BLOCK
+    size = 20 * BLOCK
 
     def after(place: int) -> Fingerprint:
         with open(tmp_path / "big", "wb") as file:
@@ -242,7 +243,7 @@ def test_large_files_are_sampled_from_end_to_end(tmp_path: Path, monkeypatch: py
 
     assert not after(0).whole
     assert different(after(0), after(size - 1))
-    assert not different(after(2 * module.BLOCK), after(3 * module.BLOCK))
+    assert not different(after(2 * BLOCK), after(3 * BLOCK))
 
 
 def test_drawn_samples_are_told_by_their_names() -> None:

@@ -39,7 +39,8 @@ class Source(Protocol):
     """Samples by number. Safe to use from several processes at once.
 
     A source may also have `key(index)`, a name that stays when the whole set is moved; `files_of(index)`, so that a
-    resumed run notices changed contents (samples may share a file); and `without_image(index)`.
+    resumed run notices changed contents (samples may share a file); and `without_image(index)`. One that notices by
+    itself where a file changes under a run, or that reads no file after its start, has `notices_changes = True`.
     """
 
     def __len__(self) -> int: ...
@@ -62,6 +63,11 @@ def files_of(source: Source, index: int) -> Files:
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     say: Callable[[int], Files] | None = getattr(source, "files_of", None)
     return say(index) if say else ()
+
+
+def notices_changes(source: object) -> bool:
+    """Return whether a source needs no record of its files, by which their changes would be noticed."""
+    return bool(getattr(source, "notices_changes", False))
 
 
 def without_image(source: Source, index: int) -> Sample:
@@ -118,6 +124,11 @@ class WrappedSource:
     def files_of(self, index: int) -> Files:
         """Return the files of the sample: the data's fingerprint does not depend on the wrapper."""
         return files_of(self.source, self.index_in_source(index))
+
+    @property
+    def notices_changes(self) -> bool:
+        """Whether the underlying source notices files that change under a run."""
+        return notices_changes(self.source)
 
 
 class Subset(WrappedSource):
@@ -341,6 +352,11 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed >> 31)
 
 
+def never_changed(number: int) -> str:
+    """Return no change, for samples whose files were not recorded."""
+    return ""
+
+
 class KeyedDataset(Dataset[ReadSample]):
     """A dataset of items by key; the generators are saved and restored once per batch."""
 
@@ -352,6 +368,8 @@ class KeyedDataset(Dataset[ReadSample]):
         """Samples that a worker did not get done with, and the reason: they are as bad as unreadable ones."""
         self.begin: Callable[[int], None] | None = None
         """In a worker: called with the number of each sample before it is read."""
+        self.change_of: Callable[[int], str] = never_changed
+        """Called with the number of each sample after it was read: how its files have changed under the run."""
 
     def __getitem__(self, key: Key) -> ReadSample:
         return self.__getitems__([key])[0]
@@ -436,4 +454,17 @@ def prepared(samples: Samples | ValSamples, epoch: int, number: int) -> Sample:
     if samples.begin is not None:
         samples.begin(number)
     seed_generators(derive(samples.seed, "augment", epoch, number))
-    return samples.transform(samples.source.read(number))
+    try:
+        sample = samples.source.read(number)
+    except BadData:
+        # A mask that was exchanged may contradict the recipe; that it was exchanged is the reason.
+        _refuse_changed(samples, number)
+        raise
+    # After reading: a file that is replaced in between is noticed.
+    _refuse_changed(samples, number)
+    return samples.transform(sample)
+
+
+def _refuse_changed(samples: Samples | ValSamples, number: int) -> None:
+    if change := samples.change_of(number):
+        raise BadSample(samples.source.name(number), change)

@@ -17,13 +17,13 @@ from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
 from halfstep.data.dataset import Source, files_of, key_of
+from halfstep.data.file_state import block_starts, content_digest
 from halfstep.errors import StateMismatch
 
 MOST_WHOLE_BYTES = 2**30
 """Bytes above which the contents of a source are sampled: every name and size, and parts of some files."""
 SAMPLED_FILES = 256
-BLOCK, BLOCKS = 2**20, 4
-"""Bytes per read, and blocks per sampled file: at most 1 GiB is read in all."""
+"""Files of which a few blocks are read: at most 1 GiB in all."""
 MOST_ROWS, MOST_ROW_TEXT = 20_000, 2 * 2**20
 """Files or characters above which only groups are stored: a checkpoint's JSON must stay small."""
 GROUPS = 256
@@ -140,7 +140,7 @@ def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -
             rows.append(FilePrint(key, size, NOT_READ))
         else:
             if (path, whole) not in contents:
-                contents[path, whole] = _content(path, _starts(size, whole))
+                contents[path, whole] = _content(path, block_starts(size, whole))
             rows.append(FilePrint(key, size, contents[path, whole]))
     return rows, whole
 
@@ -159,23 +159,11 @@ def _size(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _starts(size: int, whole: bool) -> Iterable[int]:
-    """Return the offsets of the blocks to read: all, or a few from the first byte to the last."""
-    if whole or size <= BLOCK * BLOCKS:
-        return range(0, size, BLOCK)
-    return [(size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)]
-
-
 def _content(path: str, starts: Iterable[int]) -> str:
-    digest = sha256()
     try:
-        with open(path, "rb") as file:
-            for start in starts:
-                file.seek(start)
-                digest.update(file.read(BLOCK))
+        return content_digest(path, starts)
     except OSError:  # training replaces an unreadable sample
         return UNREADABLE
-    return digest.hexdigest()[:16]
 
 
 def _below(keys: list[str]) -> list[str]:

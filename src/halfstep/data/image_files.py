@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 import warnings
 from collections.abc import Iterator
@@ -104,6 +105,7 @@ def _inside(entry: os.DirEntry[str], boundary: str) -> bool:
 
 try:
     from PIL import Image, UnidentifiedImageError
+    from PIL.JpegImagePlugin import JpegImageFile
 except ImportError as error:
     raise MissingExtra(
         "reading images without the package pillow",
@@ -117,6 +119,8 @@ MOST_PIXELS = 64 * 2**20
 """Pixels over the pages of all channels; a photograph of 64 megapixels takes 200 MB."""
 MOST_BYTES = 256 * 2**20
 """Bytes of a file on disk."""
+MOST_SCANS = 100
+"""Scans of a JPEG; encoders write about ten for a progressive one."""
 
 
 Numbers: TypeAlias = "np.ndarray[Any, Any]"
@@ -133,6 +137,8 @@ def opened(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             # Only these formats: every further decoder of Pillow is attack surface.
             with Image.open(stream, formats=FORMATS) as image:
+                if isinstance(image, JpegImageFile):
+                    _check_scans(image, stream)
                 yield image
     except Unreadable as error:
         raise BadSample(name, str(error)) from None
@@ -145,6 +151,50 @@ def opened(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
     except Exception as error:
         # Decoders raise anything on damaged input: struct.error, IndexError, SyntaxError, ...
         raise BadSample(name, f"cannot be decoded: {_short(error)}") from error
+
+
+_SCAN, _END = 0xDA, 0xD9
+_SCANS = re.compile(rb"\xff\xda")
+_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
+"""The marker of a segment; among the pixels 0xff is followed by 0 or by a restart marker."""
+
+
+def _check_scans(image: JpegImageFile, stream: IO[bytes]) -> None:
+    """Raise Unreadable for a JPEG of more than MOST_SCANS scans: each costs a pass over all pixels."""
+    place = stream.tell()
+    try:
+        if _has_one_scan(image, stream, place):
+            return
+        stream.seek(0)
+        content = stream.read()
+    finally:
+        stream.seek(place)
+    # The quick count includes bytes of thumbnails, profiles and appended videos, which are not decoded.
+    if len(_SCANS.findall(content)) > MOST_SCANS and _has_more_scans(content):
+        raise Unreadable(f"a JPEG of more than {MOST_SCANS} scans, each of which takes a pass over all pixels")
+
+
+def _has_one_scan(image: JpegImageFile, stream: IO[bytes], place: int) -> bool:
+    """Return whether the first scan, whose header ends at `place`, is for all components: nothing after it is decoded.
+
+    Most photographs are such, and need not be read for it.
+    """
+    if "progressive" in image.info:
+        return False
+    length = 2 * image.layers + 6
+    stream.seek(max(0, place - length - 2))
+    start = b"\xff\xda" + length.to_bytes(2, "big") + bytes([image.layers])
+    return stream.read(length + 2).startswith(start)
+
+
+def _has_more_scans(content: bytes) -> bool:
+    """Return whether the first image of a JPEG file has more than MOST_SCANS scans."""
+    scans, place = 0, 2
+    while scans <= MOST_SCANS and (found := _MARKER.search(content, place)) and found[1][0] != _END:
+        scans += found[1][0] == _SCAN
+        # The segment's length counts its own two bytes; the search goes over the pixels after a scan's header.
+        place = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
+    return scans > MOST_SCANS
 
 
 class Unreadable(Exception):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.data.dataset import BadSample, Files, Sample
 from halfstep.data.image_files import existing, files
-from halfstep.data.shards import read_part, scan_tar
+from halfstep.data.shards import ShardFile, recorded, scan_tar
 from halfstep.data.video import MOST_CLIP_PIXELS, in_order
 from halfstep.errors import BadData
 
@@ -59,9 +59,13 @@ class Header(NamedTuple):
 class MoviShards:
     """The recordings of a split; `mask` has the object number of each pixel where all recordings have it."""
 
+    notices_changes = True
+
     def __init__(self, root: str | Path, split: str = "train") -> None:
         self.root = existing(root, "the folder of MOVi's shards")
         shards = _of_split(files(self.root, (".tar",)), split)
+        # Recorded before they are scanned: what changes in between is noticed.
+        self._shards = {shard: ShardFile(self.root / shard, recorded(self.root / shard)) for shard in shards}
         self._found = [one for shard in shards for one in _scanned(self.root, shard)]
         if not self._found:
             raise BadData(
@@ -135,7 +139,8 @@ class MoviShards:
         return torch.from_numpy(taken if head.kind == np.uint8 else taken.astype(np.int32))
 
     def _read(self, number: int, start: int, size: int) -> bytes:
-        return read_part(self.root / self._found[number].shard, start, size, self.name(number), "recording")
+        shard = self._shards[self._found[number].shard]
+        return shard.read([(start, size)], self.name(number), "recording")[0]
 
 
 def _of_split(shards: list[str], split: str) -> list[str]:

@@ -10,16 +10,17 @@ import re
 import tarfile
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from halfstep.data.dataset import BadSample, Files, Sample
+from halfstep.data.file_state import FileState, RecordedFile, block_starts, change_since, content_digest
 from halfstep.data.folders import same_size
 from halfstep.data.image_files import MOST_BYTES, SUFFIXES, existing, files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
@@ -39,43 +40,129 @@ LARGEST_INDEX = 2**29
 MASKS = (".mask.png", ".seg.png")
 _LABEL = ".cls"
 _NONE = -1
-_VERSION = 2
+_VERSION = 3
+_LONGEST_LABEL = 20
+"""Bytes of a label's file: anything longer is no class number, and is not read."""
+_NEAR = 4096
+"""Bytes between the parts of a sample, such as tar headers, that are read along with them."""
 
 
 class ShardRow(NamedTuple):
-    """A sample: its key, offset and size of image and mask, and its label; -1 for what is missing."""
+    """A sample: its key, offset and size of image, mask and label, and its label; -1 for what is missing."""
 
     key: str
     image: int
     image_size: int
     mask: int
     mask_size: int
+    label_at: int
+    label_size: int
     label: int
 
 
-def index_of(shard: Path) -> list[ShardRow]:
+class ShardFile:
+    """A shard whose offsets are known; each read compares the file with the one that was scanned."""
+
+    def __init__(self, path: Path, file: RecordedFile) -> None:
+        self.path, self._file = path, file
+
+    def read(self, parts: Sequence[tuple[int, int]], name: str, what: str = "sample") -> list[bytes]:
+        """Read parts by offset and size; raise BadSample where they cannot be read, or the shard is another one."""
+        try:
+            # Opened each time: a handle shared by processes would share its position.
+            with open(self.path, "rb", buffering=0) as file:
+                self._refuse_changed(FileState.of(os.fstat(file.fileno())), name)
+                return _read_parts(file.fileno(), parts)
+        except OSError as error:
+            raise BadSample(name, error.strerror or type(error).__name__) from error
+        except EOFError:
+            raise BadSample(name, f"the shard ends before the {what} does") from None
+
+    def _refuse_changed(self, now: FileState, name: str) -> None:
+        if now == self._file.state:
+            return
+        if change := change_since(self._file, now, self.path):
+            raise BadSample(name, change.replace("its file", "its shard"))
+        # Its content was compared, which need not be done again.
+        self._file = self._file._replace(state=now)
+
+
+class IndexedShard(ShardFile):
+    """A shard with the index of its samples."""
+
+    def __init__(self, path: Path, file: RecordedFile, rows: list[ShardRow]) -> None:
+        super().__init__(path, file)
+        self.rows = rows
+
+
+def _read_parts(handle: int, parts: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Read parts of a file, in one go where they lie side by side; raise EOFError where it ends before."""
+    first, end = min(start for start, _ in parts), max(start + size for start, size in parts)
+    if end - first <= sum(size for _, size in parts) + _NEAR:
+        content = os.pread(handle, end - first, first)
+        found = [content[start - first : start - first + size] for start, size in parts]
+    else:
+        found = [os.pread(handle, size, start) for start, size in parts]
+    if any(len(part) < size for part, (_, size) in zip(found, parts, strict=True)):
+        raise EOFError
+    return found
+
+
+def recorded(shard: Path) -> RecordedFile:
+    """Return the state of a shard, with a digest of a few of its blocks; raise BadData where it cannot be read."""
+    try:
+        state = FileState.of(shard.stat())
+        return RecordedFile(state, content_digest(shard, block_starts(state.size, whole=False)), whole=False)
+    except OSError as error:
+        raise _not_a_shard(shard, error.strerror or type(error).__name__) from error
+
+
+def index_of(shard: Path) -> IndexedShard:
     """Return the samples of a shard in order; raise BadData where it is no tar, or a sample has no image."""
     status = shard.stat()
-    # The inode, not the path: a set that is moved within its file system keeps its index.
-    facts = (shard.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, _VERSION)
+    state = FileState.of(status)
+    # The inode, not the path: a set that is moved within its file system keeps its index. The time of the change, which
+    # nobody can set: a shard that was written in place may have its old size and modification time.
+    facts = (shard.name, status.st_dev, *state, _VERSION)
     digest = blake2b(repr(facts).encode("ascii", "backslashreplace"), digest_size=16).hexdigest()
     kept = cache_folder() / "shards" / f"{digest}.json"
-    rows = _read(kept)
-    if rows is None:
+    found = _read(kept, state)
+    if found is None:
+        file = recorded(shard)
         rows = list(_scanned(shard))
-        _keep(kept, rows, shard)
-    return rows
+        _keep(kept, rows, file.content, shard)
+        return IndexedShard(shard, file, rows)
+    rows, content = found
+    return IndexedShard(shard, RecordedFile(state, content, whole=False), rows)
 
 
-def _read(kept: Path) -> list[ShardRow] | None:
+def _read(kept: Path, state: FileState) -> tuple[list[ShardRow], str] | None:
+    """Return a cached index, and the digest of the shard's content; None where it is not one that was written here."""
     try:
-        return _rows(json.loads(kept.read_text(encoding="utf-8"))) if kept.stat().st_size <= LARGEST_INDEX else None
-    except (OSError, ValueError):
+        columns = json.loads(kept.read_text(encoding="utf-8")) if kept.stat().st_size <= LARGEST_INDEX else {}
+        if columns.pop("digest") != _digest(columns):
+            return None
+        rows = _rows(columns)
+        return (rows, columns["content"]) if all(_is_possible(row, state.size) for row in rows) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _keep(kept: Path, rows: list[ShardRow], shard: Path) -> None:
-    text = json.dumps(_columns(rows))
+def _digest(columns: Mapping[str, str]) -> str:
+    text = json.dumps(columns, sort_keys=True)
+    return blake2b(text.encode("ascii"), digest_size=16).hexdigest()
+
+
+def _is_possible(row: ShardRow, size: int) -> bool:
+    """Return whether a shard of so many bytes can hold a sample: an index is a file that others may write."""
+    parts = ((row.image, row.image_size), (row.mask, row.mask_size), (row.label_at, row.label_size))
+    inside = all((at, length) == (_NONE, _NONE) or (at >= 0 <= length and at + length <= size) for at, length in parts)
+    return inside and row.image >= 0 and _NONE <= row.label <= LARGEST_LABEL
+
+
+def _keep(kept: Path, rows: list[ShardRow], content: str, shard: Path) -> None:
+    columns = _columns(rows) | {"content": content}
+    text = json.dumps(columns | {"digest": _digest(columns)})
     if len(text) > LARGEST_INDEX:
         warnings.warn(
             f"the index of {shard} has {len(text):,} bytes, more than {LARGEST_INDEX:,}: it is not kept, and each run "
@@ -92,12 +179,9 @@ def _columns(rows: list[ShardRow]) -> dict[str, str]:
     return {name: "\n".join(str(row[i]) for row in rows) for i, name in enumerate(ShardRow._fields)}
 
 
-def _rows(columns: Any) -> list[ShardRow] | None:
-    try:
-        keys, *numbers = (columns[name].split("\n") for name in ShardRow._fields)
-        return [ShardRow(key, *map(int, row)) for key, *row in zip(keys, *numbers, strict=True)]
-    except (TypeError, KeyError, ValueError, AttributeError):
-        return None
+def _rows(columns: Mapping[str, str]) -> list[ShardRow]:
+    keys, *numbers = (columns[name].split("\n") for name in ShardRow._fields)
+    return [ShardRow(key, *map(int, row)) for key, *row in zip(keys, *numbers, strict=True)]
 
 
 def scan_tar(shard: Path, allowed: str, note: Callable[[tarfile.TarFile, tarfile.TarInfo], None]) -> None:
@@ -115,18 +199,6 @@ def scan_tar(shard: Path, allowed: str, note: Callable[[tarfile.TarFile, tarfile
     # tarfile passes some damaged headers on as ValueError or OverflowError.
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
         raise _not_a_shard(shard, str(error) or type(error).__name__, allowed) from error
-
-
-def read_part(path: Path, start: int, size: int, name: str, what: str = "sample") -> bytes:
-    """Read a part of a shard. It is opened each time: a handle shared by processes would share its position."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            content = os.pread(file.fileno(), size, start)
-    except OSError as error:
-        raise BadSample(name, error.strerror or type(error).__name__) from error
-    if len(content) < size:
-        raise BadSample(name, f"the shard ends before the {what} does")
-    return content
 
 
 def _scanned(shard: Path) -> Iterator[ShardRow]:
@@ -155,17 +227,17 @@ def _note(rows: dict[str, dict[str, int]], archive: tarfile.TarFile, member: tar
     elif kind in SUFFIXES:
         found.update(image=member.offset_data, image_size=member.size)
     elif kind == _LABEL:
-        found["label"] = _label(archive, member)
+        content = archive.extractfile(member) if 0 < member.size <= _LONGEST_LABEL else None
+        label = _label(content.read() if content else b"", member.name)
+        found.update(label=label, label_at=member.offset_data, label_size=member.size)
 
 
-def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
-    # A class number has at most 20 characters: anything longer is not read.
-    content = archive.extractfile(member) if 0 < member.size <= 20 else None
-    text = content.read().decode("ascii", "replace").strip() if content else ""
+def _label(content: bytes, name: str) -> int:
+    text = content.decode("ascii", "replace").strip()
     if not text.isdecimal():
-        raise tarfile.TarError(f"{member.name} holds no class number")
+        raise tarfile.TarError(f"{name} holds no class number")
     if int(text) > LARGEST_LABEL:
-        raise tarfile.TarError(f"{member.name} holds the class number {int(text)}, more than {LARGEST_LABEL:,}")
+        raise tarfile.TarError(f"{name} holds the class number {int(text)}, more than {LARGEST_LABEL:,}")
     return int(text)
 
 
@@ -191,6 +263,8 @@ class Shards:
     shard cannot be used.
     """
 
+    notices_changes = True
+
     def __init__(
         self,
         root: str | Path,
@@ -203,8 +277,8 @@ class Shards:
         self.channels, self.mask_classes, self.parts = channels, MaskClasses(classes, ignore_index, palette), parts
         self.paths = shard_paths(root)
         self._root = os.path.commonpath([path.parent for path in self.paths])
-        self._rows = [index_of(path) for path in self.paths]
-        self._ends = list(accumulate(len(rows) for rows in self._rows))
+        self._shards = [index_of(path) for path in self.paths]
+        self._ends = list(accumulate(len(shard.rows) for shard in self._shards))
         self._alike()
         self.classes = self._class_names()
 
@@ -213,52 +287,62 @@ class Shards:
 
     def read(self, index: int) -> Sample:
         """Read a sample; raise BadSample where it cannot be read, BadData where its mask does not fit."""
-        path, row = self._at(index)
-        name = self.name(index)
-        image = read_image(_bytes(path, row.image, row.image_size, name), self.channels, name)
-        rest = self.without_image(index)
+        _, row = self._at(index)
+        image, rest = self._read(index, (row.image, row.image_size))
+        found = read_image(image, self.channels, self.name(index))
         if "mask" in rest:
-            same_size(image.shape[-2:], rest["mask"].shape, name)
-        return {"image": image, **rest}
+            same_size(found.shape[-2:], rest["mask"].shape, self.name(index))
+        return {"image": found, **rest}
 
     def without_image(self, index: int) -> Sample:
         """Return the label or mask."""
-        path, row = self._at(index)
+        return self._read(index)[1]
+
+    def _read(self, index: int, image: tuple[int, int] | None = None) -> tuple[bytes, Sample]:
+        """Read the bytes of the image, if it is asked for, and the label or mask, from the shard at once."""
+        shard, row = self._at(index)
         name = self.name(index)
+        has_label, has_mask = self._kind(row)
+        parts = [image] if image else []
+        parts += [(row.label_at, row.label_size)] * has_label + [(row.mask, row.mask_size)] * has_mask
+        if not parts:
+            return b"", {}
+        if (size := max(size for _, size in parts)) > MOST_BYTES:
+            raise BadSample(name, f"{size:,} bytes, more than {MOST_BYTES:,}")
+        content = shard.read(parts, name)
+        picture = content.pop(0) if image else b""
         rest = {}
-        if row.label >= 0 and "label" in self.parts:
-            rest["label"] = torch.tensor(row.label)
-        if row.mask >= 0 and "mask" in self.parts:
-            rest["mask"] = mask_of(_bytes(path, row.mask, row.mask_size, name), self.mask_classes, name)
-        return rest
+        if has_label:
+            rest["label"] = torch.tensor(_checked_label(content.pop(0), row, name))
+        if has_mask:
+            rest["mask"] = mask_of(content.pop(0), self.mask_classes, name)
+        return picture, rest
 
     def name(self, index: int) -> str:
         """Return the shard and key for display."""
-        path, row = self._at(index)
-        return f"{path}/{row.key}"
+        shard, row = self._at(index)
+        return f"{shard.path}/{row.key}"
 
     def key(self, index: int) -> str:
         """Return the name of the shard and the key."""
-        path, row = self._at(index)
-        return f"{path.name}/{row.key}"
+        shard, row = self._at(index)
+        return f"{shard.path.name}/{row.key}"
 
     def files_of(self, index: int) -> Files:
         """Return the shard."""
-        path, _ = self._at(index)
-        return [(path.relative_to(self._root).as_posix(), path)]
+        shard, _ = self._at(index)
+        return [(shard.path.relative_to(self._root).as_posix(), shard.path)]
 
-    def _at(self, index: int) -> tuple[Path, ShardRow]:
+    def _at(self, index: int) -> tuple[IndexedShard, ShardRow]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        shard = bisect_right(self._ends, index)
-        before = self._ends[shard - 1] if shard else 0
-        return self.paths[shard], self._rows[shard][index - before]
+        number = bisect_right(self._ends, index)
+        before = self._ends[number - 1] if number else 0
+        return self._shards[number], self._shards[number].rows[index - before]
 
     def _alike(self) -> None:
         """Raise BadData unless all samples have the same parts: a batch cannot have labels for some."""
-        kinds = {
-            self._kind(row): (path, row) for path, rows in zip(self.paths, self._rows, strict=True) for row in rows
-        }
+        kinds = {self._kind(row): (shard.path, row) for shard in self._shards for row in shard.rows}
         if len(kinds) > 1:
             (one, a), (other, b) = list(kinds.values())[:2]
             raise BadData(
@@ -272,7 +356,7 @@ class Shards:
 
     def _class_names(self) -> list[str]:
         """Return the lines of `classes.txt` beside the shards or one folder up; else the numbers."""
-        most = max(row.label for rows in self._rows for row in rows)
+        most = max(row.label for shard in self._shards for row in shard.rows)
         for folder in (self.paths[0].parent, self.paths[0].parent.parent):
             listed = folder / "classes.txt"
             if listed.is_file() and listed.stat().st_size < 2**20:
@@ -338,7 +422,17 @@ def _expanded(pattern: str) -> list[str]:
     ]
 
 
-def _bytes(path: Path, start: int, size: int, name: str) -> bytes:
-    if size > MOST_BYTES:
-        raise BadSample(name, f"{size:,} bytes, more than {MOST_BYTES:,}")
-    return read_part(path, start, size, name)
+def _checked_label(content: bytes, row: ShardRow, name: str) -> int:
+    """Return the label that the shard holds; raise BadData where its index has another."""
+    try:
+        label = _label(content, name)
+    except tarfile.TarError:
+        label = _NONE
+    if label != row.label:
+        raise BadData(
+            f"{name} has the label {label if label >= 0 else content!r} in its shard, and {row.label} in the cached "
+            "index of it: the shard was written again, and kept its size and times",
+            allowed="shards that do not change after they were indexed",
+            do=f"rm -r {cache_folder() / 'shards'}, and start the same command again",
+        )
+    return label

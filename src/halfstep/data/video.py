@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.dataset import BadSample, Files, Sample, Subset, split
+from halfstep.data.dataset import BadSample, Files, Sample, Subset, notices_changes, split
 from halfstep.data.folders import MASKS_RULE, NumberedFiles, paired, same_size
 from halfstep.data.image_files import MOST_PIXELS, Unreadable, check_regular, existing, files, image_files
 from halfstep.data.image_io import MaskClasses, mask_of, read_image
@@ -87,6 +87,11 @@ class Windows:
     def files_of(self, index: int) -> Files:
         """Return the files of the clip."""
         return self.recordings.files_of(*self._at(index))
+
+    @property
+    def notices_changes(self) -> bool:
+        """Whether the recordings notice files that change under a run."""
+        return notices_changes(self.recordings)
 
     def by_recording(self) -> list[list[int]]:
         """Return the clips of each recording that has any."""

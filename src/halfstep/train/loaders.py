@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from halfstep import distributed
-from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples
-from halfstep.data.fingerprint import fingerprint
+from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples, notices_changes
+from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
+from halfstep.data.recorded_files import RecordedFiles
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe
@@ -45,7 +46,12 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
     train, reason = _train_loader(source, task, recipe, device, workers)
     val = make_val_loader(task, recipe, device, train.workers)
+    # Before the contents are read: what changes in between is noticed.
+    recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
     data_fingerprint = _fingerprint(source, val.samples.source)
+    for files, part in zip(recorded, Fingerprint.from_dict(data_fingerprint).parts, strict=True):
+        if files is not None:
+            files.take_contents(part)
     return Loaders(train, val, train.workers, data_fingerprint, [reason] if reason else [])
 
 
@@ -119,6 +125,15 @@ def _same_everywhere(*sources: Source) -> None:
             allowed="the same data on every process",
             do="copy the data to every machine, at the same path",
         )
+
+
+def _recorded(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
+    """Record the files of both splits, so that one that changes under the run is reported, and not used."""
+    recorded = [None if notices_changes(samples.source) else RecordedFiles(samples.source) for samples in both]
+    for samples, files in zip(both, recorded, strict=True):
+        if files is not None:
+            samples.change_of = files
+    return recorded
 
 
 def _fingerprint(*sources: Source) -> dict[str, Any]:

@@ -138,6 +138,9 @@ class MovingSprites(Drawn):
     the edges, and later objects pass in front of earlier ones. Raises WrongUse for impossible sizes.
     """
 
+    notices_changes = True
+    """The stamps are read once."""
+
     def __init__(
         self, stamps: Stamps, samples: int, size: int = 64, frames: int = 6, objects: int = 4, seed: int = 0
     ) -> None:
