@@ -21,6 +21,7 @@ from halfstep.errors import BadRecipe, HalfstepError, RankFailed, in_one_line
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
+from halfstep.journal.prometheus import Prometheus
 from halfstep.recipe.changes import different, listed
 from halfstep.recipe.resolve import Resolved
 from halfstep.recipe.sources import read_recipe, recipe_of
@@ -145,6 +146,9 @@ def launch(
                 resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
                 check_writing(folder, loop.live)
                 journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
+                for metrics in journal.listeners:
+                    if isinstance(metrics, Prometheus):
+                        status.on_end = metrics.ended
             if distributed.rank() == 0:  # only after the checkpoint was found to fit
                 unfinish(folder)
                 keep_recipe(folder, recipe)

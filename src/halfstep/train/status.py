@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -248,6 +248,8 @@ class RankStatus:
         self._who |= {"rank": self.rank, "since": _now(), "world": distributed.size()}
         self._changing, self._is_over = threading.Lock(), False
         self._last: dict[str, Any] = {}
+        self.on_end: Callable[[int], None] = lambda code: None
+        """Called with the exit code after it was written."""
 
     def running(self, **position: Any) -> None:
         """Write where this rank is: its step, its phase, and more."""
@@ -257,6 +259,7 @@ class RankStatus:
         """Write the exit code, the reason and the traceback of this rank's end; only the first end counts."""
         end = {"state": ENDED, "code": code, "reason": reason, "restartable": code in RESTARTABLE}
         self._write({**self._last, **end, **({"traceback": trace} if trace else {})})
+        self.on_end(code)
 
     def _write(self, content: dict[str, Any]) -> None:
         launch = asdict(self.launch)
