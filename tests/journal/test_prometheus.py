@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 from halfstep.errors import BadRecipe
+from halfstep.journal import prometheus
 from halfstep.journal.prometheus import METRICS, Prometheus
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolved_recipe
+from halfstep.train.status import Launch, RankStatus, status_file
 from tests.journal.told import end, epoch, resumed, saved, speed, start, step
 
 NAME, LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"
@@ -119,6 +122,118 @@ def test_names_that_break_lines_stay_in_their_label(tmp_path: Path) -> None:
     told(path, start(dir=odd, label=odd), step(1), speed())
     labels = {key: value for _, pairs in parsed(path.read_text()) for key, value in pairs}
     assert (labels["run"], labels["label"]) == (odd, odd)
+
+
+def failed_save(times: int) -> dict[str, Any]:
+    return {"event": "note", "time": 1.0, "text": "no checkpoint", "level": "warning", "failed_saves": times}
+
+
+def bad_sample() -> dict[str, Any]:
+    return {"event": "bad_sample", "time": 1.0, "rank": 0, "name": "a.png", "reason": "short", "index": 3}
+
+
+def test_what_operators_are_warned_of(tmp_path: Path) -> None:
+    path, before = tmp_path / METRICS, time.time()
+    listener = Prometheus(path)
+    for event in (start(), bad_sample(), start(), bad_sample()):
+        listener.restore_event(event)
+    listener.on_event(start(dir=str(tmp_path), batch={"per_device": 4, "devices": 1, "microbatches": 1, "total": 4}))
+    heartbeat = values(path)["halfstep_heartbeat_timestamp_seconds"]
+    assert before - 0.01 < heartbeat < time.time() + 0.01, "before the first step"
+    for event in (step(1), bad_sample(), failed_save(1), failed_save(2)):
+        listener.on_event(event)
+    found = values(path)
+    assert (found["halfstep_failed_saves_in_a_row"], found["halfstep_bad_samples"]) == (2, 3), "at once"
+    assert found["halfstep_restarts"] == 2, "launches before this one"
+    assert 0 < found["halfstep_disk_free_bytes"] < 2**60
+    assert "halfstep_exit_code" not in found
+    assert "halfstep_rank_behind" not in found, "of a single rank"
+    for event in (saved(3), speed()):
+        listener.on_event(event)
+    assert values(path)["halfstep_failed_saves_in_a_row"] == 0
+    listener.close()
+    told(path, start(restarts=7), step(1), speed())
+    assert values(path)["halfstep_restarts"] == 7, "the journal of a run without a checkpoint forgets its launches"
+
+
+def test_the_heartbeat_goes_on_between_events_and_stops_with_the_listener(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "PERIOD", 0.02)
+    path = tmp_path / METRICS
+    listener = Prometheus(path)
+    listener.on_event(start(dir=str(tmp_path)))
+    first = values(path)["halfstep_heartbeat_timestamp_seconds"]
+    until = time.monotonic() + 20
+    while values(path)["halfstep_heartbeat_timestamp_seconds"] == first:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    listener.close()
+    listener._thread.join(20)
+    assert not listener._thread.is_alive()
+    assert values(path)["halfstep_running"] == 1, "as of a process that was killed: only its heartbeat is old"
+
+
+def test_the_first_exit_code_is_kept_whoever_says_it(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    for events, close in (((), False), ((end(),), True)):  # by the watchdog, while the run goes on; after its end
+        listener, status = Prometheus(path), RankStatus(tmp_path, Launch("a"))
+        status.on_end = listener.ended
+        for event in (start(dir=str(tmp_path)), step(1), *events):
+            listener.on_event(event)
+        assert "halfstep_exit_code" not in values(path), "of this launch"
+        if close:
+            listener.close()
+        status.ended(76, "hung")
+        status.ended(0, "finished")
+        assert (values(path)["halfstep_exit_code"], values(path)["halfstep_running"]) == (76, 0)
+        listener.close()
+
+
+def test_a_rank_that_is_silent_is_behind_by_the_clock_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(prometheus.time, "monotonic", lambda: now)
+    (tmp_path / status_file(1)).write_text('{"beat": 1}')
+    (tmp_path / status_file(2)).write_text('{"beat": 1}')
+    ranks = prometheus.RankHeartbeats(tmp_path, 3)
+    assert ranks.behind() == {1: 0.0, 2: 0.0}
+    now += 30
+    (tmp_path / status_file(1)).write_text('{"beat": 2}')
+    assert ranks.behind() == {1: 0.0, 2: 30.0}
+    now += 30
+    assert ranks.behind() == {1: 30.0, 2: 60.0}
+    path = tmp_path / METRICS
+    batch = {"per_device": 4, "devices": 3, "microbatches": 1, "total": 12}
+    assert told(path, start(dir=str(tmp_path), batch=batch))["halfstep_rank_behind"] == {"1": 0, "2": 0}
+
+
+def test_a_full_disk_does_not_end_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / METRICS
+    listener = Prometheus(path)
+    listener.on_event(start(dir=str(tmp_path)))
+    for number in (errno.ENOSPC, errno.EACCES):
+        with monkeypatch.context() as broken:
+            broken.setattr(Path, "write_text", _raising(OSError(number, os.strerror(number))))
+            if number == errno.ENOSPC:
+                listener.on_event(failed_save(1))
+            else:
+                with pytest.raises(OSError, match="denied"):
+                    listener.on_event(speed())
+            listener.ended(74)
+    assert "halfstep_exit_code" not in values(path), "it could not be written"
+    listener.on_event(speed())
+    found = values(path)
+    assert (found["halfstep_failed_saves_in_a_row"], found["halfstep_exit_code"]) == (1, 74)
+    listener.close()
+
+
+def _raising(error: OSError) -> Any:
+    def raising(*given: Any, **named: Any) -> None:
+        raise error
+
+    return raising
 
 
 @pytest.mark.parametrize(("asked", "is_good"), [("true", True), ("a/b.prom", True), ("b.txt", False), ("2", False)])

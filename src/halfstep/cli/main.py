@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from halfstep.errors import INTERRUPTED, SOFTWARE
+from halfstep.cli import _probe
+from halfstep.errors import INTERRUPTED, SOFTWARE, HalfstepError
 from halfstep.host_memory import nothing_collected
 from halfstep.slurm import slurm_ranks
 from halfstep.status_line import clear, show, tell
@@ -20,7 +22,7 @@ from halfstep.status_line import clear, show, tell
 if TYPE_CHECKING:
     import typer
 
-QUICK = ("recipes", "runs")
+QUICK = ("recipes", "runs", "status")
 """Commands that load nothing slow."""
 
 
@@ -32,6 +34,7 @@ def main() -> None:
     os.environ.update(slurm_ranks(os.environ))
     _print_anywhere()
     try:
+        _answer_probe(sys.argv[1:])
         with _leaving_at_once(sys.argv[1:2]), nothing_collected():
             _show_activity(sys.argv[1:])
             application = build(sys.argv[1:2])
@@ -45,6 +48,14 @@ def main() -> None:
         raise SystemExit(SOFTWARE) from None
     finally:
         clear()
+
+
+def _answer_probe(words: list[str]) -> None:
+    """Answer a usual `halfstep status` and exit, before anything slow is imported; errors are left to its command."""
+    asked = _probe.read_words(words[1:]) if words[:1] == [_probe.COMMAND] else None
+    if asked is not None:
+        with contextlib.suppress(HalfstepError, ImportError):
+            raise SystemExit(_probe.answer(asked))
 
 
 def _print_anywhere() -> None:

@@ -46,6 +46,8 @@ Event = dict[str, Any]
 START, STAGE, PRECISION_CHECK, STEP = "start", "stage", "precision_check", "step"
 SPEED, BAD_SAMPLE, EVALUATING, EPOCH = "speed", "bad_sample", "evaluating", "epoch"
 SAVED, GUARD, NOTE, END = "saved", "guard", "note", "end"
+FAILED_SAVES = "failed_saves"
+"""The field of a note about a save that failed: how many did in a row."""
 
 
 class Listener(Protocol):

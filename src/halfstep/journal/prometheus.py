@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfstep.files import renaming
-from halfstep.journal.events import END, EPOCH, SAVED, SPEED, START, Event
+from halfstep.errors import HalfstepError
+from halfstep.files import read_json, renaming
+from halfstep.journal.events import BAD_SAMPLE, END, EPOCH, FAILED_SAVES, NOTE, SAVED, SPEED, START, Event
 from halfstep.journal.latest import CHECKPOINT, Latest
 from halfstep.journal.numbers import to_float
 
 METRICS = "metrics.prom"
 """The file in the run's folder, where the recipe names no other."""
 _CHECKPOINTS = "checkpoints"
+PERIOD = 15.0
+"""Seconds between two writes of the file while nothing else happens; more with many ranks."""
+READS = 50.0
+"""Status files of other ranks that rank 0 reads in a second at most."""
+LAST_WRITE = 1.0
+"""Seconds that the end of a run waits for the file."""
 
 
 class Sample(NamedTuple):
@@ -26,37 +37,135 @@ class Sample(NamedTuple):
 
 
 class Prometheus:
-    """A listener that replaces one small file at every line of the log, after an epoch and at the end.
+    """A listener that replaces one small file every 15 s, at every line of the log, after an epoch and at the end.
 
-    All metrics are gauges: a resumed run goes back to its checkpoint, and a counter may never become smaller.
+    The file is also written while a step or a save takes long: an old heartbeat in it is that of a process which is
+    gone, or whose disk does not answer. All metrics are gauges: a resumed run goes back to its checkpoint, and a
+    counter may never become smaller.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._latest, self._saved_at = path, Latest(), math.nan
+        self._starts = self._bad_samples = self._failed_saves = 0
+        self._is_running = True
+        self._code: int | None = None
+        self._ranks = RankHeartbeats(path.parent, 1)
+        self._told: dict[str, list[Sample]] = {}
+        """The metrics of events, made by the thread that trains: the writing thread never sees them change."""
+        self._writing, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="halfstep metrics", daemon=True)
 
     def restore_event(self, event: Event) -> None:
         """Record an event of an earlier launch without writing."""
         self._latest.on_event(event)
+        kind = event["event"]
+        self._starts += kind == START
+        self._bad_samples += kind == BAD_SAMPLE
 
     def on_event(self, event: Event) -> None:
-        """Record an event, and write where it is one of a few."""
+        """Record an event, and write where it is one of a few; raise OSError where it fails, but not on a full disk."""
         self._latest.on_event(event)
         kind = event["event"]
-        if kind == START:
-            self._saved_at = _saved_before(event)
+        if kind == NOTE and FAILED_SAVES in event:
+            self._failed_saves = event[FAILED_SAVES]
+            self._write_now()
+        elif kind == BAD_SAMPLE:
+            self._bad_samples += 1
         elif kind == SAVED and event["kind"] == CHECKPOINT:
-            self._saved_at = time.time()
-        elif kind in (SPEED, EPOCH, END):
-            self._write(is_running=kind != END)
+            self._saved_at, self._failed_saves = time.time(), 0
+        elif kind in (START, SPEED, EPOCH, END):
+            if kind == START:
+                self._begin(event)
+            self._is_running = kind != END
+            self._write_now()
+
+    def ended(self, code: int) -> None:
+        """Write the exit code of the run; from any thread, also after `close`. Only the first code counts."""
+        if self._code is None and self._told:
+            self._code, self._is_running = code, False
+            # Not joined for long: the disk may be what ends the run.
+            last = threading.Thread(target=self._try_to_write, name="halfstep metrics", daemon=True)
+            last.start()
+            last.join(LAST_WRITE)
 
     def close(self) -> None:
-        """Do nothing: the file stays, with the numbers of the end."""
+        """End the writing thread; the file stays, with the numbers of the end."""
+        self._over.set()
 
-    def _write(self, is_running: bool) -> None:
-        metrics = _metrics(self._latest, is_running, self._saved_at)
-        # Renamed: a collector that reads in between must not see half a file.
-        with renaming(self._path) as draft:
-            draft.write_text("".join(_lines(metrics, _labels(self._latest.start))), encoding="utf-8")
+    def _begin(self, start: Event) -> None:
+        self._saved_at, self._code = _saved_before(start), None
+        self._ranks = RankHeartbeats(Path(start["dir"]), (start.get("batch") or {}).get("devices", 1))
+        self._starts += 1
+        if not self._thread.ident:
+            self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._over.wait(max(PERIOD, self._ranks.size / READS)):
+            self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        with contextlib.suppress(OSError, HalfstepError):  # an old heartbeat says so
+            self._write()
+
+    def _write_now(self) -> None:
+        latest = self._latest
+        counts = {"halfstep_bad_samples": self._bad_samples, "halfstep_failed_saves_in_a_row": self._failed_saves}
+        # Launches that a cut journal forgot are counted by the scheduler, and those of a person by the journal.
+        counts["halfstep_restarts"] = max(latest.start.get("restarts") or 0, self._starts - 1)
+        self._told = _metrics(latest, self._saved_at) | {name: [Sample(count, {})] for name, count in counts.items()}
+        try:
+            self._write()
+        except OSError as failure:
+            if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _write(self) -> None:
+        # With a limit: where the other thread waits for a disk, the training does not wait for metrics.
+        if not self._writing.acquire(timeout=LAST_WRITE):
+            return
+        try:
+            text = "".join(_lines({**self._told, **self._live()}, _labels(self._latest.start)))
+            # Renamed: a collector that reads in between must not see half a file.
+            with renaming(self._path) as draft:
+                draft.write_text(text, encoding="utf-8")
+        finally:
+            self._writing.release()
+
+    def _live(self) -> dict[str, list[Sample]]:
+        """Return the metrics of this moment."""
+        ranks = [Sample(seconds, {"rank": str(rank)}) for rank, seconds in self._ranks.behind().items()]
+        now: dict[str, float | None] = {
+            "halfstep_running": int(self._is_running),
+            "halfstep_exit_code": self._code,
+            "halfstep_heartbeat_timestamp_seconds": round(time.time(), 3),
+            "halfstep_disk_free_bytes": _free(self._ranks.folder),
+        }
+        return {"halfstep_rank_behind": ranks, **{name: [Sample(value, {})] for name, value in now.items()}}
+
+
+class RankHeartbeats:
+    """How long ago rank 0 saw the status files of the other ranks change, by its own clock."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        self._seen: dict[int, tuple[Any, float]] = {}
+
+    def behind(self) -> dict[int, float]:
+        """Read the files, and return the seconds since the last change of each rank but this one."""
+        found = {}
+        for rank in range(1, self.size):
+            content, now = read_json(self.folder / f"status.rank-{rank:05d}.json"), time.monotonic()
+            last, at = self._seen.get(rank, (content, now))
+            at = at if content == last else now
+            self._seen[rank], found[rank] = (content, at), round(now - at, 1)
+        return found
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _saved_before(start: Event) -> float:
@@ -73,6 +182,13 @@ def _saved_before(start: Event) -> float:
 
 HELP = {
     "halfstep_running": "1 while the run trains, 0 after its end",
+    "halfstep_exit_code": "The exit code of the run, after its end",
+    "halfstep_heartbeat_timestamp_seconds": "When this file was written, in seconds since 1970",
+    "halfstep_restarts": "Launches after the first one",
+    "halfstep_rank_behind": "Seconds since rank 0 saw a heartbeat of this rank",
+    "halfstep_disk_free_bytes": "Free bytes for the run's folder",
+    "halfstep_failed_saves_in_a_row": "Checkpoints that could not be written since the last one that was",
+    "halfstep_bad_samples": "Samples that could not be read, and were replaced",
     "halfstep_info": "What runs where; always 1",
     "halfstep_step": "Updates applied so far",
     "halfstep_attempts": "Updates attempted so far",
@@ -104,10 +220,10 @@ _OF_STEPS = {
 _OF_SPEED = {name: name.removeprefix("halfstep_") for name in HELP if name.endswith(("_second", "_share", "_left"))}
 
 
-def _metrics(latest: Latest, is_running: bool, saved_at: float) -> dict[str, list[Sample]]:
-    """Return the samples of each metric; values that are not known are None."""
+def _metrics(latest: Latest, saved_at: float) -> dict[str, list[Sample]]:
+    """Return the samples of each metric that events tell; values that are not known are None."""
     start, memory = latest.start, latest.speed.get("memory") or {}
-    found = {"halfstep_running": [Sample(int(is_running), {})], "halfstep_info": [Sample(1, _info(start))]}
+    found = {"halfstep_info": [Sample(1, _info(start))]}
     found["halfstep_planned_attempts"] = [Sample(start.get("steps"), {})]
     found |= {name: [Sample(latest.step.get(field), {})] for name, field in _OF_STEPS.items()}
     found |= {name: [Sample(latest.speed.get(field), {})] for name, field in _OF_SPEED.items()}

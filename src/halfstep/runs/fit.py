@@ -21,6 +21,7 @@ from halfstep.errors import BadRecipe, FolderLost, HalfstepError, RankFailed, in
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
+from halfstep.journal.prometheus import Prometheus
 from halfstep.ownership import LOCK, Ownership, check_ownership, owner_of
 from halfstep.recipe.changes import different, listed
 from halfstep.recipe.resolve import Resolved
@@ -153,6 +154,9 @@ def launch(
                 resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
                 check_writing(folder, loop.live, status.launch.token)
                 journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
+                for metrics in journal.listeners:
+                    if isinstance(metrics, Prometheus):
+                        status.on_end = metrics.ended
             if distributed.rank() == 0:  # only after the checkpoint was found to fit
                 unfinish(folder)
                 keep_recipe(folder, recipe)

@@ -284,7 +284,7 @@ class Checkpoints:
         self.failures += 1
         often = f"{self.failures} in a row, {MOST_FAILURES} end the run"
         text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({often})"
-        self._journal.emit(events.NOTE, text=text, level="warning")
+        self._journal.emit(events.NOTE, text=text, level="warning", **{events.FAILED_SAVES: self.failures})
         if self.failures >= MOST_FAILURES:
             raise self._too_many_failures(saved)
 

@@ -35,7 +35,7 @@ from halfstep.train.process_group import device_of
 from halfstep.train.resume import Resumed
 from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.signals import Stopping, not_begun
-from halfstep.train.status import job_id
+from halfstep.train.status import job_id, restart_count
 from halfstep.train.task import Task, no_progress
 from halfstep.train.watchdog import Beat, no_beat
 from halfstep.train.weights import digest, infinite_buffers
@@ -78,7 +78,7 @@ def train(
     began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
     loop.outputs.facts(loop.task)
     facts = {"format": events.FORMAT, "label": label, "dir": str(folder), "command": command, **_facts(loop)}
-    facts |= {"host": socket.gethostname(), "rank": distributed.rank(), "job": job_id()}
+    facts |= {"host": socket.gethostname(), "rank": distributed.rank(), "job": job_id(), "restarts": restart_count()}
     facts |= {"notes": [*notes, *facts["notes"]], "sizing": [one._asdict() for one in sizing]}
     journal.emit(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -260,6 +260,8 @@ class RankStatus:
         self._beat = 0
         """The number of writes so far: a reader on another host compares it, and no clocks."""
         self._last: dict[str, Any] = {}
+        self.on_end: Callable[[int], None] = lambda code: None
+        """Called with the exit code after it was written."""
 
     def running(self, **position: Any) -> None:
         """Write where this rank is: its step, its phase, and more. Not flushed: the next write is seconds away."""
@@ -272,7 +274,12 @@ class RankStatus:
         """
         end = {"state": ENDED, "code": code, "reason": reason, "restartable": code in RESTARTABLE}
         end |= {"traceback": trace} if trace else {}
-        finishes_within(within, lambda: self._write({**self._last, **end}))
+
+        def write() -> None:
+            self._write({**self._last, **end})
+            self.on_end(code)
+
+        finishes_within(within, write)
 
     def _write(self, content: dict[str, Any]) -> None:
         launch = asdict(self.launch)
