@@ -156,6 +156,11 @@ class Ownership:
         self.lost = self.lost or self._loss()
         self.raise_if_lost()
 
+    @property
+    def is_taken(self) -> bool:
+        """Return whether a check found that the folder is another run's: files that are open may be its own now."""
+        return self.lost is not None and self.lost.exit_code == CANNOT_CREATE
+
     def raise_if_lost(self) -> None:
         """Raise FolderLost where an earlier check did, in any thread; the disk is not asked."""
         if self.lost is not None:

@@ -15,6 +15,7 @@ import pytest
 import halfstep
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
+from halfstep.ownership import LOCK
 from halfstep.train.status import (
     Launch,
     RankStatus,
