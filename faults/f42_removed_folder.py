@@ -23,7 +23,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "removed": shutil.rmtree,
     "moved": lambda place: place.rename(_moved(place)),
     "without its lock": lambda place: (place / LOCK).unlink(),
-    "with its parent": lambda place: place.parent.rename(place.parent.with_name(f"{place.parent.name}-moved")),
+    "with its parent": lambda place: _exchange_parent(place.parent),
 }
 SMALL = (("one rank", "removed", "SIGTERM"), ("ddp", "moved", ""))
 MOVED = {**SETTINGS, "train.steps": 40}
@@ -45,6 +45,11 @@ def run(full: bool) -> Outcome:
 
 def _on(way: Callable[[Path], object], place: Path) -> Callable[[], object]:
     return lambda: way(place)
+
+
+def _exchange_parent(parent: Path) -> None:
+    parent.rename(parent.with_name(f"{parent.name}-moved"))
+    parent.mkdir()
 
 
 def _moved(place: Path) -> Path:

@@ -123,7 +123,7 @@ class Ownership:
         self.folder, self.token = folder, token
         self.lost: FolderLost | None = None
         """What the first check found that failed; all later ones fail likewise."""
-        self._absolute = folder.absolute()
+        self._absolute = Path(os.path.abspath(folder))
         self._descriptor: int | None = descriptor
         self._is_signed = is_signed
         self._using = threading.Lock()
@@ -148,18 +148,13 @@ class Ownership:
         return any(
             claimed == tried or claimed in tried.parents
             for claimed in (self.folder, self._absolute)
-            for tried in (path, path.absolute())
+            for tried in (path, Path(os.path.abspath(path)))
         )
 
     def check(self) -> None:
         """Raise FolderLost where the folder is gone or another run's, from then on; OSError where that is not known."""
         self.lost = self.lost or self._loss()
         self.raise_if_lost()
-
-    @property
-    def is_taken(self) -> bool:
-        """Return whether a check found that the folder is another run's: files that are open may be its own now."""
-        return self.lost is not None and self.lost.exit_code == CANNOT_CREATE
 
     def raise_if_lost(self) -> None:
         """Raise FolderLost where an earlier check did, in any thread; the disk is not asked."""

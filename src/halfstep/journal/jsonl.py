@@ -180,8 +180,8 @@ class JsonLines:
 
     def on_event(self, event: Event) -> None:
         """Write an event; never raises for a full disk."""
-        if self._owner is not None and self._owner.is_taken:
-            return
+        if self._owner is not None and self._owner.lost is not None:
+            return  # the open file may be another run's by now
         self._waiting.append(as_line(event).encode("utf-8", "replace"))
         try:
             self._write_waiting()

@@ -102,8 +102,8 @@ class LogFile(Plain):
         super().__init__(self._file)
 
     def on_event(self, event: Event) -> None:
-        """Record an event, and write its lines, unless the file is another run's now."""
-        if self._owner is None or not self._owner.is_taken:
+        """Record an event, and write its lines, unless the file may be another run's by now."""
+        if self._owner is None or self._owner.lost is None:
             super().on_event(event)
 
     def close(self) -> None:
