@@ -123,7 +123,7 @@ class Ownership:
         self.folder, self.token = folder, token
         self.lost: FolderLost | None = None
         """What the first check found that failed; all later ones fail likewise."""
-        self._absolute = folder.absolute()
+        self._absolute = Path(os.path.abspath(folder))
         self._descriptor: int | None = descriptor
         self._is_signed = is_signed
         self._using = threading.Lock()
@@ -148,7 +148,7 @@ class Ownership:
         return any(
             claimed == tried or claimed in tried.parents
             for claimed in (self.folder, self._absolute)
-            for tried in (path, path.absolute())
+            for tried in (path, Path(os.path.abspath(path)))
         )
 
     def check(self) -> None:

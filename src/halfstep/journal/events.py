@@ -102,10 +102,11 @@ class Journal:
                 listener.on_event(emitted)
             except FolderLost as failure:
                 lost = failure
-                self._remove(listener, failure)
+                self._remove(listener)
             except Exception as failure:
                 # A full disk or an unreachable tracker is no reason to lose the training.
-                self._remove(listener, failure)
+                self._remove(listener)
+                self._report(listener, failure)
         if lost is not None:
             raise lost
 
@@ -123,11 +124,10 @@ class Journal:
             except Exception as failure:
                 self._report(listener, failure)
 
-    def _remove(self, listener: Listener, failure: Exception) -> None:
+    def _remove(self, listener: Listener) -> None:
         self.listeners.remove(listener)
         with contextlib.suppress(Exception):
             listener.close()
-        self._report(listener, failure)
 
     def _report(self, listener: Listener, failure: Exception) -> None:
         self.emit(NOTE, text=f"{type(listener).__name__} stopped: {failure or type(failure).__name__}", level="warning")

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from halfstep.errors import BadData, FolderLost, StateMismatch, same_form
 from halfstep.files import LARGEST_JSON
 from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
-from halfstep.ownership import check_ownership
+from halfstep.ownership import check_ownership, owner_of
 
 _parse: Callable[[bytes], Any]
 try:
@@ -168,7 +168,7 @@ class JsonLines:
 
     def __init__(self, path: Path, largest: float = math.inf) -> None:
         """Append to `path`; a file of more than `largest` bytes goes on in a new one."""
-        self._path, self._largest = path, largest
+        self._path, self._largest, self._owner = path, largest, owner_of(path)
         with to_write(path):
             cut_to_lines(path)
             self._open()
@@ -180,6 +180,8 @@ class JsonLines:
 
     def on_event(self, event: Event) -> None:
         """Write an event; never raises for a full disk."""
+        if self._owner is not None and self._owner.lost is not None:
+            return  # the open file may be another run's by now
         self._waiting.append(as_line(event).encode("utf-8", "replace"))
         try:
             self._write_waiting()

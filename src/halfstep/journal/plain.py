@@ -12,6 +12,7 @@ from halfstep.journal import text as words
 from halfstep.journal.console import line_of
 from halfstep.journal.events import Event, to_write
 from halfstep.journal.latest import CHECKPOINT, Latest
+from halfstep.ownership import owner_of
 
 
 class Plain:
@@ -97,7 +98,13 @@ class LogFile(Plain):
     def __init__(self, path: Path) -> None:
         with to_write(path):
             self._file = path.open("a", encoding="utf-8", errors="replace")
+        self._owner = owner_of(path)
         super().__init__(self._file)
+
+    def on_event(self, event: Event) -> None:
+        """Record an event, and write its lines, unless the file may be another run's by now."""
+        if self._owner is None or self._owner.lost is None:
+            super().on_event(event)
 
     def close(self) -> None:
         """Close the file."""
