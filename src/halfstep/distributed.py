@@ -6,17 +6,20 @@ import itertools
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, RankFailed
+from halfstep.peers import Peers
 
 T = TypeVar("T")
 LARGEST_AGREEMENT = 16
@@ -35,6 +38,98 @@ def within(group: Any) -> Iterator[None]:
         yield
     finally:
         _group.reset(token)
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+# A collective of gloo does not always fail when a rank dies, so whoever waits looks at the others now and then.
+
+
+LOOK = timedelta(seconds=0.5)
+"""How long a rank waits in a collective before it checks whether another one has failed."""
+_peers: Peers | None = None
+_waiting: set[int] = set()
+"""The threads that wait for another rank."""
+
+
+def know_peers(peers: Peers | None) -> None:
+    """Let every wait of this module notice where one of these ranks is gone."""
+    global _peers
+    _peers = peers
+
+
+def is_waiting() -> bool:
+    """Return whether the main thread waits for another rank."""
+    return threading.main_thread().ident in _waiting
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Note that this thread waits for another rank inside."""
+    own, is_outermost = threading.get_ident(), threading.get_ident() not in _waiting
+    _waiting.add(own)
+    try:
+        yield
+    finally:
+        if is_outermost:
+            _waiting.discard(own)
+
+
+def check_peers() -> None:
+    """Raise RankFailed where a rank is known to be gone."""
+    if _peers is not None and (gone := _peers.gone()):
+        ranks = list(gone)
+        is_or_are = "is" if len(ranks) == 1 else "are"
+        raise rank_failed(f"{ranks_named(ranks)} {is_or_are} gone: {gone[ranks[0]]}", ranks[0], usable=False)
+
+
+def wait(work: Any, look: Callable[[], None] = check_peers, until: float | None = None) -> None:
+    """Wait until a collective is done, and call `look` twice a second; raise TimeoutError after `until`.
+
+    With a GPU the host does not wait here, but where it reads the numbers.
+    """
+    if until is None or time.monotonic() < until:
+        if _is_done(work):
+            return
+        with waiting():
+            while until is None or time.monotonic() < until:
+                look()
+                if _is_done(work):
+                    return
+    raise TimeoutError("the other ranks did not come")
+
+
+def _is_done(work: Any) -> bool:
+    try:
+        work.wait(LOOK)
+    except RuntimeError:
+        # A timeout of `wait` raises the same RuntimeError as a failed collective, which is completed.
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _finish(work: Any, tensor: Tensor) -> None:
+    # On a device, `wait` with a timeout would block the host.
+    if tensor.is_cpu:
+        wait(work)
+    else:
+        work.wait()
+
+
+def rank_failed(given: str, rank: int | None, *, usable: bool) -> RankFailed:
+    """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
+    if usable:
+        allowed = "nothing has moved on any rank, and the process group can be used"
+        error = RankFailed(given, allowed=allowed, do="look at that rank's own error; train on if it does")
+    else:
+        allowed = "nothing has moved on this rank, but the process group cannot be used any more"
+        error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
+    error.rank, error.usable = rank, usable
+    return error
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def size() -> int:
@@ -64,7 +159,7 @@ def agree(numbers: Tensor) -> Tensor:
         raise ValueError(f"{numbers.numel()} numbers to agree on; at most {LARGEST_AGREEMENT}")
     # A copy: all_reduce works in place, and the caller may still need its own numbers.
     total = numbers.to(torch.float64, copy=True)
-    dist.all_reduce(total, group=_group.get())
+    _finish(dist.all_reduce(total, group=_group.get(), async_op=True), total)
     return total
 
 
@@ -73,7 +168,7 @@ def summed(numbers: Tensor) -> Tensor:
     if not _together():
         return numbers
     total = numbers.to(_talks_on(_group.get()), copy=True)
-    dist.all_reduce(total, group=_group.get())
+    _finish(dist.all_reduce(total, group=_group.get(), async_op=True), total)
     return total
 
 
@@ -81,7 +176,7 @@ def equal_on_all(numbers: Tensor, group: Any = None) -> Tensor:
     """Return, for each of these integers, whether all ranks of a group have the same."""
     # The complement of the largest complement is the smallest: one collective finds both ends.
     ends = torch.stack([numbers, ~numbers]).to(_talks_on(group))
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    _finish(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), ends)
     return ends[0] == ~ends[1]
 
 
@@ -89,7 +184,7 @@ def gathered(numbers: Tensor, group: Any = None) -> tuple[list[int], list[list[A
     """Return the ranks of a group, and the numbers of each; every rank of the group has as many."""
     own = numbers.to(_talks_on(group))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
+    _finish(dist.all_gather(found, own, group=group, async_op=True), own)
     whole = dist.group.WORLD if group is None else group
     return dist.get_process_group_ranks(whole), [one.tolist() for one in found]
 
@@ -116,8 +211,11 @@ def is_sharded(tensors: Iterable[Tensor]) -> bool:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all values of a tensor; those of a DTensor are gathered, and every rank of its mesh must call this."""
+    if not is_shard(tensor):
+        return tensor
     sharded: Any = tensor
-    gathered: Tensor = sharded.full_tensor() if is_shard(tensor) else tensor
+    with waiting():
+        gathered: Tensor = sharded.full_tensor()
     return gathered
 
 
@@ -151,12 +249,12 @@ def from_rank_zero(text: str) -> str:
     encoded = text.encode() if rank() == 0 else b""
     # The other ranks must allocate before they receive, so the length is sent first.
     length = torch.tensor([len(encoded)], device=_talks_on(group))
-    dist.broadcast(length, group=group, group_src=0)
+    _finish(dist.broadcast(length, group=group, group_src=0, async_op=True), length)
     content = torch.zeros(int(length.item()), dtype=torch.uint8)
     if rank() == 0:
         content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     content = content.to(length.device)
-    dist.broadcast(content, group=group, group_src=0)
+    _finish(dist.broadcast(content, group=group, group_src=0, async_op=True), content)
     return bytes(content.tolist()).decode()
 
 
@@ -171,10 +269,10 @@ def from_all(text: str) -> list[str]:
     lengths = torch.zeros(ranks, dtype=torch.int64, device=encoded.device)
     lengths[mine] = len(encoded)
     # Summing rows that are zero on all other ranks is an all-gather, once the common length is known.
-    dist.all_reduce(lengths, group=group)
+    _finish(dist.all_reduce(lengths, group=group, async_op=True), lengths)
     padded = torch.zeros(ranks, int(lengths.max()), dtype=torch.uint8, device=encoded.device)
     padded[mine, : len(encoded)] = encoded
-    dist.all_reduce(padded, group=group)
+    _finish(dist.all_reduce(padded, group=group, async_op=True), padded)
     return [bytes(row[:length].tolist()).decode().strip() for row, length in zip(padded, lengths.tolist(), strict=True)]
 
 
@@ -229,7 +327,7 @@ def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's, in place."""
     if _together():
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), group=_group.get(), group_src=0)
+            _finish(dist.broadcast(tensor.detach(), group=_group.get(), group_src=0, async_op=True), tensor.detach())
 
 
 ANSWER_WITHIN = 1800.0
@@ -293,13 +391,25 @@ class RankGroup:
         """Wait until these keys are in the store."""
         # Asked again and again: a wait of the store itself cannot be ended from another thread before its timeout.
         began, pause = time.monotonic(), 0.001
+        looks = began + LOOK.total_seconds()
         while not self._client.check(keys):
+            if time.monotonic() > looks:
+                looks += LOOK.total_seconds()
+                self._look()
             if time.monotonic() > min(self._ends, began + ANSWER_WITHIN):
                 silent = [int(key.rpartition("/")[2]) for key in keys if not self._client.check([key])]
                 self._broken = f"no answer of {ranks_named(silent)} for {time.monotonic() - began:.0f} s"
                 raise TimeoutError(self._broken)
             time.sleep(pause)
             pause = min(2 * pause, max(0.02, self.size / QUESTIONS))
+
+    def _look(self) -> None:
+        """Give up where a rank is gone: its text will not come."""
+        try:
+            check_peers()
+        except RankFailed as failed:
+            self._broken = failed.given
+            raise TimeoutError(failed.given) from failed
 
 
 class Flag:

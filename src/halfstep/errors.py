@@ -223,7 +223,11 @@ class Stopped(HalfstepError, RuntimeError):
     exit_code = TRY_AGAIN
 
 
-class NotBegun(Stopped): ...
+class NotBegun(Stopped):
+    """A run that was asked to stop before its first step, so that there is nothing to save."""
+
+    signal: str = ""
+    """The name of the signal that asked for it."""
 
 
 class Unsafe(HalfstepError, RuntimeError):

@@ -20,13 +20,13 @@ from halfstep import files
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
 from halfstep.ownership import LOCK
+from halfstep.train.lost_ranks import lost_ranks
 from halfstep.train.status import (
     RESERVED,
     Launch,
     RankStatus,
     begin,
     job_id,
-    lost_ranks,
     restart_count,
     status_file,
     status_saved,

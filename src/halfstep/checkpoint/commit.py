@@ -391,12 +391,12 @@ class Saver:
         self._wait()
         return self.results()
 
-    def close(self) -> None:
-        """Wait for the save in flight and release the thread and the buffers.
+    def close(self, seconds: float = LEAVING) -> None:
+        """Wait for the save in flight and release the thread and the buffers; for other ranks only so many seconds.
 
-        A run also ends because another rank is gone: its part of the save is waited for half a minute, not longer.
+        A run also ends because another rank is gone.
         """
-        self._party.leave(LEAVING)
+        self._party.leave(seconds)
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         self._wait()

@@ -8,16 +8,18 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from halfstep.cli import _probe
-from halfstep.errors import INTERRUPTED, SOFTWARE, HalfstepError
+from halfstep.errors import INTERRUPTED, SOFTWARE, TRY_AGAIN, HalfstepError
 from halfstep.host_memory import nothing_collected
 from halfstep.slurm import slurm_ranks
 from halfstep.status_line import clear, show, tell
+from halfstep.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     import typer
@@ -33,6 +35,7 @@ def main() -> None:
     # First of all: one rank prints, also before torch is loaded.
     os.environ.update(slurm_ranks(os.environ))
     _print_anywhere()
+    before = {number: signal.signal(number, _leave_asked) for number in _heard(sys.argv[1:2])}
     try:
         _answer_probe(sys.argv[1:])
         with _leaving_at_once(sys.argv[1:2]), nothing_collected():
@@ -48,6 +51,14 @@ def main() -> None:
         raise SystemExit(SOFTWARE) from None
     finally:
         clear()
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _heard(command: list[str]) -> list[signal.Signals]:
+    """Return the signals that end a run with 75 from its first moment on, while modules are imported too."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return stop_signals() if command == ["train"] and in_main else []
 
 
 def _answer_probe(words: list[str]) -> None:
@@ -88,6 +99,15 @@ def _say_stopped() -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("stopped\n")
         sys.stderr.flush()
+
+
+def _leave_asked(number: int, _: object) -> NoReturn:
+    clear()
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):  # the terminal that closed
+            sys.stderr.write(f"stopped by {signal.Signals(number).name} before the first step\n")
+            sys.stderr.flush()
+    os._exit(TRY_AGAIN)
 
 
 def _leave(*_: object) -> NoReturn:

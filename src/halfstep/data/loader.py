@@ -33,6 +33,11 @@ from halfstep.errors import BadData, HalfstepError, WorkerLost
 
 
 Read = Batch | HalfstepError
+GivenUp = Callable[[str, str], None]
+"""A callback with the name of a sample that took too long, and the reason, at the moment it is given up."""
+
+
+def _ignore(name: str, reason: str) -> None: ...
 
 
 class TrainLoader:
@@ -56,6 +61,7 @@ class TrainLoader:
         self.samples, self.order, self.timeout = samples, order, timeout
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
+        self.given_up: GivenUp = _ignore
         self.share = RankShare(batch_size, microbatches, rank, size)
         self._collate, self.workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
@@ -69,7 +75,7 @@ class TrainLoader:
         """Yield the micro-batches of each step, from step `first` to the end of the epoch."""
         batches = self.share.batches(self.order.numbers(epoch), first)
         keys = ([(epoch, number) for number in batch] for batch in batches)
-        reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting)
+        reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
         while window := list(islice(read, self.share.microbatches)):
             yield [self._to_device(batch) for batch in window]
@@ -99,6 +105,7 @@ class ValLoader:
         self.samples, self.share, self.timeout = samples, RankShare(batch_size, 1, rank, size), timeout
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
+        self.given_up: GivenUp = _ignore
         self._collate, self._workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
 
@@ -113,7 +120,7 @@ class ValLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         keys = ([(0, number) for number in batch] for batch in self.share.once(len(self.samples)))
-        reading = LoaderOptions(self._workers, self._to_device.pins, self.timeout, self.while_waiting)
+        reading = LoaderOptions(self._workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
         yield from map(self._to_device, _none_empty(read))
 
@@ -165,6 +172,7 @@ class LoaderOptions:
     timeout: float = 0.0
     """Seconds for a sample; 0 for no limit."""
     while_waiting: Callable[[], None] = lambda: None
+    given_up: GivenUp = _ignore
 
 
 def _read(
@@ -184,6 +192,7 @@ def _read(
                 yield read
         except TooSlow as slow:
             samples.too_slow[slow.number] = slow.reason
+            how.given_up(samples.source.name(slow.number), slow.reason)
             given = given.unread()
 
 

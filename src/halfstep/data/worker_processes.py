@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from halfstep.data.dataset import Key, KeyedDataset
+from halfstep.stop_signals import POSSIBLE, stop_signals
 
 POLL = 1.0
 """Seconds that the trainer waits for a batch before it looks at signals and deadlines."""
@@ -32,7 +33,6 @@ PATIENCE = 1.0
 """Seconds that workers have to finish a sample that is no longer needed."""
 END_WITH_PARENT = 1
 """PR_SET_PDEATHSIG, from linux/prctl.h."""
-ASKED_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 
 class Worker:
@@ -48,12 +48,12 @@ class Worker:
     def __call__(self, worker: int) -> None:
         # Ctrl-C goes to the whole process group; the trainer alone handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._pass_on)
-        # Python removes its handlers at exit: a SIGTERM would then kill the worker.
-        ignore = (signal.SIGTERM, signal.SIG_IGN)
-        multiprocessing.util.Finalize(None, signal.signal, ignore, exitpriority=100)
+        for number in stop_signals():
+            signal.signal(number, self._pass_on)
+            # Python removes its handlers at exit: a SIGTERM would then kill the worker.
+            multiprocessing.util.Finalize(None, signal.signal, (number, signal.SIG_IGN), exitpriority=100)
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_TO_END)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, POSSIBLE)
         _end_with_trainer()
         if self._is_orphan():
             os._exit(0)
@@ -230,7 +230,7 @@ def _signals_wait() -> Iterator[None]:
     if multiprocessing.get_start_method() != "fork":
         # Otherwise it starts with the first worker, and unblocks signals when it has.
         resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_END)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, POSSIBLE)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from operator import attrgetter
@@ -17,7 +17,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import BadRecipe, FolderLost, HalfstepError, RankFailed, in_one_line
+from halfstep.errors import HUNG, BadRecipe, FolderLost, RankFailed
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
@@ -29,10 +29,10 @@ from halfstep.recipe.sources import read_recipe, recipe_of
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_line import Now, OnProgress, unwatched
-from halfstep.step.ranks import GONE, connection_broke, rank_failed
 from halfstep.terminal import progress, screen
 from halfstep.train.checkpointing import check_writing
 from halfstep.train.give_up import fit_command
+from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
 from halfstep.train.microbatches import division_notes, for_ranks
 from halfstep.train.process_group import rng_preserved, together
 from halfstep.train.resume import Resumed, find, resume_from
@@ -44,7 +44,6 @@ from halfstep.train.status import (
     RankStatus,
     begin,
     is_status_file,
-    lost_ranks,
     may_be_restarted,
     restart_count,
     status_saved,
@@ -106,8 +105,8 @@ def launch(
     options = resolved.recipe.world
     with (
         Stopping() as stopping,
-        _lost_ranks_named(),
-        together(options.start_timeout + MARGIN) as joined,
+        lost_ranks_named(),
+        together(options.start_timeout + MARGIN, ends_process=on_hang is not None) as joined,
         rng_preserved(),
         _given_alike(resolved),
         _opened(resolved, new, accepted, now) as opened,
@@ -121,16 +120,21 @@ def launch(
             options,
             on_hang=end_hung if joined else on_hang,
             on_limit=set_group_timeout if joined else lambda limit: None,
+            on_ending=joined.release if joined else lambda: None,
+            peers=joined.peers if joined else None,
         )
         beat = _ended_without_folder(folder, watchdog.beat)
+        stopping.record_leaving(functools.partial(status.ended, within=1.0))
+        if joined:
+            joined.on_lost = functools.partial(_end_lost, status)
+        lost = LostRanks(folder, status.launch.token, joined)
         # Once more inside: the status has the code of what is raised there.
-        lost = functools.partial(lost_ranks, folder, status.launch.token)
         with (
             status_saved(status),
             watchdog,
             contextlib.closing(journal),
             _lost_folder_named(folder),
-            _lost_ranks_named(lost),
+            lost_ranks_named(lost),
         ):
             with _removed_unless_started(folder, opened["state"]):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
@@ -165,25 +169,20 @@ def launch(
             in_parts = division_notes(recipe, status.launch.divided_by, loop.model)
             all_notes = [*notes, *resolved.notes, *in_parts, *in_short(chosen)]
             return train(
-                loop, folder, label=resolved.label, command=command, notes=all_notes, sizing=chosen, resumed=resumed
+                loop,
+                folder,
+                label=resolved.label,
+                command=command,
+                notes=all_notes,
+                sizing=chosen,
+                resumed=resumed,
+                lost=lost,
             )
 
 
-@contextmanager
-def _lost_ranks_named(lost: Callable[[], list[int]] = list) -> Iterator[None]:
-    """Raise RankFailed for a connection to another rank that breaks inside, with the ranks that `lost` returns."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, RankFailed) and error.rank is None and not error.usable:
-            given = error.given.removeprefix(GONE)
-        elif isinstance(error, HalfstepError) or not connection_broke(error):
-            raise
-        else:
-            given = in_one_line(error)
-        gone = lost()
-        who = f"{distributed.ranks_named(gone)} {'is' if len(gone) == 1 else 'are'} gone: " if gone else GONE
-        raise rank_failed(f"{who}{given}", gone[0] if gone else None, usable=False) from error
+def _end_lost(status: RankStatus, reason: str) -> None:
+    status.ended(HUNG, reason, within=0.5)
+    end_hung(reason)
 
 
 def _ended_without_folder(folder: Path, beat: Beat) -> Beat:

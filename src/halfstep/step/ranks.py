@@ -7,7 +7,6 @@ then.
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep import distributed
+from halfstep.distributed import LOOK, rank_failed
 from halfstep.errors import RankFailed, in_one_line
 
-LOOK = datetime.timedelta(seconds=0.5)
-"""How long a rank waits in a collective before it checks whether another one has failed."""
 _FAIL_TOGETHER = 1.5
 """Seconds within which ranks that fail for the same reason do so."""
 GONE = "another rank is gone: "
@@ -64,16 +62,7 @@ class Ranks:
 
         With a GPU the host does not wait here, but where it reads the numbers.
         """
-        while until is None or time.monotonic() < until:
-            try:
-                work.wait(LOOK)
-                return
-            except RuntimeError:
-                # A timeout of `wait` raises the same RuntimeError as a failed collective, which is completed.
-                if work.is_completed():
-                    raise
-                self.look()
-        raise TimeoutError("the other ranks did not come")
+        distributed.wait(work, self.look, until)
 
     def send_from_rank_zero(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's, in place."""
@@ -128,8 +117,11 @@ class Ranks:
         self._set(_GONE, f"{self.rank} {words}")
 
     def look(self) -> None:
-        """Raise RankFailed if a rank has left."""
-        if self._store is None or not self._store.check([_GONE]):
+        """Raise RankFailed if a rank has left, or if its process is gone."""
+        if self._store is None:
+            return
+        if not self._store.check([_GONE]):
+            distributed.check_peers()
             return
         failed, _, words = self._store.get(_GONE).decode().partition(" ")
         if failed == _UNKNOWN:
@@ -213,18 +205,6 @@ def connection_broke(error: BaseException) -> bool:
     # gloo raises a plain RuntimeError, which only its message tells from others.
     network = isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError))
     return network or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
-
-
-def rank_failed(given: str, rank: int | None, *, usable: bool) -> RankFailed:
-    """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
-    if usable:
-        allowed = "nothing has moved on any rank, and the process group can be used"
-        error = RankFailed(given, allowed=allowed, do="look at that rank's own error; train on if it does")
-    else:
-        allowed = "nothing has moved on this rank, but the process group cannot be used any more"
-        error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
-    error.rank, error.usable = rank, usable
-    return error
 
 
 def _pause(store: Any, key: str) -> None:

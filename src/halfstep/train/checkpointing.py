@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import NotCommitted, Ruined, Saver, SaveResult, set_aside_since
+from halfstep.checkpoint.commit import LEAVING, NotCommitted, Ruined, Saver, SaveResult, set_aside_since
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk
 from halfstep.errors import FolderLost, FolderTaken, HalfstepError, OutOfMemory, Stopped, StorageFailed
 from halfstep.files import write_text
@@ -201,9 +201,9 @@ class Checkpoints:
         """The name of the newest checkpoint on disk, or None."""
         return None if self.last is None else _name(self.last)
 
-    def close(self) -> None:
-        """Wait for the save in progress and record it. Called at the end of every run, also of a failed one."""
-        self._saver.close()
+    def close(self, seconds: float = LEAVING) -> None:
+        """Wait so long for the save in progress and record it. Called at the end of every run, also of a failed one."""
+        self._saver.close(seconds)
         with contextlib.suppress(StorageFailed, OutOfMemory, FolderLost):  # the run already ends for another reason
             self._record(self._saver.results())
         proposal = self.clock.proposal()

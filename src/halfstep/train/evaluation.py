@@ -237,7 +237,8 @@ def values(metrics: Metrics) -> dict[str, float]:
     with warnings.catch_warnings():
         # A rank may have had no batch: torchmetrics warns of compute() before update().
         warnings.filterwarnings("ignore", message="The ``compute`` method", category=UserWarning)
-        computed = metrics.compute()
+        with distributed.waiting():
+            computed = metrics.compute()
     found: dict[str, float] = {}
     for name, value in computed.items():
         _add(found, name, value.tolist())

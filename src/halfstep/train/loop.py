@@ -143,6 +143,7 @@ class Loop:
         # With several ranks the others wait in a collective: they all stop when the sample is read, or given up.
         train.while_waiting = self._stop_if_alone
         val.while_waiting = self._stop_evaluation_if_alone
+        train.given_up = val.given_up = self._tell_given_up
         self._so_far: SoFar = dict
         self.is_evaluating = False
 
@@ -263,6 +264,11 @@ class Loop:
     def _stop_if_alone(self) -> None:
         """Stop where there is no other rank to agree with."""
         self._stop_if_asked(int(self.stopping.asked is not None) if distributed.size() == 1 else 0)
+
+    def _tell_given_up(self, name: str, reason: str) -> None:
+        """Report a sample that took too long at once: with several of them, the run may not come to their batch."""
+        self.beat("evaluating" if self.is_evaluating else "reading")
+        self.journal.note(f"{name} is given up: {reason}", "warning")
 
     def _stop_evaluation_if_alone(self) -> None:
         if self.stopping.asked is not None and distributed.size() == 1:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
+from halfstep import distributed
 from halfstep.data.dataset import generators_aside
-from halfstep.errors import WrongUse
+from halfstep.errors import NotBegun, WrongUse
+from halfstep.peers import Peers, host_id, parsed, this_process
 from halfstep.precision.hardware import describe
 from halfstep.recipe.schema import AUTO
 from halfstep.slurm import slurm_ranks
+from halfstep.train.peer_watch import PeerWatch
+from halfstep.train.signals import not_begun, stop_at_once
 
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """The variable with which torchrun gives every attempt a store of its own."""
@@ -27,31 +33,94 @@ _groups = itertools.count()
 
 
 @contextmanager
-def together(timeout: float) -> Iterator[bool]:
-    """Join the ranks that torchrun or srun started, and leave the group at the end; yield whether there are any.
+def together(timeout: float, *, ends_process: bool = False) -> Iterator[PeerWatch | None]:
+    """Join the ranks that torchrun or srun started, and leave the group at the end; yield None where there are none.
 
     A collective fails after `timeout` seconds, until another timeout is set. Raises WrongUse for a launch whose
-    restarts would hang.
+    restarts would hang, NotBegun where this rank is asked to stop before all have met, and RankFailed where one does
+    not come.
     """
     os.environ.update(slurm_ranks(os.environ))
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     # A caller that has its own process group keeps it.
     if not launched or dist.is_initialized():
-        yield False
+        yield None
         return
     # Collectives run on the current device of each rank, so it is set first.
     _take_own_device()
     longest = timedelta(seconds=timeout)
     # Counted: a process that trains twice would meet the keys of its first group, as a restarted one would.
     prefix = f"{store_prefix(os.environ)}/{next(_groups)}"
-    store, rank, size = next(iter(rendezvous("env://", timeout=longest)))
-    store.set_timeout(longest)
-    mine = dist.distributed_c10d.PrefixStore(prefix, store)
-    dist.init_process_group(backends(), store=mine, rank=rank, world_size=size, timeout=longest)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    until = time.monotonic() + timeout
+    with stop_at_once():
+        mine = dist.distributed_c10d.PrefixStore(prefix, _connected(os.environ, rank, until))
+        mine.set_timeout(longest)
+        peers = _met(mine, rank, size, until)
+    with PeerWatch(peers, ends_process=ends_process) as watch:
+        dist.init_process_group(backends(), store=mine, rank=rank, world_size=size, timeout=longest)
+        try:
+            yield watch
+        finally:
+            dist.destroy_process_group()
+
+
+PAUSE = 0.1
+"""Seconds between two looks for other ranks; a signal is obeyed in between."""
+
+
+def _connected(environment: Mapping[str, str], rank: int, until: float) -> Any:
+    """Return the store of all ranks, which torchrun's agent or rank 0 serves."""
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    longest = timedelta(seconds=max(1.0, until - time.monotonic()))
+    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    # Not by torch, which cannot be interrupted while it waits for the server.
+    while not serves and (why := _unreachable(host, port)):
+        if time.monotonic() > until:
+            raise distributed.rank_failed(
+                f"{host}:{port}, where rank 0 or torchrun serves the others, cannot be reached: {why}",
+                None,
+                usable=False,
+            )
+        time.sleep(PAUSE)
+    serve: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return serve(host, port, is_master=serves, timeout=longest, wait_for_workers=False, multi_tenant=serves)
+
+
+def _unreachable(host: str, port: int) -> str:
+    """Return why nobody answers at an address; empty where somebody does."""
     try:
-        yield True
-    finally:
-        dist.destroy_process_group()
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _met(store: Any, rank: int, size: int, until: float) -> Peers:
+    """Wait until all ranks are here, and return the others."""
+    here = f"here/{host_id()}"
+    store.append(here, str(this_process(rank)))
+    store.set(f"here/{rank}", "")
+    everyone = [f"here/{other}" for other in range(size)]
+    try:
+        while not store.check(["all"]):
+            if rank == 0 and store.check(everyone):
+                store.set("all", "")
+                break
+            if store.check(["left"]):
+                raise not_begun(store.get("left").decode())
+            if time.monotonic() > until:
+                missing = [other for other, key in enumerate(everyone) if not store.check([key])]
+                given = f"{distributed.ranks_named(missing)} did not come" if missing else "rank 0 did not answer"
+                raise distributed.rank_failed(f"{given} in time (world.start_timeout)", None, usable=False)
+            time.sleep(PAUSE)
+    except NotBegun as stopped:
+        # This rank alone may have the signal; the others would wait for it.
+        store.set("left", stopped.signal)
+        raise
+    processes = parsed(store.get(here).decode())
+    own = {process.rank for process in processes}
+    return Peers((one for one in processes if one.rank != rank), (other for other in range(size) if other not in own))
 
 
 def store_prefix(environment: Mapping[str, str]) -> str:

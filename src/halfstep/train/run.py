@@ -15,9 +15,9 @@ import torch
 
 from halfstep import distributed
 from halfstep._version import __version__
-from halfstep.checkpoint.commit import Saver
+from halfstep.checkpoint.commit import LEAVING, Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.errors import BadRecipe, Diverged, HalfstepError, RanksDisagree, Stopped
+from halfstep.errors import BadRecipe, Diverged, HalfstepError, RankFailed, RanksDisagree, Stopped
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.events import Journal
@@ -30,6 +30,7 @@ from halfstep.train.give_up import OUT_OF_MEMORY, give_up, out_of_memory_error
 from halfstep.train.guarding import Guarding
 from halfstep.train.loaders import make_loaders
 from halfstep.train.loop import Loop, planned_steps
+from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
 from halfstep.train.outputs import RunOutputs
 from halfstep.train.process_group import device_of
 from halfstep.train.resume import Resumed
@@ -37,10 +38,12 @@ from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.signals import Stopping, not_begun
 from halfstep.train.status import job_id, restart_count
 from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import Beat, no_beat
+from halfstep.train.watchdog import ENDING, Beat, no_beat
 from halfstep.train.weights import digest, infinite_buffers
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
+LOST = 1.0
+"""Seconds that the end of a run waits for the last save where a rank is gone: without it none commits."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,13 @@ def train(
     notes: list[str],
     sizing: Sequence[ChosenSetting] = (),
     resumed: Resumed | None = None,
+    lost: LostRanks | None = None,
 ) -> Run:
     """Train the loop of `make_loop`, and write everything to `folder`. Every rank calls it.
 
-    `sizing` are the settings chosen for the data set and the machine, recorded with their reasons. Raises Stopped,
-    Diverged, OutOfMemory, StorageFailed or RanksDisagree where the run ends otherwise than planned.
+    `sizing` are the settings chosen for the data set and the machine, recorded with their reasons; `lost` names ranks
+    that are gone. Raises Stopped, Diverged, OutOfMemory, StorageFailed, RankFailed or RanksDisagree where the run ends
+    otherwise than planned.
     """
     # Counted from the start of the journal: a resumed run includes its earlier launches.
     began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
@@ -83,14 +88,16 @@ def train(
     journal.emit(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED
     more: dict[str, Any] = {}
+    leaving = LEAVING
     try:
-        if resumed is not None and resumed.is_new_length_or_settings:
-            # A checkpoint with the new settings, so that they need not be accepted again.
-            loop.checkpoints.save()
+        with lost_ranks_named(lost):
+            if resumed is not None and resumed.is_new_length_or_settings:
+                # A checkpoint with the new settings, so that they need not be accepted again.
+                loop.checkpoints.save()
+                loop.checkpoints.finish()
+            reason = loop.run()
             loop.checkpoints.finish()
-        reason = loop.run()
-        loop.checkpoints.finish()
-        _same_weights(loop.parts, journal)
+            _same_weights(loop.parts, journal)
     except KeyboardInterrupt:
         reason = INTERRUPTED
         raise
@@ -107,13 +114,15 @@ def train(
         raise ending.error from error
     except Exception as error:
         if (failed := out_of_memory_error(loop, error, command)) is None:
+            leaving = LOST if isinstance(error, RankFailed) and not error.usable else LEAVING
             more = _bug(error)
             raise
         reason, more = OUT_OF_MEMORY, {"error": failed.given}
         raise failed from None
     finally:
+        loop.beat(ENDING)
         # Before the end is recorded: the last save may still fail or succeed.
-        loop.checkpoints.close()
+        loop.checkpoints.close(leaving)
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         _record_end(loop, run, reason, more)
     loop.outputs.result({**_result(run, loop.parts), "cures": loop.guarding.remedies.as_dict()})

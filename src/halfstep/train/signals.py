@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from halfstep.errors import INTERRUPTED, NotBegun
+from halfstep.deadline import finishes_within
+from halfstep.errors import INTERRUPTED, TRY_AGAIN, NotBegun
+from halfstep.stop_signals import stop_signals
 
 # -- hearing ----------------------------------------------------------------------------------------------------------
 # Receive signals in a thread as they arrive: Python runs no handler while a kernel computes.
@@ -91,6 +93,7 @@ def say(text: str) -> None:
 
 
 HEARD = (signal.SIGTERM, signal.SIGINT)
+"""Caught in every process; see `stop_signals` for the others."""
 PATIENCE = 30.0
 """Seconds that a run has to exit after a KeyboardInterrupt before another Ctrl-C raises again."""
 BEFORE_STEPS, AFTER_STEP = "before the first step", "after this step"
@@ -98,6 +101,12 @@ AFTER_BATCH, AFTER_PICTURES = "after this batch of the evaluation", "after the p
 SAVED = "when the last state is saved"
 GRACE = 2.0
 """Seconds that Python has to handle a second Ctrl-C before the process is ended without it."""
+LEAVING = 8.0
+"""Seconds that a run has to leave after a second Ctrl-C was handled: its disk may not answer."""
+UNBEGUN = 15.0
+"""Seconds that a run has to leave where it was asked to stop before its first step: there is nothing to save."""
+TOLD = 1.0
+"""Seconds for the last words of a process that is ended; its disk or its terminal may not answer."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -112,6 +121,8 @@ class _Received:
     """When a run that gets a signal now will stop."""
     at_once: bool = False
     """Whether a signal raises NotBegun where it arrives."""
+    on_leaving: Callable[[int, str], object] = lambda code, reason: None
+    """Records the exit code and the reason where the process is ended from a thread."""
 
 
 _active: _Received | None = None
@@ -123,19 +134,22 @@ _outermost: Stopping | None = None
 class Stopping:
     """A context in which SIGTERM and Ctrl-C only set `asked`; a second Ctrl-C raises KeyboardInterrupt at once.
 
-    A nested one has the same `asked`, also where it was set before. Other threads cannot receive signals; there it
-    shows the state of the main thread's.
+    SIGHUP, SIGUSR1 and SIGUSR2 are as SIGTERM where `stop_signals` has them. A nested context has the same `asked`,
+    also where it was set before. Other threads cannot receive signals; there it shows the state of the main thread's.
 
     Python handles signals between two bytecode instructions, and a kernel may delay that for minutes. So a thread
-    acknowledges them, and calls `last_resort` where the second Ctrl-C is not handled in time.
+    acknowledges them, and calls `last_resort` with an exit code and a reason where the second Ctrl-C, or a signal
+    before the first step, does not end the run in time.
     """
 
-    def __init__(self, last_resort: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, last_resort: Callable[[int, str], None] | None = None) -> None:
         self._received = _Received()
         self._outer: _Received | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._last_resort = last_resort
         self._hearing: SignalThread | None = None
+        self.heard: list[signal.Signals] = []
+        """The signals that ask to stop, besides Ctrl-C."""
 
     @property
     def asked(self) -> str | None:
@@ -145,6 +159,10 @@ class Stopping:
     def will_stop(self, when: str) -> None:
         """Set when a run that gets a signal from now on will stop; shown in the acknowledgment."""
         self._received.when = when
+
+    def record_leaving(self, record: Callable[[int, str], object]) -> None:
+        """Call `record` with the exit code and the reason where the process is ended from a thread."""
+        self._received.on_leaving = record
 
     def leave_unbegun(self) -> None:
         """Raise NotBegun where a stop was requested before the first step: there is nothing to save."""
@@ -156,10 +174,13 @@ class Stopping:
         self._received = _active or _Received()
         if threading.current_thread() is threading.main_thread():
             self._outer, _active = _active, self._received
+            # A nested one takes over what the outer one caught.
+            heard = [signal.SIGINT, *(stop_signals() if _outermost is None else _outermost.heard)]
+            self.heard = [number for number in heard if number != signal.SIGINT]
             if self._outer is None:
                 _outermost = self
-                self._hearing = SignalThread(HEARD, self._acknowledge)
-            for number in HEARD:
+                self._hearing = SignalThread(heard, self._acknowledge)
+            for number in heard:
                 self._before[number] = signal.signal(number, self._hear)
         return self
 
@@ -183,7 +204,8 @@ class Stopping:
         """
         self._hearing = None
         signal.set_wakeup_fd(-1)
-        _restore(signal.SIGTERM, self._before[signal.SIGTERM])
+        for number in self.heard:
+            _restore(number, self._before[number])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         received = self._received
@@ -202,9 +224,11 @@ class Stopping:
 
     def _acknowledge(self, number: int, nth: int) -> None:
         """Print at once what the nth signal of this kind leads to."""
-        if number == signal.SIGTERM:
+        if nth == 1:
+            self._leave_unbegun_soon(signal.Signals(number).name)
+        if number != signal.SIGINT:
             if nth == 1:
-                say(f"SIGTERM: stopping {self._received.when}")
+                say(f"{signal.Signals(number).name}: stopping {self._received.when}")
         elif nth == 1:
             say(f"stopping {self._received.when}; Ctrl-C again to stop now")
         elif nth == 2:
@@ -220,7 +244,37 @@ class Stopping:
             hearing.send_again()
             time.sleep(GRACE / 10)
             if time.monotonic() > end and self._received.raised is None:
-                self._last_resort()
+                self._end(INTERRUPTED, IN_A_STEP)
+        # It was handled, and the run leaves; what it waits for may not answer.
+        self._later(LEAVING, lambda: self._end(INTERRUPTED, IN_A_STEP))
+
+    def _leave_unbegun_soon(self, name: str) -> None:
+        """See to it that a run that is asked to stop before its first step leaves, whatever it waits for."""
+
+        def leave() -> None:
+            if self._received.when == BEFORE_STEPS:
+                self._end(TRY_AGAIN, not_begun(name).given)
+
+        if self._received.when == BEFORE_STEPS:
+            self._later(UNBEGUN, leave)
+
+    def _later(self, seconds: float, then: Callable[[], None]) -> None:
+        """Call `then` in a thread after so many seconds, unless the run has left by then."""
+        hearing = self._hearing
+
+        def call() -> None:
+            if self._hearing is not None and self._hearing is hearing:
+                then()
+
+        timer = threading.Timer(seconds, call)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self, code: int, reason: str) -> None:
+        if self._last_resort is None:
+            return
+        finishes_within(TOLD, lambda: self._received.on_leaving(code, reason))
+        self._last_resort(code, reason)
 
 
 def _restore(number: signal.Signals, handler: Any) -> None:
@@ -228,13 +282,20 @@ def _restore(number: signal.Signals, handler: Any) -> None:
     signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def end_process() -> None:
+IN_A_STEP = "stopped in the middle of a step; the same command goes on from the last checkpoint, if there is one"
+
+
+def end_process(code: int, reason: str) -> None:
     """End this process from any thread, at any point; checkpoints are whole at every moment."""
+    finishes_within(TOLD, lambda: _say_last(reason))
+    # Not sys.exit, which only ends the calling thread.
+    os._exit(code)
+
+
+def _say_last(reason: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         print(SHOW_CURSOR, end="", file=sys.__stderr__, flush=True)
-    say("stopped in the middle of a step; the same command goes on from the last checkpoint, if there is one")
-    # Not sys.exit, which only ends the calling thread.
-    os._exit(INTERRUPTED)
+    say(reason)
 
 
 def asked_to_stop() -> str | None:
@@ -244,17 +305,19 @@ def asked_to_stop() -> str | None:
 
 def not_begun(signal: str) -> NotBegun:
     """Return the error of a run that was asked to stop before its first step."""
-    return NotBegun(
+    error = NotBegun(
         f"stopped by {signal} before the first step, so that nothing was saved",
         do="start it again with the same command",
     )
+    error.signal = signal
+    return error
 
 
 @contextlib.contextmanager
 def stop_at_once() -> Iterator[None]:
     """Let a signal raise NotBegun inside, wherever it arrives; for long reading before the first step.
 
-    Nothing inside may wait for another rank: only this one gets the signal.
+    Only this rank may get the signal: others that would wait for it have to hear of it.
     """
     if _active is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -295,7 +358,10 @@ _masks = threading.local()
 
 def _hold_signals() -> None:
     """Hold signals back while a process forks: one that reached the child too early would look like the parent's."""
-    _masks.before = None if _outermost is None else signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    if _outermost is None:
+        _masks.before = None
+    else:
+        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *_outermost.heard])
 
 
 def _let_signals_through() -> None:

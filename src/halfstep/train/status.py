@@ -14,7 +14,6 @@ import re
 import secrets
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,12 +52,10 @@ INCURABLE = (USAGE, DATA, REFUSED, CONFIGURATION, INCOMPATIBLE, GAVE_UP)
 """Exit codes after which a restart ends in the same way."""
 MOST_FRUITLESS = 3
 """Restarts in a row without a newer checkpoint after which the next one gives up."""
-LOOK_FOR = 1.0
-"""Seconds in which a rank whose connection broke is looked for."""
 LONGEST_TRACEBACK, LONGEST_REASON, LONGEST_JOB = 16_384, 1_000, 200
 RESERVED = 4096
 """Bytes that a status file has at least, so that the end of a run fits into it on a full disk."""
-WRITTEN_WITHIN = 15.0
+WRITTEN_WITHIN = 5.0
 """Seconds that the beginning and the end of a run wait for its status to be written; a disk may not answer."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 RUNNING, ENDED = "running", "ended"
@@ -193,32 +190,6 @@ def last_statuses(folder: Path, token: str | None = None) -> dict[int, dict[str,
             if isinstance(status, dict) and token is not None and status.get("launch") == token:
                 found[int(entry.name[12:17])] = status
     return found if 0 in found else {}
-
-
-def lost_ranks(folder: Path, token: str) -> list[int]:
-    """Return the ranks of an attempt that failed, or whose process on this host is gone, in order.
-
-    A rank of another host that was killed is not known here: those beside it name it.
-    """
-    until = time.monotonic() + LOOK_FOR
-    while True:
-        lost = [rank for rank, status in last_statuses(folder, token).items() if _is_lost(status)]
-        if lost or time.monotonic() > until:
-            return lost
-        time.sleep(LOOK_FOR / 10)  # a process that ends closes its connections a moment before
-
-
-def _is_lost(status: Mapping[str, Any]) -> bool:
-    if status.get("state") == ENDED:
-        return status.get("code") not in (0, *RESTARTABLE)  # those that lost another rank themselves are not meant
-    if status.get("host") != socket.gethostname() or type(status.get("pid")) is not int:
-        return False
-    import psutil
-
-    try:
-        return bool(psutil.Process(status["pid"]).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _gave_up(folder: Path, last: dict[int, dict[str, Any]]) -> NotRestarted:

@@ -1,7 +1,8 @@
 """End a run in which nothing moves any more, with the stacks of every rank and the name of the one that is behind.
 
 Every rank has a thread that watches its own main thread. A rank that is stopped, or whose main thread holds the
-interpreter, cannot notice that itself: the others, which wait for it, do.
+interpreter, cannot notice that itself: the others, which wait for it, do. The thread that judges touches no disk, which
+may be what hangs: another one writes where this rank is, and reads where the others are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep import distributed
+from halfstep.deadline import finishes_within
 from halfstep.errors import HUNG, FolderLost
-from halfstep.files import make_parent
+from halfstep.files import make_parent, read_json
 from halfstep.ownership import check_ownership
+from halfstep.peers import Peers
 from halfstep.printable import printable
 from halfstep.recipe.schema import WorldOptions
-from halfstep.train.status import RankStatus, last_statuses
+from halfstep.train.status import ENDED, RankStatus, last_statuses, status_file
 
 STACKS = "stacks"
 """The folder of the stacks, one file a rank."""
@@ -40,6 +43,17 @@ MARGIN = 30.0
 """Seconds by which the process group's own timeout is longer: the watchdog names the rank, a backend only aborts."""
 ANSWER = 4.0
 """Ticks that the other ranks have to write their stacks."""
+REPORT = 5.0
+"""Seconds more for everything that the report of a hang reads, writes and prints; then the process ends without it."""
+SILENT, HEARTBEATS = 90.0, 5.0
+"""A rank of another host is lost when it has not written for so many seconds, and so many heartbeats."""
+AWAY = 8
+"""The ranks of other hosts that one rank watches: the next ones by number, so that each is watched by as many."""
+JOIN = 2.0
+"""Seconds that the end of a run waits for the threads that watch it."""
+ENDING = "ending"
+"""The last phase of a run: no rank waits for another one in it."""
+LONGEST_WHY = 200
 STDERR = 2
 
 Beat = Callable[[str, int], None]
@@ -67,31 +81,34 @@ class Watchdog:
         *,
         on_hang: OnHang | None = None,
         on_limit: Callable[[float], None] = lambda limit: None,
+        on_ending: Callable[[], None] = lambda: None,
+        peers: Peers | None = None,
     ) -> None:
         self._status, self._options, self._on_hang, self._on_limit = status, options, on_hang, on_limit
+        self._on_ending, self._peers = on_ending, peers
         self._beats, self._phase, self._step = 0, "starting", 0
         self._passed: set[str] = set()
         self._longest: dict[str, float] = {}
         self._limit = options.start_timeout
         self._tick = min(TICK, options.timeout / 10, options.start_timeout / 10)
-        self._over = threading.Event()
+        self._over, self._is_marked, self._answers = threading.Event(), False, False
+        self._silent: dict[int, tuple[int, float]] = {}
+        """For each watched rank of another host its last beat, and the seconds in which that did not change."""
         self._marker = status.folder / STACKS / f"hung-{status.launch.token}"
-        self._thread = threading.Thread(target=self._watch, name="halfstep watchdog", daemon=True)
+        self._judge = threading.Thread(target=self._watch, name="halfstep watchdog", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="halfstep status", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._status.rank == 0:
-            for old in self._marker.parent.glob("hung-*"):  # of earlier launches
-                check_ownership(old)
-                old.unlink(missing_ok=True)
-        self._thread.start()
+        self._judge.start()
+        self._writer.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
-        self._status.running(**self._position())
+        self._judge.join(JOIN)
+        self._writer.join(JOIN)
 
     def beat(self, phase: str, step: int) -> None:
         """Report that `phase` of `step` begins, or goes on; called by the main thread, a few times a step."""
@@ -102,16 +119,27 @@ class Watchdog:
             if limit != self._limit:
                 self._limit = limit
                 self._on_limit(limit)
+            if phase == ENDING:
+                self._on_ending()
         self._beats += 1
 
     def _limit_of(self, phase: str) -> float:
-        given = self._options.timeout if phase in self._passed else self._options.start_timeout
+        is_known = phase in self._passed or phase == ENDING
+        given = self._options.timeout if is_known else self._options.start_timeout
         return max(given, SLOWER * self._longest.get(phase, 0.0))
 
-    # -- in the thread that watches -----------------------------------------------------------------------------
+    @property
+    def _heartbeat(self) -> float:
+        return max(min(HEARTBEAT, 5 * self._tick), distributed.size() / WRITES)
+
+    def _position(self) -> dict[str, Any]:
+        answered = {"answered": True} if self._answers else {}
+        return {"step": self._step, "phase": self._phase, "collectives": _collectives(), **answered}
+
+    # -- in the thread that judges ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        beats, idle, written, now = -1, 0.0, -1.0, time.monotonic()
+        beats, idle, now = -1, 0.0, time.monotonic()
         while not self._over.wait(self._tick):
             before, now = now, time.monotonic()
             if beats != self._beats:
@@ -120,42 +148,89 @@ class Watchdog:
                 # Not the clock: after SIGSTOP and SIGCONT it has moved, and nobody had a chance to.
                 idle += min(now - before, 2 * self._tick)
                 self._longest[phase] = max(idle, self._longest.get(phase, 0.0))
-            if idle >= self._limit or (distributed.size() > 1 and self._marker.exists()):
+            if idle >= self._limit or self._is_marked:
                 self._report(idle)
                 return
-            if now - written >= self._heartbeat:
-                written = now
-                self._status.running(**self._position())
-
-    @property
-    def _heartbeat(self) -> float:
-        return max(min(HEARTBEAT, 5 * self._tick), distributed.size() / WRITES)
-
-    def _position(self) -> dict[str, Any]:
-        return {"step": self._step, "phase": self._phase, "collectives": _collectives()}
 
     def _report(self, idle: float) -> None:
-        """Write the stacks, give the other ranks time to write theirs, and end."""
+        """Write the stacks, give the other ranks time to write theirs, and end; in time, whatever the disk does."""
+        self._answers = True
+        answer = ANSWER * self._tick if distributed.size() > 1 else 0.0
+        is_told = finishes_within(answer + REPORT, lambda: self._explain(idle, answer))
+        if not is_told and self._on_hang is not None:
+            finishes_within(1.0, lambda: _tell(f"{self._where(idle)}, and the disk does not answer"))
+            os._exit(HUNG)
+
+    def _explain(self, idle: float, answer: float) -> None:
         write_stacks(self._status.folder / STACKS / f"rank-{self._status.rank:05d}.txt", self._position())
-        self._status.running(**self._position(), answered=True)
+        self._status.running(**self._position())
         with suppress(OSError, FolderLost):  # a full disk: the others notice by themselves
             check_ownership(self._marker)
             self._marker.touch()
-        if distributed.size() > 1:
-            self._over.wait(ANSWER * self._tick)
+        self._over.wait(answer)
         reason = self._reason(idle)
         if self._on_hang is None:
             _tell(f"warning: {reason}")
             return
-        self._status.ended(HUNG, reason)
+        self._status.ended(HUNG, reason, within=REPORT)
         self._on_hang(reason)
 
     def _reason(self, idle: float) -> str:
-        where = f"in step {self._step} ({self._phase}); the stacks are in {self._status.folder / STACKS}"
+        where = f"{self._where(idle)}; the stacks are in {self._status.folder / STACKS}"
         if distributed.size() == 1:
-            return f"nothing has moved for {idle:.0f} s {where}"
+            return where
         statuses = last_statuses(self._status.folder, self._status.launch.token)
-        return f"{behind(statuses, distributed.size())}: nothing has moved for {max(idle, self._limit):.0f} s {where}"
+        return f"{behind(statuses, distributed.size())}: {where}"
+
+    def _where(self, idle: float) -> str:
+        seconds = idle if distributed.size() == 1 else max(idle, self._limit)
+        return f"nothing has moved for {seconds:.0f} s in step {self._step} ({self._phase})"
+
+    # -- in the thread that writes and reads --------------------------------------------------------------------
+
+    def _write(self) -> None:
+        if self._status.rank == 0:
+            with suppress(OSError, FolderLost):
+                for old in self._marker.parent.glob("hung-*"):  # of earlier launches
+                    check_ownership(old)
+                    old.unlink(missing_ok=True)
+        written, looked = -1.0, time.monotonic()
+        while not self._over.wait(self._tick):
+            self._is_marked = distributed.size() > 1 and self._marker.exists()
+            now = time.monotonic()
+            if now - written >= self._heartbeat:
+                written = now
+                self._status.running(**self._position())
+                self._look_away(min(now - looked, 2 * self._heartbeat))
+                looked = now
+        self._status.running(**self._position())
+
+    def _look_away(self, passed: float) -> None:
+        """Look whether ranks of other hosts still write, while this one waits for the others.
+
+        By the count in their files, and the time that passed here: no clocks of two hosts are compared.
+        """
+        if self._peers is None or not self._peers.away or not distributed.is_waiting() or self._phase == ENDING:
+            self._silent.clear()
+            return
+        for rank in _next_ranks(self._peers.away, self._status.rank):
+            status = read_json(self._status.folder / status_file(rank))
+            # Nothing to read says nothing: the file system may be at fault.
+            if not isinstance(status, dict) or status.get("launch") != self._status.launch.token:
+                continue
+            if status.get("state") == ENDED:
+                self._peers.report_lost(rank, f"it ended: {str(status.get('reason'))[:LONGEST_WHY]}")
+                continue
+            beat, before = _int(status.get("beat")), self._silent.get(rank, (-1, 0.0))
+            silent = before[1] + passed if beat == before[0] else 0.0
+            self._silent[rank] = beat, silent
+            if silent >= max(SILENT, HEARTBEATS * self._heartbeat):
+                self._peers.report_lost(rank, f"it has written no heartbeat for {silent:.0f} s")
+
+
+def _next_ranks(ranks: tuple[int, ...], own: int) -> list[int]:
+    """Return the few ranks that follow this one by number, around the end."""
+    return sorted(ranks, key=lambda rank: (rank < own, rank))[:AWAY]
 
 
 def behind(statuses: Mapping[int, Mapping[str, Any]], size: int) -> str:

@@ -1,0 +1,90 @@
+"""Name the ranks that are gone where a connection to one of them broke."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from halfstep import distributed
+from halfstep.distributed import rank_failed
+from halfstep.errors import HalfstepError, RankFailed, in_one_line
+from halfstep.out_of_memory import tells_of_memory
+from halfstep.step.ranks import GONE, connection_broke
+from halfstep.train.peer_watch import PeerWatch
+from halfstep.train.status import ENDED, RESTARTABLE, last_statuses
+
+LOOK_FOR = 1.0
+"""Seconds in which a rank whose connection broke is looked for."""
+
+
+class LostRanks:
+    """The ranks of an attempt that are gone, looked for once; this rank ends after that."""
+
+    def __init__(self, folder: Path, token: str, watch: PeerWatch | None = None) -> None:
+        self._folder, self._token, self._watch = folder, token, watch
+        self._found: list[int] | None = None
+
+    def leave(self, reason: str) -> None:
+        """Note that this rank ends because another one is gone."""
+        if self._watch is not None:
+            self._watch.leave(reason)
+
+    def found(self) -> list[int]:
+        """Return the ranks that failed, or whose process on this host is gone, in order.
+
+        A rank of another host that was killed is not known here: those next to it name it.
+        """
+        if self._found is None:
+            self._found = lost_ranks(self._folder, self._token)
+        return self._found
+
+
+@contextmanager
+def lost_ranks_named(lost: LostRanks | None = None) -> Iterator[None]:
+    """Raise RankFailed for a connection to another rank that breaks inside, with the ranks that `lost` finds."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankFailed) and not error.usable:
+            given = error.given.removeprefix(GONE)
+        elif isinstance(error, HalfstepError) or not connection_broke(error):
+            raise
+        else:
+            given = in_one_line(error)
+        # A rank that ran out of memory says so, and all of them end with that.
+        if lost is not None and not tells_of_memory(given):
+            lost.leave(error.given if isinstance(error, RankFailed) else f"{GONE}{given}")
+        if isinstance(error, RankFailed) and error.rank is not None:
+            raise
+        gone = [] if lost is None else lost.found()
+        who = f"{distributed.ranks_named(gone)} {'is' if len(gone) == 1 else 'are'} gone: " if gone else GONE
+        if lost is not None:
+            lost.leave(f"{who}{given}")
+        raise rank_failed(f"{who}{given}", gone[0] if gone else None, usable=False) from error
+
+
+def lost_ranks(folder: Path, token: str) -> list[int]:
+    """Return the ranks of an attempt that failed, or whose process on this host is gone, in order."""
+    until = time.monotonic() + LOOK_FOR
+    while True:
+        lost = [rank for rank, status in last_statuses(folder, token).items() if _is_lost(status)]
+        if lost or time.monotonic() > until:
+            return lost
+        time.sleep(LOOK_FOR / 10)  # a process that ends closes its connections a moment before
+
+
+def _is_lost(status: Mapping[str, Any]) -> bool:
+    if status.get("state") == ENDED:
+        return status.get("code") not in (0, *RESTARTABLE)  # those that lost another rank themselves are not meant
+    if status.get("host") != socket.gethostname() or type(status.get("pid")) is not int:
+        return False
+    import psutil
+
+    try:
+        return bool(psutil.Process(status["pid"]).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
