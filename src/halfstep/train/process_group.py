@@ -14,7 +14,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from halfstep.data.dataset import generators_aside
 from halfstep.errors import WrongUse
-from halfstep.precision.hardware import describe
+from halfstep.launch_variables import count_in, launched_rank
+from halfstep.precision.hardware import describe, present
 from halfstep.recipe.schema import AUTO
 from halfstep.slurm import slurm_ranks
 
@@ -34,9 +35,8 @@ def together(timeout: float) -> Iterator[bool]:
     restarts would hang.
     """
     os.environ.update(slurm_ranks(os.environ))
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     # A caller that has its own process group keeps it.
-    if not launched or dist.is_initialized():
+    if launched_rank().world_size == 1 or dist.is_initialized():
         yield False
         return
     # Collectives run on the current device of each rank, so it is set first.
@@ -61,10 +61,9 @@ def store_prefix(environment: Mapping[str, str]) -> str:
     of dead ranks, and waits forever. On one node the restart count is the same for all ranks and separates them. On
     several nodes it is not: an agent counts only the restarts that it took part in.
     """
-    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     if environment.get("GROUP_WORLD_SIZE", "1") == "1":
-        return f"attempt-{count}"
-    restarts = int(count) > 0 or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        return f"attempt-{count_in('TORCHELASTIC_RESTART_COUNT', environment)}"
+    restarts = any(count_in(name, environment) for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"))
     if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         raise WrongUse(
             "torchrun with restarts on several nodes, and one store for all attempts: a restarted run would wait for "
@@ -87,7 +86,14 @@ def rng_preserved() -> AbstractContextManager[None]:
 def device_of(name: str) -> torch.device:
     """Return the device of this rank; an accelerator without an index means each rank's own."""
     _take_own_device()
-    return torch.device(describe(None if name == AUTO else name).place)
+    found = torch.device(describe(None if name == AUTO else name).place)
+    if found.type not in present():
+        raise WrongUse(
+            f"train.device={name}, which computes nothing on this machine",
+            allowed=", ".join(present()),
+            do=f"leave it out, or write train.device={present()[0]}",
+        )
+    return found
 
 
 def backends() -> str | None:
@@ -102,5 +108,4 @@ def backends() -> str | None:
 def _take_own_device() -> None:
     if torch.accelerator.is_available():
         # Modulo: several ranks may share one device.
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.accelerator.set_device_index(local % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(launched_rank().local_rank % torch.accelerator.device_count())
