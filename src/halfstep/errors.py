@@ -2,6 +2,7 @@
 
 HalfstepError
 ├── WrongUse               a call that cannot work as it was written
+│   └── WrongLaunch        launch variables that name no rank of a group
 ├── UnknownName            a name that is not known; the message offers the nearest one
 ├── Contradiction          two settings that ask for different things
 ├── PrecisionRefused       a precision that the device does not support, where a substitute was not allowed
@@ -25,6 +26,7 @@ HalfstepError
 ├── OutOfMemory            a step or an evaluation that did not fit into memory
 ├── NoStepInTime           a measurement without a single step in the time it was given
 ├── Diverged               a run that was given up: steps failed, and no remedy helped
+├── WeightsNotFinite       a run that ended with weights that are not finite, and has none to save
 ├── Stopped                a run that was asked to stop, and has saved its state
 │   └── NotBegun           ... before its first step, so that there is nothing to save
 ├── Unsafe                 a file that would run code, or that points outside of its folder
@@ -76,6 +78,10 @@ class WrongUse(HalfstepError, RuntimeError):
     """A call that cannot work as it was written."""
 
     exit_code = CONFIGURATION
+
+
+class WrongLaunch(WrongUse):
+    """Launch variables that name no rank of a group; they may be wrong on one rank alone."""
 
 
 class UnknownName(HalfstepError, ValueError):
@@ -191,6 +197,10 @@ class OutOfMemory(HalfstepError, RuntimeError):
 
     exit_code = OUT_OF_MEMORY
     command: Callable[[Mapping[str, object]], str] | None = None
+    settings: Mapping[str, object] = {}
+    """Settings under which it fits, where the failure itself tells."""
+    more: str = ""
+    """How the system gives more of what there was too little of."""
     batch: int = 0
     """Samples of the micro-batch that did not fit; 0 outside of a step."""
     microbatches: int = 1
@@ -215,6 +225,12 @@ class Diverged(HalfstepError, RuntimeError):
     """The verdict's cause, or `divergence`; empty where neither is known."""
     why: str = ""
     """The message without its advice on checkpoints, for callers that know which of them is good."""
+
+
+class WeightsNotFinite(HalfstepError, RuntimeError):
+    """A run that ended with weights that are not finite: there are none to save."""
+
+    exit_code = GAVE_UP
 
 
 class Stopped(HalfstepError, RuntimeError):

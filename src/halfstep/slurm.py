@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from halfstep.launch_variables import MOST_RANKS, number_in
+
 PORTS = range(10_000, 30_000)
 """Ports for ranks under srun: below those that Linux gives to outgoing connections, from 32768 on."""
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -16,7 +18,9 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     # A batch script has these variables too, and is no rank: only srun sets the step.
     if any(name in environment for name in _SLURM) or "SLURM_STEP_ID" not in environment:
         return {}
-    if int(environment.get("SLURM_NTASKS", "1")) < 2 or any(name not in environment for name in _SLURM.values()):
+    if number_in("SLURM_NTASKS", environment, 1, 1, MOST_RANKS) < 2 or any(
+        name not in environment for name in _SLURM.values()
+    ):
         return {}
     place = {"MASTER_ADDR": _first_host(environment), "MASTER_PORT": str(_port(environment))}
     ranks = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
@@ -32,5 +36,6 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 def _port(environment: Mapping[str, str]) -> int:
     """Return a port that all tasks compute alike, and that other jobs and steps on the same host rarely share."""
-    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    # Slurm numbers the steps of a batch script itself, and of containers, from the end of 32 bits.
+    job, step = (number_in(name, environment, 0, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return PORTS[(31 * job + step) % len(PORTS)]

@@ -23,7 +23,15 @@ from typer.core import TyperGroup
 from halfstep import cli
 from halfstep._version import __version__
 from halfstep.cli._options import Command, HelpWithoutValue, flag, help_of
-from halfstep.errors import CONFIGURATION, INTERRUPTED, USAGE, HalfstepError, mismatched_extra, missing_extra
+from halfstep.errors import (
+    CONFIGURATION,
+    INTERRUPTED,
+    USAGE,
+    HalfstepError,
+    WrongLaunch,
+    mismatched_extra,
+    missing_extra,
+)
 from halfstep.printable import in_line, printable
 from halfstep.status_line import clear
 from halfstep.terminal import say, screen
@@ -89,7 +97,7 @@ def _print(error: HalfstepError) -> None:
     per rank.
     """
     rank = os.environ.get("RANK", "0")
-    if rank != "0" and error.exit_code == CONFIGURATION:
+    if rank != "0" and error.exit_code == CONFIGURATION and not isinstance(error, WrongLaunch):
         return
     whose = "" if rank == "0" else f"rank {rank}: "
     console = screen(stderr=True, soft_wrap=True)

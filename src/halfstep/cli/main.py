@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from halfstep.cli import _probe
-from halfstep.errors import INTERRUPTED, SOFTWARE, TRY_AGAIN, HalfstepError
+from halfstep.errors import INTERRUPTED, SOFTWARE, TRY_AGAIN, HalfstepError, WrongLaunch
 from halfstep.host_memory import nothing_collected
 from halfstep.slurm import slurm_ranks
 from halfstep.status_line import clear, show, tell
@@ -32,12 +32,12 @@ def main() -> None:
     """Run the command line."""
     # Commands print log messages in their own reports; without a handler, logging would print warnings to stderr.
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
-    # First of all: one rank prints, also before torch is loaded.
-    os.environ.update(slurm_ranks(os.environ))
     _print_anywhere()
     before = {number: signal.signal(number, _leave_asked) for number in _heard(sys.argv[1:2])}
     try:
         _answer_probe(sys.argv[1:])
+        # First of all: one rank prints, also before torch is loaded.
+        os.environ.update(slurm_ranks(os.environ))
         with _leaving_at_once(sys.argv[1:2]), nothing_collected():
             _show_activity(sys.argv[1:])
             application = build(sys.argv[1:2])
@@ -45,6 +45,9 @@ def main() -> None:
     except KeyboardInterrupt:
         _say_stopped()
         raise SystemExit(INTERRUPTED) from None
+    except WrongLaunch as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(error.exit_code) from None
     except Exception:
         # A bug, or an error in a task: Python would exit with 1, which says nothing.
         traceback.print_exc()

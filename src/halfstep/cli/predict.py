@@ -45,7 +45,9 @@ def run(
     FOLDER change inference only, not what was learned: model.guidance=4, or --sample_steps 100.
     """
     from halfstep.cli._predict_outputs import changed, check_place, drawn, folder_and_settings, predict
+    from halfstep.train.run_folder import recipe_in
 
+    recipe_in(folder)  # first: a file in the place of RUN is no folder for predictions
     images, settings = folder_and_settings(rest or [])
     place = out or folder / "predictions"
     check_place(place, overwrite)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import typer
 
 from halfstep.cli._options import Command, OnDevice, end, flag, print_json, storing
 from halfstep.errors import SOFTWARE, FolderTaken, WrongUse, unknown_name
+from halfstep.launch_variables import launched_rank
 
 GROUP = "Files"
 _STDOUT = "-"
@@ -85,7 +85,7 @@ def _chosen(only: list[str] | None, parts: tuple[str, ...]) -> list[str]:
 
 
 def _refuse_ranks() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_rank().world_size > 1:
         raise WrongUse(
             "halfstep selftest as one of several ranks",
             allowed="one process: it starts torchrun by itself",

@@ -39,8 +39,9 @@ class Source(Protocol):
     """Samples by number. Safe to use from several processes at once.
 
     A source may also have `key(index)`, a name that stays when the whole set is moved; `files_of(index)`, so that a
-    resumed run notices changed contents (samples may share a file); and `without_image(index)`. One that notices by
-    itself where a file changes under a run, or that reads no file after its start, has `notices_changes = True`.
+    resumed run notices changed contents (samples may share a file; all have some, or none has); and
+    `without_image(index)`. One that notices by itself where a file changes under a run, or that reads no file after its
+    start, has `notices_changes = True`.
     """
 
     def __len__(self) -> int: ...
@@ -63,6 +64,11 @@ def files_of(source: Source, index: int) -> Files:
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     say: Callable[[int], Files] | None = getattr(source, "files_of", None)
     return say(index) if say else ()
+
+
+def names_files(source: Source) -> bool:
+    """Return whether a source names the files of its samples; it does so for all of them, or for none."""
+    return len(source) > 0 and any(True for _ in files_of(source, 0))
 
 
 def notices_changes(source: object) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
-from halfstep.data.dataset import Source, files_of, key_of
+from halfstep.data.dataset import Source, files_of, key_of, names_files
 from halfstep.data.file_state import block_starts, content_digest
 from halfstep.errors import StateMismatch
 
@@ -107,7 +107,9 @@ def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePri
     keys = _below([key_of(source, number) for number in range(min(len(source), MOST_KEYS))])
     order = _digest(f"{len(key)}:{key}" for key in keys)
     # A shard is the file of all its samples, and counts once.
-    found = dict.fromkeys((key, os.fspath(path)) for i in range(len(source)) for key, path in files_of(source, i))
+    # There may be a billion samples that are drawn.
+    numbers = range(len(source)) if names_files(source) else ()
+    found = dict.fromkeys((key, os.fspath(path)) for i in numbers for key, path in files_of(source, i))
     rows = [FilePrint(key, 0, NOT_READ) for key in keys]
     whole = True
     if found:

@@ -28,6 +28,7 @@ from halfstep.data.dataset import (
 from halfstep.data.to_device import moved
 from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
 from halfstep.errors import BadData, HalfstepError, WorkerLost
+from halfstep.out_of_memory import for_workers
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ def _read(
 def _by_workers(
     samples: Samples | ValSamples, given: SentKeys, collate_fn: SeededCollate, how: LoaderOptions
 ) -> Iterator[Read]:
-    worker = Worker(how.workers) if how.workers else None
+    worker = _started(how.workers) if how.workers else None
     loader: Any = DataLoader(
         samples,
         batch_sampler=given,  # type: ignore[arg-type]
@@ -225,10 +226,19 @@ def _by_workers(
     yield from _while_workers_live(from_workers(loader, given, worker, wait))
 
 
+def _started(workers: int) -> Worker:
+    try:
+        return Worker(workers)
+    except OSError as error:  # its numbers are in shared memory
+        raise for_workers(error) or error from error
+
+
 def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
     try:
         yield from batches
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
+        if (failed := for_workers(error)) is not None:
+            raise failed from error
         if not str(error).startswith("DataLoader worker"):
             raise
         raise WorkerLost(

@@ -39,7 +39,7 @@ def listeners(
     screen = [] if console is None else [console_listener(console)]
     trackers = tracker_listeners(tracker, dir, resumed_at)
     if prometheus:
-        trackers.append(Prometheus(dir / METRICS if prometheus is True else Path(prometheus)))
+        trackers.append(Prometheus(dir / (METRICS if prometheus is True else prometheus)))
     every_listener = [*files, *screen, *trackers, Curves(dir)]
     if resumed_at is not None:
         recall(every_listener, dir / JOURNAL)

@@ -59,6 +59,13 @@ AnyCase = BeforeValidator(_lower)
 """`AdamW` is `adamw`: the name of torch's class is as good."""
 
 
+MOST_DRAWN = 10**9
+"""Samples that are drawn by number; the order of more does not fit the memory."""
+MOST_SECONDS = 1e7
+"""Seconds of a timeout, 115 days; torch counts larger ones in too few bits."""
+Timeout = Annotated[float, Field(gt=0.0, le=MOST_SECONDS)]
+
+
 class Section(BaseModel):
     """A part of a recipe; unknown keys and wrong types are errors."""
 
@@ -93,7 +100,7 @@ class DataOptions(Section):
     """How a share in `val` is taken: `exact` below 1,000 samples; `by_place`, as earlier runs do, by a hash alone."""
     bad_samples: NonNegativeInt = 10
     """Unreadable samples that are replaced by others before the run ends with an error."""
-    timeout: NonNegativeFloat = 120.0
+    timeout: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = 120.0
     """Seconds that a worker may take for one sample, which then counts as unreadable; 0 sets no limit."""
 
 
@@ -233,9 +240,9 @@ class WorldOptions(Section):
     hundredth step its error is measured against fp32."""
     sync_batchnorm: Annotated[bool, Also("sync_bn")] = False
     """Compute batch statistics over all ranks (torch's SyncBatchNorm). GPUs only."""
-    timeout: PositiveFloat = 300.0
+    timeout: Timeout = 300.0
     """Seconds without any progress after which the run ends with exit code 76 and names the rank that is behind."""
-    start_timeout: PositiveFloat = 600.0
+    start_timeout: Timeout = 600.0
     """The same for the first step, and for the first evaluation and save: torch compiles and allocates there."""
 
 
@@ -301,7 +308,7 @@ class RunOptions(Section):
     pictures_kept: PositiveInt = 100
     """Pictures that stay in the run's folder, the newest."""
     prometheus: bool | MetricsFile = False
-    """Write metrics.prom in the run's folder, or the .prom file of this path, for node_exporter to collect."""
+    """Write metrics.prom in the run's folder, or a .prom file: at a path in that folder, or typed, at any path."""
 
 
 ModelT = TypeVar("ModelT", bound=ModelOptions)

@@ -98,6 +98,8 @@ def _smoothed(n: int, name: str, run: RunFacts, key: str) -> Curve:
 
 def smooth(given: Sequence[float]) -> list[float]:
     """Return the mean over a fiftieth of the run before and after each number, so that curves can be told apart."""
+    if not given:
+        return []  # a run before its first step, or one without a finite loss
     found = np.array(given, float)
     ones = np.ones(2 * max(1, len(found) // 50) + 1)
     sums, counts = (np.convolve(one, ones, "same") for one in (found, np.ones_like(found)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import pkgutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 
 from halfstep.data.layout import SEGMENTATION, data_place, find_layout
 from halfstep.errors import BadData, BadRecipe, Contradiction, HalfstepError, WrongUse, missing_extra
+from halfstep.launch_variables import launched_rank
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
 from halfstep.recipe.fields import fields_of
 from halfstep.recipe.names import PRETRAINED, Override, Typed, key_for, read_flags, retyped
@@ -28,6 +28,7 @@ from halfstep.tasks import sizing
 from halfstep.terminal import progress
 from halfstep.train.run_folder import NEW, check_run
 
+METRICS_FILE = "run.prometheus"
 CLASSIC, ENCODED = "unet", "smp-unet"
 """The classic U-Net, and the one of segmentation-models-pytorch, whose encoder has pretrained weights."""
 Settings = Mapping[str, Any] | Iterable[str]
@@ -49,10 +50,22 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
     # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
     size = functools.partial(_sized, must_exist=any(one.key == "data.path" for one in overrides))
     resolved = resolve(found.raw, schema, [*overrides, *replaced], found.label, size)
+    if not any(one.key == METRICS_FILE for one in overrides):
+        _refuse_outside(resolved.recipe.run.prometheus)
     notes = [
         f"{PRETRAINED}: {one.key}={one.value}, since the classic U-Net has no pretrained weights" for one in replaced
     ]
     return replace(resolved, notes=[*resolved.notes, *notes])
+
+
+def _refuse_outside(metrics: bool | str) -> None:
+    """Raise BadRecipe where a recipe itself names a metrics file outside of the run's folder: it may be anyone's."""
+    if isinstance(metrics, str) and (Path(metrics).is_absolute() or ".." in Path(metrics).parts):
+        raise BadRecipe(
+            f"the recipe writes {METRICS_FILE} to {metrics}, outside of the run's folder",
+            allowed="true, or a path in the run's folder; any path from the command line",
+            do=f"take it out of the recipe, and type {METRICS_FILE}={metrics} after it",
+        )
 
 
 def _with_pretrained_encoder(found: RawRecipe, overrides: Sequence[Override]) -> list[Override]:
@@ -169,7 +182,7 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
 
 
 def _state(resolved: Resolved, accepted: Collection[str]) -> str:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_rank().world_size > 1:
         return NEW  # another rank may have opened the folder already; rank 0 checks it later for all
     return check_run(resolved.recipe, resolved.label, drawn=resolved.drawn, accepted=accepted)
 

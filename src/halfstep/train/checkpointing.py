@@ -15,7 +15,15 @@ import torch
 from halfstep import distributed
 from halfstep.checkpoint.commit import LEAVING, NotCommitted, Ruined, Saver, SaveResult, set_aside_since
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk
-from halfstep.errors import FolderLost, FolderTaken, HalfstepError, OutOfMemory, Stopped, StorageFailed
+from halfstep.errors import (
+    FolderLost,
+    FolderTaken,
+    HalfstepError,
+    OutOfMemory,
+    Stopped,
+    StorageFailed,
+    WeightsNotFinite,
+)
 from halfstep.files import write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
@@ -123,9 +131,9 @@ def _explained(folder: Path, work: Callable[[], None]) -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def diverged(given: str) -> HalfstepError:
+def diverged(given: str) -> WeightsNotFinite:
     """Return the error of a run that has no finite weights to save."""
-    return HalfstepError(
+    return WeightsNotFinite(
         given,
         allowed="weights that are finite",
         do="add --new to begin again, with a lower optimizer.lr, or with train.clip_norm",

@@ -157,12 +157,16 @@ RECOMPUTE = "train.checkpoint_activations"
 
 def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
     """Return the error to raise instead of an out-of-memory error, here or on another rank; None for any other."""
+    line = functools.partial(command_line, loop.outputs.folder, command, permission=ACCEPT)
+    if isinstance(error, OutOfMemory) and error.settings:
+        # No permission: these settings may change in a resumed run.
+        again = command_line(loop.outputs.folder, command, error.settings, permission=None)
+        return OutOfMemory(error.given, allowed=error.allowed, do=f"{error.more}; or {again}")
     elsewhere = isinstance(error, RankFailed) and tells_of_memory(error.given)
     if not is_out_of_memory(error) and not elsewhere:
         return None
     train, precision = loop.recipe.train, loop.parts.choice.precision.name
     what = "evaluating" if loop.is_evaluating else "in a step with"
-    line = functools.partial(command_line, loop.outputs.folder, command, permission=ACCEPT)
     do = line(_smaller(loop))
     doing = f"{what} micro-batches of {train.batch_size} samples in {precision}"
     if distributed.size() > 1 and not elsewhere:

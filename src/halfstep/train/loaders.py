@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from halfstep import distributed
-from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples, notices_changes
+from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples, names_files, notices_changes
 from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.data.recorded_files import RecordedFiles
@@ -129,10 +129,12 @@ def _same_everywhere(*sources: Source) -> None:
 
 def _recorded(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
     """Record the files of both splits, so that one that changes under the run is reported, and not used."""
-    recorded = [None if notices_changes(samples.source) else RecordedFiles(samples.source) for samples in both]
-    for samples, files in zip(both, recorded, strict=True):
-        if files is not None:
-            samples.change_of = files
+    recorded: list[RecordedFiles | None] = []
+    for samples in both:
+        files = None
+        if names_files(samples.source) and not notices_changes(samples.source):
+            files = samples.change_of = RecordedFiles(samples.source)
+        recorded.append(files)
     return recorded
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep.host_memory import total_memory
+from halfstep.launch_variables import launched_rank
 
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12
@@ -24,7 +25,7 @@ def cores() -> int:
 
 def cores_each() -> int:
     """Return the cores of this host for each rank on it."""
-    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, cores() // (launched_rank().local_world_size or 1))
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def this_machine(device: str) -> Machine:
     """Return the machine that this rank runs on; `device` is the recipe's setting."""
     from halfstep.recipe.schema import AUTO
 
-    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    launched = launched_rank()
+    ranks, here = launched.world_size, launched.local_world_size or 1
     # Ranks on one host share its memory; an accelerator's memory is each rank's own.
     host = Machine(cores_each(), total_memory() // here, devices=ranks)
     if device == AUTO and _no_driver():

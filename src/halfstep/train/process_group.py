@@ -17,8 +17,9 @@ import torch.distributed as dist
 from halfstep import distributed
 from halfstep.data.dataset import generators_aside
 from halfstep.errors import NotBegun, WrongUse
+from halfstep.launch_variables import count_in, launched_rank
 from halfstep.peers import Peers, host_id, parsed, this_process
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import describe, present
 from halfstep.recipe.schema import AUTO
 from halfstep.slurm import slurm_ranks
 from halfstep.train.peer_watch import PeerWatch
@@ -41,9 +42,9 @@ def together(timeout: float, *, ends_process: bool = False) -> Iterator[PeerWatc
     not come.
     """
     os.environ.update(slurm_ranks(os.environ))
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    launched = launched_rank()
     # A caller that has its own process group keeps it.
-    if not launched or dist.is_initialized():
+    if launched.world_size == 1 or dist.is_initialized():
         yield None
         return
     # Collectives run on the current device of each rank, so it is set first.
@@ -51,7 +52,7 @@ def together(timeout: float, *, ends_process: bool = False) -> Iterator[PeerWatc
     longest = timedelta(seconds=timeout)
     # Counted: a process that trains twice would meet the keys of its first group, as a restarted one would.
     prefix = f"{store_prefix(os.environ)}/{next(_groups)}"
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = launched.rank, launched.world_size
     until = time.monotonic() + timeout
     with stop_at_once():
         mine = dist.distributed_c10d.PrefixStore(prefix, _connected(os.environ, rank, until))
@@ -130,10 +131,9 @@ def store_prefix(environment: Mapping[str, str]) -> str:
     of dead ranks, and waits forever. On one node the restart count is the same for all ranks and separates them. On
     several nodes it is not: an agent counts only the restarts that it took part in.
     """
-    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     if environment.get("GROUP_WORLD_SIZE", "1") == "1":
-        return f"attempt-{count}"
-    restarts = int(count) > 0 or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        return f"attempt-{count_in('TORCHELASTIC_RESTART_COUNT', environment)}"
+    restarts = any(count_in(name, environment) for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"))
     if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         raise WrongUse(
             "torchrun with restarts on several nodes, and one store for all attempts: a restarted run would wait for "
@@ -156,7 +156,14 @@ def rng_preserved() -> AbstractContextManager[None]:
 def device_of(name: str) -> torch.device:
     """Return the device of this rank; an accelerator without an index means each rank's own."""
     _take_own_device()
-    return torch.device(describe(None if name == AUTO else name).place)
+    found = torch.device(describe(None if name == AUTO else name).place)
+    if found.type not in present():
+        raise WrongUse(
+            f"train.device={name}, which computes nothing on this machine",
+            allowed=", ".join(present()),
+            do=f"leave it out, or write train.device={present()[0]}",
+        )
+    return found
 
 
 def backends() -> str | None:
@@ -171,5 +178,4 @@ def backends() -> str | None:
 def _take_own_device() -> None:
     if torch.accelerator.is_available():
         # Modulo: several ranks may share one device.
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.accelerator.set_device_index(local % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(launched_rank().local_rank % torch.accelerator.device_count())

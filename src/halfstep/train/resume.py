@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep import distributed
+from halfstep.checkpoint.chunks import ChunkedTensor
 from halfstep.checkpoint.packing import unpack
 from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, sweep, sweep_aside
 from halfstep.checkpoint.reading import Like, newest_intact, none_intact, read_plain, read_tensors
@@ -242,6 +244,8 @@ def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     found = differences(dict(manifest.environment), environment(loop.stepper.device))
     if manifest.world_size != distributed.size():
         found.append(f"it was saved by {manifest.world_size} ranks, and goes on with {distributed.size()}")
+    elif (saved := _shard_size(manifest.chunks)) != (now := _live_shard_size(loop.model)):
+        found.append(f"it was saved by {_in_shards(saved)}, and goes on with {_in_shards(now)}")
     elif manifest.world_size > 2 and not (manifest.chunks and distributed.is_sharded(loop.model.parameters())):
         # DDP packs gradients anew after its first backward, and a ring adds each element in an order that depends on
         # its place. Two terms have one order; with four ranks the bits of a resumed run were seen to differ.
@@ -250,6 +254,19 @@ def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     if size != before:
         found.append(f"a micro-batch had {before} samples, and has {size}")
     return found
+
+
+def _shard_size(chunks: Mapping[str, ChunkedTensor]) -> int:
+    """Return how many ranks shared one copy of the weights when they were saved; 1 for ranks with all weights."""
+    return max((len(chunked.ranks) for chunked in chunks.values()), default=1)
+
+
+def _live_shard_size(model: nn.Module) -> int:
+    return max((math.prod(distributed.pieces(parameter)) for parameter in model.parameters()), default=1)
+
+
+def _in_shards(size: int) -> str:
+    return "ranks that hold all weights" if size == 1 else f"{size} ranks to a copy of the weights"
 
 
 def _extended(loop: Loop, found: FoundCheckpoint, before: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -364,9 +364,9 @@ def open_run(
     recipe's length. Raises FolderTaken, StateMismatch or Unsafe where the folder cannot be used.
     """
     wanted = Path(recipe.run.dir or Path("runs", label))
-    if EXTEND in accepted and _written(wanted) is None:
-        raise _nothing_to_extend(wanted)
     try:
+        if EXTEND in accepted and _written(wanted) is None:
+            raise _nothing_to_extend(wanted)
         path = _first_free(wanted) if new else _made(wanted)
         _refuse_foreign(path)
         held = lock(path, now)
@@ -382,9 +382,10 @@ def open_run(
 def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted: Collection[str] = ()) -> State:
     """Raise what `open_run` would raise, without changing a run; for commands that have yet to import torch."""
     path = Path(recipe.run.dir or Path("runs", label))
-    if not path.exists():
-        return NEW
     try:
+        if not path.exists():
+            _refuse_long(path)
+            return NEW
         _refuse_foreign(_made(path))
         if _written(path) is None:
             return NEW
@@ -457,6 +458,11 @@ def keep_recipe(path: Path, recipe: Any) -> None:
 def is_finished(path: Path) -> bool:
     """Return whether the run in this folder is finished."""
     return read_json(path / RESULT) is not None
+
+
+def _refuse_long(path: Path) -> None:
+    """Raise OSError where a path that is to be made is too long, with the longest name of a run in it."""
+    (path / CHECKPOINTS / ("x" * 64) / ("x" * 64)).exists()
 
 
 def _made(path: Path) -> Path:

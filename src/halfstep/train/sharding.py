@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +15,7 @@ from halfstep import distributed
 from halfstep.errors import BadRecipe
 from halfstep.formats import BF16
 from halfstep.journal.events import Journal
+from halfstep.launch_variables import launched_rank
 from halfstep.recipe.schema import WorldOptions
 from halfstep.step.shard_units import BLOCK, ShardUnit, apply_fully_shard, shard_mesh
 from halfstep.step.stepper import Stepper
@@ -131,7 +131,7 @@ def reduced_in_fp32(options: WorldOptions) -> list[str]:
 
 def ranks_a_node() -> int:
     """Return how many ranks the launcher started on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or distributed.size()
+    return launched_rank().local_world_size or distributed.size()
 
 
 def device_memory(device: torch.device) -> int | None:

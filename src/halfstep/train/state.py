@@ -170,7 +170,22 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
             do="use another checkpoint, or add --new to begin again in a folder of its own",
         )
     checked: Mapping[str, Any] = plain
+    if problem := _recipe_problem(checked["recipe"]):
+        raise BadData(
+            f"{where} is not the state of a run: {problem}",
+            allowed="what halfstep wrote",
+            do="use another checkpoint, or add --new to begin again in a folder of its own",
+        )
     return checked
+
+
+def _recipe_problem(recipe: Mapping[str, Any]) -> str:
+    """Return what a saved recipe lacks of that which every resume reads; empty where it lacks nothing."""
+    train = recipe.get("train")
+    if not isinstance(train, dict):
+        return "its recipe has no section train"
+    wrong = [name for name in ("batch_size", "microbatches") if type(train.get(name)) is not int or train[name] < 1]
+    return f"its recipe has no number train.{wrong[0]}" if wrong else ""
 
 
 def _optimizer_facts(live: RunObjects, name: str) -> dict[str, Any]:

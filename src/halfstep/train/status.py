@@ -41,6 +41,7 @@ from halfstep.errors import (
     NotRestarted,
 )
 from halfstep.files import read_json, renaming, replacing, write_json
+from halfstep.launch_variables import count_in
 from halfstep.out_of_memory import is_out_of_memory
 from halfstep.ownership import machine_id
 from halfstep.recipe.changes import RECIPE
@@ -95,14 +96,12 @@ class Launch:
 
 def restart_count(environment: Mapping[str, str] = os.environ) -> int:
     """Return how often torchrun or Slurm restarted this run; 0 for a command that a person typed."""
-    counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return max(int(count) if count.isdecimal() else 0 for count in counts)
+    return max(count_in(name, environment) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def may_be_restarted(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun or Slurm starts this run again where it fails, as far as their variables tell."""
-    most = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    return restart_count(environment) > 0 or (most.isdecimal() and int(most) > 0)
+    return restart_count(environment) > 0 or count_in("TORCHELASTIC_MAX_RESTARTS", environment) > 0
 
 
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")

@@ -113,7 +113,7 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
     found = _named_alike(_without_prefixes(read_tensors(path), own), own)
     fitting = {name: found[name] for name in own if name in found and found[name].shape == own[name].shape}
     report = _compared(path, own, found, fitting)
-    if not report.complete and (not partial or 2 * len(fitting) < min(len(own), len(found))):
+    if not report.complete and (not partial or not fitting or 2 * len(fitting) < min(len(own), len(found))):
         raise StateMismatch(
             f"{path} does not fit the model\n{report}",
             allowed=f"weights of this model: {len(own)} tensors",

@@ -17,6 +17,7 @@ from halfstep import distributed
 from halfstep.data.dataset import BadSample, Sample, Source, Subset, ValSamples
 from halfstep.data.loader import ValLoader
 from halfstep.errors import BadData
+from halfstep.launch_variables import launched_rank
 
 # -- everyone ---------------------------------------------------------------------------------------------------------
 # Collective work: every rank does its part, and an error on one rank is raised on all.
@@ -27,7 +28,8 @@ def here() -> tuple[int, int]:
     if "LOCAL_RANK" not in os.environ:
         # Without torchrun's variables, all ranks are taken to be on one host.
         return distributed.rank(), distributed.size()
-    return int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    launched = launched_rank()
+    return launched.local_rank, launched.local_world_size or 1
 
 
 # -- moments ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from halfstep.errors import BadRecipe
-from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.schema import MOST_DRAWN, Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 
 
 class ClassificationModel(ModelOptions):
@@ -40,7 +40,7 @@ class ClassificationData(DataOptions):
     """Alpha of mixup, which blends two images and their labels; 0 is off. With cutmix too, each batch draws one."""
     cutmix: NonNegativeFloat = 0.0
     """Alpha of cutmix, which pastes a part of one image into another; 0 is off."""
-    samples: Annotated[int, Field(ge=2)] = 512
+    samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 512
     """shapes: how many images there are, with those for validation."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.schema import MOST_DRAWN, Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 from halfstep.tasks.models.latent.checks import check as check
 
 Widths = Annotated[list[PositiveInt], Field(min_length=1, max_length=6)]
@@ -74,7 +74,7 @@ class DiffusionData(DataOptions):
     """embedding: a .safetensors file with a tensor for each image, by its name: tokens × width, or width."""
     cache_latents: bool = True
     """Encode each image once, and keep its latents on the disk, where the autoencoder is frozen."""
-    samples: Annotated[int, Field(ge=2)] = 256
+    samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 256
     """shapes and maps: how many images there are, with those for validation."""
 
 

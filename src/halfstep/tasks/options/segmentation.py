@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from halfstep.errors import BadRecipe
-from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.schema import MOST_DRAWN, Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 
 Colour = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]
 
@@ -54,7 +54,7 @@ class SegmentationData(DataOptions):
     """Flip crops, and change their brightness, contrast and saturation a little where they are in colour."""
     size: PositiveInt = 64
     """shapes: the size of an image."""
-    samples: Annotated[int, Field(ge=2)] = 256
+    samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 256
     """shapes: how many images there are, with those for validation."""
 
 

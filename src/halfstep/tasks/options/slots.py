@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from halfstep.errors import BadRecipe
-from halfstep.recipe.schema import Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
+from halfstep.recipe.schema import MOST_DRAWN, Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 
 
 class SlotsModel(ModelOptions):
@@ -58,7 +58,7 @@ class SlotsData(DataOptions):
     """videos, frames and movi: take one frame of so many."""
     objects: Annotated[int, Field(ge=1, le=32)] = 4
     """sprites and shapes: the most that a clip has; at least half as many are drawn."""
-    samples: Annotated[int, Field(ge=2)] = 512
+    samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 512
     """sprites and shapes: how many clips there are, with those for validation."""
 
 

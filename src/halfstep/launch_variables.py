@@ -1,0 +1,72 @@
+"""Read the variables by which torchrun, srun and others start a rank, in one place. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from halfstep.errors import WrongLaunch
+
+MOST_RANKS = 1_000_000
+MOST_DIGITS = 18
+"""Digits of a number in a variable; a longer one is no count."""
+LARGEST_PORT = 65_535
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """This process among those that were started with it; one process is a group of one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """The rank among those of this host."""
+    local_world_size: int | None = None
+    """The ranks of this host; None where the launcher does not say."""
+
+
+def launched_rank(variables: Mapping[str, str] = os.environ) -> LaunchedRank:
+    """Return this rank as its launcher named it; raise WrongLaunch for variables that name no rank of a group."""
+    size = number_in("WORLD_SIZE", variables, 1, 1, MOST_RANKS)
+    local_rank = number_in("LOCAL_RANK", variables, 0, 0, MOST_RANKS)
+    here = number_in("LOCAL_WORLD_SIZE", variables, 0, 0, MOST_RANKS) or None
+    if "WORLD_SIZE" not in variables:
+        # One process; another program may have a RANK of its own.
+        return LaunchedRank(local_rank=local_rank, local_world_size=here)
+    if size > 1:
+        _check_place(variables)
+    rank = number_in("RANK", variables, 0, 0, size - 1)
+    return LaunchedRank(rank, size, local_rank, here)
+
+
+def _check_place(variables: Mapping[str, str]) -> None:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if missing:
+        raise WrongLaunch(
+            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}",
+            allowed="all variables of a rank: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+            do="start the ranks with torchrun or srun, or unset WORLD_SIZE for one process",
+        )
+    number_in("MASTER_PORT", variables, 0, 1, LARGEST_PORT)
+
+
+def number_in(name: str, variables: Mapping[str, str], default: int, least: int, most: int) -> int:
+    """Return the whole number in a variable, `default` where it is not set; raise WrongLaunch for anything else."""
+    text = variables.get(name)
+    if text is None:
+        return default
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    if not is_number or not least <= int(text) <= most:
+        raise WrongLaunch(
+            f"the variable {name} is {text[:40]!r}",
+            allowed=f"a whole number from {least} to {most}",
+            do=f"start the ranks with torchrun or srun, which set it, or unset {name} and WORLD_SIZE for one process",
+        )
+    return int(text)
+
+
+def count_in(name: str, variables: Mapping[str, str]) -> int:
+    """Return the count in a variable that a launcher need not set; 0 where it is none, such as `none`."""
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else 0
