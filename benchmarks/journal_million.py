@@ -1,12 +1,18 @@
 """What a long journal costs: a summary of 1,000,000 lines for a report, and their recall by a run that resumes.
 
     python benchmarks/journal_million.py [--lines 1000000] [--json]
+    python benchmarks/journal_million.py --commands [--lines 2000000] [--json]
 
 The journal is of an fp16 run that was restarted three times, with losses that are not finite, skips, speeds,
 evaluations and epochs, in files of 100 MB as the trainer writes them. It is written to a temporary folder first, and
 counts for nothing. Seconds are of the processor; rise is what the peak of the resident memory grew by. `recall` is what
 a run that resumes spends on its console, its log and its curves; beside it the same with the parser of the standard
 library. `--json` keeps the figures beside this file.
+
+`--commands` runs real commands on a run whose journal has so many lines: `halfstep report`, `halfstep train` that
+resumes from a checkpoint behind all these lines, and one that resumes from a checkpoint before them and cuts them off.
+Seconds are those of the whole command, with the import of torch; MB is its peak, next to that of the same command on
+the same run without the lines.
 """
 
 from __future__ import annotations
@@ -15,26 +21,29 @@ import argparse
 import io
 import json
 import math
+import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from halfstep.errors import TRY_AGAIN
 from halfstep.journal import jsonl
 from halfstep.journal.curves import Curves
-from halfstep.journal.events import FORMAT, Event
+from halfstep.journal.events import END, FORMAT, START, Event
 from halfstep.journal.jsonl import JOURNAL, as_line
 from halfstep.journal.listeners import recall
 from halfstep.journal.plain import Plain
 from halfstep.journal.summary import summarize
 
 HERE = Path(__file__).parent
-LINES, GOAL = 1_000_000, 20.0
+LINES, COMMAND_LINES, GOAL = 1_000_000, 2_000_000, 20.0
 PART = 100_000_000
 """Bytes of a file of the journal: `run.journal_mb` of a recipe that does not set it."""
 EPOCH_STEPS, SPEED_EVERY, SKIP_EVERY = 5000, 10, 997
@@ -171,6 +180,78 @@ def recalled_by_standard_parser(path: Path) -> int:
     return recalled(path)
 
 
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+LIMITS = {"report": 40.0, "resume": 60.0, "resume_and_cut": 60.0}
+"""Processor seconds that a command may take."""
+TINY = ["train.steps=100000", "train.epochs=null", "evaluate.every_epochs=100000", "train.num_workers=0"]
+TINY += ["checkpoint.every_steps=1000000", "run.pictures=0"]
+
+
+class Cost(NamedTuple):
+    """Processor seconds and the peak memory of a command in MB."""
+
+    cpu: float
+    peak: float
+
+
+def command(words: list[str], expected: int) -> Cost:
+    """Run a command of halfstep to its end, and return what it took."""
+    process = subprocess.Popen([sys.executable, "-m", "halfstep", *words], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != expected:
+        raise SystemExit(f"halfstep {' '.join(words)} ended with {process.returncode}")
+    return Cost(round(used.ru_utime + used.ru_stime, 1), round(used.ru_maxrss / 1024, 1))
+
+
+def stopped_after(words: list[str], folder: Path, more: Callable[[], None] = lambda: None) -> None:
+    """Start a run, do `more` while it stands still after its first steps, and ask it to stop."""
+    process = subprocess.Popen([sys.executable, "-m", "halfstep", *words], stdout=subprocess.DEVNULL)
+    while not (folder / JOURNAL).exists() or b'"event":"step"' not in (folder / JOURNAL).read_bytes():
+        time.sleep(0.2)
+    process.send_signal(signal.SIGSTOP)
+    more()
+    process.send_signal(signal.SIGCONT)
+    process.terminate()
+    if process.wait() != TRY_AGAIN:
+        raise SystemExit(f"the run ended with {process.returncode}")
+
+
+def append_steps(folder: Path, lines: int) -> None:
+    """Append lines of a run to its journal, as the run itself does."""
+    with (folder / JOURNAL).open("ab") as file:
+        file.writelines(as_line(event).encode() for event in journal_lines(lines) if event["event"] not in (START, END))
+
+
+def measured_commands(lines: int) -> dict[str, Any]:
+    """Return what commands take on a run with a long journal, and on the same run with a short one."""
+    found: dict[str, dict[str, Cost]] = {way: {} for way in LIMITS}
+    for length, some in (("short", 0), ("long", lines)):
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / "run"
+            train = ["train", "segmentation_tiny", *TINY, f"run.dir={folder}"]
+            stopped_after(train, folder, lambda: append_steps(folder, some))  # noqa: B023
+            found["report"][length] = command(["report", str(folder), "--output", f"{place}/report.html"], 0)
+            found["resume"][length] = command(
+                [*train, "--accept-recipe-change", f"train.steps={_steps(folder) + 2}"], 0
+            )
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / "run"
+            train = ["train", "segmentation_tiny", *TINY, f"run.dir={folder}"]
+            stopped_after(train, folder)
+            last = _steps(folder)
+            append_steps(folder, some)
+            found["resume_and_cut"][length] = command([*train, "--accept-recipe-change", f"train.steps={last + 2}"], 0)
+    return {way: {length: cost._asdict() for length, cost in costs.items()} for way, costs in found.items()}
+
+
+def _steps(folder: Path) -> int:
+    """Return the steps at the newest checkpoint of a run, from its name."""
+    return max(int(path.name.split("-")[1].split(".")[0]) for path in (folder / "checkpoints").glob("step-*"))
+
+
 WAYS = {"journal_million": summary, "recall": recalled, "recall_standard_json": recalled_by_standard_parser}
 
 
@@ -191,7 +272,8 @@ def measured(way: str, folder: Path) -> dict[str, float]:
 def main() -> None:
     """Write the journal, read it in each way, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=LINES)
+    parser.add_argument("--lines", type=int)
+    parser.add_argument("--commands", action="store_true", help="measure whole commands on 2,000,000 lines")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--read", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -199,6 +281,10 @@ def main() -> None:
     if given.read:
         print(json.dumps(measure(given.read, given.folder)))
         return
+    if given.commands:
+        show_commands(given.lines or COMMAND_LINES, given.json)
+        return
+    given.lines = given.lines or LINES
     with tempfile.TemporaryDirectory() as folder:
         size = write_journal(Path(folder), given.lines)
         found: dict[str, Any] = {way: measured(way, Path(folder)) for way in WAYS}
@@ -211,6 +297,25 @@ def main() -> None:
         (HERE / "journal_million.json").write_text(json.dumps(record, indent=1) + "\n")
     if found["journal_million"]["cpu"] > GOAL:
         raise SystemExit(f"more than {GOAL:.0f} s of the processor")
+
+
+def show_commands(lines: int, keep: bool) -> None:
+    """Print and keep what commands take; fail where one takes longer than it may."""
+    found = measured_commands(lines)
+    for way, costs in found.items():
+        long, short = costs["long"], costs["short"]
+        print(
+            f"{way} lines={lines} cpu={long['cpu']:.1f}s limit={LIMITS[way]:.0f}s short={short['cpu']:.1f}s "
+            f"peak={long['peak']:.0f}MB short={short['peak']:.0f}MB"
+        )
+    if keep:
+        machine = {"python": platform.python_version(), "machine": platform.machine()}
+        said = " ".join(["python", "benchmarks/journal_million.py", *sys.argv[1:]])
+        record = {"command": said, "lines": lines, "limits": LIMITS, **found, **machine}
+        (HERE / "journal_commands.json").write_text(json.dumps(record, indent=1) + "\n")
+    late = [way for way, costs in found.items() if costs["long"]["cpu"] > LIMITS[way]]
+    if late:
+        raise SystemExit(f"more processor seconds than allowed: {', '.join(late)}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -53,7 +54,6 @@ def judged(folder: Path, max_age: float = 30.0, rank: int | None = None) -> tupl
     ("said", "expected"),
     [
         ({"age": 10.0}, ("alive", 0)),
-        ({"age": 40.0}, ("silent", 76)),
         (ended(0, age=1e6), ("finished", 0)),
         *[(ended(code, age=1e6), ("ended", code)) for code in (65, 70, 74, 75, 76, 78, 80, 81, 130)],
         (ended(300), ("ended", 70)),
@@ -65,6 +65,14 @@ def judged(folder: Path, max_age: float = 30.0, rank: int | None = None) -> tupl
 def test_one_rank_of_this_host(tmp_path: Path, said: dict[str, Any], expected: tuple[str, int]) -> None:
     write(tmp_path, **said)
     assert judged(tmp_path) == expected
+
+
+def test_a_process_that_stands_still_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_is_gone", lambda status: False)  # this process may be younger than that
+    monkeypatch.setattr(liveness, "_watch", lambda folder, statuses, limits: {})
+    write(tmp_path, age=40.0)
+    assert judged(tmp_path, 30) == ("silent", 76)
+    assert judged(tmp_path, 50) == ("alive", 0)
 
 
 def test_a_process_that_was_killed_is_noticed_before_its_heartbeat_is_old(tmp_path: Path) -> None:
@@ -107,6 +115,15 @@ def test_another_host_is_watched_and_its_clock_is_not_read(tmp_path: Path, age: 
     thread = beating(tmp_path, 0, **ended(80))
     assert judged(tmp_path, 30.0) == ("ended", 80), "it ended while it was watched"
     thread.join()
+
+
+def test_a_number_that_another_process_got_is_not_alive(tmp_path: Path) -> None:
+    age = time.time() - psutil.Process().create_time() + 10.0
+    write(tmp_path, age=age)
+    found = judge_run(tmp_path, 1000)
+    assert (found.state, found.code) == ("silent", 76), (
+        "written before this process began, as by a pod of the same name"
+    )
 
 
 def test_a_clock_that_was_set_back_says_nothing(tmp_path: Path) -> None:

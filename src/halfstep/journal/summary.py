@@ -236,11 +236,14 @@ class _Reading:
         found._launches.add(EventAtStep(at, {key: event.get(key) for key in ("time", "utc", "host", "job", "resumed")}))
 
     def _step(self, event: Event) -> None:
-        attempt, found = _attempt(event), self._found
-        if not attempt:
+        get, found = event.get, self._found
+        attempt = get("attempt")
+        # As `_attempt`, without a call: a long journal has millions of these lines.
+        if type(attempt) is not int or not 0 < attempt < _LARGEST_ATTEMPT:
             found.damaged += 1
             return
-        self._place(attempt)
+        if self._between:
+            self._place(attempt)
         if attempt >= self._lowest:
             found.superseded += 1
             return
@@ -253,7 +256,6 @@ class _Reading:
         if attempt < self._span_begin or len(self._rows) == _SPAN:
             self._flush()
             self._span_begin = found.axis.begin(attempt)
-        get = event.get
         self._rows.append((attempt, get("loss"), get("lr"), get("loss_scale"), get("grad_norm")))
         if get("applied"):
             found.applied += 1
@@ -277,13 +279,12 @@ class _Reading:
 
     def _place(self, attempt: int) -> None:
         """Add the events that came after an attempt, unless it was done again."""
-        if self._between:
-            # An attempt of 0 is before the first step: it is never done again.
-            if attempt < self._lowest:
-                for event in self._between:
-                    self._other(attempt, event)
-            self._between.clear()
-            self._between_bytes = 0
+        # An attempt of 0 is before the first step: it is never done again.
+        if attempt < self._lowest:
+            for event in self._between:
+                self._other(attempt, event)
+        self._between.clear()
+        self._between_bytes = 0
 
     def _other(self, attempt: int, event: Event) -> None:
         kind, found = event["event"], self._found

@@ -28,6 +28,8 @@ FOR_A_BEAT = 12.0
 more with many ranks."""
 RANKS_A_SECOND = 50.0
 """Status files that all ranks together write in a second, as `train.watchdog` has it."""
+CLOCK_ERROR = 2.0
+"""Seconds by which the beginning of a process may be wrong: the file has whole seconds, and the system rounds."""
 PAUSE = 0.5
 LONGEST = 1000
 
@@ -108,7 +110,7 @@ def _judge_ranks(folder: Path, statuses: Mapping[int, Status], max_age: float) -
     for rank, status in statuses.items():
         if status.get("state") == "ended":
             judged[rank] = _as_ended(rank, status)
-        elif status.get("host") != here or _is_gone(status.get("pid")):
+        elif status.get("host") != here or _is_gone(status):
             watched[rank] = grace if status.get("host") == here else max_age
         elif (age := now - _timestamp(status.get("time"))) > max_age:
             judged[rank] = _as_running(rank, status, SILENT, age, f"no heartbeat for {age:.0f} s")
@@ -144,19 +146,24 @@ def _watch(folder: Path, statuses: Mapping[int, Status], limits: Mapping[int, fl
 def _why_silent(status: Status, waited: float) -> str:
     if not status:
         return f"no status of this launch within {waited:.0f} s"
-    if status.get("host") == socket.gethostname() and _is_gone(status.get("pid")):
+    if status.get("host") == socket.gethostname() and _is_gone(status):
         return "its process is gone, and wrote no end"
     return f"no heartbeat for {waited:.0f} s"
 
 
-def _is_gone(pid: object) -> bool:
-    """Return whether this host has no process of this number, or only its remains."""
+def _is_gone(status: Status) -> bool:
+    """Return whether this host has no process of this number, only its remains, or one that began after the last write.
+
+    The first process of each container has the number 1, and a pod may get the name of the one before.
+    """
+    pid, written = status.get("pid"), _timestamp(status.get("time"))
     if type(pid) is not int:
         return False
     import psutil
 
     try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > written + CLOCK_ERROR
     except (psutil.NoSuchProcess, ValueError, OverflowError):
         return True
     except psutil.Error:

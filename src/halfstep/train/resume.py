@@ -315,7 +315,7 @@ def _size_at(found: FoundCheckpoint) -> int:
 def _last_attempt(folder: Path, after: int = 0) -> int:
     """Return the last attempt in the journal after its first `after` bytes."""
     written = saved_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
-    steps = [event.get("attempt") for event in written if event["event"] == events.STEP]
+    steps = (event.get("attempt") for event in written if event["event"] == events.STEP)
     return max((attempt for attempt in steps if type(attempt) is int), default=0)
 
 
