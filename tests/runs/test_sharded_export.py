@@ -59,7 +59,8 @@ def snapshot(rank: int, model: nn.Module) -> RankSnapshot:
         "buffers": {name: {"$tensor": f"weights/buffers/{name}"} for name, _ in model.named_buffers()},
         "non_persistent_buffers": ["not saved"],
     }
-    plain: dict[str, Any] = {**{name: {} for name in COMPONENTS}, "ema": None, "weights": weights}
+    recipe = {"train": {"batch_size": 4, "microbatches": 1}}
+    plain: dict[str, Any] = {**{name: {} for name in COMPONENTS}, "ema": None, "weights": weights, "recipe": recipe}
     return RankSnapshot(5, plain, tensors | (buffers if rank == 0 else {}), chunks=chunks)
 
 
