@@ -104,7 +104,7 @@ def is_alive(pid: int, since: float) -> bool:
         process = psutil.Process(pid)
         # Process ids are reused: a process that began after the status was first written is another one.
         return process.status() != psutil.STATUS_ZOMBIE and (not since or process.create_time() < since + 2.0)
-    except (psutil.Error, ValueError, OverflowError):
+    except (psutil.Error, OSError, ValueError, OverflowError):
         return False
 
 
@@ -167,21 +167,23 @@ class Ownership:
         self._close()
 
     def _loss(self) -> FolderLost | None:
+        path = self.folder / LOCK
         try:
-            there = os.stat(self.folder / LOCK, follow_symlinks=False)
+            there = os.stat(path, follow_symlinks=False)
+            with self._using:
+                if self._descriptor is None:
+                    return None
+                is_own = _is_open_as(self._descriptor, there)
+            holder = None
+            if is_own and self._is_signed:
+                # Opened by its name: a network disk asks its server then, and may show an old text to who has it open.
+                holder = _holder_at(path)
+                is_own = holder is not None and holder.launch == self.token
+            return None if is_own else _taken(self.folder, holder or _holder_if_file(path))
         except OSError as error:
             if error.errno in _GONE:
-                return _gone(self.folder)
+                return _gone(self.folder, self._absolute)
             raise
-        with self._using:
-            if self._descriptor is None:
-                return None
-            if not _is_open_as(self._descriptor, there):
-                return _taken(self.folder, _holder_at(self.folder / LOCK))
-            holder = read_holder(self._descriptor) if self._is_signed else None
-            if self._is_signed and (holder is None or holder.launch != self.token):
-                return _taken(self.folder, holder)
-        return None
 
     def _close(self) -> None:
         with self._using:
@@ -200,18 +202,22 @@ def _is_open_as(descriptor: int, there: os.stat_result) -> bool:
 
 
 def _holder_at(path: Path) -> Holder | None:
+    descriptor = _open_regular(path)
+    try:
+        return read_holder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _holder_if_file(path: Path) -> Holder | None:
     with contextlib.suppress(OSError):
-        descriptor = _open_regular(path)
-        try:
-            return read_holder(descriptor)
-        finally:
-            os.close(descriptor)
+        return _holder_at(path)
     return None
 
 
 def _open_regular(path: Path) -> int:
     """Open a regular file for reading; raise OSError for a link, a folder or a pipe, and never wait for a writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{path.name} is not a file")
@@ -228,11 +234,21 @@ def _taken(folder: Path, holder: Holder | None) -> FolderLost:
     )
 
 
-def _gone(folder: Path) -> FolderLost:
+def _gone(folder: Path, absolute: Path) -> FolderLost:
+    given = f"{folder / LOCK} is gone: the folder was removed, moved or cleared while the run trained"
+    do = "bring the folder back, and start the run with the same command: it goes on from its last checkpoint"
+    if Path(os.path.abspath(folder)) != absolute:
+        given = (
+            f"{folder / LOCK} is gone: the working directory of the process is {Path.cwd()} now, the run is {absolute}"
+        )
+        do = f"start it with run.dir={absolute}: it goes on from its last checkpoint"
+    elif folder.is_dir():
+        given = f"{folder / LOCK} is gone: it was removed while the run trained"
+        do = f"start the run with the same command: it goes on from its last checkpoint; leave {LOCK} to the run"
     return FolderLost(
-        f"{folder / LOCK} is gone: the folder was removed, moved or cleared while the run trained. Nothing was created",
-        allowed="a run folder that stays in its place until the run ends",
-        do="bring the folder back, and start the run with the same command: it goes on from its last checkpoint",
+        f"{given}. Nothing was created",
+        allowed="a run folder that stays as it is until the run ends",
+        do=do,
         exit_code=STORAGE,
     )
 

@@ -226,8 +226,41 @@ def test_a_run_without_its_folder_ends_and_makes_nothing_anew(way: str, backgrou
     error = lost(tmp_path / "run", disturb, checkpoint__background=background)
     assert error.exit_code == GONE
     assert f"{tmp_path / 'run' / LOCK} is gone" in error.given
+    assert "start the run with the same command" in error.do
     assert (tmp_path / "run").is_dir() == (way == "no lock")
     assert (tree(tmp_path / "run", JOURNAL, LOG) if way == "no lock" else {}) == seen
+
+
+def test_a_task_that_changes_the_working_directory_of_a_relative_run_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    error = lost(Path("run"), lambda folder: os.chdir(tmp_path / "other"))
+    assert error.exit_code == GONE
+    assert f"run.dir={tmp_path / 'run'}" in error.do
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_lock_that_a_full_disk_left_without_its_token_is_compared_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        ours = lock(tmp_path)
+    assert (tmp_path / LOCK).read_bytes() == b""
+    write_text(tmp_path / "file", "")
+    other = Ownership.joined(tmp_path, ours.token)
+    assert other is not None
+    other.release()
+    (tmp_path / LOCK).rename(tmp_path / "old")
+    (tmp_path / LOCK).touch()
+    with pytest.raises(FolderLost):
+        write_text(tmp_path / "file", "")
+    ours.release()
 
 
 def test_a_run_that_is_asked_to_stop_without_its_folder_does_not_say_that_it_was_saved(tmp_path: Path) -> None:

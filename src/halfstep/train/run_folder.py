@@ -72,7 +72,8 @@ class FolderLock(Ownership):
             is_own = not self._is_changed()
             with self._using:
                 if self._descriptor is not None and is_own:
-                    _write(self._descriptor, b"")
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._descriptor, 0)
                 if self._descriptor is not None:
                     # Closing alone is not enough: a child that is being forked holds the descriptor for a moment.
                     _fcntl().flock(self._descriptor, _fcntl().LOCK_UN)
