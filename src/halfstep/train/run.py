@@ -6,7 +6,8 @@ import platform
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def train(
     more: dict[str, Any] = {}
     leaving = LEAVING
     try:
-        with lost_ranks_named(lost):
+        with _ending(loop), lost_ranks_named(lost):
             if resumed is not None and resumed.is_new_length_or_settings:
                 # A checkpoint with the new settings, so that they need not be accepted again.
                 loop.checkpoints.save()
@@ -120,13 +121,21 @@ def train(
         reason, more = OUT_OF_MEMORY, {"error": failed.given}
         raise failed from None
     finally:
-        loop.beat(ENDING)
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close(leaving)
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         _record_end(loop, run, reason, more)
     loop.outputs.result({**_result(run, loop.parts), "cures": loop.guarding.remedies.as_dict()})
     return run
+
+
+@contextmanager
+def _ending(loop: Loop) -> Iterator[None]:
+    """Note at the end, however it comes, that this rank waits for no other one any more: they may end before it."""
+    try:
+        yield
+    finally:
+        loop.beat(ENDING)
 
 
 def _record_end(loop: Loop, run: Run, reason: str, more: dict[str, Any]) -> None:
