@@ -98,7 +98,7 @@ def train(
                 loop.checkpoints.finish()
             reason = loop.run()
             loop.checkpoints.finish()
-            _same_weights(loop.parts, journal)
+            weights = _same_weights(loop.parts, journal)
     except KeyboardInterrupt:
         reason = INTERRUPTED
         raise
@@ -125,7 +125,7 @@ def train(
         loop.checkpoints.close(leaving)
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         _record_end(loop, run, reason, more)
-    loop.outputs.result({**_result(run, loop.parts), "cures": loop.guarding.remedies.as_dict()})
+    loop.outputs.result({**_result(run, loop.parts, weights), "cures": loop.guarding.remedies.as_dict()})
     return run
 
 
@@ -292,7 +292,7 @@ def _ended(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
     )
 
 
-def _result(run: Run, parts: Parts) -> dict[str, Any]:
+def _result(run: Run, parts: Parts, weights: str) -> dict[str, Any]:
     observed = parts.stepper.observed
     return {
         "reason": run.reason,
@@ -303,15 +303,16 @@ def _result(run: Run, parts: Parts) -> dict[str, Any]:
         "seconds": run.seconds,
         "steps": run.steps,
         "skipped": run.skipped,
-        "weights": digest(parts.model),
+        "weights": weights,
     }
 
 
-def _same_weights(parts: Parts, journal: Journal) -> None:
-    """Raise RanksDisagree unless all ranks have bitwise equal weights."""
+def _same_weights(parts: Parts, journal: Journal) -> str:
+    """Return the digest of the weights; raise RanksDisagree unless it is the same on all ranks."""
+    weights = digest(parts.model)
     if distributed.size() == 1:
-        return
-    digests = distributed.from_all(digest(parts.model))
+        return weights
+    digests = distributed.from_all(weights)
     if len(set(digests)) > 1:
         raise RanksDisagree(
             f"the weights differ between processes at the end: {', '.join(d[:12] for d in digests)}",
@@ -320,3 +321,4 @@ def _same_weights(parts: Parts, journal: Journal) -> None:
         )
     text = f"weights are bitwise equal on {len(digests)} processes (sha256 {digests[0][:16]})"
     journal.emit(events.NOTE, text=text, level="info")
+    return weights
