@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Job:
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.folder, self.size = folder, ranks
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = int(self._store.port)
         self.ranks: list[BaseProcess] = []
 
     def start(
@@ -41,12 +42,13 @@ class Job:
         *,
         attempt: int = 0,
         disks: Mapping[int, Disk] | None = None,
+        only: Sequence[int] | None = None,
         **more: Any,
     ) -> Job:
-        """Start every rank; see `child.run`. `disks` are those of single ranks."""
+        """Start every rank, or `only` some of them; see `child.run`. `disks` are those of single ranks."""
         more = {"mutant": mutants.current(), **more}
         self.ranks = []
-        for rank in range(self.size):
+        for rank in range(self.size) if only is None else only:
             own = {**more, "disk": (disks or {}).get(rank)}
             given = (self._environment(rank, attempt), str(self.folder), dict(settings or {}), own)
             self.ranks.append(server().Process(target=child.run_rank, args=given))
@@ -101,7 +103,7 @@ class Job:
             "WORLD_SIZE": str(self.size),
             "LOCAL_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
+            "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": "9",

@@ -17,6 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.support.tiny_task import Tiny
 
+LINGERS = 60.0
+"""Seconds that the process lives that a dead rank leaves behind."""
+
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -48,7 +51,17 @@ def loop() -> None:
         pass
 
 
-KINDS: dict[str, Callable[[], None]] = {one.__name__: one for one in (kill, segfault, leave, fail, stop, hold, loop)}
+def linger() -> None:
+    """Die, and leave a process behind that holds the connections open: nothing tells the other ranks."""
+    if os.fork() == 0:
+        time.sleep(LINGERS)
+        os._exit(0)
+    kill()
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    one.__name__: one for one in (kill, segfault, leave, fail, stop, hold, loop, linger)
+}
 POINTS = ("forward", "backward", "optimizer", "barrier")
 
 

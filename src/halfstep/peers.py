@@ -52,6 +52,10 @@ def host_id() -> str:
 
 def is_gone(process: RankProcess) -> bool:
     """Return whether a process of this host has ended."""
+    if os.name == "nt":  # where a signal of number 0 is Ctrl-C
+        import psutil
+
+        return not psutil.pid_exists(process.pid)
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+from halfstep.errors import TRY_AGAIN
+from halfstep.status_line import clear
 
 POSSIBLE = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -26,9 +33,10 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def is_free(number: signal.Signals) -> bool:
-    """Return whether a signal has its default action: nobody handles or ignores it."""
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return False
+    """Return whether nobody but halfstep handles a signal, and nobody ignores it."""
+    handler = signal.getsignal(number)
+    if handler is not signal.SIG_DFL:
+        return handler is leave_unbegun
     # Python does not know of handlers in C, such as those of faulthandler.register.
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -36,3 +44,14 @@ def is_free(number: signal.Signals) -> bool:
         return True
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt")), 0)
     return not caught & 1 << (number - 1)
+
+
+def leave_unbegun(number: int, _: object) -> NoReturn:
+    """End a process that has begun nothing yet, as the handler of a signal."""
+    clear()
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):  # the terminal that closed
+            sys.stderr.write(f"stopped by {signal.Signals(number).name} before the first step\n")
+            sys.stderr.flush()
+    # Not SystemExit, which a callback of the import system would lose.
+    os._exit(TRY_AGAIN)

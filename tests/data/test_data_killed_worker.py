@@ -152,7 +152,10 @@ def test_in_evaluation_it_is_left_out() -> None:
         device=HERE,
         timeout=1.0,
     )
+    given_up: list[tuple[str, str]] = []
+    loader.given_up = lambda name, reason: given_up.append((name, reason))
     batches = list(loader)
+    assert given_up == [("number 3", "not read within 1 s (data.timeout)")]
     assert sorted(number for batch in batches for number in batch.ids) == [n for n in range(16) if n != 3]
     assert [(one.name, one.by) for batch in batches for one in batch.replaced] == [("number 3", -1)]
 

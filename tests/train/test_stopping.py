@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -44,6 +46,68 @@ def test_a_signal_is_noted_and_ends_nothing(number: signal.Signals) -> None:
         send(number)
         assert run.asked == number.name
     assert run.asked == number.name
+
+
+OTHERS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("number", OTHERS)
+def test_signals_of_terminals_and_schedulers_are_as_sigterm(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Stopping() as run, Stopping() as inner:
+        run.will_stop(signals.AFTER_STEP)
+        send(number)
+        assert inner.asked == number.name
+        _said(capfd, f"{number.name}: stopping after this step\n")
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_signals_that_somebody_else_has_stay_theirs(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in OTHERS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+        with open(tmp_path / "stacks", "w") as stacks:
+            faulthandler.register(signal.SIGUSR2, file=stacks)
+            try:
+                with Stopping() as run:
+                    send(*OTHERS)
+                    assert run.asked is None
+            finally:
+                faulthandler.unregister(signal.SIGUSR2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [signal.SIGUSR1]
+    assert "test_signals_that_somebody_else_has" in (tmp_path / "stacks").read_text()
+
+
+@pytest.mark.parametrize(("when", "expected"), [(signals.BEFORE_STEPS, [75]), (signals.AFTER_STEP, [])])
+def test_a_run_that_has_not_begun_leaves_in_time_whatever_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, when: str, expected: list[int]
+) -> None:
+    monkeypatch.setattr(signals, "UNBEGUN", 0.05)
+    ended, recorded = list[int](), list[int]()
+    with Stopping(lambda code, reason: ended.append(code)) as run:
+        run.record_leaving(lambda code, reason: recorded.append(code))
+        run.will_stop(when)
+        send(TERM)
+        end = time.monotonic() + (5.0 if expected else 0.3)
+        while time.monotonic() < end and not ended:
+            time.sleep(0.01)
+    assert (ended, recorded) == (expected, expected)
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_cleanup_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "LEAVING", 0.05)
+    ended = threading.Event()
+    with Stopping(lambda code, reason: ended.set() if code == 130 else None):
+        send(INT)
+        with pytest.raises(KeyboardInterrupt):
+            send(INT)
+        assert ended.wait(5.0), "it was handled, and nothing left"
 
 
 def test_further_sigterms_change_nothing() -> None:

@@ -11,15 +11,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from halfstep.cli import _probe
-from halfstep.errors import INTERRUPTED, SOFTWARE, TRY_AGAIN, HalfstepError, WrongLaunch
+from halfstep.errors import INTERRUPTED, SOFTWARE, HalfstepError, WrongLaunch
 from halfstep.host_memory import nothing_collected
 from halfstep.slurm import slurm_ranks
 from halfstep.status_line import clear, show, tell
-from halfstep.stop_signals import stop_signals
+from halfstep.stop_signals import leave_unbegun, stop_signals
 
 if TYPE_CHECKING:
     import typer
@@ -33,7 +33,7 @@ def main() -> None:
     # Commands print log messages in their own reports; without a handler, logging would print warnings to stderr.
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
     _print_anywhere()
-    before = {number: signal.signal(number, _leave_asked) for number in _heard(sys.argv[1:2])}
+    before = {number: signal.signal(number, leave_unbegun) for number in _heard(sys.argv[1:2])}
     try:
         _answer_probe(sys.argv[1:])
         # First of all: one rank prints, also before torch is loaded.
@@ -102,15 +102,6 @@ def _say_stopped() -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("stopped\n")
         sys.stderr.flush()
-
-
-def _leave_asked(number: int, _: object) -> NoReturn:
-    clear()
-    if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # the terminal that closed
-            sys.stderr.write(f"stopped by {signal.Signals(number).name} before the first step\n")
-            sys.stderr.flush()
-    os._exit(TRY_AGAIN)
 
 
 def _leave(*_: object) -> NoReturn:

@@ -6,7 +6,8 @@ import platform
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,14 @@ def train(
     more: dict[str, Any] = {}
     leaving = LEAVING
     try:
-        with lost_ranks_named(lost):
+        with _ending(loop), lost_ranks_named(lost):
             if resumed is not None and resumed.is_new_length_or_settings:
                 # A checkpoint with the new settings, so that they need not be accepted again.
                 loop.checkpoints.save()
                 loop.checkpoints.finish()
             reason = loop.run()
             loop.checkpoints.finish()
-            _same_weights(loop.parts, journal)
+            weights = _same_weights(loop.parts, journal)
     except KeyboardInterrupt:
         reason = INTERRUPTED
         raise
@@ -120,13 +121,21 @@ def train(
         reason, more = OUT_OF_MEMORY, {"error": failed.given}
         raise failed from None
     finally:
-        loop.beat(ENDING)
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close(leaving)
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         _record_end(loop, run, reason, more)
-    loop.outputs.result({**_result(run, loop.parts), "cures": loop.guarding.remedies.as_dict()})
+    loop.outputs.result({**_result(run, loop.parts, weights), "cures": loop.guarding.remedies.as_dict()})
     return run
+
+
+@contextmanager
+def _ending(loop: Loop) -> Iterator[None]:
+    """Note at the end, however it comes, that this rank waits for no other one any more: they may end before it."""
+    try:
+        yield
+    finally:
+        loop.beat(ENDING)
 
 
 def _record_end(loop: Loop, run: Run, reason: str, more: dict[str, Any]) -> None:
@@ -283,7 +292,7 @@ def _ended(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
     )
 
 
-def _result(run: Run, parts: Parts) -> dict[str, Any]:
+def _result(run: Run, parts: Parts, weights: str) -> dict[str, Any]:
     observed = parts.stepper.observed
     return {
         "reason": run.reason,
@@ -294,15 +303,16 @@ def _result(run: Run, parts: Parts) -> dict[str, Any]:
         "seconds": run.seconds,
         "steps": run.steps,
         "skipped": run.skipped,
-        "weights": digest(parts.model),
+        "weights": weights,
     }
 
 
-def _same_weights(parts: Parts, journal: Journal) -> None:
-    """Raise RanksDisagree unless all ranks have bitwise equal weights."""
+def _same_weights(parts: Parts, journal: Journal) -> str:
+    """Return the digest of the weights; raise RanksDisagree unless it is the same on all ranks."""
+    weights = digest(parts.model)
     if distributed.size() == 1:
-        return
-    digests = distributed.from_all(digest(parts.model))
+        return weights
+    digests = distributed.from_all(weights)
     if len(set(digests)) > 1:
         raise RanksDisagree(
             f"the weights differ between processes at the end: {', '.join(d[:12] for d in digests)}",
@@ -311,3 +321,4 @@ def _same_weights(parts: Parts, journal: Journal) -> None:
         )
     text = f"weights are bitwise equal on {len(digests)} processes (sha256 {digests[0][:16]})"
     journal.emit(events.NOTE, text=text, level="info")
+    return weights

@@ -307,7 +307,7 @@ def status_saved(status: RankStatus) -> Iterator[None]:
             trace = traceback.format_exc()[-LONGEST_TRACEBACK:]
         raise
     finally:
-        status.ended(code, reason, trace=trace)
+        status.ended(code, reason, trace=trace, within=WRITTEN_WITHIN)
 
 
 def exit_code_of(error: BaseException) -> int:
