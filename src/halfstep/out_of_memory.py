@@ -51,13 +51,13 @@ def lacks_threads(error: BaseException) -> bool:
 
 
 def for_workers(error: BaseException) -> OutOfMemory | None:
-    """Return the OutOfMemory error to raise where data workers cannot start or hand over a batch; else None."""
+    """Return the OutOfMemory error to raise where processes, threads or shared memory are exhausted; else None."""
     if lacks_shared_memory(error):
         what, more = "the shared memory has no room for the batches of data workers", MORE_SHARED
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         what, more = "the shared memory has no room for the locks of data workers", MORE_SHARED
     elif lacks_threads(error) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
-        what, more = "the system starts no more processes or threads for data workers", MORE_THREADS
+        what, more = "the system starts no more processes or threads", MORE_THREADS
     else:
         return None
     last = str(error).strip().splitlines()[-1:] or [type(error).__name__]

@@ -313,6 +313,18 @@ def test_four_ranks_that_go_on_with_copies_in_place_of_shards_do_not_claim_the_s
     assert any("more than two ranks" in reason for reason in began["reasons"]), began
 
 
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "ddp"), ("ddp", "fsdp")])
+def test_two_ranks_with_copies_in_place_of_shards_do_not_claim_the_same_bits(
+    world: Any, tmp_path: Path, before: str, after: str
+) -> None:
+    world(2, fit, str(tmp_path), before, {})
+    interrupted(tmp_path, at=3)
+    assert world(2, fit, str(tmp_path), after, {})[0]["steps"] == 6
+    began = events(tmp_path / "run", "start")[-1]["resumed"]
+    assert began["exact"] is False
+    assert any("2 ranks to a copy of the weights" in reason for reason in began["reasons"]), began
+
+
 def test_the_same_ranks_go_on_to_the_same_bits(world: Any, tmp_path: Path) -> None:
     whole = world(2, fit, str(tmp_path / "whole"), "fsdp", {})
     world(2, fit, str(tmp_path / "cut"), "fsdp", {})

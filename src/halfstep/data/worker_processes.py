@@ -132,7 +132,8 @@ def from_workers(loader: Any, given: SentKeys, worker: Worker, wait: Callable[[]
             yield batch
     finally:
         atexit.unregister(worker.close)
-        if iterator is not None and worker.close():
+        # Also where the iterator could not be made: workers that were started would pass the signal of their end on.
+        if worker.close() and iterator is not None:
             _end(iterator)
 
 

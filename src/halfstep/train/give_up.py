@@ -19,7 +19,14 @@ from halfstep.guard.repair.advice import LOWER_LR
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
-from halfstep.out_of_memory import as_error, is_out_of_memory, tells_of_memory
+from halfstep.out_of_memory import (
+    as_error,
+    for_workers,
+    is_out_of_memory,
+    lacks_shared_memory,
+    lacks_threads,
+    tells_of_memory,
+)
 from halfstep.recipe.fields import fields_of
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.recipe.sources import read_recipe
@@ -158,6 +165,8 @@ RECOMPUTE = "train.checkpoint_activations"
 def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
     """Return the error to raise instead of an out-of-memory error, here or on another rank; None for any other."""
     line = functools.partial(command_line, loop.outputs.folder, command, permission=ACCEPT)
+    if lacks_threads(error) or lacks_shared_memory(error):
+        error = for_workers(error) or error
     if isinstance(error, OutOfMemory) and error.settings:
         # No permission: these settings may change in a resumed run.
         again = command_line(loop.outputs.folder, command, error.settings, permission=None)

@@ -244,12 +244,16 @@ def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     found = differences(dict(manifest.environment), environment(loop.stepper.device))
     if manifest.world_size != distributed.size():
         found.append(f"it was saved by {manifest.world_size} ranks, and goes on with {distributed.size()}")
-    elif (saved := _shard_size(manifest.chunks)) != (now := _live_shard_size(loop.model)):
-        found.append(f"it was saved by {_in_shards(saved)}, and goes on with {_in_shards(now)}")
-    elif manifest.world_size > 2 and not (manifest.chunks and distributed.is_sharded(loop.model.parameters())):
-        # DDP packs gradients anew after its first backward, and a ring adds each element in an order that depends on
-        # its place. Two terms have one order; with four ranks the bits of a resumed run were seen to differ.
-        found.append("DDP adds the gradients of more than two ranks in another order in its first step")
+    else:
+        saved, now = _shard_size(manifest.chunks), _live_shard_size(loop.model)
+        if saved != now:
+            # Shards are summed in parts of other sizes: the last bits of a sum depend on its order, also of two terms
+            # in a norm.
+            found.append(f"it was saved by {_in_shards(saved)}, and goes on with {_in_shards(now)}")
+        if manifest.world_size > 2 and min(saved, now) == 1:
+            # DDP packs gradients anew after its first backward, and a ring adds each element in an order that depends
+            # on its place. Two terms have one order; with four ranks the bits of a resumed run were seen to differ.
+            found.append("DDP adds the gradients of more than two ranks in another order in its first step")
     size, before = loop.recipe.train.batch_size, checkpoint.without_tensors("recipe")["train"]["batch_size"]
     if size != before:
         found.append(f"a micro-batch had {before} samples, and has {size}")

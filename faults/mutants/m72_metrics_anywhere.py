@@ -1,0 +1,12 @@
+"""A recipe writes its metrics wherever it says."""
+
+from __future__ import annotations
+
+from halfstep.runs import resolve
+
+WHAT = "a recipe names a metrics file outside of the run"
+ROWS = ("F55",)
+
+
+def apply() -> None:
+    resolve._refuse_outside = lambda metrics: None

@@ -1,0 +1,12 @@
+"""A file that was touched is another one."""
+
+from __future__ import annotations
+
+from halfstep.data import file_state
+
+WHAT = "a file is the same only where its times are"
+ROWS = ("F51",)
+
+
+def apply() -> None:
+    file_state.content_digest = lambda path, starts: "unknown"
