@@ -1,6 +1,7 @@
 """What a step costs beside the same step written by hand, and beside what two popular wrappers add.
 
     python benchmarks/step_overhead.py [--pairs 100] [--calls 100] [--json] [--record] [--profile [ARM]]
+    python benchmarks/step_overhead.py --against CHECKOUT [--pairs 120] [--calls 100] [--json]
 
 A bf16 step of a model so small that almost nothing but overhead is left: Linear 32-64-10, batch 16, fused AdamW.
 Clipping by norm, a schedule and an average of the weights are in every arm, written as leanly as each arm allows.
@@ -14,6 +15,9 @@ time; `two_optimizers`: Muon and AdamW with one loss and one clip, on matrices, 
 1,000 small Linears, so that everything that is counted by tensor shows; `frozen_base`: 100 million frozen parameters
 under a trained head, of which nothing may be copied (`frozen_copied` counts the bytes that a step copies beyond those
 of the loop by hand). Ratios are medians over interleaved pairs; `aa` is a hand-written loop against itself.
+
+`--against` times halfstep's own arms with the code of this checkout and of another one, in turns: see against.py. `aa`
+is the other checkout against itself.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import against
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -314,6 +320,21 @@ ARMS = {
 }
 
 
+COMPARED = {"halfstep": with_halfstep, "guarded": with_guards, **{name: partial(stepped, name) for name in MODELS}}
+"""The arms that another checkout has too."""
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """Compare the steps of this checkout with those of another one."""
+    calls = {arm: 1 if arm in MODELS else chosen.calls for arm in COMPARED}
+    threads = ["--threads", str(chosen.threads)] if chosen.threads else []
+    found = against.compare(__file__, chosen.against, calls, chosen.pairs, threads)
+    if chosen.json:
+        print(json.dumps({"conditions": conditions(), **against.as_dict(found)}, indent=1))
+        return
+    print(against.in_one_line(found))
+
+
 def conditions() -> str:
     return (
         f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
@@ -342,8 +363,10 @@ def profile(arm: str) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--pairs", type=int, default=100)
+    options.add_argument("--pairs", type=int, help="default: 100, and 120 with --against (24 for steps over 5 s)")
     options.add_argument("--calls", type=int, default=100)
+    options.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with the code of another checkout")
+    options.add_argument(against.WORKER, dest="is_worker", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     options.add_argument("--json", action="store_true")
     options.add_argument("--record", action="store_true", help="keep the figures in step_overhead.json")
@@ -355,6 +378,13 @@ def main() -> None:
     if chosen.profile:
         profile(chosen.profile)
         return
+    if chosen.is_worker:
+        against.answer(COMPARED)
+        return
+    if chosen.against:
+        compare(chosen)
+        return
+    chosen.pairs = chosen.pairs or 100
     arms = {name: make() for name, make in ARMS.items()}
     for arm in arms.values():
         clock.seconds(arm, 200)

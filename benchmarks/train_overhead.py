@@ -1,12 +1,16 @@
 """What the trainer costs beside a bare loop with the same settings and data.
 
-    python benchmarks/train_overhead.py [--pairs 60] [--size 224] [--json]
+    python benchmarks/train_overhead.py [--pairs 60] [--size 224] [--precision bf16] [--json]
+    python benchmarks/train_overhead.py --against CHECKOUT [--pairs 120] [--size 224] [--precision bf16] [--json]
 
-ResNet-50, batch 16, 224², bf16, channels_last, fused AdamW, clipping by norm, a schedule. The samples lie in memory,
-so that reading them hides nothing, and both arms collate them with torch's DataLoader in the training process. The
-trainer's step is all of it: loader, transaction, journal, train.log, console lines, telemetry and curves. The bare
-loop guards, measures and writes nothing. Ratios are medians over interleaved pairs; `aa` is the bare loop against
-itself.
+ResNet-50, batch 16, 224², bf16 (`--precision fp32` runs on every CPU), channels_last, fused AdamW, clipping by norm, a
+schedule. The samples lie in memory, so that reading them hides nothing, and both arms collate them with torch's
+DataLoader in the training process. The trainer's step is all of it: loader, transaction, journal, train.log, console
+lines, telemetry and curves. The bare loop guards, measures and writes nothing. Ratios are medians over interleaved
+pairs; `aa` is the bare loop against itself.
+
+`--against` times the trainer's step with the code of this checkout and of another one, in turns: see against.py. `aa`
+is the other checkout against itself.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import against
 import timm
 import torch
 import torch.nn.functional as F
@@ -60,7 +65,7 @@ class Images(InMemory):
         return F.cross_entropy(model(batch["image"]), batch["label"])
 
 
-def bare(memory: Memory) -> Callable[[], object]:
+def bare(memory: Memory, precision: str) -> Callable[[], object]:
     net = model().to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(net.parameters(), LR, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -71,7 +76,7 @@ def bare(memory: Memory) -> Callable[[], object]:
     def step() -> None:
         batch = next(batches)
         images = batch["image"].contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = F.cross_entropy(net(images), batch["label"])
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
@@ -82,11 +87,11 @@ def bare(memory: Memory) -> Callable[[], object]:
     return step
 
 
-def trainer(memory: Memory, folder: Path) -> Callable[[], object]:
+def trainer(memory: Memory, folder: Path, precision: str) -> Callable[[], object]:
     Images.memory = memory
     raw = {
         "task": "in memory",
-        "precision": "bf16",
+        "precision": precision,
         "optimizer": {"lr": LR},
         "schedule": {"name": "constant"},
         "train": {"steps": 10**6, "batch_size": BATCH, "clip_norm": CLIP, "num_workers": 0, "seed": 0, "device": "cpu"},
@@ -94,42 +99,67 @@ def trainer(memory: Memory, folder: Path) -> Callable[[], object]:
     recipe = resolve(raw, Images.schema, (), "overhead").recipe
     console = Console(file=io.StringIO())
     loop = make_loop(Images(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=console)))
-    if (took := loop.parts.choice.precision.name) != "bf16":
-        raise SystemExit(f"this machine would train in {took}, and the bare loop in bf16: that compares two precisions")
+    if (took := loop.parts.choice.precision.name) != precision:
+        raise SystemExit(
+            f"this machine would train in {took}, and the bare loop in {precision}: that compares two precisions; "
+            "add --precision fp32"
+        )
     loop.model.train()
     return steps(loop).__next__
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, help="default: 60, and 120 with --against (24 for steps over 5 s)")
     parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with the code of another checkout")
+    parser.add_argument(against.WORKER, dest="is_worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    memory = memory_of(given.size)
+    if given.against:
+        compare(given)
+        return
+    memory, precision = memory_of(given.size), given.precision
     with tempfile.TemporaryDirectory() as folder, fp32_scope("ieee", torch.device("cpu")):
-        arms = {"bare": bare(memory), "aa": bare(memory), "halfstep": trainer(memory, Path(folder))}
+        if given.is_worker:
+            against.answer({"trainer": lambda: trainer(memory, Path(folder), precision)})
+            return
+        arms = {name: bare(memory, precision) for name in ("bare", "aa")}
+        arms["halfstep"] = trainer(memory, Path(folder), precision)
         for step in arms.values():
             for _ in range(3):
                 step()
-        found = clock.ratios(arms, baseline="bare", pairs=given.pairs, progress=show)
-    conditions = (
-        f"ResNet-50, batch {BATCH}, {given.size}x{given.size}, bf16, channels_last; "
-        f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"flags {read_flags()}"
-    )
+        found = clock.ratios(arms, baseline="bare", pairs=given.pairs or 60, progress=show)
+    about = conditions(given)
     if given.json:
-        print(
-            json.dumps({"conditions": conditions, **{name: asdict(ratio) for name, ratio in found.items()}}, indent=1)
-        )
+        print(json.dumps({"conditions": about, **{name: asdict(ratio) for name, ratio in found.items()}}, indent=1))
         return
-    print(conditions)
+    print(about)
     for name, ratio in found.items():
         print(
             f"{name:>9}: {ratio.median:.4f} (10th to 90th percentile {ratio.low:.4f} to {ratio.high:.4f}, "
             f"{ratio.pairs} pairs, {ratio.added_seconds * 1e3:+.2f} ms a step)"
         )
     print(f"halfstep={found['halfstep'].median:.4f} aa={found['aa'].median:.4f}")
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Compare the trainer of this checkout with that of another one."""
+    options = ["--size", str(given.size), "--precision", given.precision]
+    found = against.compare(__file__, given.against, {"trainer": 1}, given.pairs, options)
+    if given.json:
+        print(json.dumps({"conditions": conditions(given), **against.as_dict(found)}, indent=1))
+        return
+    print(against.in_one_line(found))
+
+
+def conditions(given: argparse.Namespace) -> str:
+    return (
+        f"ResNet-50, batch {BATCH}, {given.size}x{given.size}, {given.precision}, channels_last; "
+        f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"flags {read_flags()}"
+    )
 
 
 def show(done: int, of: int) -> None:
