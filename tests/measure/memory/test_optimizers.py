@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError
 from halfstep.measure.memory.estimate import estimate
+from tests.support.peaks import peak_of_update
 
 KINDS: dict[str, Any] = {
     name: kind
@@ -47,6 +48,24 @@ def test_every_optimizer_of_torch_has_the_state_of_a_real_update(name: str) -> N
     given = estimate(net, squared, torch.randn(4, 32), precision="fp32", optimizer=optimizer)
     assert str(optimizer.state_dict()) == str(before)
     assert given.whole["optimizer"] == made.whole["optimizer"] == real_state(net, optimizer)
+
+
+@pytest.mark.parametrize("t0", [1e6, 0.0], ids=["copies the weights", "averages them"])
+def test_asgd_takes_what_a_real_update_takes_before_and_after_it_averages(t0: float) -> None:
+    net = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+
+    def asgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.ASGD(model.parameters(), t0=t0)
+
+    found = estimate(net, squared, torch.randn(4, 256), precision="fp32", optimizer=asgd)
+    optimizer = asgd(net)
+    if not t0:  # its first two steps are on the way there
+        for _ in range(2):
+            squared(net, torch.randn(4, 256)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found.verified
+    assert found.peak == pytest.approx(peak_of_update(net, squared, torch.randn(4, 256), optimizer, "fp32"), rel=0.01)
 
 
 def test_groups_keep_their_options_and_the_given_optimizer_is_not_touched() -> None:

@@ -12,6 +12,7 @@ from halfstep.doctor.code.facts import Facts, facts_of
 from halfstep.doctor.code.formats import DTYPES, format_named
 from halfstep.doctor.code.order import ancestors
 from halfstep.doctor.code.script import FUNCTIONS, Script, argument, path_of
+from halfstep.doctor.code.words import words_of
 from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource, without_alternatives
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
@@ -23,7 +24,7 @@ _CALLED = ("Accelerator(", "Trainer(", "Fabric(", "GradScaler(")
 _NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main")
 _SWITCHED = ("allow_tf32", "fp32_precision", "float32_matmul_precision", *VARIABLES)
 _OPENED = tuple(f"{ending}{quote}" for ending in (".yaml", ".yml", ".json") for quote in "\"'")
-_SPEAKS = re.compile("|".join(map(re.escape, (*_CALLED, *_NAMED, *_SWITCHED))))
+_SPEAKS = (*_CALLED, *_NAMED, *_SWITCHED)
 _DEFINES = re.compile(
     r"add_argument\(\s*(\"-\w\"\s*,\s*)?[\"']--(no-)?(" + "|".join(map(re.escape, PRECISION_KEYS)) + ")"
 )
@@ -60,16 +61,23 @@ class Found:
 
 def speaks(text: str) -> bool:
     """Return whether a script may have a setting; others are not parsed."""
-    if _SPEAKS.search(text) or _DEFINES.search(text):
+    words = words_of(text)
+    if words.has_any(*_SPEAKS) or ("add_argument(" in words and _DEFINES.search(text)):
         return True
+    if "autocast(" not in words:
+        return False
     # Only what the script itself runs speaks for a run.
-    own = "__main__" in text or "backward" in text or _AT_TOP.search(text)
-    return "autocast(" in text and bool(own) and may_open(text)
+    own = words.has_any("__main__", "backward") or _AT_TOP.search(text)
+    return bool(own) and may_open(text)
 
 
 def names_only(place: str, text: str) -> SettingSource | None:
     """Return the files and modules that a script names, without parsing it; None where it names no configuration."""
-    files = _QUOTED.findall(text) if any(end in text for end in _OPENED) else []
+    if not words_of(text).has_any(*_OPENED):
+        return None
+    # Line by line: a search at every quotation mark of a file takes long.
+    lines = (line for line in text.splitlines() if ".json" in line or ".y" in line)
+    files = [file for line in lines for file in _QUOTED.findall(line)]
     if not files:
         return None
     modules = [(found[1] or found[2]).replace(".", "/") for found in _IMPORTED.finditer(text)]

@@ -233,7 +233,7 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
         torch.manual_seed(SEED)
         case = built(make_case, mode, tracker)
         with mode, tracker, numbers_refused():
-            candidate = FakeCandidate(case, setting, precision, device)
+            candidate = FakeCandidate(case, setting, precision, device, tracker)
             with candidate.recorder():
                 candidate.step()
                 since = candidate.timeline.now
