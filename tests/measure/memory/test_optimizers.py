@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.memory.estimate import estimate
 from tests.support.peaks import peak_of_update
 
@@ -95,6 +95,48 @@ def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
     with pytest.raises(HalfstepError, match="LBFGS") as refused:
         estimate(net, squared, torch.randn(4, 32), optimizer=torch.optim.LBFGS(net.parameters()))
     assert refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "do"),
+    [
+        ({"subject": nn.Linear(16, 4)}, "test_optimizers.py", "loss_fn(model, batch).backward()"),
+        (
+            {"subject": nn.Sequential(nn.Linear(32, 4), nn.BatchNorm1d(4)), "batch_size": 1},
+            "batch (4, 32) were taken as samples",
+            "batch_size=2 runs",
+        ),
+        (
+            {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), fused=True, foreach=True)},
+            "`fused` and `foreach` cannot be `True` together",
+            "optimizer.step()",
+        ),
+    ],
+    ids=["shape", "one sample", "optimizer"],
+)
+def test_an_error_of_torch_is_told_as_ours_with_what_to_type_in_python(
+    change: dict[str, Any], given: str, do: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = {"subject": model(), "loss_fn": squared, "batch": torch.randn(4, 32), **change}
+    for device in (None, "a100-40gb"):
+        with pytest.raises(WrongUse) as refused:
+            estimate(**case, device=device)
+        assert given in refused.value.given
+        assert do in refused.value.do
+        assert "--" not in refused.value.do
+        assert refused.value.__cause__ is not None
+    assert not capfd.readouterr().err
+
+
+def test_gradients_of_a_sparse_embedding_are_estimated() -> None:
+    net = nn.Embedding(1000, 8, sparse=True)
+
+    def sparse(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters())
+
+    found = estimate(net, squared, torch.arange(4), precision="fp32", optimizer=sparse)
+    assert found.at_peak["weights"] == 1000 * 8 * 4
+    assert found.at_peak["gradients"] == 0
 
 
 def test_on_a_gpu_defaults_update_all_parameters_together() -> None:

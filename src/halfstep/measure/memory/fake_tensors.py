@@ -186,8 +186,11 @@ def in_one_line(error: BaseException) -> str:
 
 def as_wrong_use(error: Exception, samples: Sequence[str], do: str) -> WrongUse | None:
     """Return the error as `WrongUse`; None if no line of it is the user's, so that it is halfstep's own."""
-    if raised_at(error) is None:
-        return None
+    return wrong_use_of(error, samples, do) if raised_at(error) is not None else None
+
+
+def wrong_use_of(error: Exception, samples: Sequence[str], do: str) -> WrongUse:
+    """Return any error of a model, a loss or torch in them as `WrongUse`."""
     taken = f"; {', '.join(samples)} were taken as samples" if samples else ""
     return WrongUse(
         f"{in_one_line(error)}{taken}",
@@ -259,7 +262,7 @@ def built(make: MakeCase, mode: FakeTensorMode, tracker: ValueTracker | None = N
     A model that can be built on them costs no memory, however large; others are built for real and converted.
     """
     try:
-        with mode, tracker or nullcontext(), warnings.catch_warnings(), _without_a_word():
+        with mode, tracker or nullcontext(), warnings.catch_warnings(), without_torch_log():
             warnings.filterwarnings("ignore", _COPIED)
             case = make()
     except Exception:  # it needs a value while being built, or has an error, which is raised again now
@@ -283,7 +286,7 @@ def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
 
 
 @contextmanager
-def _without_a_word() -> Iterator[None]:
+def without_torch_log() -> Iterator[None]:
     """Silence torch's log of tracebacks for unsupported operations, such as loading weights from a file."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
