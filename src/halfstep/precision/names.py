@@ -285,7 +285,7 @@ def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
     left = _formats_left(claims)
     if switch.meaning in (AUTO, AMP) and len(left) == 2:
         return switch.meaning
-    return next(iter(left), "fp16")
+    return next(iter(left), "bf16" if switch.meaning == AMP else "fp16")
 
 
 def read_claims(settings: Mapping[str, Any]) -> list[Claim]:
