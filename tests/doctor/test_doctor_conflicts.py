@@ -57,6 +57,23 @@ def test_its_solution(tmp_path: Path) -> None:
     assert status["clipping"].startswith("0.5 (trainer.grad_clip")
 
 
+def test_a_lone_amp_is_fp16_in_other_projects_and_the_device_s_own_format_in_a_recipe_of_halfstep(
+    tmp_path: Path,
+) -> None:
+    own = check(tmp_path, "task: segmentation\namp: true\n")["status"]
+    assert (own["aligned"], own["precision"]) == (True, "amp")
+    assert own["amp"] == "enabled (bf16 where the device has it, else fp16)"
+    assert own["fp16"] == "enabled where the device has no bf16"
+    assert check(tmp_path, "amp: true\n")["status"]["precision"] == "fp16"
+    assert check(tmp_path, "task: segmentation\namp: true\nfp16: false\n")["status"]["precision"] == "bf16"
+    assert check(tmp_path, "task: segmentation\namp: true\n", LAUNCHER)["status"]["precision"] == "bf16"
+    [conflict] = check(tmp_path, "task: segmentation\namp: true\n", "mixed_precision: 'no'\n")["conflicts"]
+    assert [(w["precision"], w["write"]) for w in conflict["ways"]] == [
+        ("bf16", "mixed_precision: bf16"),
+        ("fp32", "amp: False"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("recipe", "accelerate", "variables"),
     [

@@ -13,7 +13,7 @@ from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.repairs import line_for
 from halfstep.doctor.settings import FoundSetting, SettingSource, shown
 from halfstep.finding import Finding, Severity
-from halfstep.precision.names import AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
+from halfstep.precision.names import AMP, AMP_MEANS, AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
 from halfstep.recipe.schema import GuardOptions
 
 # -- conflicts --------------------------------------------------------------------------------------------------------
@@ -134,6 +134,8 @@ def _asked_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[
     """Return the precision the other setting's file asks for as a whole: `amp: true` with `fp16: false` means bf16."""
     own = _settled([s for s in _same_file(settings, other) if s is not one])
     asked = own.name if own else refused
+    if asked == AMP:  # another program needs a format
+        return "bf16"
     if asked not in (refused, AUTO):
         return asked
     return "fp32" if refused != "fp32" else "bf16"
@@ -444,6 +446,8 @@ def _amp(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
         return "not set"
     if verdict.precision == AUTO:
         return "the device decides"
+    if verdict.precision == AMP:
+        return f"enabled ({AMP_MEANS})"
     if verdict.precision in _FULL:
         return f"disabled (computes in {verdict.precision})"
     named = any(s.claim and s.claim.says and s.claim.meaning == verdict.precision for s in settings)
@@ -458,6 +462,8 @@ def _fp16(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
         return "enabled"
     if verdict.precision in (None, AUTO):
         return _as_written(own)
+    if verdict.precision == AMP:
+        return "enabled where the device has no bf16"
     return f"disabled (the format is {verdict.precision})"
 
 

@@ -80,8 +80,7 @@ def _given(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
     """Return what a setting of a script is once its argument is given: the flag's value, on the flag's line."""
     if setting.tool == "torch":
         is_on = flag.claim is not None and "fp32" in flag.claim.denies
-        claim, means = lightning_claim(setting.key, setting.value) if is_on else (None, setting.means)
-        return replace(setting, claim=claim, means=means)
+        return setting.read_as(lightning_claim(setting.key, setting.value)) if is_on else replace(setting, claim=None)
     level = "" if setting.rank == "default" else "code"
     return replace(flag, tool=setting.tool, level=level, decides=setting.decides)
 
@@ -93,8 +92,7 @@ def _owned(setting: FoundSetting, settings: Sequence[FoundSetting], tools: froze
     if setting.argument in ("fp16", "bf16") and "transformers" in tools:
         return replace(setting, tool="transformers")
     if setting.argument.endswith("trainer.precision") and "lightning cli" in tools:
-        claim, means = lightning_claim(setting.key, setting.value)
-        return replace(setting, tool="lightning cli", claim=claim, means=means)
+        return replace(setting.read_as(lightning_claim(setting.key, setting.value)), tool="lightning cli")
     if any(other.kind == "hydra" and setting.argument in _hydra_keys(other) for other in settings):
         return replace(setting, tool="hydra")
     # The script's own parser reads it, and no library is known to.

@@ -36,6 +36,7 @@ LARGEST_NOTEBOOK = 2**24
 _CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
 _SHELL = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job", ".env")
 _CHECKPOINTS = (".safetensors", *PICKLED)
+_WANTED = frozenset({".py", ".ipynb", *_CONFIGURATIONS, *_SHELL, *_CHECKPOINTS, ""})
 _SHEBANG = re.compile(r"#!.*\b(ba|z|da)?sh\b")
 _NOT_A_CONFIGURATION = frozenset({"package.json", "package-lock.json", "tsconfig.json", "tokenizer.json", "vocab.json"})
 
@@ -86,23 +87,26 @@ def _walk(root: Path) -> Iterator[str]:
     inside = root.resolve()
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.endswith(".egg-info"))
-        for name in sorted(files):
-            path = Path(folder) / name
-            if _wanted(path) and (not path.is_symlink() or path.resolve().is_relative_to(inside)):
-                yield path.relative_to(root).as_posix()
+        own = Path(folder).relative_to(root).as_posix()
+        for name in sorted(filter(_wanted, files)):
+            path = os.path.join(folder, name)
+            if not os.path.islink(path) or Path(path).resolve().is_relative_to(inside):
+                yield f"{own}/{name}" if own != "." else name
 
 
-def _wanted(path: Path) -> bool:
-    suffix = path.suffix.lower()
-    wanted = (".py", ".ipynb", *_CONFIGURATIONS, *_SHELL, *_CHECKPOINTS, "")
-    return suffix in wanted and path.name not in _NOT_A_CONFIGURATION
+def _wanted(name: str) -> bool:
+    return _suffix(name) in _WANTED and name not in _NOT_A_CONFIGURATION
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
 
 
 def _read(project: Project, place: str) -> None:
-    if Path(place).suffix.lower() in _CHECKPOINTS:
+    suffix = _suffix(place)
+    if suffix in _CHECKPOINTS:
         project.findings += check_checkpoint(project.root / place, place)
         return
-    suffix = Path(place).suffix.lower()
     largest = LARGEST_NOTEBOOK if suffix == ".ipynb" else LARGEST
     text = project.changed.get(place) or _text(project.root / place, largest)
     if text is None:

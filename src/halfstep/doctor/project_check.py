@@ -13,7 +13,7 @@ from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
 from halfstep.doctor.repairs import edits_for, line_for
-from halfstep.doctor.settings import OWN_WORD, UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.finding import Finding, Severity
 from halfstep.precision.names import AUTO, precision_names
@@ -117,7 +117,7 @@ def _sources(project: Project) -> Iterator[SettingSource]:
 def _unknown_words(project: Project) -> Iterator[LocatedFinding]:
     for source in _sources(project):
         for setting in source.precision:
-            if setting.means.startswith(UNKNOWN_WORD):
+            if setting.status == "unknown":
                 evidence = f"{setting}  ({setting.where}): {setting.means}"
                 fix = f"write one of its words, such as {line_for(setting, 'bf16')}"
                 yield LocatedFinding("settings.unreadable", "error", evidence, fix, setting.place, setting.line)
@@ -137,7 +137,7 @@ def _own_words(project: Project) -> Iterator[LocatedFinding]:
     known = {word.lower() for source in project.sources for word in source.words} | _OTHERS_WORDS
     found = [
         setting for source in _sources(project) for setting in source.precision
-        if setting.means == OWN_WORD and str(setting.value).strip().lower() not in known
+        if setting.status == "own" and str(setting.value).strip().lower() not in known
     ]  # fmt: skip
     if found:
         named = [f"{setting}  ({setting.where})" for setting in found[:_MOST_NAMED]]

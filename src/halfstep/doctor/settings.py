@@ -24,16 +24,30 @@ UNRESOLVED = "(not known before the run)"
 """The value of a setting that only the run itself computes: `${...}`, `$VAR`, a variable of a script."""
 
 
-UNKNOWN_WORD = "cannot be read"
-"""How the meaning of a word begins that the program which reads it does not know."""
-OWN_WORD = "a word of the project's own"
-"""The meaning of a word that only the project's own parser knows."""
+WordStatus = Literal["known", "unknown", "own"]
+"""Whether the program that reads a word knows it; `own` is a word that only the project's own parser may know."""
 PROJECT = "project"
 """The owner of a setting that the project's own code reads."""
 _PROGRAMS = frozenset({"accelerate", "deepspeed", "lightning", "lightning cli", "fabric", "transformers", "halfstep"})
 """Programs whose words are known; a word of theirs is judged, a word of any other is shown."""
 
 _LEVELS = {"environment": "environment", "launch": "flag", "code": "code"}
+
+
+class WordReading(NamedTuple):
+    """A word as the program that reads it understands it."""
+
+    claim: Claim | None
+    means: str
+    status: WordStatus = "known"
+
+
+def unknown_word(why: str) -> WordReading:
+    """Return the reading of a word that the program which reads it does not know."""
+    return WordReading(None, f"cannot be read: {why}", "unknown")
+
+
+OWN_WORD = WordReading(None, "a word of the project's own", "own")
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,11 @@ class FoundSetting:
     """The script's own argument that this setting takes its value from."""
     decides: bool = True
     """Whether it holds for the whole run; an autocast in a function, or a default that a flag replaces, does not."""
+    status: WordStatus = "known"
+
+    def read_as(self, reading: WordReading) -> FoundSetting:
+        """Return the setting with the claim and the meaning of its word."""
+        return replace(self, claim=reading.claim, means=reading.means, status=reading.status)
 
     @property
     def leaf(self) -> str:

@@ -261,8 +261,9 @@ class Settled:
     """Whether mixed precision is on and no claim names or excludes a format; then `name` is torch's default."""
 
 
-# Lower wins among keys that only switch: `amp: true` (fp16), then an open `auto`, tf32, and everything that means fp32.
-_DECIDES = {"fp16": 1, AUTO: 2, TF32: 3}
+# Lower wins among keys that only switch: `amp: true` (fp16, or the device's own), then an open `auto`, tf32, and
+# everything that means fp32.
+_DECIDES = {"fp16": 1, AMP: 1, AUTO: 2, TF32: 3}
 
 
 def settle(claims: Sequence[Claim]) -> Settled:
@@ -282,9 +283,9 @@ def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
     if switch.meaning in _FULL:
         return switch.meaning
     left = _formats_left(claims)
-    if switch.meaning == AUTO and len(left) == 2:
-        return AUTO
-    return next(iter(left), "fp16")
+    if switch.meaning in (AUTO, AMP) and len(left) == 2:
+        return switch.meaning
+    return next(iter(left), "bf16" if switch.meaning == AMP else "fp16")
 
 
 def read_claims(settings: Mapping[str, Any]) -> list[Claim]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.memory.estimate import estimate
+from tests.support.peaks import peak_of_update
 
 KINDS: dict[str, Any] = {
     name: kind
@@ -49,6 +50,24 @@ def test_every_optimizer_of_torch_has_the_state_of_a_real_update(name: str) -> N
     assert given.whole["optimizer"] == made.whole["optimizer"] == real_state(net, optimizer)
 
 
+@pytest.mark.parametrize("t0", [1e6, 0.0], ids=["copies the weights", "averages them"])
+def test_asgd_takes_what_a_real_update_takes_before_and_after_it_averages(t0: float) -> None:
+    net = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+
+    def asgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.ASGD(model.parameters(), t0=t0)
+
+    found = estimate(net, squared, torch.randn(4, 256), precision="fp32", optimizer=asgd)
+    optimizer = asgd(net)
+    if not t0:  # its first two steps are on the way there
+        for _ in range(2):
+            squared(net, torch.randn(4, 256)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found.verified
+    assert found.peak == pytest.approx(peak_of_update(net, squared, torch.randn(4, 256), optimizer, "fp32"), rel=0.01)
+
+
 def test_groups_keep_their_options_and_the_given_optimizer_is_not_touched() -> None:
     net = model()
     groups = [{"params": net[0].parameters(), "momentum": 0.9}, {"params": net[2].parameters()}]
@@ -76,6 +95,48 @@ def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
     with pytest.raises(HalfstepError, match="LBFGS") as refused:
         estimate(net, squared, torch.randn(4, 32), optimizer=torch.optim.LBFGS(net.parameters()))
     assert refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "do"),
+    [
+        ({"subject": nn.Linear(16, 4)}, "test_optimizers.py", "loss_fn(model, batch).backward()"),
+        (
+            {"subject": nn.Sequential(nn.Linear(32, 4), nn.BatchNorm1d(4)), "batch_size": 1},
+            "batch (4, 32) were taken as samples",
+            "batch_size=2 runs",
+        ),
+        (
+            {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), fused=True, foreach=True)},
+            "`fused` and `foreach` cannot be `True` together",
+            "optimizer.step()",
+        ),
+    ],
+    ids=["shape", "one sample", "optimizer"],
+)
+def test_an_error_of_torch_is_told_as_ours_with_what_to_type_in_python(
+    change: dict[str, Any], given: str, do: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = {"subject": model(), "loss_fn": squared, "batch": torch.randn(4, 32), **change}
+    for device in (None, "a100-40gb"):
+        with pytest.raises(WrongUse) as refused:
+            estimate(**case, device=device)
+        assert given in refused.value.given
+        assert do in refused.value.do
+        assert "--" not in refused.value.do
+        assert refused.value.__cause__ is not None
+    assert not capfd.readouterr().err
+
+
+def test_gradients_of_a_sparse_embedding_are_estimated() -> None:
+    net = nn.Embedding(1000, 8, sparse=True)
+
+    def sparse(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters())
+
+    found = estimate(net, squared, torch.arange(4), precision="fp32", optimizer=sparse)
+    assert found.at_peak["weights"] == 1000 * 8 * 4
+    assert found.at_peak["gradients"] == 0
 
 
 def test_on_a_gpu_defaults_update_all_parameters_together() -> None:

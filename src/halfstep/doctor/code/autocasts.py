@@ -11,21 +11,25 @@ from functools import cached_property
 from halfstep.doctor.code.formats import Named, class_named, format_named, function_named
 from halfstep.doctor.code.order import ancestors
 from halfstep.doctor.code.script import FUNCTIONS, Function, Script, argument, method, path_of, unpacks
+from halfstep.doctor.code.words import words_of
 
 OLD = frozenset({"torch.cuda.amp.autocast", "torch.cpu.amp.autocast"})
 NEW = frozenset({"torch.autocast", "torch.amp.autocast"})
 _NAMES = OLD | NEW
 _DEFAULTS: dict[str, Named] = {"cuda": "fp16", "cpu": "bf16"}
 _MODULES = ("forward", "__call__")
-_OPENED = re.compile(r"\bautocast\b")
-_ISLAND = re.compile(r"\bautocast\((?:[^()]|\([^()]*\))*\benabled=False")
+_OPENED = re.compile(r"autocast\b")
+_ISLAND = re.compile(r"autocast\((?:[^()]|\([^()]*\))*\benabled=False")
 
 
 def may_open(text: str) -> bool:
     """Return whether a file may open autocast; models of transformers only switch it off, and need no parsing."""
-    if "autocast" not in text:
+    if "autocast" not in words_of(text):
         return False
-    return len(_OPENED.findall(text)) > len(_ISLAND.findall(text)) + text.count("import autocast")
+    # A search that begins with \b looks at every letter of a file.
+    places = [m.start() for m in _OPENED.finditer(text) if not re.match(r"\w", text[m.start() - 1 : m.start()])]
+    islands = sum(_ISLAND.match(text, place) is not None for place in places)
+    return len(places) > islands + text.count("import autocast")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Autocasts:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.all = [found for call in script.calls() if (found := _read(script, call))]
+        calls = script.calls() if "autocast" in script.source else ()
+        self.all = [found for call in calls if (found := _read(script, call))]
         self._by_call = {one.call: one for one in self.all}
 
     @property

@@ -17,6 +17,7 @@ from pathlib import Path
 from halfstep.doctor.code import rules
 from halfstep.doctor.code.autocasts import may_open
 from halfstep.doctor.code.facts import Facts, facts_of
+from halfstep.doctor.code.words import words_of
 from halfstep.doctor.located import LocatedFinding, patched
 
 LARGEST = 1_000_000
@@ -35,7 +36,7 @@ _NEEDED: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("cuda.amp", "cpu.amp"), ("autocast", "GradScaler")),
     (("autocast",), ("e-7", "e-8", "e-9"), ("Linear(", "Conv", "matmul(", "mm(", "einsum(")),
     (("autocast",), ('"cpu"', "'cpu'"), _NARROW),
-    ((".scale(", "unscale_"), ("backward",)),
+    ((".scale(", ".unscale_("), ("backward",)),
     (("mixed_precision",), ("cpu=True",)),
     (("precision",), ("accelerator=", "accelerator ="), ("Trainer(", "Fabric(")),
     (("allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),),
@@ -84,14 +85,20 @@ def check_untried(file: str, text: str) -> list[LocatedFinding]:
 
 
 def _may_have_findings(text: str) -> bool:
-    if not any(word in text for word in _LIBRARIES):
+    words = words_of(text)
+    if not words.has_any(*_LIBRARIES):
         return False
     opens = may_open(text)
     rows = (row for row in _NEEDED if opens or row[0] != ("autocast",))
-    if any(all(any(word in text for word in group) for group in row) for row in rows):
+    if any(all(words.has_any(*group) for group in row) for row in rows):
         return True
     # Weights in 16 bits matter where an optimizer is made over them, or where they are an average.
-    return any(word in text for word in _NARROW) and bool(_OPTIMIZER.search(text) or _AVERAGE.search(text))
+    if not words.has_any(*_NARROW):
+        return False
+    if ".parameters()" in words and _OPTIMIZER.search(text):
+        return True
+    lower = text.lower()
+    return any(word in lower for word in ("ema", "swa", "average")) and bool(_AVERAGE.search(text))
 
 
 def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from halfstep.doctor.code.autocasts import Autocasts
 from halfstep.doctor.code.scalers import Scalers
-from halfstep.doctor.code.script import Script, method, parse, path_of, receiver
+from halfstep.doctor.code.script import Script, parse, path_of, receiver
 
 _OPTIMIZER = re.compile(r"optim|(^|_)opt(_|\d*$)", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric", re.IGNORECASE)
@@ -33,13 +33,13 @@ class Facts:
     def optimizer_steps(self) -> list[tuple[str, ast.Call]]:
         """Return every `optimizer.step()` with its optimizer, scalers' own steps left out."""
         scaled = {one.call for one in self.scalers.calls}
-        found = [(receiver(call), call) for call in self.script.calls() if method(call) == "step" and not call.args]
+        found = [(receiver(call), call) for call in self.script.calls_of_methods("step") if not call.args]
         return [(path, call) for path, call in found if path and call not in scaled and self._is_optimizer(path, call)]
 
     @cached_property
     def backwards(self) -> list[ast.Call]:
         """Return every call that runs a backward pass."""
-        return [call for call in self.script.calls() if self._is_backward(call)]
+        return [call for call in self.script.calls_of_methods("backward") if self._is_backward(call)]
 
     @property
     def count(self) -> int:
@@ -57,8 +57,7 @@ class Facts:
         return bool(_OPTIMIZER.search(re.split(r"[.\[]", path.replace("]", ""))[-1])) or "optim" in path.lower()
 
     def _is_backward(self, call: ast.Call) -> bool:
-        if method(call) != "backward" or not isinstance(call.func, ast.Attribute):
-            return False
+        assert isinstance(call.func, ast.Attribute)
         if "torch.autograd.backward" in self.script.names(call.func):
             return True
         # The backward of a layer of one's own takes gradients; that of a tensor is called with names at most.

@@ -42,10 +42,11 @@ class Scalers:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.made = [MadeScaler(call, _enabled(script, call)) for call in script.calls() if is_made(script, call)]
+        self.made = [MadeScaler(call, _enabled(script, call)) for call in script.calls_of(_NAMES)]
         self._paths = self._known_paths()
-        self.calls = [found for call in script.calls() if (found := self._read(call))]
-        self.clips = [call for call in script.calls() if script.is_one_of(call.func, _CLIPS)]
+        used = (call for call in script.calls() if method(call) in _METHODS) if self._paths else ()
+        self.calls = [found for call in used if (found := self._read(call))]
+        self.clips = script.calls_of(_CLIPS)
 
     def of(self, kind: Kind, scope: ast.AST | None = None, scaler: str | None = None) -> list[ScalerCall]:
         """Return the calls of one kind, in one function and of one scaler where these are given."""
@@ -74,13 +75,12 @@ class Scalers:
 
     def _known_paths(self) -> set[str]:
         made = {one.call for one in self.made}
-        paths = {path for path, value in self._script.bound() if any(part in made for part in _parts(value))}
-        for call in self._script.calls():
-            if method(call) == "unscale_" and call.args:
-                paths.add(receiver(call) or "")
-            elif method(call) == "backward" and isinstance(call.func, ast.Attribute):
-                scaled = call.func.value
-                paths.add(receiver(scaled) or "" if isinstance(scaled, ast.Call) and method(scaled) == "scale" else "")
+        bound = self._script.bound() if made else ()
+        paths = {path for path, value in bound if any(part in made for part in _parts(value))}
+        paths |= {receiver(call) or "" for call in self._script.calls_of_methods("unscale_") if call.args}
+        for call in self._script.calls_of_methods("backward"):
+            scaled = call.func.value if isinstance(call.func, ast.Attribute) else None
+            paths.add(receiver(scaled) or "" if isinstance(scaled, ast.Call) and method(scaled) == "scale" else "")
         return paths - {""}
 
     def _read(self, call: ast.Call) -> ScalerCall | None:

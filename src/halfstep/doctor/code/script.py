@@ -36,11 +36,13 @@ _DEEPEST = 8
 """How many bindings are followed from name to name."""
 _MOST_BINDINGS = 50
 """How many values of one variable are kept; with more than one, its value is not certain anyway."""
-_SHARED = frozenset(
-    one
-    for base in (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
-    for one in base.__subclasses__()
+_NO_NODES = frozenset(
+    {"arg", "asname", "attr", "conversion", "ctx", "id", "is_async", "kind", "level", "module", "op", "ops", "simple"}
+    | {"type_comment"}
 )
+"""Fields that hold words and numbers, or one of the objects that Python has for all contexts and operators."""
+_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {ast.Name: (), ast.Constant: ()}
+"""The fields of each type that may hold nodes, of the types that were met."""
 _Node = TypeVar("_Node", bound=ast.AST)
 
 
@@ -63,6 +65,7 @@ class Script:
         self._imports: dict[str, set[str]] = defaultdict(set)
         self._bindings: dict[str, list[Binding]] = defaultdict(list)
         self._calls_in: dict[ast.AST, list[ast.Call]] = defaultdict(list)
+        self._calls_by_method: dict[str, list[ast.Call]] = defaultdict(list)
         self._named: dict[str, list[Function | ast.ClassDef]] = defaultdict(list)
         self._walk()
         self._read_imports()
@@ -83,6 +86,17 @@ class Script:
     def calls(self, scope: ast.AST | None = None) -> Iterator[ast.Call]:
         """Yield all calls, or those directly in one function."""
         return self.every(ast.Call) if scope is None else iter(self._calls_in.get(scope, ()))
+
+    def calls_of(self, wanted: frozenset[str]) -> list[ast.Call]:
+        """Return all calls of what certainly is one of these, by their full names."""
+        # A full name ends with a word of the source, also where it is imported under another name.
+        if not any(name in self.source for name in _last_names(wanted)):
+            return []
+        return [call for call in self.calls() if self.is_one_of(call.func, wanted)]
+
+    def calls_of_methods(self, *names: str) -> list[ast.Call]:
+        """Return all calls of methods with these names, one name after the other."""
+        return [call for name in names for call in self._calls_by_method.get(name, ())]
 
     def named(self, name: str) -> list[Function | ast.ClassDef]:
         """Return the functions and classes of this name, methods left out."""
@@ -210,21 +224,38 @@ class Script:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
-        stack: list[tuple[ast.AST, ast.AST]] = [(self.tree, self.tree)]
+        # Half a million nodes in a large project: what is looked up, called or built here is paid for each of them.
+        stack: list[ast.AST] = [self.tree]
         scopes, parents, by_type = self.scopes, self.parents, self._by_type
+        scopes[self.tree] = self.tree
         while stack:
-            node, scope = stack.pop()
+            node = stack.pop()
             kind = node.__class__
-            scopes[node] = scope
             by_type[kind].append(node)
+            scope = scopes[node]
             if kind is ast.Call:
                 self._calls_in[scope].append(node)  # type: ignore[arg-type]
+                if node.func.__class__ is ast.Attribute:  # type: ignore[attr-defined]
+                    self._calls_by_method[node.func.attr].append(node)  # type: ignore[attr-defined,arg-type]
+            fields = _FIELDS[kind] if kind in _FIELDS else _fields_of(kind)
+            if not fields:
+                continue
             inner = node if kind in _SCOPES else scope
-            children = _children(node)
-            for child in reversed(children):
+            first = len(stack)
+            for name in fields:
+                value = getattr(node, name, None)
+                if value.__class__ is list:
+                    stack += [one for one in value if isinstance(one, ast.AST)]  # type: ignore[union-attr]
+                elif isinstance(value, ast.AST):
+                    stack.append(value)
+            children = stack[first:]
+            for child in children:
                 parents[child] = node
-                stack.append((child, inner))
-        del self.scopes[self.tree]
+                scopes[child] = inner
+            # The first child is the next.
+            children.reverse()
+            stack[first:] = children
+        del scopes[self.tree]
 
     def _read_imports(self) -> None:
         for node in self.every(ast.Import):
@@ -336,16 +367,9 @@ def mentions(node: ast.AST, pattern: re.Pattern[str]) -> bool:
     return any(pattern.search(word) for word in words_in(node))
 
 
-def _children(node: ast.AST) -> list[ast.AST]:
-    """Return the children of a node; contexts and operators are left out: Python has one object for all of each."""
-    found: list[ast.AST] = []
-    for name in node._fields:
-        value = getattr(node, name, None)
-        if value.__class__ is list:
-            found += [one for one in value if isinstance(one, ast.AST) and one.__class__ not in _SHARED]  # type: ignore[union-attr]
-        elif isinstance(value, ast.AST) and value.__class__ not in _SHARED:
-            found.append(value)
-    return found
+def _fields_of(kind: type[ast.AST]) -> tuple[str, ...]:
+    """Return the fields of a type that may hold nodes, and remember them."""
+    return _FIELDS.setdefault(kind, tuple(name for name in kind._fields if name not in _NO_NODES))
 
 
 @cache

@@ -36,7 +36,9 @@ def narrow_trained(script: Script, format: Named) -> Iterator[Trained]:
     """Yield every optimizer over `module.parameters()` where the module certainly is in a 16-bit format."""
     if not any(word in script.source for word in (".half(", ".bfloat16(", "float16")):
         return
-    for call in script.calls():
+    # A class over parameters: most calls are of something else.
+    calls = (call for call in script.calls() if call.args or call.keywords) if "parameters" in script.source else ()
+    for call in calls:
         module = _module(script, call)
         cast = _cast_before(script, module, call, format) if module is not None else None
         if module is not None and cast is not None and not any(map(_FROZEN.search, script.lines)):

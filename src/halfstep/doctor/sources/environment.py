@@ -40,8 +40,9 @@ def _accelerate_variable(name: str, value: str) -> FoundSetting:
 
 
 def _lightning_variable(name: str, value: str) -> FoundSetting:
-    claim, means = lightning_claim(name, value)
-    return replace(_setting(name, value, means, claim), tool="lightning" if name == LIGHTNING else "fabric")
+    reading = lightning_claim(name, value)
+    setting = _setting(name, value, reading.means).read_as(reading)
+    return replace(setting, tool="lightning" if name == LIGHTNING else "fabric")
 
 
 def _nvidia_tf32(name: str, value: str) -> FoundSetting:

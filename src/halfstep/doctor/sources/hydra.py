@@ -32,8 +32,8 @@ def _hydra_section(document: Document, prefix: str, section: Mapping[str, Any]) 
         if "${" in str(value):
             yield document.setting(prefix + key, value, UNRESOLVED)
             continue
-        claim, means = lightning_claim(prefix + key, value) if targets and key == "precision" else own_claim(key, value)
-        yield document.setting(prefix + key, value, means, claim)
+        reading = lightning_claim(prefix + key, value) if targets and key == "precision" else own_claim(key, value)
+        yield document.setting(prefix + key, value, reading.means).read_as(reading)
 
 
 def _is_lightning(content: Mapping[str, Any]) -> bool:

@@ -9,10 +9,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halfstep.doctor.located import lines_of
-from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource, unknown_word
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
-from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, lightning_claim, own_claim, safe_claim
+from halfstep.doctor.sources.reading import (
+    CLIPPING,
+    LEARNING_RATE,
+    Claims,
+    halfstep_claim,
+    lightning_claim,
+    own_claim,
+    safe_claim,
+)
 from halfstep.errors import HalfstepError
 from halfstep.precision.names import FLAGS, PRECISION_KEYS, SWITCHES
 
@@ -138,8 +146,8 @@ def _variable(place: str, word: Word) -> FoundSetting | None:
     try:
         return replace(read_variable(found["name"], found["value"]), place=place, line=word.line)
     except HalfstepError as error:
-        means = f"{UNKNOWN_WORD}: {error.given}"
-        return FoundSetting("environment", place, found["name"], found["value"], means, word.line, tool="accelerate")
+        unread = FoundSetting("environment", place, found["name"], found["value"], "", word.line, tool="accelerate")
+        return unread.read_as(unknown_word(error.given))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -252,21 +260,21 @@ def _flag(place: str, key: str, value: object, word: Word, reader: str) -> Found
     if reader == "accelerate":
         return _of_accelerate(setting)
     # The script's own parser reads it; `_owned` of linking names the library where one does.
-    read = {"halfstep": safe_claim, "fabric": lightning_claim}.get(reader, own_claim)
-    claim, means = read(short, False if off else value)
-    return replace(setting, claim=replace(claim, key=key, value=value) if claim else None, means=means)
+    read: Claims = {"halfstep": halfstep_claim, "fabric": lightning_claim}.get(reader, own_claim)
+    read_as = setting.read_as(read(short, False if off else value))
+    return replace(read_as, claim=replace(read_as.claim, key=key, value=value) if read_as.claim else None)
 
 
 def _says(short: str, value: object) -> bool:
     if value is True or "$" in str(value):
         return True
-    return safe_claim(short, value)[0] is not None
+    return safe_claim(short, value).claim is not None
 
 
 def _of_accelerate(setting: FoundSetting) -> FoundSetting:
     word = str(setting.value).lower()
     if word not in WORDS:
-        return replace(setting, means=f"{UNKNOWN_WORD}: accelerate knows {', '.join(WORDS)}")
+        return setting.read_as(unknown_word(f"accelerate knows {', '.join(WORDS)}"))
     claim = claim_of(setting.key, setting.value, word)
     means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
     return replace(setting, claim=claim, means=means)

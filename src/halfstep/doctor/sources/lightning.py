@@ -33,8 +33,8 @@ def _trainer_settings(document: Document, prefix: str, trainer: Mapping[str, Any
     found = []
     if trainer.get("precision") is not None:
         key = f"{prefix}precision"
-        claim, means = lightning_claim(key, trainer["precision"])
-        found.append(document.setting(key, trainer["precision"], means, claim))
+        reading = lightning_claim(key, trainer["precision"])
+        found.append(document.setting(key, trainer["precision"], reading.means).read_as(reading))
     if trainer.get("accelerator") is not None:
         means = "Lightning runs on the CPU" if trainer["accelerator"] in _ON_CPU else "Lightning's choice of device"
         found.append(document.setting(f"{prefix}accelerator", trainer["accelerator"], means))

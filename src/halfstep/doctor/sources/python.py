@@ -12,7 +12,15 @@ from halfstep.doctor.code.facts import Facts, facts_of
 from halfstep.doctor.code.formats import DTYPES, format_named
 from halfstep.doctor.code.order import ancestors
 from halfstep.doctor.code.script import FUNCTIONS, Script, argument, path_of
-from halfstep.doctor.settings import UNKNOWN_WORD, UNRESOLVED, FoundSetting, SettingSource, without_alternatives
+from halfstep.doctor.code.words import words_of
+from halfstep.doctor.settings import (
+    UNRESOLVED,
+    FoundSetting,
+    SettingSource,
+    WordReading,
+    unknown_word,
+    without_alternatives,
+)
 from halfstep.doctor.sources.accelerate import WORDS, claim_of
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
 from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, Claims, lightning_claim, own_claim, safe_claim
@@ -23,7 +31,7 @@ _CALLED = ("Accelerator(", "Trainer(", "Fabric(", "GradScaler(")
 _NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main")
 _SWITCHED = ("allow_tf32", "fp32_precision", "float32_matmul_precision", *VARIABLES)
 _OPENED = tuple(f"{ending}{quote}" for ending in (".yaml", ".yml", ".json") for quote in "\"'")
-_SPEAKS = re.compile("|".join(map(re.escape, (*_CALLED, *_NAMED, *_SWITCHED))))
+_SPEAKS = (*_CALLED, *_NAMED, *_SWITCHED)
 _DEFINES = re.compile(
     r"add_argument\(\s*(\"-\w\"\s*,\s*)?[\"']--(no-)?(" + "|".join(map(re.escape, PRECISION_KEYS)) + ")"
 )
@@ -60,16 +68,23 @@ class Found:
 
 def speaks(text: str) -> bool:
     """Return whether a script may have a setting; others are not parsed."""
-    if _SPEAKS.search(text) or _DEFINES.search(text):
+    words = words_of(text)
+    if words.has_any(*_SPEAKS) or ("add_argument(" in words and _DEFINES.search(text)):
         return True
+    if "autocast(" not in words:
+        return False
     # Only what the script itself runs speaks for a run.
-    own = "__main__" in text or "backward" in text or _AT_TOP.search(text)
-    return "autocast(" in text and bool(own) and may_open(text)
+    own = words.has_any("__main__", "backward") or _AT_TOP.search(text)
+    return bool(own) and may_open(text)
 
 
 def names_only(place: str, text: str) -> SettingSource | None:
     """Return the files and modules that a script names, without parsing it; None where it names no configuration."""
-    files = _QUOTED.findall(text) if any(end in text for end in _OPENED) else []
+    if not words_of(text).has_any(*_OPENED):
+        return None
+    # Line by line: a search at every quotation mark of a file takes long.
+    lines = (line for line in text.splitlines() if ".json" in line or ".y" in line)
+    files = [file for line in lines for file in _QUOTED.findall(line)]
     if not files:
         return None
     modules = [(found[1] or found[2]).replace(".", "/") for found in _IMPORTED.finditer(text)]
@@ -191,17 +206,17 @@ def _say(found: Found, call: ast.Call, keyword: str, tool: str, claim_for: Claim
         # Not a number of words: the expression itself is shown.
         setting = found.setting(given, key, ast.unparse(given)[:80], UNRESOLVED)
     else:
-        claim, means = claim_for(key, value)
-        setting = found.setting(given, key, value, means, claim)
+        reading = claim_for(key, value)
+        setting = found.setting(given, key, value, reading.means).read_as(reading)
     found.settings.append(replace(setting, tool=tool, argument=name))
 
 
-def _accelerate_claim(key: str, value: object) -> tuple[Claim | None, str]:
+def _accelerate_claim(key: str, value: object) -> WordReading:
     word = str(value).lower()
     if word not in WORDS:
-        return None, f"{UNKNOWN_WORD}: accelerate knows {', '.join(WORDS)}"
-    claim = claim_of(key, value, word)
-    return claim, "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
+        return unknown_word(f"accelerate knows {', '.join(WORDS)}")
+    means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
+    return WordReading(claim_of(key, value, word), means)
 
 
 def _accelerator(found: Found, call: ast.Call, names: frozenset[str]) -> None:
@@ -229,8 +244,8 @@ def _lightning_cli(found: Found, call: ast.Call, names: frozenset[str]) -> None:
     defaults = argument(call, "trainer_defaults")
     for key, value in zip(defaults.keys, defaults.values, strict=True) if isinstance(defaults, ast.Dict) else ():
         if isinstance(key, ast.Constant) and key.value == "precision" and isinstance(value, ast.Constant):
-            claim, means = lightning_claim("trainer_defaults(precision)", value.value)
-            setting = found.setting(value, "trainer_defaults(precision)", value.value, means, claim)
+            reading = lightning_claim("trainer_defaults(precision)", value.value)
+            setting = found.setting(value, "trainer_defaults(precision)", value.value, reading.means).read_as(reading)
             found.settings.append(replace(setting, tool="lightning cli", level="default"))
 
 
@@ -246,9 +261,9 @@ def _training_arguments(found: Found, call: ast.Call, names: frozenset[str]) -> 
         found.settings.append(replace(setting, tool="transformers"))
 
 
-def _flag_claim(key: str, value: object) -> tuple[Claim | None, str]:
-    claim, means = safe_claim(key.partition("(")[2].rstrip(")"), value)
-    return (replace(claim, key=key, value=value) if claim else None), means
+def _flag_claim(key: str, value: object) -> WordReading:
+    reading = safe_claim(key.partition("(")[2].rstrip(")"), value)
+    return reading._replace(claim=replace(reading.claim, key=key, value=value) if reading.claim else None)
 
 
 def _argument_parser(found: Found, call: ast.Call, names: frozenset[str]) -> None:
@@ -311,9 +326,9 @@ def _autocast(found: Found, autocast: Autocast) -> FoundSetting:
     scope = script.scopes[call]
     at_top = not isinstance(scope, (*FUNCTIONS, ast.Lambda)) or getattr(scope, "name", "") == _MAIN
     is_plain = at_top and not any(_chooses(one) for one in ancestors(script, call))
-    claim, means = _autocast_claim(enabled, autocast.format) if is_plain else (None, UNRESOLVED)
-    setting = found.setting(call, "autocast(enabled)" if name else "autocast", autocast.format or "...", means)
-    claim = replace(claim, key=setting.key, value=setting.value) if claim else None
+    reading = _autocast_claim(enabled, autocast.format) if is_plain else WordReading(None, UNRESOLVED)
+    setting = found.setting(call, "autocast(enabled)" if name else "autocast", autocast.format or "...", reading.means)
+    claim = replace(reading.claim, key=setting.key, value=setting.value) if reading.claim else None
     return replace(setting, claim=claim, argument=name if is_plain else "", tool="torch")
 
 
@@ -322,11 +337,11 @@ def _chooses(node: ast.AST) -> bool:
     return isinstance(node, (ast.If, ast.IfExp, ast.Match, ast.ExceptHandler)) and not is_main
 
 
-def _autocast_claim(enabled: object, format: str | None) -> tuple[Claim | None, str]:
+def _autocast_claim(enabled: object, format: str | None) -> WordReading:
     # Off by a default of the script's own: the flag is there to be given.
     if enabled is True and format is not None:
         return lightning_claim("autocast", format)
-    return None, UNRESOLVED
+    return WordReading(None, UNRESOLVED)
 
 
 # -- assignments and arguments ----------------------------------------------------------------------------------------
@@ -352,8 +367,8 @@ def _environ(found: Found, node: ast.Assign, target: ast.Subscript) -> None:
     try:
         setting = replace(read_variable(str(name), value), place=place, line=node.lineno)
     except HalfstepError as error:
-        means = f"{UNKNOWN_WORD}: {error.given}"
-        setting = FoundSetting("environment", place, str(name), value, means, node.lineno, tool="accelerate")
+        unread = FoundSetting("environment", place, str(name), value, "", node.lineno, tool="accelerate")
+        setting = unread.read_as(unknown_word(error.given))
     found.settings.append(setting)
 
 
@@ -381,7 +396,8 @@ def _own_arguments(found: Found) -> Iterator[FoundSetting]:
         # The setting that takes an argument has its default already, with the line of the call.
         if name not in PRECISION_KEYS or default is None or default is _Unknown or name in used:
             continue
-        claim, means = own_claim(name, default)
+        reading = own_claim(name, default)
         speaks = name in SWITCHES or default not in (True, False)
-        where = FoundSetting("code", found.script.file, f"--{name} default", default, means, line, argument=name)
-        yield replace(where, claim=claim if speaks else None, tool="script", level="default", decides=False)
+        where = FoundSetting("code", found.script.file, f"--{name} default", default, "", line, argument=name)
+        where = where.read_as(reading if speaks else reading._replace(claim=None))
+        yield replace(where, tool="script", level="default", decides=False)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from halfstep.doctor.settings import OWN_WORD, UNKNOWN_WORD, Document, FoundSetting, Kind, printable
+from halfstep.doctor.settings import OWN_WORD, Document, FoundSetting, Kind, WordReading, printable, unknown_word
 from halfstep.errors import HalfstepError, MissingExtra
-from halfstep.precision.names import Claim, Named, read_claims
+from halfstep.precision.names import AMP, AMP_MEANS, Claim, Named, read_claims
 
 LEARNING_RATE = frozenset({"lr", "learning_rate", "base_lr", "max_lr"})
 CLIPPING = frozenset(
@@ -104,40 +104,53 @@ _IN_FULL = {"bf16-true": "bf16", "16-true": "fp16", "transformer-engine": "fp8",
 """Lightning's words for weights that are themselves in a narrow format, which no recipe of halfstep may ask for."""
 
 
-def lightning_claim(key: str, value: object) -> tuple[Claim | None, str]:
-    """Return the claim of one of Lightning's words and its meaning; no claim where Lightning has no such word."""
+def lightning_claim(key: str, value: object) -> WordReading:
+    """Return the reading of one of Lightning's words; no claim where Lightning has no such word."""
     word = str(value).strip().lower()
     if word in _IN_FULL:
         name = _IN_FULL[word]
-        return Claim(key, value, says=Named(name, "Lightning's word")), f"weights too are held in {name}"
+        return WordReading(Claim(key, value, says=Named(name, "Lightning's word")), f"weights too are held in {name}")
     if word in ("64-true", "64"):
-        return None, "compute in 64 bits"
+        return WordReading(None, "compute in 64 bits")
     try:
         claim = read_claims({"precision": value})[0]
     except HalfstepError as error:
-        return None, f"{UNKNOWN_WORD}: {error.given}"
-    return replace(claim, key=key, value=value), meaning(claim)
+        return unknown_word(error.given)
+    return WordReading(replace(claim, key=key, value=value), meaning(claim))
 
 
-def safe_claim(key: str, value: object) -> tuple[Claim | None, str]:
-    """Return the claim of a precision key, and its meaning; no claim, and why, where it cannot be read."""
+def safe_claim(key: str, value: object) -> WordReading:
+    """Return the reading of a precision key; no claim, and why, where it cannot be read."""
     try:
         claim = next(iter(read_claims({key: value})), None)
     except HalfstepError as error:
-        return None, f"{UNKNOWN_WORD}: {error.given}"
-    return claim, meaning(claim)
+        return unknown_word(error.given)
+    return WordReading(claim, meaning(claim))
 
 
-def own_claim(key: str, value: object) -> tuple[Claim | None, str]:
-    """Return the claim of a precision key that a project's own code reads.
+def halfstep_claim(key: str, value: object) -> WordReading:
+    """Return the reading of a precision key that halfstep itself reads."""
+    found = safe_claim(key, value)
+    claim = as_halfstep_reads(found.claim)
+    return found if claim is found.claim else WordReading(claim, meaning(claim))
+
+
+def as_halfstep_reads(claim: Claim | None) -> Claim | None:
+    """Return a claim as halfstep takes it: mixed precision without a format is the device's own, in others fp16."""
+    without_format = claim is not None and claim.says is None and claim.otherwise == "fp16"
+    return replace(claim, otherwise=AMP) if claim is not None and without_format else claim
+
+
+def own_claim(key: str, value: object) -> WordReading:
+    """Return the reading of a precision key that a project's own code reads.
 
     A word that is not known is the project's own, and claims nothing.
     """
     try:
         claim = next(iter(read_claims({key: value})), None)
     except HalfstepError:
-        return None, OWN_WORD
-    return claim, meaning(claim)
+        return OWN_WORD
+    return WordReading(claim, meaning(claim))
 
 
 def is_word(key: str, value: object) -> bool:
@@ -149,8 +162,8 @@ def is_word(key: str, value: object) -> bool:
     return isinstance(value, str)
 
 
-Claims = Callable[[str, object], tuple[Claim | None, str]]
-"""Reads a word of one program: its claim, and its meaning."""
+Claims = Callable[[str, object], WordReading]
+"""Reads a word of one program."""
 
 
 def training_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
@@ -171,6 +184,8 @@ def meaning(claim: Claim | None) -> str:
         return "no effect: its switch is off, or the launcher decides"
     if claim.says:
         return "the device decides" if claim.meaning == "auto" else f"compute in {claim.meaning}"
+    if claim.otherwise == AMP:
+        return f"mixed precision on: {AMP_MEANS}"
     if len(claim.denies) == 1:
         return f"not in {next(iter(claim.denies))}"
     return "mixed precision off: fp32" if claim.otherwise == "fp32" else "mixed precision on, no format named"

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from halfstep.doctor.settings import PROJECT, Document, FoundSetting, SettingSource
+from halfstep.doctor.settings import PROJECT, Document, FoundSetting, SettingSource, WordReading
 from halfstep.doctor.sources.reading import (
+    as_halfstep_reads,
     claims_in,
     is_word,
     meaning,
@@ -47,8 +48,9 @@ def project_settings(document: Document) -> SettingSource:
         keys = [key for key in _precision_keys(prefix, section) if is_word(key, section[key])]
         idle = FORMATS if any(is_off(section.get(switch)) for switch in SWITCHES) else ()
         for key in keys:
-            claim, means = own_claim(key, section[key]) if key not in idle else (None, meaning(None))
-            found.append(replace(document.setting(prefix + key, section[key], means, claim), tool=PROJECT))
+            reading = own_claim(key, section[key]) if key not in idle else WordReading(None, meaning(None))
+            setting = document.setting(prefix + key, section[key], reading.means).read_as(reading)
+            found.append(replace(setting, tool=PROJECT))
         training += training_settings(document, prefix, section)
     return SettingSource("recipe", document.place, found, training)
 
@@ -80,4 +82,6 @@ def _precision_settings(document: Document, prefix: str, section: Mapping[str, A
     keys = _precision_keys(prefix, section)
     chosen = {key: section[key] for key in keys}
     claims = {claim.key: claim for claim in claims_in(document, prefix, chosen)}
+    if "task" in document.content:  # a recipe of halfstep
+        claims = {key: own for key, claim in claims.items() if (own := as_halfstep_reads(claim))}
     return [document.setting(prefix + key, chosen[key], meaning(claims.get(key)), claims.get(key)) for key in keys]

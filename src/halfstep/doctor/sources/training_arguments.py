@@ -48,8 +48,8 @@ def arguments_settings(document: Document) -> SettingSource:
     content, found = document.content, []
     for key in ("fp16", "bf16"):
         if content.get(key) is not None:
-            claim, means = safe_claim(key, content[key])
-            found.append(document.setting(key, content[key], means, claim))
+            reading = safe_claim(key, content[key])
+            found.append(document.setting(key, content[key], reading.means).read_as(reading))
     told = [key for key in _TELLS_NOTHING if content.get(key) is not None]
     found += [document.setting(key, content[key], _TELLS_NOTHING[key]) for key in told]
     named = [str(content[key]) for key in ("deepspeed", "fsdp_config") if isinstance(content.get(key), str)]

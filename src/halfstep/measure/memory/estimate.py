@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
 from halfstep.formats import FP32, is_narrow
-from halfstep.measure.batches import bytes_of, size_of, tensors
+from halfstep.measure.batches import bytes_of, size_of, taken_as_samples, tensors
 from halfstep.measure.case import SEED, Case, LossFunction, MakeOptimizer, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named, own_choice
 from halfstep.measure.memory.fake_tensors import (
@@ -31,6 +31,8 @@ from halfstep.measure.memory.fake_tensors import (
     made_once,
     numbers_refused,
     walked,
+    without_torch_log,
+    wrong_use_of,
 )
 from halfstep.measure.memory.ledger import PARTS, WORKING, Ledger, Note
 from halfstep.measure.memory.recurrent import lstm_by_onednn
@@ -175,14 +177,19 @@ def estimate(
 
     What is left out is as the recipe says; else bf16, the batch as it is, and fused AdamW. `optimizer` is an instance,
     or a function that makes one from a model. `device` need not be present ("a100-80gb", "rtx4090", "24GB"); the
-    default is this machine's CPU. Raises `WrongUse` for sizes below 1 and for code that depends on values,
-    `PrecisionRefused` where CUDA's autocast refuses an operation.
+    default is this machine's CPU. Raises `WrongUse` for sizes below 1, for code that depends on values and for any
+    error of the model, the loss or torch in them, `PrecisionRefused` where CUDA's autocast refuses an operation.
     """
     if any(size is not None and size < 1 for size in (batch_size, microbatches)):
         given = f"batch_size={batch_size}, microbatches={microbatches}"
         raise WrongUse(given, allowed="1 or more of each", do="leave them out to take the batch as it is")
-    measured = subject_of(subject, loss_fn, batch, settings)
-    make_case, case = (measured.open, measured) if isinstance(measured, Case) else made_once(measured.describe)
+    try:
+        measured = subject_of(subject, loss_fn, batch, settings)
+        make_case, case = (measured.open, measured) if isinstance(measured, Case) else made_once(measured.describe)
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise wrong_use_of(error, (), "run it by itself, without halfstep, until it returns a case") from error
     if optimizer is not None:
         make_case = _with_optimizer(make_case, optimizer)
     asked: dict[str, Any] = {
@@ -191,11 +198,39 @@ def estimate(
     }  # fmt: skip
     setting = case.setting if case.is_recipe else StepSetting(precision=_DEFAULT)
     setting = replace(setting, **{key: value for key, value in asked.items() if value is not None})
+    target = device_named(device or "cpu")
     if setting.precision == AUTO:
-        setting = replace(setting, precision=own_choice(device_named(device or "cpu")))
-    if device is None:
-        return ledger_of(make_case, setting)
-    return ledger_on(make_case, setting, device_named(device))
+        setting = replace(setting, precision=own_choice(target))
+
+    def ledger(setting: StepSetting) -> Ledger:
+        return ledger_of(make_case, setting) if device is None else ledger_on(make_case, setting, target)
+
+    try:
+        return ledger(setting)
+    except HalfstepError:
+        raise
+    except Exception as error:
+        samples = taken_as_samples(case.batch) if setting.batch not in (None, size_of(case.batch)) else ()
+        raise wrong_use_of(error, samples, _advice(setting, optimizer is not None, ledger)) from error
+
+
+def _advice(setting: StepSetting, has_optimizer: bool, ledger: Callable[[StepSetting], Ledger]) -> str:
+    """Return what to type in Python where a setting does not run: a change with which it does, or how to find out."""
+    plain = replace(setting, batch=None, recompute=False, channels_last=False)
+    tried = {
+        "batch_size=2 runs: one sample alone has no spread to normalise by": replace(setting, batch=2),
+        "it runs with batch_size, recompute and channels_last left out": plain,
+    }
+    for do, other in tried.items():
+        if other == setting or (other.batch == 2 and setting.batch != 1):
+            continue
+        try:
+            ledger(other)
+        except Exception:
+            continue
+        return do
+    also = ", and the optimizer: optimizer.step()" if has_optimizer else ""
+    return f"run the loss once by itself: loss_fn(model, batch).backward(){also}"
 
 
 _DEFAULT = "bf16"
@@ -229,11 +264,11 @@ def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch
 def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.device, tracker: ValueTracker) -> Ledger:
     mode = fake_mode()
     precision = resolve_precision(setting.precision, device)
-    with torch.random.fork_rng(devices=[]), transformers_untraced(), eagerly(), lstm_by_onednn():
+    with torch.random.fork_rng(devices=[]), transformers_untraced(), eagerly(), lstm_by_onednn(), without_torch_log():
         torch.manual_seed(SEED)
         case = built(make_case, mode, tracker)
         with mode, tracker, numbers_refused():
-            candidate = FakeCandidate(case, setting, precision, device)
+            candidate = FakeCandidate(case, setting, precision, device, tracker)
             with candidate.recorder():
                 candidate.step()
                 since = candidate.timeline.now

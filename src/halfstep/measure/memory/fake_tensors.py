@@ -186,8 +186,11 @@ def in_one_line(error: BaseException) -> str:
 
 def as_wrong_use(error: Exception, samples: Sequence[str], do: str) -> WrongUse | None:
     """Return the error as `WrongUse`; None if no line of it is the user's, so that it is halfstep's own."""
-    if raised_at(error) is None:
-        return None
+    return wrong_use_of(error, samples, do) if raised_at(error) is not None else None
+
+
+def wrong_use_of(error: Exception, samples: Sequence[str], do: str) -> WrongUse:
+    """Return any error of a model, a loss or torch in them as `WrongUse`."""
     taken = f"; {', '.join(samples)} were taken as samples" if samples else ""
     return WrongUse(
         f"{in_one_line(error)}{taken}",
@@ -259,7 +262,7 @@ def built(make: MakeCase, mode: FakeTensorMode, tracker: ValueTracker | None = N
     A model that can be built on them costs no memory, however large; others are built for real and converted.
     """
     try:
-        with mode, tracker or nullcontext(), warnings.catch_warnings(), _without_a_word():
+        with mode, tracker or nullcontext(), warnings.catch_warnings(), without_torch_log():
             warnings.filterwarnings("ignore", _COPIED)
             case = make()
     except Exception:  # it needs a value while being built, or has an error, which is raised again now
@@ -283,7 +286,7 @@ def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
 
 
 @contextmanager
-def _without_a_word() -> Iterator[None]:
+def without_torch_log() -> Iterator[None]:
     """Silence torch's log of tracebacks for unsupported operations, such as loading weights from a file."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
@@ -365,7 +368,7 @@ def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
 
 
 _LATER = 1000
-"""The value that optimizers read. RAdam uses less memory in its first steps; NAdam divides by 1 minus the value."""
+"""The step that optimizers read. RAdam uses less memory in its first steps."""
 _SCALE = 2.0**16
 """Any loss scale: its value changes no memory."""
 
@@ -373,8 +376,15 @@ _SCALE = 2.0**16
 class FakeCandidate:
     """A candidate on fake tensors, ready to step. Create and use it inside the mode of its fake tensors."""
 
-    def __init__(self, case: Case, setting: StepSetting, precision: Precision, device: torch.device) -> None:
-        self.precision, self.device, self.microbatches = precision, device, setting.microbatches
+    def __init__(
+        self,
+        case: Case,
+        setting: StepSetting,
+        precision: Precision,
+        device: torch.device,
+        tracker: ValueTracker | None = None,
+    ) -> None:
+        self.precision, self.device, self.microbatches, self._tracker = precision, device, setting.microbatches, tracker
         self.model = placed(case.model, device, setting.channels_last)
         if setting.recompute:
             checkpoint_activations(self.model)
@@ -409,12 +419,18 @@ class FakeCandidate:
             self.timeline.hold((gradient for gradient in gradients if gradient is not None), "gradients")
         self.timeline.begin(UPDATE)
         # Only around the optimizer: in the user's code a value that is read must raise an error.
-        with AnyNumber():
+        with AnyNumber(self._known_number):
             self.optimizer.step()
         # After the step, because an optimizer creates its state in the first one.
         self.timeline.hold(tensors(list(self.optimizer.state.values())), "optimizer")
         for parameter in self.model.parameters():
             parameter.grad = None
+
+    def _known_number(self, tensor: Tensor) -> float | None:
+        """Return a number of the optimizer's state that decides what it computes, as ASGD's `mu` does; not the step."""
+        if self._tracker is None or any(state.get("step") is tensor for state in self.optimizer.state.values()):
+            return None
+        return self._tracker.number(tensor)
 
     def _forward(self) -> Tensor:
         """Return the loss of a micro-batch, as backward runs on it."""
@@ -465,9 +481,15 @@ def ready(loss: Any) -> Tensor:
 
 
 class AnyNumber(TorchDispatchMode):
-    """A mode that returns a fixed step count to optimizers that read theirs; its value changes no memory."""
+    """A mode for optimizers that read numbers: those that are known, and a late step for all others."""
+
+    def __init__(self, known: Callable[[Tensor], float | None] = lambda _: None) -> None:
+        super().__init__()
+        self._known = known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._local_scalar_dense.default:
             return func(*args, **(kwargs or {}))
-        return float(_LATER) if args[0].is_floating_point() else _LATER
+        known = self._known(args[0])
+        number = _LATER if known is None else known
+        return float(number) if args[0].is_floating_point() else int(number)

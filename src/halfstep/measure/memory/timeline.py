@@ -405,7 +405,7 @@ class Timeline:
 
     def hold(self, tensors: Iterable[Tensor], part: str) -> None:
         """Record that these tensors exist now and are used for `part`."""
-        for tensor in tensors:
+        for tensor in _tensors(list(tensors)):
             self._meet(tensor, part, OUTSIDE).part = part
 
     def begin(self, phase: str) -> None:

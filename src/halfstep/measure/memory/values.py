@@ -243,6 +243,14 @@ class ValueTracker(TorchDispatchMode):
         _attach(chosen, Numbers(value, frozenset({EVEN})))
         return None
 
+    def number(self, tensor: Tensor) -> float | None:
+        """Return the one number of a tensor, if it is known and nothing was assumed for it."""
+        numbers = self._numbers(tensor)
+        if numbers is None or numbers.assumed:
+            return None
+        with no_dispatch():
+            return float(numbers.value.item())
+
     def longest(self, lengths: Tensor | list[int]) -> int | None:
         """Return the largest of some lengths, if they are known."""
         numbers = self._numbers(lengths) if isinstance(lengths, Tensor) else Numbers(torch.tensor(lengths))

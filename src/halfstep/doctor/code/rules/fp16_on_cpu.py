@@ -20,15 +20,14 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every call that asks for fp16 and for a CPU."""
     if "cpu" not in facts.script.source:
         return
-    for call in facts.script.calls():
+    for call in facts.script.calls_of(_ACCELERATORS):
         yield from _of_accelerate(facts.script, call)
+    for call in facts.script.calls_of(_TRAINERS):
         yield from _of_lightning(facts.script, call)
     yield from _of_autocast(facts)
 
 
 def _of_accelerate(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
-    if not script.is_one_of(call.func, _ACCELERATORS):
-        return
     given = argument(call, "mixed_precision", 2)
     if script.constant(argument(call, "cpu")) is True and script.constant(given) == "fp16":
         evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and computes in fp32, in silence"
@@ -36,8 +35,6 @@ def _of_accelerate(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
 
 
 def _of_lightning(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
-    if not script.is_one_of(call.func, _TRAINERS):
-        return
     given = argument(call, "precision")
     if script.constant(argument(call, "accelerator")) == "cpu" and script.constant(given) in _FP16:
         evidence = "`accelerator='cpu'` with fp16 precision: Lightning puts bf16-mixed in its place"

@@ -12,15 +12,18 @@ from halfstep.doctor.code.order import exclusive, precedes
 from halfstep.doctor.code.script import Script
 from halfstep.doctor.located import LocatedFinding
 
-_LOSS = re.compile(r"torch\.nn\.functional\.(\w+_loss|cross_entropy|binary_cross_entropy\w*|kl_div)")
+_NAME = re.compile(r"\w+_loss|cross_entropy|binary_cross_entropy\w*|kl_div")
+_LOSS = re.compile(rf"torch\.nn\.functional\.({_NAME.pattern})")
 
 
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every cast to fp16 whose result goes into one of torch's losses, outside of autocast."""
     script = facts.script
     found: set[ast.Call] = set()
-    for call in script.calls():
-        names = script.names(call.func)
+    for call in script.calls() if "half" in script.source or "float16" in script.source else ():
+        # Most calls are of something else, which the last name tells without following any binding.
+        is_other = isinstance(call.func, ast.Attribute) and not _NAME.fullmatch(call.func.attr)
+        names = script.names(call.func) if not is_other else ()
         if not names or not all(map(_LOSS.fullmatch, names)) or facts.autocasts.over(call):
             continue
         if not (facts.backwards or isinstance(script.statement(call), ast.Return)):

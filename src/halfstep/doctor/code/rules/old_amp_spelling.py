@@ -21,7 +21,7 @@ _MOVED = {"autocast", "GradScaler"}
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield one note for a file that uses the old spelling outside of a check for an old torch."""
     script = facts.script
-    calls = [call for call in script.calls() if script.is_one_of(call.func, _OLD) and not _is_fallback(script, call)]
+    calls = [call for call in script.calls_of(_OLD) if not _is_fallback(script, call)]
     if not calls:
         return
     calls.sort(key=lambda call: call.lineno)

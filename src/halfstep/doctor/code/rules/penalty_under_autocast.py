@@ -32,9 +32,8 @@ def _under_autocast(facts: Facts) -> Iterator[ast.Call]:
     """Yield the unscaled penalties under fp16 autocast, and calls there of functions that compute one."""
     script = facts.script
     penalties = [
-        call for call in script.calls()
-        if script.is_one_of(call.func, _GRAD)
-        and script.constant(argument(call, "create_graph")) is True
+        call for call in script.calls_of(_GRAD)
+        if script.constant(argument(call, "create_graph")) is True
         and not any("scale" in word for word in words_in(call))
         and not _is_scaled(facts, call)
     ]  # fmt: skip
