@@ -138,6 +138,10 @@ def _no_number(word: str) -> Any:
 
 
 def cache_folder() -> Path:
-    """Return the folder where measurements are cached between runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "halfstep"
+    """Return the folder where measurements are cached between runs; one that cannot be created where there is no home.
+
+    A user id without a name has no home, as in many containers. Nothing is then cached, as on a read-only disk.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    home = os.path.expanduser("~")  # "~" again where there is no home; Path.home() raises RuntimeError
+    return Path(base or (os.path.join(home, ".cache") if home != "~" else os.devnull)) / "halfstep"

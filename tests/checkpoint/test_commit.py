@@ -17,7 +17,7 @@ from torch import Tensor
 
 from faults.crash_story import commit_together
 from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain
-from halfstep.checkpoint.paths import CheckpointDir, Disk, generations, leftovers, sweep
+from halfstep.checkpoint.paths import DRAFT, CheckpointDir, Disk, generations, leftovers, sweep
 from halfstep.checkpoint.reading import newest_intact, read_state, verified
 from halfstep.checkpoint.sealed import FORMAT, MANIFEST, MOST_TENSORS, read_manifest, state_of, tensors_of, with_seal
 from halfstep.distributed import RankGroup
@@ -330,6 +330,33 @@ def test_damaged_ones_are_not_counted_among_those_that_are_kept(kind: str, tmp_p
     assert [one.attempt for one in generations(tmp_path)] == [15, 12, 9, 6]
     save(tmp_path, snapshot(18), keep=2)
     assert [one.attempt for one in generations(tmp_path)] == [18, 15]
+
+
+class Overlay(Disk):
+    """Renames no committed folder, as an overlay file system does not where the folder is in a lower layer."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        if not old.name.endswith(DRAFT):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        super().rename(old, new)
+
+
+def test_old_ones_in_the_lower_layer_of_an_overlay_are_removed(tmp_path: Path) -> None:
+    for attempt in (3, 6, 9, 12):
+        save(tmp_path, snapshot(attempt), keep=2, disk=Overlay())
+    assert names(tmp_path) == [one.name for one in reversed(generations(tmp_path))]
+    assert [one.attempt for one in generations(tmp_path)] == [12, 9]
+
+
+def test_one_that_is_half_removed_from_an_overlay_is_no_checkpoint_and_goes_later(tmp_path: Path) -> None:
+    for attempt in (3, 6):
+        save(tmp_path, snapshot(attempt))
+    crashing = Overlay()
+    crashing.remove_folder = Failing("remove_folder").remove_folder  # type: ignore[method-assign]
+    save(tmp_path, snapshot(9), disk=crashing)
+    assert verified(generations(tmp_path)[2]).problem
+    save(tmp_path, snapshot(12), disk=Overlay())
+    assert [one.attempt for one in generations(tmp_path)] == [12, 9]
 
 
 @pytest.mark.parametrize("form", [FORMAT - 1, FORMAT + 1])

@@ -9,6 +9,7 @@ The rename is the commit. Old generations are removed only after it, so an inter
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -285,7 +286,17 @@ def discard(generation: CheckpointDir, disk: Disk) -> None:
     """Remove a committed generation."""
     # Rename first, and make that durable: a crash during the removal then leaves a draft, which readers ignore, and not
     # a committed name with some of its files gone.
-    disk.rename(generation.path, generation.draft)
+    try:
+        disk.rename(generation.path, generation.draft)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        # An overlay file system renames no folder of a lower layer, as of a container's image. Without its manifest the
+        # folder is no checkpoint either.
+        disk.remove(generation.path / MANIFEST)
+        disk.flush_folder(generation.path)
+        remove(generation.path, disk)
+        return
     disk.flush_folder(generation.path.parent)
     remove(generation.draft, disk)
 

@@ -36,7 +36,7 @@ def run_folders(incomplete: str) -> list[str]:
 def _below(incomplete: str) -> Iterator[Path]:
     """Yield the entries of a folder whose names begin with what was typed; none that a terminal could not show."""
     folder, _, name = incomplete.rpartition("/")
-    place = Path(f"{folder}/" if "/" in incomplete else ".").expanduser()
+    place = Path(os.path.expanduser(f"{folder}/" if "/" in incomplete else "."))
     try:
         with os.scandir(place) as entries:
             found = sorted(entry.name for entry in islice(entries, MOST))

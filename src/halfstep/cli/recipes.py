@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -159,7 +160,7 @@ def _explain(recipe: str, setting: str | None, *, quiet: bool) -> dict[str, Any]
     from halfstep.runs.registry import task_schemas
 
     found, schemas = read_recipe(recipe), task_schemas()
-    if setting is not None and found.raw.get("sizing") == "auto" and Path(setting).expanduser().is_dir():
+    if setting is not None and found.raw.get("sizing") == "auto" and os.path.isdir(os.path.expanduser(setting)):
         return _sized(found, setting, quiet=quiet)
     task = str(found.raw.get("task"))
     if task not in schemas:

@@ -25,7 +25,7 @@ PREFIX = "cache:"
 def data_place(path: str) -> Path:
     """Return the path; `cache:NAME` is what `halfstep data get NAME` makes. Raises BadData where it is missing."""
     if not path.startswith(PREFIX):
-        return Path(path).expanduser()
+        return Path(os.path.expanduser(path))
     name, _, below = path.removeprefix(PREFIX).partition("/")
     parts = [name, *Path(below).parts]
     # The path comes from a recipe, which must not lead out of the cache.

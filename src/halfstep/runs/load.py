@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,5 +67,5 @@ def load(
 
     `task` is the class of a task of your own, as given to `fit`. Raise `BadData` where the weights are not usable.
     """
-    found = open_finished(Path(run).expanduser(), weights=str(weights), precision=precision, own=task)
+    found = open_finished(Path(os.path.expanduser(run)), weights=str(weights), precision=precision, own=task)
     return Loaded(found.folder, found.task, found.model, found.choice, found.device)

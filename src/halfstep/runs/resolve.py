@@ -11,7 +11,6 @@ import pkgutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from halfstep.data.layout import SEGMENTATION, data_place, find_layout
@@ -208,7 +207,7 @@ def _check_data(data: Any) -> None:
 
 
 def _check_weights(path: str) -> None:
-    if not Path(path).expanduser().is_file():
+    if not os.path.isfile(os.path.expanduser(path)):
         raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
 
 

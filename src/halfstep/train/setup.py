@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -543,7 +544,7 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
     """
     model, notes = task.model(), []
     if recipe.model.weights not in NO_FILE:
-        notes.append(str(load_weights(model, Path(recipe.model.weights).expanduser(), partial=True)))
+        notes.append(str(load_weights(model, Path(os.path.expanduser(recipe.model.weights)), partial=True)))
     notes += freeze(model, recipe.model.freeze)
     model = placed(model, device, recipe.train.channels_last)
     if recipe.train.checkpoint_activations and recipe.train.compile:

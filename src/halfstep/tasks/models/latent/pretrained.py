@@ -6,6 +6,7 @@ Nothing is downloaded or unpickled: weights are read from .safetensors files onl
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
 
     Raise `BadData`, `Unsafe` or `StateMismatch` where there is none to be used.
     """
-    place, scale = Path(folder).expanduser(), None
+    place, scale = Path(os.path.expanduser(folder)), None
     module: AutoencoderKL
     if (place / RECIPE).is_file():
         module = _from_run(place)
@@ -93,7 +94,7 @@ def pretrained_denoiser(folder: str | Path) -> nn.Module:
     Raise `BadData` or `Unsafe` where there is none to be used.
     """
     do = "write model.denoiser=FOLDER with the folder that save_pretrained wrote, or model.denoiser=new"
-    module: nn.Module = _from_diffusers(Path(folder).expanduser(), "unet", _DENOISERS, do)[0]
+    module: nn.Module = _from_diffusers(Path(os.path.expanduser(folder)), "unet", _DENOISERS, do)[0]
     return module
 
 

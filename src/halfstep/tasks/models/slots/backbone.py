@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def _built(timm: Any, name: str, weights: str, size: int, settings: Any) -> nn.M
             do="change data.size or model.backbone",
         ) from error
     if weights != "none":
-        _load(model, Path(weights).expanduser())
+        _load(model, Path(os.path.expanduser(weights)))
     return model
 
 
