@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import pkgutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from halfstep.data.layout import SEGMENTATION, data_place, find_layout
