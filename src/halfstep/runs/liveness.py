@@ -186,7 +186,7 @@ def _judge(folder: Path, ranks: list[RankLiveness], statuses: Mapping[int, Statu
         return RunLiveness(folder, FINISHED, 0, "finished", False, ranks)
     slowest = min(moving, key=lambda one: (-1 if one.step is None else one.step, one.rank))
     where = f"at step {slowest.step} ({slowest.phase})"
-    more = f"{len(moving)} ranks, {slowest.rank} " if len(ranks) > 1 else ""
+    more = f"{len(moving)} ranks, rank {slowest.rank} " if len(ranks) > 1 else ""
     return RunLiveness(folder, ALIVE, 0, f"{more}{where}", False, ranks)
 
 
