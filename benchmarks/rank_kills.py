@@ -306,7 +306,10 @@ def main() -> None:
         for mode in MODES:
             own = Path(folder) / mode.name
             own.mkdir()
-            rows.append(Killed(mode, round(asked.kills * mode.share), draw, own, asked.patience).run())
+            kills = (
+                asked.kills - sum(row.kills for row in rows) if mode is MODES[-1] else round(asked.kills * mode.share)
+            )
+            rows.append(Killed(mode, kills, draw, own, asked.patience).run())
     print(f"\n{table(rows)}")
     print(in_words(conditions()))
     kills, hangs, late = (sum(getattr(row, name) for row in rows) for name in ("kills", "hangs", "late"))
