@@ -142,7 +142,7 @@ def test_a_stop_of_a_run_that_was_never_finite_does_not_blame_the_disk(
     checkpoints._live.progress.attempts = 2
     with pytest.raises(HalfstepError, match="nothing could be saved: the weights are not finite") as caught:
         checkpoints.stop("SIGTERM", 40)
-    assert caught.value.exit_code == 70
+    assert caught.value.exit_code == 80
     assert "room" not in str(caught.value)
     assert generations(tmp_path / CHECKPOINTS) == []
 
