@@ -58,7 +58,8 @@ def lost_ranks_named(lost: LostRanks | None = None) -> Iterator[None]:
         # A rank that ran out of memory says so, and all of them end with that.
         if lost is not None and not tells_of_memory(given):
             lost.leave(error.given if isinstance(error, RankFailed) else f"{GONE}{given}")
-        if isinstance(error, RankFailed) and error.rank is not None:
+        # The error names the rank itself, or there is no folder yet in which ranks are looked for.
+        if isinstance(error, RankFailed) and (error.rank is not None or lost is None):
             raise
         gone = [] if lost is None else lost.found()
         who = f"{distributed.ranks_named(gone)} {'is' if len(gone) == 1 else 'are'} gone: " if gone else GONE
