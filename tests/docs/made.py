@@ -105,6 +105,16 @@ def _mutants() -> str:
     return _table(["defect", "what it does", "seen by"], rows)
 
 
+def _break_test() -> str:
+    rows = json.loads((ROOT / "benchmarks" / "break_test.json").read_text(encoding="utf-8"))["rows"]
+    cells = [
+        [f"`{row['name']}`", _plain(row["what"]), f"{row['held']} of {row['tried']}", _plain(row["fixed"] or "-")]
+        for row in rows
+    ]
+    notes = [f"- `{row['name']}`: {row['note']}" for row in rows if row["note"]]
+    return _table(["row", "tried", "held", "found and fixed"], cells) + "\n\n" + "\n".join(notes)
+
+
 def _diff(example: str) -> str:
     """Return what differs between the two files of an example; their first lines, which describe them, are left out."""
     before, after = (_code(ROOT / "examples" / example / f"{name}.py") for name in ("before", "after"))
@@ -136,6 +146,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "zoo": _zoo,
     "faults": _faults,
     "mutants": _mutants,
+    "break_test": _break_test,
     **{f"diff_{name}": functools.partial(_diff, name) for name in ("accelerate", "lightning", "transformers", "timm")},
 }
 

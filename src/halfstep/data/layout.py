@@ -23,9 +23,14 @@ PREFIX = "cache:"
 
 
 def data_place(path: str) -> Path:
-    """Return the path; `cache:NAME` is what `halfstep data get NAME` makes. Raises BadData where it is missing."""
+    """Return the path; `cache:NAME` is what `halfstep data get NAME` makes.
+
+    Raises BadData where that is missing, or where this user may not look into the folder.
+    """
     if not path.startswith(PREFIX):
-        return Path(os.path.expanduser(path))
+        place = Path(os.path.expanduser(path))
+        _refuse_closed(place)
+        return place
     name, _, below = path.removeprefix(PREFIX).partition("/")
     parts = [name, *Path(below).parts]
     # The path comes from a recipe, which must not lead out of the cache.
@@ -39,6 +44,20 @@ def data_place(path: str) -> Path:
             do=f"halfstep data get {name}",
         )
     return folder.joinpath(below)
+
+
+def _refuse_closed(place: Path) -> None:
+    """Raise BadData for a folder without permission: `Path.is_dir` of whatever is in it raises PermissionError."""
+    try:
+        os.stat(os.path.join(place, "."))
+    except PermissionError as error:
+        raise BadData(
+            f"{place} cannot be looked into: {error.strerror}",
+            allowed="folders that this user can read",
+            do=f"chmod -R u+rX {place}, or ask its owner to",
+        ) from None
+    except (OSError, ValueError):
+        return  # a file, a pattern, or nothing: whoever reads it says so
 
 
 # -- held out ---------------------------------------------------------------------------------------------------------
