@@ -51,8 +51,8 @@ AWAY = 8
 """The ranks of other hosts that one rank watches: the next ones by number, so that each is watched by as many."""
 JOIN = 2.0
 """Seconds that the end of a run waits for the threads that watch it."""
-ENDING = "ending"
-"""The last phase of a run: no rank waits for another one in it."""
+COMPUTING, ENDING = "computing", "ending"
+"""The phase of forward and backward; and the last one of a run, in which no rank waits for another one."""
 LONGEST_WHY = 200
 STDERR = 2
 
@@ -94,6 +94,7 @@ class Watchdog:
         self._over, self._is_marked, self._answers = threading.Event(), False, False
         self._silent: dict[int, tuple[int, float]] = {}
         """For each watched rank of another host its last beat, and the seconds in which that did not change."""
+        self._beats_before = -1
         self._marker = status.folder / STACKS / f"hung-{status.launch.token}"
         self._judge = threading.Thread(target=self._watch, name="halfstep watchdog", daemon=True)
         self._writer = threading.Thread(target=self._write, name="halfstep status", daemon=True)
@@ -210,8 +211,13 @@ class Watchdog:
 
         By the count in their files, and the time that passed here: no clocks of two hosts are compared.
         """
-        if self._peers is None or not self._peers.away or not distributed.is_waiting() or self._phase == ENDING:
+        # DDP waits inside of backward, where only a step that does not come to its end shows it.
+        is_in_step = self._phase == COMPUTING and self._beats == self._beats_before
+        self._beats_before = self._beats
+        if self._peers is None or not self._peers.away or not (distributed.is_waiting() or is_in_step):
             self._silent.clear()
+            return
+        if self._phase == ENDING:
             return
         for rank in _next_ranks(self._peers.away, self._status.rank):
             status = read_json(self._status.folder / status_file(rank))
