@@ -26,6 +26,8 @@ from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost
 LOCK = ".lock"
 LONGEST = 4096
 """Bytes read from a lock file: another program may have written it."""
+CLOCK_ERROR = 2.0
+"""Seconds by which the start of a process may be wrong: files have whole seconds, and the system rounds."""
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 """Error numbers of a path that leads nowhere; any other may pass, as that of a network disk that is away."""
 _TOKEN = re.compile(r"[0-9a-f]{16}")
@@ -97,15 +99,18 @@ def read_holder(descriptor: int) -> Holder | None:
 
 
 def is_alive(pid: int, since: float) -> bool:
-    """Return whether a process of this host runs that had begun when its run did; `since` is 0 where not known."""
+    """Return whether this host has a process of this id that had started at the time `since`, 0 where not known."""
     import psutil
 
     try:
         process = psutil.Process(pid)
-        # Process ids are reused: a process that began after the status was first written is another one.
-        return process.status() != psutil.STATUS_ZOMBIE and (not since or process.create_time() < since + 2.0)
-    except (psutil.Error, OSError, ValueError, OverflowError):
+        # Process ids are reused, and the first process of each container has the id 1: one that started later is
+        # another one.
+        return process.status() != psutil.STATUS_ZOMBIE and (not since or process.create_time() < since + CLOCK_ERROR)
+    except (psutil.NoSuchProcess, OSError, ValueError, OverflowError):
         return False
+    except psutil.Error:  # it is another user's
+        return True
 
 
 def _is_plain(*words: str) -> bool:

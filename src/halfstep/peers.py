@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from halfstep.ownership import machine_id
 
 SETTLED = 2.0
 """Seconds after its end from which a process counts as gone: what it sent before may still arrive."""
@@ -43,11 +43,8 @@ def parsed(text: str) -> list[RankProcess]:
 
 def host_id() -> str:
     """Return a name that is the same for two processes only if each can see the other by its process id."""
-    # Not the host's name alone: two containers may share one, and have process ids of their own.
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    # Not the host's name alone: two containers may share one, and have separate process ids.
+    return f"{socket.gethostname()} {machine_id()}"
 
 
 def is_gone(process: RankProcess) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from halfstep.errors import HUNG, SOFTWARE, TRY_AGAIN, BadData
 from halfstep.files import read_json
+from halfstep.ownership import is_alive
 
 RESULT = "result.json"
 MOVING, ENDED, SILENT = "moving", "ended", "silent"
@@ -28,8 +29,6 @@ FOR_A_BEAT = 12.0
 more with many ranks."""
 RANKS_A_SECOND = 50.0
 """Status files that all ranks together write in a second, as `train.watchdog` has it."""
-CLOCK_ERROR = 2.0
-"""Seconds by which the beginning of a process may be wrong: the file has whole seconds, and the system rounds."""
 PAUSE = 0.5
 LONGEST = 1000
 
@@ -152,22 +151,9 @@ def _why_silent(status: Status, waited: float) -> str:
 
 
 def _is_gone(status: Status) -> bool:
-    """Return whether this host has no process of this number, only its remains, or one that began after the last write.
-
-    The first process of each container has the number 1, and a pod may get the name of the one before.
-    """
-    pid, written = status.get("pid"), _timestamp(status.get("time"))
-    if type(pid) is not int:
-        return False
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > written + CLOCK_ERROR
-    except (psutil.NoSuchProcess, ValueError, OverflowError):
-        return True
-    except psutil.Error:
-        return False
+    """Return whether this host has no such process any more; a pod may get the name of the one before."""
+    pid = status.get("pid")
+    return type(pid) is int and not is_alive(pid, _timestamp(status.get("time")))
 
 
 def _judge(folder: Path, ranks: list[RankLiveness], statuses: Mapping[int, Status]) -> RunLiveness:

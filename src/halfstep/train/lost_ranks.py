@@ -13,6 +13,7 @@ from halfstep import distributed
 from halfstep.distributed import rank_failed
 from halfstep.errors import HalfstepError, RankFailed, in_one_line
 from halfstep.out_of_memory import tells_of_memory
+from halfstep.ownership import is_alive
 from halfstep.step.ranks import GONE, connection_broke
 from halfstep.train.peer_watch import PeerWatch
 from halfstep.train.status import ENDED, RESTARTABLE, last_statuses
@@ -81,11 +82,5 @@ def lost_ranks(folder: Path, token: str) -> list[int]:
 def _is_lost(status: Mapping[str, Any]) -> bool:
     if status.get("state") == ENDED:
         return status.get("code") not in (0, *RESTARTABLE)  # those that lost another rank themselves are not meant
-    if status.get("host") != socket.gethostname() or type(status.get("pid")) is not int:
-        return False
-    import psutil
-
-    try:
-        return bool(psutil.Process(status["pid"]).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+    pid = status.get("pid")
+    return status.get("host") == socket.gethostname() and type(pid) is int and not is_alive(pid, 0.0)
