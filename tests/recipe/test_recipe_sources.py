@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
         read_recipe("unet_stabel")
     with pytest.raises(BadRecipe, match="there is no recipe"):
         read_recipe("x" * 5000)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems accept only valid names")
+def test_the_recipe_of_a_run_in_a_folder_of_an_undecodable_name_is_read(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/gr\xfcn"))
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("task: t\n")
+    assert read_recipe(str(folder / "recipe.yaml")).label == "recipe"
 
 
 def test_a_path_is_read_and_names_the_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from halfstep.checkpoint.reading import verified
 from halfstep.distributed import RankGroup
 from halfstep.errors import HalfstepError, OutOfMemory, Stopped, StorageFailed
 from halfstep.journal.events import Event, Journal
+from halfstep.train import checkpointing
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST, RunOutputs
+from halfstep.train.resume import _remove_drafts as remove_drafts
 from halfstep.train.run import make_loop
 from halfstep.train.weights import digest, load_weights
 from tests.support.room import files_of_at_most
@@ -45,6 +48,19 @@ class Full(Disk):
         if self.full:
             raise OSError(28, "No space left on device")
         super().write(file, content)
+
+
+def test_a_test_file_that_cannot_be_removed_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(disk: Disk, file: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(file))
+
+    monkeypatch.setattr(checkpointing, "checkpoint_size", lambda live: 1)
+    with monkeypatch.context() as held:
+        held.setattr(Disk, "remove", busy)
+        checkpointing.check_writing(tmp_path, None)  # type: ignore[arg-type]
+    (left,) = tmp_path.iterdir()
+    remove_drafts(tmp_path, Disk())
+    assert not left.exists(), "the next launch removes it"
 
 
 class Starving(Disk):

@@ -86,10 +86,11 @@ def _where(name_or_path: str) -> str:
 
 def _label(path: Path) -> str:
     # The label becomes the name of a folder below `runs/`.
-    label = path.stem
-    # A run's own recipe.yaml is named after its folder; otherwise all runs repeated from one would share a name.
-    if label == "recipe" and path.resolve().parent.name:
-        label = path.resolve().parent.name
+    label, folder = path.stem, path.resolve().parent.name
+    # A run's own recipe.yaml is named after its folder; otherwise all runs repeated from one would share a name. A
+    # folder whose name is not in the locale's encoding has been trained in, and can be opened again.
+    if label == "recipe" and folder and folder.isprintable():
+        label = folder
     if label in ("", ".", "..") or not label.isprintable():
         raise Unsafe(f"{path} has no name for a folder", allowed="a file such as my_run.yaml", do="rename the file")
     return label
