@@ -196,7 +196,8 @@ def test_wrong_words_end_before_anything_runs(
 
 
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     result = invoked([])
     assert result.exit_code == 78
     assert "without torchrun" in result.output

@@ -44,7 +44,7 @@ def test_a_run_that_was_never_finite_does_not_finish(tmp_path: Path, value: floa
     assert "last.safetensors is not written" in notes.texts[0]
     with pytest.raises(HalfstepError, match=r"last\.safetensors is not written: .* not finite") as caught:
         keeper.result(ended(0))
-    assert caught.value.exit_code == 70
+    assert caught.value.exit_code == 80
     assert list(tmp_path.iterdir()) == []
 
 
