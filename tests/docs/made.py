@@ -128,7 +128,7 @@ def _code(path: Path) -> list[str]:
 
 
 def _plain(worst: str) -> str:
-    return re.sub(r", *", ", ", worst).replace("|", "\\|")
+    return re.sub(r",(?! |\d{3})", ", ", worst).replace("|", "\\|")
 
 
 def _record() -> dict[str, Any]:
