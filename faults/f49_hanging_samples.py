@@ -24,7 +24,8 @@ EACH = {False: 1, True: 4}
 SHORT = {"data.worker_processes.POLL": 0.25, "data.loader.POLL": 0.25, "data.worker_processes.PATIENCE": 0.25}
 TIMEOUT = 6.0
 """Seconds without progress; the samples together take longer."""
-SETTINGS: dict[str, Any] = {"train.steps": 20, "train.num_workers": 2, "data.timeout": 1.0, "world.timeout": TIMEOUT}
+# Three epochs: from the second one on, every sample of the set is read once more.
+SETTINGS: dict[str, Any] = {"train.steps": 48, "train.num_workers": 2, "data.timeout": 1.0, "world.timeout": TIMEOUT}
 
 
 class HangingPoints(Points):
