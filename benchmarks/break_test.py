@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -237,7 +237,9 @@ def file_faults(bench: Bench) -> Trials:
         is_harmless = (operation, action, error, often, part) in HARMLESS
         codes = (OK,) if is_harmless else (OK, TAKEN, STORAGE)
         around = {"FILE_FAULTS": rule, "FILE_FAULTS_HIT": str(hit)}
-        wrong = bench.tried(run, *short, codes=codes, whole=whole, environment=around)
+        # Without a journal, of which a warning tells, no losses are kept; the weights and the state are the same.
+        end = replace(whole, losses=()) if (part, often) == (JOURNAL, "always") else whole
+        wrong = bench.tried(run, *short, codes=codes, whole=end, environment=around)
         if hit.exists():  # else a run has no such operation on this file
             yield name, wrong
 
@@ -670,7 +672,7 @@ class Use:
 
 
 def long_run(bench: Bench) -> Trials:
-    """20,000 steps and 200 saves: memory, descriptors, threads and disk do not grow."""
+    """20,000 steps and 200 saves: memory, descriptors, threads and checkpoints do not grow in the second half."""
     run = bench.folder / "long"
     command = bench.start(run, "train.steps=20000", "checkpoint.every_steps=100", "evaluate.every_epochs=500")
     seen = []
@@ -679,10 +681,12 @@ def long_run(bench: Bench) -> Trials:
             seen.append(use_of(command.pid, run))
         time.sleep(2.0)
     yield "20,000 steps", ended_wrong(command, (OK,))
-    early, late = ([one for one in seen if low <= one.step < high] for low, high in ((5000, 10_000), (15_000, 20_000)))
+    early, late = (
+        [one for one in seen if low <= one.step < high] for low, high in ((10_000, 15_000), (15_000, 20_000))
+    )
     for what in ("resident", "descriptors", "threads", "saved"):
         before, after = (sorted(getattr(one, what) for one in half)[len(half) // 2] for half in (early, late))
-        slack = 16 * 2**20 if what == "resident" else 2**20 if what == "saved" else 2
+        slack = 4 * 2**20 if what == "resident" else 2**20 if what == "saved" else 2
         yield f"{what}: {before:,} and {after:,}", None if after <= before + slack else "it grows"
 
 
