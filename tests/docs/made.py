@@ -107,10 +107,7 @@ def _mutants() -> str:
 
 def _break_test() -> str:
     rows = json.loads((ROOT / "benchmarks" / "break_test.json").read_text(encoding="utf-8"))["rows"]
-    cells = [
-        [f"`{row['name']}`", _plain(row["what"]), f"{row['held']} of {row['tried']}", _plain(row["fixed"] or "-")]
-        for row in rows
-    ]
+    cells = [[f"`{row['name']}`", row["what"], f"{row['held']} of {row['tried']}", row["fixed"] or "-"] for row in rows]
     notes = [f"- `{row['name']}`: {row['note']}" for row in rows if row["note"]]
     return _table(["row", "tried", "held", "found and fixed"], cells) + "\n\n" + "\n".join(notes)
 
