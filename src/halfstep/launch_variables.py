@@ -32,7 +32,7 @@ def launched_rank(variables: Mapping[str, str] = os.environ) -> LaunchedRank:
     local_rank = number_in("LOCAL_RANK", variables, 0, 0, MOST_RANKS)
     here = number_in("LOCAL_WORLD_SIZE", variables, 0, 0, MOST_RANKS) or None
     if "WORLD_SIZE" not in variables:
-        # One process; another program may have a RANK of its own.
+        # One process; another program may set RANK for itself.
         return LaunchedRank(local_rank=local_rank, local_world_size=here)
     if size > 1:
         _check_place(variables)

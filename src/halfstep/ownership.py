@@ -234,14 +234,14 @@ def _taken(folder: Path, holder: Holder | None) -> FolderLost:
     return FolderLost(
         f"{folder} is no longer this run's folder: {by}. Nothing more was written to it",
         allowed="one run a folder, which is left alone until the run ends",
-        do="add --new, or give run.dir=FOLDER, to train in a folder of its own",
+        do="add --new, or give run.dir=FOLDER, to train in a separate folder",
         exit_code=CANNOT_CREATE,
     )
 
 
 def _gone(folder: Path, absolute: Path) -> FolderLost:
     given = f"{folder / LOCK} is gone: the folder was removed, moved or cleared while the run trained"
-    do = "bring the folder back, and start the run with the same command: it goes on from its last checkpoint"
+    do = "restore the folder, and start the run with the same command: it resumes from its last checkpoint"
     if Path(os.path.abspath(folder)) != absolute:
         given = (
             f"{folder / LOCK} is gone: the working directory of the process is {Path.cwd()} now, the run is {absolute}"

@@ -47,7 +47,7 @@ def is_free(number: signal.Signals) -> bool:
 
 
 def leave_unbegun(number: int, _: object) -> NoReturn:
-    """End a process that has begun nothing yet, as the handler of a signal."""
+    """End a process that has started no run yet; a signal handler."""
     clear()
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):  # the terminal that closed

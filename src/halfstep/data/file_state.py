@@ -28,7 +28,7 @@ class FileState(NamedTuple):
 
 
 class RecordedFile(NamedTuple):
-    """A file as it was when a run began."""
+    """The state of a file at the start of a run."""
 
     state: FileState
     content: str = ""

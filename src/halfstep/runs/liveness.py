@@ -77,7 +77,7 @@ def judge_run(folder: Path, max_age: float, rank: int | None = None) -> RunLiven
             return RunLiveness(folder, FINISHED, 0, "finished", False, [])
         raise BadData(
             f"{folder} has no status of a run" + ("" if rank is None else f" for rank {rank}"),
-            allowed="the folder of a run that has begun; ranks write their status when they have found each other",
+            allowed="the folder of a run that has started; ranks write their status after the rendezvous",
             do="give the run's own folder; `halfstep runs DIR` lists those of a folder",
         )
     ranks = _judge_ranks(folder, statuses, max_age)

@@ -1,4 +1,4 @@
-"""End a rank that would wait for ever for one that is gone, whatever collective it waits in."""
+"""End a rank that would wait forever for a lost rank, in any collective."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PeerWatch:
             self._leaving.daemon = True
             self._leaving.start()
 
-    # -- in threads of its own ------------------------------------------------------------------------------------
+    # -- in separate threads --------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         waited = 0.0
