@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,6 +22,8 @@ from halfstep.status_line import clear, show, tell
 from halfstep.stop_signals import leave_unbegun, stop_signals
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import typer
 
 QUICK = ("recipes", "runs", "status")
@@ -33,8 +35,11 @@ def main() -> None:
     # Commands print log messages in their own reports; without a handler, logging would print warnings to stderr.
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
     _print_anywhere()
-    before = {number: signal.signal(number, leave_unbegun) for number in _heard(sys.argv[1:2])}
+    heard = _heard(sys.argv[1:2])
+    before = {number: signal.getsignal(number) for number in [*heard, signal.SIGINT]}
     try:
+        for number in heard:
+            signal.signal(number, leave_unbegun)
         _answer_probe(sys.argv[1:])
         # First of all: one rank prints, also before torch is loaded.
         os.environ.update(slurm_ranks(os.environ))
@@ -54,14 +59,20 @@ def main() -> None:
         raise SystemExit(SOFTWARE) from None
     finally:
         clear()
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _restore_handlers(before)
 
 
 def _heard(command: list[str]) -> list[signal.Signals]:
     """Return the signals that end a run with 75 from its first moment on, while modules are imported too."""
     in_main = threading.current_thread() is threading.main_thread()
     return stop_signals() if command == ["train"] and in_main else []
+
+
+def _restore_handlers(before: Mapping[signal.Signals, Callable[[int, FrameType | None], object] | int | None]) -> None:
+    """Set back signal handlers, for a process that lives on: Ctrl-C in it must not end it like a command."""
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _answer_probe(words: list[str]) -> None:
