@@ -94,8 +94,8 @@ def _figures() -> dict[str, str]:
     unet = next(one for one in _record("real_data")["results"] if one["recipe"] == "aerial_buildings")
     fp32, bf16 = (f"{row['metric_mean']:.3f} ± {row['metric_sd']:.3f}" for row in unet["rows"])
     worst = max(abs(cell["error"]) for cell in _record("estimate_accuracy")["cells"])
-    assert loops["failed"] == kills["hangs"] == kills["lost"] == 0
-    assert kills["bitwise"]
+    assert loops["failed"] == kills["hangs"] == kills["late"] == sum(row["lost"] for row in kills["rows"]) == 0
+    assert kills["bitwise"] == kills["runs"]
     return {
         "real_loops": f"{loops['held']} of {loops['loops']}; the other {loops['documented']} are documented",
         "culprits": f"{named['named']} of {named['of']}",
