@@ -51,11 +51,11 @@ class Agent:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[BaseProcess] = []
 
-    def start(self, what: str, *settings: str, attempt: int = 0) -> list[BaseProcess]:
-        """Start an attempt, in which `what` (a function below) happens to rank 1 in step 7."""
+    def start(self, what: str, *settings: str, attempt: int = 0, restarts: int = 9) -> list[BaseProcess]:
+        """Start an attempt, in which `what` (a function below) happens to rank 1: in step 7, or building the model."""
         every = {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         every |= {"MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        every |= {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "9"}
+        every |= {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
         every |= {"TORCHELASTIC_RUN_ID": "a job"}
         self.ranks = []
         for rank in ("0", "1"):
@@ -108,12 +108,17 @@ class Troubled(Tiny):
     what, calls = "nothing", 0
     seen = Path()
 
+    def model(self) -> Any:
+        if distributed.rank() == 1 and Troubled.what == "kill_building":
+            kill()
+        return super().model()
+
     def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
         if model.training:
             with Troubled.seen.open("a") as file:
                 print(json.dumps(batch["x"].tolist()), file=file)
         Troubled.calls += 1
-        if distributed.rank() == 1 and Troubled.calls == AT:
+        if distributed.rank() == 1 and Troubled.calls == AT and Troubled.what in HAPPENS:
             HAPPENS[Troubled.what]()
         return super().loss(model, batch, metrics)
 

@@ -40,6 +40,12 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on(agent: Agent) -> None:
     assert [event["attempt"] for event in events(agent.run, "step")] == list(range(1, 17))
 
 
+def test_a_rank_killed_before_the_first_step_is_named_and_leaves_no_folder(agent: Agent) -> None:
+    agent.start("kill_building", restarts=0)
+    assert agent.codes() == [76, -9]
+    assert not agent.run.exists()
+
+
 @pytest.mark.parametrize("what", ["stop", pytest.param("sleep", marks=FULL), pytest.param("hold", marks=FULL)])
 def test_a_rank_that_hangs_is_named_and_ends_the_run(agent: Agent, what: str) -> None:
     waits, hangs = agent.start(what, *QUICK)

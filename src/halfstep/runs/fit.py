@@ -129,14 +129,14 @@ def launch(
             joined.on_lost = functools.partial(_end_lost, status)
         lost = LostRanks(folder, status.launch.token, joined)
         # Once more inside: the status has the code of what is raised there.
-        with (
-            status_saved(status),
-            watchdog,
-            contextlib.closing(journal),
-            _lost_folder_named(folder),
-            lost_ranks_named(lost),
-        ):
-            with _removed_unless_started(folder, opened["state"]):
+        with status_saved(status), watchdog, contextlib.closing(journal):
+            # Rank 0 removes a new folder in which nothing was started; that is no loss to the other ranks.
+            is_kept = opened["state"] != NEW
+            with (
+                _removed_unless_started(folder, opened["state"]),
+                _lost_folder_named(folder) if is_kept else contextlib.nullcontext(),
+                lost_ranks_named(lost),
+            ):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
                 found = find(folder) if opened["state"] == UNFINISHED else None
                 now("reading the data, building the model")
@@ -161,23 +161,24 @@ def launch(
                 for metrics in journal.listeners:
                     if isinstance(metrics, Prometheus):
                         status.on_end = metrics.ended
-            if distributed.rank() == 0:  # only after the checkpoint was found to fit
-                unfinish(folder)
-                keep_recipe(folder, recipe)
-            # A resumed run keeps its own recipe; only values that still apply are reported.
-            chosen = [one for one in resolved.sizing if attrgetter(one.key)(recipe) == one.value]
-            in_parts = division_notes(recipe, status.launch.divided_by, loop.model)
-            all_notes = [*notes, *resolved.notes, *in_parts, *in_short(chosen)]
-            return train(
-                loop,
-                folder,
-                label=resolved.label,
-                command=command,
-                notes=all_notes,
-                sizing=chosen,
-                resumed=resumed,
-                lost=lost,
-            )
+            with _lost_folder_named(folder), lost_ranks_named(lost):
+                if distributed.rank() == 0:  # only after the checkpoint was found to fit
+                    unfinish(folder)
+                    keep_recipe(folder, recipe)
+                # A resumed run keeps its own recipe; only values that still apply are reported.
+                chosen = [one for one in resolved.sizing if attrgetter(one.key)(recipe) == one.value]
+                in_parts = division_notes(recipe, status.launch.divided_by, loop.model)
+                all_notes = [*notes, *resolved.notes, *in_parts, *in_short(chosen)]
+                return train(
+                    loop,
+                    folder,
+                    label=resolved.label,
+                    command=command,
+                    notes=all_notes,
+                    sizing=chosen,
+                    resumed=resumed,
+                    lost=lost,
+                )
 
 
 def _end_lost(status: RankStatus, reason: str) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from halfstep import distributed
 from halfstep.data.dataset import generators_aside
-from halfstep.errors import NotBegun, WrongUse
+from halfstep.errors import NotBegun, WrongUse, in_one_line
 from halfstep.launch_variables import count_in, launched_rank
 from halfstep.peers import Peers, host_id, parsed, this_process
 from halfstep.precision.hardware import describe, present
@@ -68,24 +68,31 @@ def together(timeout: float, *, ends_process: bool = False) -> Iterator[PeerWatc
 
 PAUSE = 0.1
 """Seconds between two looks for other ranks; a signal is obeyed in between."""
+SOON = timedelta(seconds=5.0)
+"""Time for a connection to a server that has just answered: torch cannot be interrupted while it tries."""
 
 
 def _connected(environment: Mapping[str, str], rank: int, until: float) -> Any:
     """Return the store of all ranks, which torchrun's agent or rank 0 serves."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     longest = timedelta(seconds=max(1.0, until - time.monotonic()))
-    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    # Not by torch, which cannot be interrupted while it waits for the server.
-    while not serves and (why := _unreachable(host, port)):
+    open_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    if rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return open_store(host, port, is_master=True, timeout=longest, wait_for_workers=False, multi_tenant=True)
+    while True:
+        # Not by torch, which cannot be interrupted while it waits for the server.
+        why = _unreachable(host, port)
+        if not why:
+            try:
+                store = open_store(host, port, is_master=False, timeout=SOON, wait_for_workers=False)
+                store.set_timeout(longest)
+                return store
+            except dist.DistError as error:  # the server ended after the look at its port
+                why = in_one_line(error)
         if time.monotonic() > until:
-            raise distributed.rank_failed(
-                f"{host}:{port}, where rank 0 or torchrun serves the others, cannot be reached: {why}",
-                None,
-                usable=False,
-            )
+            given = f"{host}:{port}, where rank 0 or torchrun serves the others, cannot be reached: {why}"
+            raise distributed.rank_failed(given, None, usable=False)
         time.sleep(PAUSE)
-    serve: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return serve(host, port, is_master=serves, timeout=longest, wait_for_workers=False, multi_tenant=serves)
 
 
 def _unreachable(host: str, port: int) -> str:
