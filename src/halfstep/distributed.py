@@ -310,14 +310,14 @@ def _exchanged(result: Any, failure: HalfstepError | None, share: Callable[[str]
     # A failure is sent like a result: a rank that raised before the collective would leave the others waiting in it.
     own: dict[str, Any] = {"result": result}
     if failure is not None:
-        own = {"failed": [failure.given, failure.allowed, failure.do], "code": failure.exit_code}
+        own = {"failed": [failure.given, failure.allowed, failure.do], "code": failure.exit_code, "id": failure.id}
     messages = [json.loads(text) for text in share(json.dumps(own))]
     if failure is not None:
         raise failure
     for number, message in enumerate(messages):
         if "failed" in message:
             given, allowed, do = message["failed"]
-            theirs = HalfstepError(f"rank {number}: {given}", allowed=allowed, do=do)
+            theirs = HalfstepError(f"rank {number}: {given}", allowed=allowed, do=do, id=message["id"])
             theirs.exit_code = message["code"]
             raise theirs
     return [message["result"] for message in messages]

@@ -87,7 +87,7 @@ def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> l
     except HalfstepError as error:
         section = f" ({printable(prefix[:-1])})" if prefix else ""
         given = f"{document.place}{section}: {error.given}{_line_of_mistake(document, prefix, settings)}"
-        raise type(error)(given, allowed=error.allowed, do=error.do) from None
+        raise type(error)(given, allowed=error.allowed, do=error.do, id=error.id) from None
 
 
 def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, Any]) -> str:
