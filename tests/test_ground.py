@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,12 +19,22 @@ def test_an_error_has_three_parts() -> None:
     assert str(errors.WrongUse("alone")) == "alone"
 
 
-def test_every_error_is_in_the_tree_and_in_its_picture() -> None:
-    kinds = errors.HalfstepError.__subclasses__()
+def test_every_error_is_in_the_tree_and_in_its_picture_and_has_an_id() -> None:
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.HalfstepError)
+    ]
     assert len(kinds) >= 8
     for kind in kinds:
         assert kind.__name__ in (errors.__doc__ or "")
-        assert len(kind.__mro__) > len(errors.HalfstepError.__mro__) + 1, "it is also a builtin error"
+        if kind is not errors.HalfstepError:
+            assert len(kind.__mro__) > len(errors.HalfstepError.__mro__) + 1, "it is also a builtin error"
+    assert len({kind.id for kind in kinds}) == len(kinds)
+
+
+def test_the_id_of_an_error_is_its_classs_or_its_own_and_survives_pickling() -> None:
+    assert errors.OtherForm("given").id == errors.OtherForm.id == "other-form"
+    own = pickle.loads(pickle.dumps(errors.StateMismatch("given", do="that", id="recipe-changed")))
+    assert (own.id, own.do, errors.StateMismatch.id) == ("recipe-changed", "that", "state-mismatch")
 
 
 def test_an_unknown_name_offers_the_nearest() -> None:

@@ -117,7 +117,7 @@ def _finish(work: Any, tensor: Tensor) -> None:
         work.wait()
 
 
-def rank_failed(given: str, rank: int | None, *, usable: bool) -> RankFailed:
+def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bool = False) -> RankFailed:
     """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
     if usable:
         allowed = "nothing has moved on any rank, and the process group can be used"
@@ -125,7 +125,7 @@ def rank_failed(given: str, rank: int | None, *, usable: bool) -> RankFailed:
     else:
         allowed = "nothing has moved on this rank, but the process group cannot be used any more"
         error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
-    error.rank, error.usable = rank, usable
+    error.rank, error.usable, error.out_of_memory = rank, usable, out_of_memory
     return error
 
 

@@ -67,8 +67,10 @@ class HalfstepError(Exception):
         super().__init_subclass__(**more)
         cls.id = id or cls.id
 
-    def __init__(self, given: str, *, allowed: str = "", do: str = "", id: str = "") -> None:
+    def __init__(self, given: str, *, allowed: str = "", do: str = "", id: str = "", line: int | None = None) -> None:
         self.given, self.allowed, self.do = given, allowed, do
+        self.line = line
+        """The line of the file that it is about, where that is known."""
         if id:  # more exact than that of the class
             self.id = id
         lines = [given]
@@ -128,6 +130,8 @@ class RankFailed(HalfstepError, RuntimeError, id="rank-failed"):
     """The rank that failed, if it is known."""
     usable: bool = True
     """Whether the process group can be used for another window."""
+    out_of_memory: bool = False
+    """Whether that rank ran out of memory."""
 
 
 class WorkerLost(HalfstepError, RuntimeError, id="worker-lost"):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import BadRecipe, Contradiction, HalfstepError, PrecisionRefused, Unsafe
-from halfstep.recipe.changes import different
+from halfstep.recipe.changes import Change, different
 from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import Resolved, resolve
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe
@@ -261,9 +261,11 @@ def test_the_written_recipe_means_the_same_to_other_readers() -> None:
 def test_differences_are_lines() -> None:
     one, other = resolved(BASE, "--seed", "1").recipe, resolved(BASE, "--seed", "1", "--lr", "0.2", "--compile").recipe
     assert different(one, one) == []
-    assert different(one, other) == ["optimizer.lr: 0.001 -> 0.2", "train.compile: false -> true"]
-    assert different({"a": 1}, {"a": True, "b": None}) == ["a: 1 -> true", "b: (absent) -> null"]
-    assert different(one, other, ignore={"optimizer.lr"}) == ["train.compile: false -> true"]
+    changed = different(one, other)
+    assert changed == [Change("optimizer.lr", 0.001, 0.2), Change("train.compile", False, True)]
+    assert [str(one) for one in changed] == ["optimizer.lr: 0.001 -> 0.2", "train.compile: false -> true"]
+    assert [str(one) for one in different({"a": 1}, {"a": True, "b": None})] == ["a: 1 -> true", "b: (absent) -> null"]
+    assert different(one, other, ignore={"optimizer.lr"}) == changed[1:]
 
 
 def test_a_recipe_is_resolved_quickly_and_without_torch() -> None:

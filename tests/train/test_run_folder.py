@@ -11,6 +11,7 @@ import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError, StateMismatch, Unsafe
 from halfstep.files import write_json
+from halfstep.recipe.changes import Change
 from halfstep.recipe.resolve import Resolved, resolve
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.recipe.strict_yaml import read_yaml
@@ -98,7 +99,7 @@ def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
     assert "--accept-recipe-change" in said
     assert (path / RECIPE).read_bytes() == before
     taken = opened(other, accepted=("recipe",))
-    assert taken.changed == ["train.compile: false -> true"]
+    assert taken.changed == [Change("train.compile", False, True)]
     assert (path / RECIPE).read_bytes() == before, "it is the run's recipe only when it is found to fit"
     keep_recipe(path, taken.recipe)
     assert opened(other).changed == []

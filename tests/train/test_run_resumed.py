@@ -116,6 +116,7 @@ def test_a_new_rate_and_a_longer_run_are_used_from_the_next_step_on(tmp_path: Pa
     told = events(tmp_path / "run", "start")[-1]["resumed"]
     assert not told["exact"]
     assert {line.split(":")[0] for line in told["changed"]} == {"optimizer.lr", "train.epochs"}
+    assert told["accepted"] == ["recipe"]
 
 
 def test_a_new_precision_is_used_and_not_the_one_that_was_measured(tmp_path: Path) -> None:

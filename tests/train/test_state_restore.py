@@ -277,6 +277,6 @@ def test_samples_that_were_set_aside_are_others_in_other_data(tmp_path: Path) ->
     other.live.data_fingerprint = loop_of(Kind(settings={"data.samples": 40}), tmp_path).live.data_fingerprint
     with pytest.raises(StateMismatch, match="40 samples removed"):
         restore(other.live, found.state)
-    assert restore(other.live, found.state, (DATA,))
+    assert restore(other.live, found.state, (DATA,)).data
     assert other.live.samples.quarantined == set()
     assert other.progress.attempts == 12

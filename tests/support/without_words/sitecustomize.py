@@ -16,8 +16,8 @@ def _replace_in_errors(module: ModuleType) -> None:
     base = module.HalfstepError
     make = base.__init__
 
-    def without_words(self: Any, given: str, *, id: str = "", **words: str) -> None:
-        make(self, id or type(self).id, id=id)
+    def without_words(self: Any, given: str, *, allowed: str = "", do: str = "", id: str = "", **facts: Any) -> None:
+        make(self, id or type(self).id, id=id, **facts)
 
     base.__init__ = without_words
 
