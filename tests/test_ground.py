@@ -1,6 +1,8 @@
 import json
 import os
 import pickle
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -35,6 +37,21 @@ def test_the_id_of_an_error_is_its_classs_or_its_own_and_survives_pickling() -> 
     assert errors.OtherForm("given").id == errors.OtherForm.id == "other-form"
     own = pickle.loads(pickle.dumps(errors.StateMismatch("given", do="that", id="recipe-changed")))
     assert (own.id, own.do, errors.StateMismatch.id) == ("recipe-changed", "that", "state-mismatch")
+
+
+def test_without_words_errors_and_findings_say_their_id() -> None:
+    code = (
+        "from halfstep.doctor.located import LocatedFinding\n"
+        "from halfstep.errors import BadRecipe, FolderLost\n"
+        "from halfstep.finding import Finding\n"
+        "one = BadRecipe('a', allowed='b', do='c', id='own', line=3)\n"
+        "print(one, one.do, one.line, FolderLost('a', exit_code=3).exit_code, FolderLost('a'))\n"
+        "print(Finding('x', 'note', 'a', 'b'), LocatedFinding('y', 'note', evidence='a', fix='b').evidence)"
+    )
+    folder = Path(__file__).parent / "support" / "without_words"
+    path = os.pathsep.join([str(folder), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.stdout.decode() == "own  3 3 folder-lost\nnote x: x (x) y\n"
 
 
 def test_an_unknown_name_offers_the_nearest() -> None:

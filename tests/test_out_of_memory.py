@@ -108,6 +108,7 @@ def test_a_global_batch_is_divided_by_the_ranks_and_by_what_fits(
     assert found.batch_size * found.microbatches * ranks == 24
 
 
+@pytest.mark.wording
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
     recipe = Tiny.schema.model_validate({"task": "tiny", "train": {"global_batch": 24}, **EMPTY})
     with pytest.raises(BadRecipe, match="24 on 5 ranks") as caught:

@@ -101,6 +101,7 @@ def test_a_step_of_the_optimizer_in_a_window() -> None:
     refused(bench, bench.optimizer.step, "beside the scaler")  # the same gradients a second time
 
 
+@pytest.mark.wording
 def test_limit_a_step_of_the_optimizer_in_the_first_window() -> None:
     known, unknown = Bench(), Bench()
     known.scaler.include(known.optimizer)
@@ -183,6 +184,7 @@ def test_a_closure() -> None:
     assert bench.scaler.report.applied
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("pain", "words"),
     [
@@ -260,6 +262,7 @@ def test_iterations_that_the_loop_drops() -> None:
     assert bench.window().applied
 
 
+@pytest.mark.wording
 def test_parts_of_the_model_without_a_gradient_or_thawed_later() -> None:
     bench = Bench()
     bench.model[0].requires_grad_(False)

@@ -266,6 +266,7 @@ def test_a_task_that_does_not_say_what_it_takes_gives_its_weights_alone(tmp_path
     assert "do: write --format safetensors" in refused.stderr
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("wrong", [1.0, float("nan")])
 def test_a_file_that_computes_something_else_is_refused(wrong: float) -> None:
     signature = Signature(Preprocessing(3, (0.5,) * 3, (0.5,) * 3), ["a", "b"], "mask", 1, variable_size=True)

@@ -140,6 +140,7 @@ def test_no_word_is_both_a_setting_and_elsewhere() -> None:
                 read_flags([f"--{word}", "1"], schema)
 
 
+@pytest.mark.wording
 def test_one_number_is_a_gpu_and_several_are_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.precision import hardware
 
@@ -190,6 +191,7 @@ def test_a_dict_trains_as_the_recipe_with_its_content_does(tmp_path: Path) -> No
     assert (tmp_path / "dict" / "recipe.yaml").is_file()
 
 
+@pytest.mark.wording
 def test_mistakes_in_a_dict_are_named() -> None:
     with pytest.raises(HalfstepError, match=r"train\.epohcs is not known; did you mean train\.epochs"):
         halfstep.fit({"task": "segmentation", "train.epohcs": 3, "train": {"epochs": 1}, "x": 1}, quiet=True)

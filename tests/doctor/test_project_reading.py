@@ -74,6 +74,7 @@ def test_what_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert check_project(str(inside), variables={})["files"]["more"] is True
 
 
+@pytest.mark.wording
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no folder"):
         check_project(str(tmp_path / "none"))

@@ -112,6 +112,7 @@ def test_two_optimizers_in_turns_are_watched_each_by_itself() -> None:
     assert "the loss of a" in told[-1].text
 
 
+@pytest.mark.wording
 def test_a_wrong_mode_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(UnknownName, match="repair"):
         guarded(mode="repare")

@@ -98,6 +98,7 @@ def test_an_arm_that_cannot_be_read_is_refused(given: list[str], said: str) -> N
     }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["fp32", "AMP-Large"])
 def test_names_that_would_share_a_file_are_refused(name: str, tmp_path: Path) -> None:
     arms = {"AMP+Large": ["precision=bf16"], name: ["precision=fp16", "train.batch_size=8"]}

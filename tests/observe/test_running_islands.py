@@ -45,6 +45,7 @@ def test_a_function_beside_the_model() -> None:
     assert observed(stepper).island_flops == 2 * 16 * 64 * 64
 
 
+@pytest.mark.wording
 def test_the_same_without_an_island_is_refused() -> None:
     encoder = nn.Linear(64, 64).requires_grad_(False)
 

@@ -74,6 +74,7 @@ def test_a_wide_router_beside_experts_of_unknown_work_is_a_warning() -> None:
     assert "of the work known" in str(stepper.observed)
 
 
+@pytest.mark.wording
 def test_known_work_in_the_wrong_format_is_refused_however_much_is_unknown_in_small_things() -> None:
     model = Custom(torch.bfloat16, router=65536)
     with pytest.raises(PrecisionNotObserved, match=r"router \[fp32\]"):
@@ -130,6 +131,7 @@ class Recurrent(nn.Module):
         return self.head(hidden[:, -1])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_in_fp32_is_seen(kind: type[nn.Module]) -> None:
     with pytest.raises(PrecisionNotObserved, match=r"layers \[fp32\]"):

@@ -115,6 +115,7 @@ def test_in_fp32_it_is_as_asked_without_a_word(name: str) -> None:
     assert seen.unknown
 
 
+@pytest.mark.wording
 def test_a_product_in_fp32_beside_a_decomposition_is_still_refused() -> None:
     def both(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

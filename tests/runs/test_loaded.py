@@ -106,6 +106,7 @@ def test_grey_models_take_grey(tmp_path: Path) -> None:
     assert run.predict(torch.zeros(20, 30)).mask.shape == (20, 30)
 
 
+@pytest.mark.wording
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="holds no run"):
         halfstep.load(tmp_path)

@@ -120,6 +120,7 @@ def test_no_batch_in_the_first_window_of_fsdp2_is_told_to_all(four: Ranks) -> No
     assert max(seconds for _, _, seconds in [zero, *others]) < 5
 
 
+@pytest.mark.wording
 def test_one_process_has_nobody_to_take_part_with() -> None:
     with pytest.raises(WrongUse, match=r"step\(None\)"):
         stepper_for("alone", buffers=True).step(None)

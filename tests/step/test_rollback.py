@@ -306,6 +306,7 @@ def test_modules_that_cannot_be_found_may_be_included() -> None:
     assert everything(criterion) == before
 
 
+@pytest.mark.wording
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(WrongUse, match="include\\(list\\)"):
         sgd(nn.Linear(16, 4)).include([1])

@@ -88,6 +88,7 @@ def test_a_thread_that_cannot_start_anywhere_is_a_lack_of_memory() -> None:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "word",
     [
@@ -125,6 +126,7 @@ def test_a_metrics_file_of_a_recipe_is_in_the_run_s_folder(tmp_path: Path) -> No
             one.close()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["x" * 300, "y/" * 2500])
 def test_a_path_that_is_too_long_is_said(tmp_path: Path, name: str) -> None:
     recipe = resolved_recipe(read_recipe("segmentation_tiny"), [f"run.dir={tmp_path}/{name}"]).recipe
@@ -136,6 +138,7 @@ def test_a_path_that_is_too_long_is_said(tmp_path: Path, name: str) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.wording
 def test_a_device_that_computes_nothing_is_refused() -> None:
     with pytest.raises(WrongUse, match=r"train\.device=meta"):
         device_of("meta")
@@ -145,6 +148,7 @@ def test_a_device_that_computes_nothing_is_refused() -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("partial", [False, True])
 def test_weights_of_no_tensor_are_refused(tmp_path: Path, partial: bool) -> None:
     file, model = tmp_path / "empty.safetensors", nn.Linear(2, 2)
@@ -155,6 +159,7 @@ def test_weights_of_no_tensor_are_refused(tmp_path: Path, partial: bool) -> None
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "recipe",
     [{}, {"train": []}, {"train": {"batch_size": 4}}, {"train": {"batch_size": True, "microbatches": 1}}],

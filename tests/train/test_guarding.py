@@ -165,6 +165,7 @@ def test_a_checkpoint_from_before_there_was_a_guard_goes_on(tmp_path: Path) -> N
     assert sorted(state_of(tmp_path).guards) == ["guardian", "spike"]
 
 
+@pytest.mark.wording
 def test_another_precision_is_trained_without_the_cures_of_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(Stopped), every_loop(stop_at(STOP)):
         fit(tmp_path, InOneModule, guard="repair")
@@ -177,6 +178,7 @@ def test_another_precision_is_trained_without_the_cures_of_the_old_one(tmp_path:
     assert state.guards["guardian"]["remedies"]["placed"] == []
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "made_up",
     [
@@ -252,6 +254,7 @@ def test_where_the_only_checkpoint_is_spoilt_the_run_begins_again(tmp_path: Path
     assert caught.value.do.endswith("new=True)")
 
 
+@pytest.mark.wording
 def test_a_run_that_is_stopped_while_steps_fail_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
     def both(loop: Loop) -> None:
         rate_times(1e5, since=27)(loop)

@@ -275,6 +275,7 @@ def test_a_full_disk_takes_only_the_words(tmp_path: Path, monkeypatch: pytest.Mo
     lock(tmp_path).release()
 
 
+@pytest.mark.wording
 def test_a_system_without_flock_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with pytest.raises(HalfstepError, match="no flock") as caught:

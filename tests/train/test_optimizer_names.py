@@ -123,6 +123,7 @@ def test_a_skipped_step_leaves_muon_as_it_was() -> None:
     assert not any(optimizer.state for optimizer in stepper.optimizers.values())
 
 
+@pytest.mark.wording
 def test_muon_without_a_matrix_is_refused_and_without_a_rest_it_is_torchs_own() -> None:
     with pytest.raises(WrongUse, match="no matrix") as caught:
         make_optimizer(_options(), nn.Conv2d(3, 4, 3))

@@ -527,6 +527,7 @@ def test_where_locks_exclude_nobody_the_process_decides(
     lock(run).release()
 
 
+@pytest.mark.wording
 def test_where_locks_exclude_nobody_one_process_still_has_it_once(tmp_path: Path, without_locks: None) -> None:
     ours = lock(tmp_path)
     with pytest.raises(FolderTaken, match="this process"):

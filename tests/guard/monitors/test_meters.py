@@ -173,6 +173,7 @@ def test_samples_that_would_overlap_take_their_turn() -> None:
     assert sampled == [1, 3, 5, 7]
 
 
+@pytest.mark.wording
 def test_never_is_not_a_rhythm() -> None:
     with pytest.raises(WrongUse, match="every 0 steps"):
         Meters(make(), every=0)

@@ -209,6 +209,7 @@ def test_a_loop_in_the_loss_is_a_finding_and_not_a_crash() -> None:
     assert found.verdict.endswith("1 finding, an error")
 
 
+@pytest.mark.wording
 def test_a_loss_that_does_not_run_is_told_with_its_line() -> None:
     with pytest.raises(WrongUse, match=r"test_audit\.py"):
         audit(Net(), lambda model, batch: model(batch[0])[:, 99].sum(), batch(), precision="bf16")
@@ -276,6 +277,7 @@ def test_group_norm_with_wide_weights_is_followed_here_and_by_cudas_rules() -> N
     assert audit(model, classify, batch(), precision="bf16", device="a100-80gb").spotted == ()
 
 
+@pytest.mark.wording
 def test_wrong_words() -> None:
     with pytest.raises(WrongUse, match="without loss_fn"):
         audit(Net())
@@ -285,6 +287,7 @@ def test_wrong_words() -> None:
         audit(nn.LSTM(16, 4), lambda model, batch: model(batch[0])[0].sum(), batch(), precision="bf16", device="t4")
 
 
+@pytest.mark.wording
 def test_code_that_reads_a_number_cannot_be_described() -> None:
     def reads(model: nn.Module, batch: Any) -> Tensor:
         return classify(model, batch) * (1 if batch[0].sum().item() > 0 else 2)

@@ -198,6 +198,7 @@ def test_losses_are_told_in_their_own_unit() -> None:
     assert "point" not in text
 
 
+@pytest.mark.wording
 def test_a_bench_needs_an_arm() -> None:
     with pytest.raises(WrongUse, match="without arms"):
         benched({})
