@@ -32,6 +32,7 @@ def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -124,6 +124,7 @@ def test_a_config_flag_before_the_recipe_is_answered_with_the_command(words: lis
     assert (done.exit_code, "do: halfstep train 'a b.yaml' --bf16" in done.stderr) == (78, True)
 
 
+@pytest.mark.wording
 def test_the_same_words_in_a_recipe_are_answered_alike() -> None:
     raw = {**read_recipe(RECIPE).raw, "resume": "last", "trainer": {"gpus": 2}}
     with pytest.raises(BadRecipe) as caught:

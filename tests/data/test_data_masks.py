@@ -70,6 +70,7 @@ def test_a_palette_has_a_colour_for_each_class() -> None:
         read(png([[0]]), classes=3, palette=[[0, 0, 0], [1, 1, 1]])
 
 
+@pytest.mark.wording
 def test_a_value_outside_the_classes_names_the_file_and_the_value(tmp_path: Path) -> None:
     path = tmp_path / "roof_7.png"
     path.write_bytes(png([[0, 1, 7]]))

@@ -127,6 +127,7 @@ def test_words_of_accelerate(tmp_path: Path, text: str, value: object, meaning: 
     assert (setting.value, setting.claim.meaning if setting.claim else "") == (value, meaning)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("word", ["fp32", "bfoat16", "true", "16", "[bf16]"])
 def test_words_that_accelerate_refuses(tmp_path: Path, word: str) -> None:
     with pytest.raises(BadRecipe) as caught:

@@ -124,6 +124,7 @@ def test_the_context_form_names_what_it_can_see_and_says_why_it_is_no_more() -> 
         by_hand(guardian, math.nan)
 
 
+@pytest.mark.wording
 @pytest.mark.filterwarnings("ignore:note batch.written")
 def test_a_batch_that_the_step_itself_wrote_into_has_its_own_cure() -> None:
     def writing(model: nn.Module, x: Tensor) -> Tensor:

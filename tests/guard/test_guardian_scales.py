@@ -86,6 +86,7 @@ def test_one_that_never_gets_through_is_found_while_the_other_goes_on() -> None:
 # -- a scale that was chosen -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("mode", ["watch", "repair"])
 def test_a_static_scale_that_is_too_high_is_named_at_once_with_what_to_do(mode: str) -> None:
     guardian, told = static(StaticScale(2.0**24), mode)

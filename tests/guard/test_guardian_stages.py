@@ -98,6 +98,7 @@ def test_with_spikes_off_nothing_finite_is_refused_or_told() -> None:
     other.load_state_dict(guardian.state_dict())
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("given", "do"), [(True, 'Limits(spikes="refuse")'), (False, 'Limits(spikes="off")')])
 def test_the_old_switch_is_refused_with_the_word_that_took_its_place(given: Any, do: str) -> None:
     with pytest.raises(WrongUse) as caught:

@@ -79,6 +79,7 @@ def test_the_usual_configurations_are_the_guides(typed: list[str]) -> None:
     }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("given", "said"),
     [

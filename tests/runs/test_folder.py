@@ -85,6 +85,7 @@ def test_two_tasks_of_one_name_are_a_contradiction(monkeypatch: pytest.MonkeyPat
         task_names()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("task", "package", "extras"),
     [("segmentation", "torchvision", "train,vision"), ("diffusion", "diffusers", "train,vision,diffusion")],

@@ -65,6 +65,7 @@ def test_model_and_preprocessing_come_to_the_same(tmp_path: Path, photo: Path) -
     assert (run.preprocessing.resize, run.preprocessing.crop, run.preprocessing.order) == (32, 32, "RGB")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("image", "said"),
     [

@@ -301,6 +301,7 @@ def test_optimizers_that_train_nothing_or_need_a_closure_are_refused() -> None:
         Stepper(model, optimizer, precision="fp32", schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
+@pytest.mark.wording
 def test_every_refusal_says_what_to_do() -> None:
     model = plain_model()
     with pytest.raises(HalfstepError) as caught:

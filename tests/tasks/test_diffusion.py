@@ -45,6 +45,7 @@ def embedded(tmp_path: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"embeddings": str(tmp_path / "embeddings.safetensors")}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [

@@ -39,6 +39,7 @@ BUS = RuntimeError(
 THREAD = RuntimeError("can't start new thread")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("error", "more"),
     [
@@ -107,6 +108,7 @@ def own_recipe(folder: Path, metrics: object) -> Any:
     return read_recipe(str(file))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("path", ["/etc/x.prom", "../x.prom", "a/../../x.prom"])
 def test_a_recipe_writes_no_metrics_outside_of_its_run(tmp_path: Path, path: str) -> None:
     with pytest.raises(BadRecipe) as caught:

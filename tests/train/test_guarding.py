@@ -202,6 +202,7 @@ def test_cures_that_no_guard_placed_are_refused(tmp_path: Path, made_up: Any) ->
 # -- checkpoints in trouble -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("mode", ["watch", "repair"])
 @pytest.mark.parametrize("onset", [24, 25, 26])
 def test_the_last_good_checkpoint_stays_the_newest(tmp_path: Path, onset: int, mode: str) -> None:
@@ -238,6 +239,7 @@ def test_the_recipe_of_a_run_says_what_it_was_guarded_by(tmp_path: Path) -> None
     assert "guard:\n  mode: repair\n" in text
 
 
+@pytest.mark.wording
 def test_where_the_only_checkpoint_is_spoilt_the_run_begins_again(tmp_path: Path) -> None:
     with every_loop(rate_times(1e5, since=30)), pytest.raises(Diverged) as caught:
         fit(

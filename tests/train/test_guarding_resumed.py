@@ -114,6 +114,7 @@ def test_weights_that_were_ruined_long_before_they_failed_are_no_good_checkpoint
     assert run.metrics["loss"] < 1
 
 
+@pytest.mark.wording
 def test_where_all_are_ruined_the_run_begins_again(tmp_path: Path) -> None:
     with every_loop(both(rate_times(1e4, since=1), failing_since(9))), pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", checkpoint__every_steps=1)

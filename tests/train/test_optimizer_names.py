@@ -46,6 +46,7 @@ def test_every_optimizer_of_torch_has_a_name_or_a_reason() -> None:
     assert {kind.__name__.lower() for kind in kinds} == {*NAMES, *REFUSED}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["lbfgs", "LBFGS", "sparseadam", "SparseAdam"])
 def test_what_cannot_train_here_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(BadRecipe) as caught:

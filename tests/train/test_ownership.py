@@ -510,6 +510,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, how: None)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("left", [(LOCK, STATUS), (STATUS,), (LOCK,)])
 def test_where_locks_exclude_nobody_the_process_decides(
     left: tuple[str, ...], holder: Any, tmp_path: Path, without_locks: None
@@ -587,6 +588,7 @@ def test_a_run_of_another_host_is_watched_for_three_heartbeats(status: dict[str,
     assert 3 * watchdog.HEARTBEAT <= run_folder.WATCHED
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("moves", ["beat", "time", "step"])
 def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(moves: str, tmp_path: Path) -> None:
     write_json(tmp_path / STATUS, elsewhere(**{moves: 1}))

@@ -55,6 +55,7 @@ def test_shards_of_torch_are_joined_to_the_bit(on_ranks: Ranks, tmp_path: Path) 
     assert same(before, made(3))
 
 
+@pytest.mark.wording
 @pytest.mark.ranks
 def test_a_folder_with_a_pickle_is_refused_with_the_command_that_converts_it(on_ranks: Ranks, tmp_path: Path) -> None:
     on_ranks(written_by_dcp, str(tmp_path / "dcp"), True)

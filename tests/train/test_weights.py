@@ -213,6 +213,7 @@ def test_an_encoder_finds_its_place(tmp_path: Path) -> None:
     assert same(model["encoder"], encoder)
 
 
+@pytest.mark.wording
 def test_another_model_is_refused_in_few_lines_and_nothing_moves(tmp_path: Path) -> None:
     save_weights(nn.Sequential(*(nn.Linear(3, 3) for _ in range(50))), tmp_path / "a.safetensors")
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
@@ -279,6 +280,7 @@ def test_a_compressed_file_is_not_unfolded(tmp_path: Path) -> None:
         load_weights(nn.Linear(2, 2), tmp_path / "b.pt")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 @pytest.mark.parametrize("cut", ["empty", "short", "garbage"])
 def test_damaged_files_are_data_errors(tmp_path: Path, name: str, cut: str) -> None:
@@ -339,6 +341,7 @@ def test_freezing_a_single_parameter_or_a_part_of_a_part() -> None:
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.weight", "3.weight", "3.bias"]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["encodr", "", "enc", "encoder.7"])
 def test_a_part_that_is_not_there(name: str) -> None:
     model = nn.ModuleDict({"encoder": network(), "decoder": network()})

@@ -52,6 +52,7 @@ def test_spelling_is_tolerant(typed: str, meant: str) -> None:
     assert device_named(typed).id == meant
 
 
+@pytest.mark.wording
 def test_a_name_of_two_sizes_lists_both() -> None:
     with pytest.raises(UnknownName) as told:
         device_named("NVIDIA A100")
@@ -66,6 +67,7 @@ def test_an_unknown_name_offers_the_nearest(typed: str, near: str) -> None:
         device_named(typed)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("typed", ["a1000", "rtx 5000 ada", "a4000", "h1000-80gb"])
 def test_another_card_is_not_offered_for_it(typed: str) -> None:
     with pytest.raises(UnknownName) as told:

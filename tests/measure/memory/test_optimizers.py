@@ -98,6 +98,7 @@ def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
     assert refused.value.do
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("change", "given", "do"),
     [

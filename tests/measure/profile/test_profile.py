@@ -87,6 +87,7 @@ def nothing_to_read() -> Any:
     return model, loss, torch.utils.data.DataLoader([], batch_size=4)  # type: ignore[var-annotated,arg-type]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["nothing_opens", "nothing_trains", "nothing_to_read"])
 def test_what_cannot_be_opened_is_told_in_three_parts(name: str) -> None:
     with pytest.raises(WrongUse) as told:
