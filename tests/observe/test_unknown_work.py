@@ -63,6 +63,7 @@ class Custom(nn.Module):
 # -- verdicts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_wide_router_beside_experts_of_unknown_work_is_a_warning() -> None:
     stepper = make(Custom(torch.bfloat16))
     with pytest.warns(UserWarning, match=r"not known: no rule counts the work of halfstep_test\.product"):
@@ -90,6 +91,7 @@ def test_unknown_work_in_the_asked_format_beside_known_work_in_it_is_no_finding(
     assert stepper.observed.confidence < 1
 
 
+@pytest.mark.wording
 def test_unknown_work_in_another_format_is_a_warning_though_all_that_is_known_is_right() -> None:
     model = Custom(torch.float32, router=1, rest=64)
     stepper = make(model)
@@ -204,6 +206,7 @@ def test_sparse_rows_on_a_cpu_can_be_nothing_but_fp32_and_are_not_held_against_t
     assert stepper.observed.share == 1.0
 
 
+@pytest.mark.wording
 def test_fp8_that_the_model_asks_for_is_reported_and_not_refused() -> None:
     class Fp8(torch.autograd.Function):
         @staticmethod

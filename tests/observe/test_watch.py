@@ -169,6 +169,7 @@ def test_attention_that_torch_widens_by_itself_is_nobodys_fault() -> None:
     assert stepper.observed.share == 1.0
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_numbers_that_no_precision_casts_are_not_held_against_it(precision: str) -> None:
     class Spectral(nn.Module):
@@ -205,6 +206,7 @@ def test_a_scripted_part_is_counted_as_its_parents() -> None:
     assert stepper.observed.share == 1.0
 
 
+@pytest.mark.wording
 def test_an_island_that_is_never_entered_is_found() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
     island(layer, "self_attn.out_proj", "norm1")

@@ -98,7 +98,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_it_is_seen_and_not_refused(name: str) -> None:
     operation, word = OPERATIONS[name]
-    with pytest.warns(UserWarning, match="is not known"):
+    with pytest.warns(UserWarning, match=r"precision\.unknown"):
         seen = observed(operation)
     assert any(found.startswith(f"{word} in the model itself [fp32") for found in seen.unknown), seen.unknown
     assert seen.as_asked

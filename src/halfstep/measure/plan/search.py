@@ -322,7 +322,7 @@ class Growing:
 
     def __init__(self) -> None:
         self.found: Growth | None = None
-        self.ended = NotMeasured.INTERRUPTED
+        self.ended: str = NotMeasured.INTERRUPTED
         """Why no larger batch was accepted."""
 
     def run(self, search: Search, chosen: StepSetting, speed: Speed) -> None:
