@@ -14,6 +14,7 @@ from halfstep import clock, errors, files
 from halfstep.finding import Finding
 
 
+@pytest.mark.wording
 def test_an_error_has_three_parts() -> None:
     error = errors.WrongUse("given", allowed="this", do="type that")
     assert str(error) == "given\n  allowed: this\n  do: type that"
@@ -35,8 +36,8 @@ def test_every_error_is_in_the_tree_and_in_its_picture_and_has_an_id() -> None:
 
 def test_the_id_of_an_error_is_its_classs_or_its_own_and_survives_pickling() -> None:
     assert errors.OtherForm("given").id == errors.OtherForm.id == "other-form"
-    own = pickle.loads(pickle.dumps(errors.StateMismatch("given", do="that", id="recipe-changed")))
-    assert (own.id, own.do, errors.StateMismatch.id) == ("recipe-changed", "that", "state-mismatch")
+    own = pickle.loads(pickle.dumps(errors.StateMismatch("given", id="recipe-changed", line=3)))
+    assert (own.id, own.line, errors.StateMismatch.id) == ("recipe-changed", 3, "state-mismatch")
 
 
 def test_without_words_errors_and_findings_say_their_id() -> None:
@@ -54,6 +55,7 @@ def test_without_words_errors_and_findings_say_their_id() -> None:
     assert done.stdout.decode() == "own  3 3 folder-lost\nnote x: x (x) y\n"
 
 
+@pytest.mark.wording
 def test_an_unknown_name_offers_the_nearest() -> None:
     error = errors.unknown_name("precision", "fp61", ["fp16", "fp32", "fp16"])
     assert error.allowed == "fp16, fp32"
@@ -168,6 +170,7 @@ def test_seconds_is_an_average() -> None:
     assert len(calls) == 10
 
 
+@pytest.mark.wording
 def test_a_finding_reads_as_a_sentence_and_as_data() -> None:
     finding = Finding("precision.slow", "warning", "it was slow", "ask for auto")
     assert str(finding) == "warning precision.slow: it was slow (ask for auto)"

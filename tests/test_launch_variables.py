@@ -61,6 +61,7 @@ def test_numbers_of_slurm_and_of_restarts() -> None:
     assert not may_be_restarted({"TORCHELASTIC_MAX_RESTARTS": "x"})
 
 
+@pytest.mark.wording
 def test_a_rank_that_is_none_of_its_group_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**TWO, "RANK": "5"}.items():
         monkeypatch.setenv(name, value)

@@ -52,6 +52,7 @@ def test_the_home_of_an_unknown_user_is_a_path_that_is_not_there() -> None:
         halfstep.load(ELSEWHERE)
 
 
+@pytest.mark.wording
 def test_train_names_the_path_below_an_unknown_home(tmp_path: Path) -> None:
     words = ("train", "classification_tiny", "data.name=folder", f"data.path={ELSEWHERE}", f"run.dir={tmp_path}/run")
     code, _, err = typed(0, *words)

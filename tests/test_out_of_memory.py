@@ -133,6 +133,7 @@ class GreedyEvaluation(Greedy):
     where = "val"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("task", "word"), [(Greedy, "in a step with"), (GreedyEvaluation, "evaluating")])
 def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Tiny], word: str) -> None:
     recipe = tmp_path / "tiny.yaml"
@@ -157,6 +158,7 @@ def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Ti
     assert again.reason == "finished"
 
 
+@pytest.mark.wording
 def test_any_command_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
     import typer
 

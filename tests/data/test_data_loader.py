@@ -172,6 +172,7 @@ def test_quarantined_samples_are_replaced_from_the_next_call_on() -> None:
     assert [(one.number, one.reason) for b in batches for one in b.replaced] == [(13, QUARANTINED)]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", ["train", "val", "collate"])
 def test_an_error_in_a_worker_arrives_whole(workers: int, make: str) -> None:

@@ -347,6 +347,7 @@ def test_windows_and_turns_and_odd_outputs() -> None:
     assert float(meters.readings["headroom_bits"]) == pytest.approx(bits, abs=0.01)
 
 
+@pytest.mark.wording
 def test_a_meter_that_fails_is_switched_off_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> Any:
         raise RuntimeError("no such kernel")
