@@ -71,6 +71,7 @@ def refused(bench: Bench, call: Any, words: str) -> WrongUse:
 # -- noticed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("clip", [lambda p: clip_grad_norm_(p, 1.0), lambda p: clip_grad_value_(p, 0.1)])
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_clipping_before_unscaling(bench: Bench, call: str, clip: Any) -> None:
@@ -509,6 +510,7 @@ def test_limit_counters_of_the_loop_and_modules_that_were_not_included() -> None
     assert not torch.equal(model[1].num_batches_tracked, statistics)
 
 
+@pytest.mark.wording
 def test_parameters_that_forward_writes_are_reported_and_then_restored() -> None:
     """A momentum encoder that moves in forward: its first write has no copy from before it."""
 

@@ -75,6 +75,7 @@ def test_a_recipe_of_ours_is_known_by_its_task(tmp_path: Path) -> None:
     assert brief(source.precision) == [("precision", "bf16", 2, "bf16")]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [

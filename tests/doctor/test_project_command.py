@@ -255,6 +255,7 @@ def test_a_file_that_changed_meanwhile_is_not_touched(monkeypatch: pytest.Monkey
     assert Path("a.yaml").read_bytes() == b"amp: false\r\nlr: 1\r\n"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "words",
     [

@@ -183,6 +183,7 @@ def test_a_notebook_is_read_with_its_own_lines_and_never_edited(tmp_path: Path) 
     assert finding.edits == ()
 
 
+@pytest.mark.wording
 def test_files_that_are_not_read_are_one_note(tmp_path: Path) -> None:
     for number in range(9):
         (tmp_path / f"{number}.yaml").write_text("amp: [true\n")

@@ -108,6 +108,7 @@ def test_names_that_would_share_a_file_are_refused(name: str, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.wording
 def test_a_case_has_no_configurations() -> None:
     done = halfstep("bench", "tests.support.cases:linear", "--configs")
     assert done.exit_code == 78

@@ -149,6 +149,7 @@ def test_a_format_that_sleeps_beside_a_switch_is_part_of_the_line_to_type() -> N
     assert [line.strip() for line in first["write"].splitlines()] == ["use_amp: True", "amp_dtype: bfloat16"]
 
 
+@pytest.mark.wording
 def test_the_checklist_of_the_report() -> None:
     """Aligned, NaN handling, clipping, learning rate, synchronisation; and the launcher's GPUs."""
     Path("radio.yaml").write_text(read_recipe("radiomap").text)

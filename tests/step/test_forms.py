@@ -311,6 +311,7 @@ def test_every_refusal_says_what_to_do() -> None:
     assert caught.value.do
 
 
+@pytest.mark.wording
 def test_an_optimizer_that_holds_an_old_head_is_found() -> None:
     model = plain_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

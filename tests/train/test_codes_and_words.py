@@ -79,6 +79,7 @@ def test_other_errors_of_workers_stay_what_they_are() -> None:
         assert for_workers(error) is None
 
 
+@pytest.mark.wording
 def test_a_thread_that_cannot_start_anywhere_is_a_lack_of_memory() -> None:
     assert is_out_of_memory(THREAD)
     failed = as_error(THREAD, "", "a smaller batch")

@@ -226,6 +226,7 @@ def refusal(folder: Path, **settings: Any) -> HalfstepError:
     return caught.value
 
 
+@pytest.mark.wording
 def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path: Path) -> None:
     fit(tmp_path)
     before = (tmp_path / "run" / "result.json").read_bytes()
@@ -274,6 +275,7 @@ def extend_on(rank: int, folder: str) -> dict[str, Any]:
     return {"refused": refused}
 
 
+@pytest.mark.wording
 @pytest.mark.ranks
 def test_two_processes_extend_a_run_together(on_ranks: Ranks, tmp_path: Path) -> None:
     found = on_ranks(extend_on, str(tmp_path))

@@ -71,6 +71,7 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 # -- trouble ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_watch_names_it_and_gives_up_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(Diverged) as caught:
         fit(tmp_path, InOneModule)

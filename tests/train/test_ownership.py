@@ -93,6 +93,7 @@ def tree(folder: Path, *but: str) -> dict[str, str]:
 # -- another run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_run_whose_name_was_taken_touches_nothing_of_the_other(tmp_path: Path) -> None:
     trained(tmp_path / "other", train__seed=2)
     before = tree(tmp_path / "other")
@@ -215,6 +216,7 @@ GONE_WAYS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("way", "background"), [*((way, False) for way in GONE_WAYS), ("removed", True)])
 def test_a_run_without_its_folder_ends_and_makes_nothing_anew(way: str, background: bool, tmp_path: Path) -> None:
     seen: dict[str, str] = {}
@@ -231,6 +233,7 @@ def test_a_run_without_its_folder_ends_and_makes_nothing_anew(way: str, backgrou
     assert (tree(tmp_path / "run", JOURNAL, LOG) if way == "no lock" else {}) == seen
 
 
+@pytest.mark.wording
 def test_a_task_that_changes_the_working_directory_of_a_relative_run_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
