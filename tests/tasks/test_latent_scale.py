@@ -114,6 +114,7 @@ def test_processes_with_unequal_shares_come_to_one_number(on_ranks: Ranks, numbe
     assert one == pytest.approx(measured_scale([drawn(number) for number in range(8)]), rel=1e-12)
 
 
+@pytest.mark.wording
 @pytest.mark.ranks
 def test_processes_without_latents_end_together(on_ranks: Ranks) -> None:
     assert all("standard deviation of 0 numbers" in str(said) for said in on_ranks(scale_on, [0, 0]))

@@ -127,6 +127,7 @@ def test_an_island_that_keeps_positions_apart_is_needed_in_bf16() -> None:
     assert "integers-rounded" in found.islands[0].why
 
 
+@pytest.mark.wording
 def test_an_overflow_is_found_with_the_island_that_cures_it() -> None:
     found = audit(Net(1e6), classify, batch(), precision="fp16")
     assert ids(found) == ["overflow"]
@@ -149,6 +150,7 @@ def test_an_overflow_that_lint_names_is_told_once() -> None:
     assert ids(found) == ["mask-overflows"]
 
 
+@pytest.mark.wording
 def test_an_island_whose_result_does_not_fit_is_told_to_reach_further() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 4))
     model[1].weight.data.mul_(1e7)
@@ -159,6 +161,7 @@ def test_an_island_whose_result_does_not_fit_is_told_to_reach_further() -> None:
     assert found.spotted[0].finding.fix.startswith("let the island reach")
 
 
+@pytest.mark.wording
 def test_numbers_near_the_end_are_told_before_they_overflow() -> None:
     x = batch()
     x[0][0, 0] = 50_000.0
@@ -167,6 +170,7 @@ def test_numbers_near_the_end_are_told_before_they_overflow() -> None:
     assert "50 000 in (the model itself) against 65 504: 0.4 bits" in found.spotted[-1].finding.evidence
 
 
+@pytest.mark.wording
 def test_work_in_another_format_is_told() -> None:
     class Stubborn(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -321,6 +325,7 @@ def test_ctrl_c_leaves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(some.as_dict(), allow_nan=False)
 
 
+@pytest.mark.wording
 def test_numbers_that_are_not_finite() -> None:
     x = batch()
     x[0][:] = torch.nan
