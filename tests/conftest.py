@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,11 @@ if "HALFSTEP_CPUINFO" not in os.environ and (description := described_with_bf16(
     _described = Path(tempfile.gettempdir()) / f"halfstep-cpuinfo-{os.getuid()}"
     _described.write_text(description, encoding="utf-8")
     os.environ["HALFSTEP_CPUINFO"] = str(_described)
+if "--without-words" in sys.argv:
+    # The workers of this process and the processes that tests start import it by their PYTHONPATH.
+    _folder = str(Path(__file__).parent / "support" / "without_words")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_folder, os.environ.get("PYTHONPATH"))))
+    importlib.import_module("tests.support.without_words.sitecustomize")
 
 import pytest
 import torch
@@ -30,10 +37,16 @@ torch.set_num_threads(1)
 curves.leave_out()
 
 
+_WORDING = "checks the wording of an error or a finding"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what takes longer than CI has time for")
     parser.addoption("--quick", action="store_true", help="what a change touches, two minutes at most")
     parser.addoption("--since", default="HEAD", help="the commit that --quick compares with (default: HEAD)")
+    parser.addoption(
+        "--without-words", action="store_true", help="with ids in place of the text of errors and findings"
+    )
     parser.addoption("--record-durations", action="store_true", help="write tests/durations.json, for --quick")
 
 
@@ -52,6 +65,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="needs --full"))
+    if config.getoption("--without-words"):
+        for item in items:
+            if item.get_closest_marker("wording"):
+                item.add_marker(pytest.mark.skip(reason=_WORDING))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--without-words"):
+        skipped = terminalreporter.stats.get("skipped", [])
+        terminalreporter.write_line(f"wording={sum(_WORDING in str(report.longrepr) for report in skipped)}")
 
 
 def settings() -> dict[str, object]:

@@ -1,5 +1,8 @@
 import json
 import os
+import pickle
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,6 +14,7 @@ from halfstep import clock, errors, files
 from halfstep.finding import Finding
 
 
+@pytest.mark.wording
 def test_an_error_has_three_parts() -> None:
     error = errors.WrongUse("given", allowed="this", do="type that")
     assert str(error) == "given\n  allowed: this\n  do: type that"
@@ -18,14 +22,40 @@ def test_an_error_has_three_parts() -> None:
     assert str(errors.WrongUse("alone")) == "alone"
 
 
-def test_every_error_is_in_the_tree_and_in_its_picture() -> None:
-    kinds = errors.HalfstepError.__subclasses__()
+def test_every_error_is_in_the_tree_and_in_its_picture_and_has_an_id() -> None:
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.HalfstepError)
+    ]
     assert len(kinds) >= 8
     for kind in kinds:
         assert kind.__name__ in (errors.__doc__ or "")
-        assert len(kind.__mro__) > len(errors.HalfstepError.__mro__) + 1, "it is also a builtin error"
+        if kind is not errors.HalfstepError:
+            assert len(kind.__mro__) > len(errors.HalfstepError.__mro__) + 1, "it is also a builtin error"
+    assert len({kind.id for kind in kinds}) == len(kinds)
 
 
+def test_the_id_of_an_error_is_its_classs_or_its_own_and_survives_pickling() -> None:
+    assert errors.OtherForm("given").id == errors.OtherForm.id == "other-form"
+    own = pickle.loads(pickle.dumps(errors.StateMismatch("given", id="recipe-changed", line=3)))
+    assert (own.id, own.line, errors.StateMismatch.id) == ("recipe-changed", 3, "state-mismatch")
+
+
+def test_without_words_errors_and_findings_say_their_id() -> None:
+    code = (
+        "from halfstep.doctor.located import LocatedFinding\n"
+        "from halfstep.errors import BadRecipe, FolderLost\n"
+        "from halfstep.finding import Finding\n"
+        "one = BadRecipe('a', allowed='b', do='c', id='own', line=3)\n"
+        "print(one, one.do, one.line, FolderLost('a', exit_code=3).exit_code, FolderLost('a'))\n"
+        "print(Finding('x', 'note', 'a', 'b'), LocatedFinding('y', 'note', evidence='a', fix='b').evidence)"
+    )
+    folder = Path(__file__).parent / "support" / "without_words"
+    path = os.pathsep.join([str(folder), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.stdout.decode() == "own  3 3 folder-lost\nnote x: x (x) y\n"
+
+
+@pytest.mark.wording
 def test_an_unknown_name_offers_the_nearest() -> None:
     error = errors.unknown_name("precision", "fp61", ["fp16", "fp32", "fp16"])
     assert error.allowed == "fp16, fp32"
@@ -140,6 +170,7 @@ def test_seconds_is_an_average() -> None:
     assert len(calls) == 10
 
 
+@pytest.mark.wording
 def test_a_finding_reads_as_a_sentence_and_as_data() -> None:
     finding = Finding("precision.slow", "warning", "it was slow", "ask for auto")
     assert str(finding) == "warning precision.slow: it was slow (ask for auto)"

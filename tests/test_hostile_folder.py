@@ -62,6 +62,7 @@ def _never_waits() -> Iterator[None]:
 # -- links ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["journal.jsonl", "train.log", "checkpoints", "recipe.yaml"])
 def test_nothing_is_changed_through_a_link(run: Path, tmp_path: Path, name: str) -> None:
     (run / "result.json").unlink()
@@ -80,6 +81,7 @@ def test_nothing_is_changed_through_a_link(run: Path, tmp_path: Path, name: str)
     assert (elsewhere.read_bytes() if elsewhere.is_file() else b"") == content
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("leads", ["nowhere", "to a checkpoint"])
 def test_a_link_in_a_checkpoints_place_is_a_problem_and_no_crash(run: Path, leads: str) -> None:
     kept = generations(run / "checkpoints")[0].path
@@ -148,6 +150,7 @@ def test_names_of_others_are_not_listed_as_checkpoints(run: Path) -> None:
     assert json.loads(halfstep("verify", run, "--json").stdout)["set_aside"] == []
 
 
+@pytest.mark.wording
 def test_a_name_in_an_error_cannot_command_a_terminal(tmp_path: Path) -> None:
     done = halfstep("verify", tmp_path / f"a{CLEAR}b")
     assert done.exit_code == 65
@@ -176,6 +179,7 @@ def test_the_same_weights_are_the_same_bytes(run: Path, tmp_path: Path, which: s
     assert len(load_file(files[0])) > 10
 
 
+@pytest.mark.wording
 def test_no_folder_is_made_for_an_export(run: Path, tmp_path: Path) -> None:
     done = halfstep("export", run, "--out", tmp_path / "absent" / "x.safetensors")
     assert done.exit_code == 73

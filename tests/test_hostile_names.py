@@ -83,11 +83,13 @@ def test_predict(run: Path, photographs: Path, tmp_path: Path, number: int) -> N
     harmless(done, "left out", "3 images")
 
 
+@pytest.mark.wording
 def test_verify_and_export(run: Path, tmp_path: Path) -> None:
     harmless(halfstep("verify", run), "whole")
     harmless(halfstep("export", run, "--out", tmp_path / f"w[/b]{ESCAPE}.safetensors"), "tensors")
 
 
+@pytest.mark.wording
 def test_a_run_that_is_there_already(run: Path) -> None:
     done = halfstep("train", "classification_tiny", f"run.dir={run}")
     assert done.exit_code == 73
@@ -130,6 +132,7 @@ def test_a_recipe_of_others(tmp_path: Path) -> None:
         harmless(done)
 
 
+@pytest.mark.wording
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     """A file system holds bytes, which need not be UTF-8."""
     name = os.fsdecode(b"caf\xe9")

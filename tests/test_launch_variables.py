@@ -22,6 +22,7 @@ def test_one_process_and_a_rank_of_two() -> None:
     assert launched_rank({**TWO, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == LaunchedRank(1, 2, 1, 2)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("text", ["", "abc", "-1", "1e3", "9" * 5000, "\u0663"])
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
@@ -31,6 +32,7 @@ def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -48,6 +50,7 @@ def test_a_rank_outside_of_its_group_is_refused(changed: dict[str, str], words: 
     assert words in str(caught.value)
 
 
+@pytest.mark.wording
 def test_numbers_of_slurm_and_of_restarts() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7"}
     assert slurm_ranks(step)["RANK"] == "1"
@@ -58,6 +61,7 @@ def test_numbers_of_slurm_and_of_restarts() -> None:
     assert not may_be_restarted({"TORCHELASTIC_MAX_RESTARTS": "x"})
 
 
+@pytest.mark.wording
 def test_a_rank_that_is_none_of_its_group_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**TWO, "RANK": "5"}.items():
         monkeypatch.setenv(name, value)

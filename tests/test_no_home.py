@@ -37,6 +37,7 @@ def test_without_a_home_nothing_is_cached_and_nothing_fails(no_home: None) -> No
     assert not cache_folder().exists()
 
 
+@pytest.mark.wording
 def test_without_a_home_a_data_set_has_no_place(no_home: None) -> None:
     from halfstep.data.sets.getting import _storing
 
@@ -44,12 +45,14 @@ def test_without_a_home_a_data_set_has_no_place(no_home: None) -> None:
         (cache_folder() / "data").mkdir(parents=True)
 
 
+@pytest.mark.wording
 def test_the_home_of_an_unknown_user_is_a_path_that_is_not_there() -> None:
     assert data_place(ELSEWHERE) == Path(ELSEWHERE)
     with pytest.raises(BadData, match="no-such-user"):
         halfstep.load(ELSEWHERE)
 
 
+@pytest.mark.wording
 def test_train_names_the_path_below_an_unknown_home(tmp_path: Path) -> None:
     words = ("train", "classification_tiny", "data.name=folder", f"data.path={ELSEWHERE}", f"run.dir={tmp_path}/run")
     code, _, err = typed(0, *words)

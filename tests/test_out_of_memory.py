@@ -108,6 +108,7 @@ def test_a_global_batch_is_divided_by_the_ranks_and_by_what_fits(
     assert found.batch_size * found.microbatches * ranks == 24
 
 
+@pytest.mark.wording
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
     recipe = Tiny.schema.model_validate({"task": "tiny", "train": {"global_batch": 24}, **EMPTY})
     with pytest.raises(BadRecipe, match="24 on 5 ranks") as caught:
@@ -132,6 +133,7 @@ class GreedyEvaluation(Greedy):
     where = "val"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("task", "word"), [(Greedy, "in a step with"), (GreedyEvaluation, "evaluating")])
 def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Tiny], word: str) -> None:
     recipe = tmp_path / "tiny.yaml"
@@ -156,6 +158,7 @@ def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Ti
     assert again.reason == "finished"
 
 
+@pytest.mark.wording
 def test_any_command_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
     import typer
 

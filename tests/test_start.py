@@ -138,6 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.wording
 def test_what_is_wrong_is_said_before_torch_is_loaded(folder: Path) -> None:
     """All in one process, which would still have torch if one had loaded it."""
     every = json.dumps([words for words, _, _ in WRONG.values()])
@@ -158,6 +159,7 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(folder: Path) -> None:
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"} == before
 
 
+@pytest.mark.wording
 def test_a_folder_in_use_is_told_of_before_torch_is_loaded(folder: Path, tmp_path: Path) -> None:
     from halfstep.train.run_folder import lock
 

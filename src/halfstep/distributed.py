@@ -117,7 +117,7 @@ def _finish(work: Any, tensor: Tensor) -> None:
         work.wait()
 
 
-def rank_failed(given: str, rank: int | None, *, usable: bool) -> RankFailed:
+def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bool = False) -> RankFailed:
     """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
     if usable:
         allowed = "nothing has moved on any rank, and the process group can be used"
@@ -125,7 +125,7 @@ def rank_failed(given: str, rank: int | None, *, usable: bool) -> RankFailed:
     else:
         allowed = "nothing has moved on this rank, but the process group cannot be used any more"
         error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
-    error.rank, error.usable = rank, usable
+    error.rank, error.usable, error.out_of_memory = rank, usable, out_of_memory
     return error
 
 
@@ -310,14 +310,14 @@ def _exchanged(result: Any, failure: HalfstepError | None, share: Callable[[str]
     # A failure is sent like a result: a rank that raised before the collective would leave the others waiting in it.
     own: dict[str, Any] = {"result": result}
     if failure is not None:
-        own = {"failed": [failure.given, failure.allowed, failure.do], "code": failure.exit_code}
+        own = {"failed": [failure.given, failure.allowed, failure.do], "code": failure.exit_code, "id": failure.id}
     messages = [json.loads(text) for text in share(json.dumps(own))]
     if failure is not None:
         raise failure
     for number, message in enumerate(messages):
         if "failed" in message:
             given, allowed, do = message["failed"]
-            theirs = HalfstepError(f"rank {number}: {given}", allowed=allowed, do=do)
+            theirs = HalfstepError(f"rank {number}: {given}", allowed=allowed, do=do, id=message["id"])
             theirs.exit_code = message["code"]
             raise theirs
     return [message["result"] for message in messages]

@@ -1,4 +1,4 @@
-"""All errors that halfstep raises, in one tree.
+"""The errors that halfstep raises, in one tree; `cli.verify` and `data.sets.packages` add one each.
 
 HalfstepError
 ├── WrongUse               a call that cannot work as it was written
@@ -14,11 +14,9 @@ HalfstepError
 ├── NotRestarted           a restart that cannot help: the run ended for a reason that stays, or again and again
 ├── StateMismatch          a saved state that does not belong to this object
 │   └── OtherForm          a file that an earlier or a later version of halfstep wrote
-├── NotExact               a resume that would not continue exactly as the run would have
 ├── TornUpdate             an optimizer, schedule or average that failed in the middle of an update
 ├── BadRecipe              a recipe that cannot be read, or that asks for something impossible
 ├── BadData                samples that are missing, unreadable, or not usable for the task
-├── DownloadFailed         a data set that cannot be downloaded, or has unexpected content
 ├── NoCheckpoint           a run that was saved, and that has no intact checkpoint
 ├── FolderTaken            a run folder that cannot be used
 ├── FolderLost             a run folder that was removed, moved or taken by another run while the run trained
@@ -62,9 +60,19 @@ class HalfstepError(Exception):
     """The base of all errors, with the three parts of its message and the exit code of a command that it ends."""
 
     exit_code = SOFTWARE
+    id = "halfstep-error"
+    """What went wrong, for code and tests; the text may be worded differently in another version."""
 
-    def __init__(self, given: str, *, allowed: str = "", do: str = "") -> None:
+    def __init_subclass__(cls, id: str = "", **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.id = id or cls.id
+
+    def __init__(self, given: str, *, allowed: str = "", do: str = "", id: str = "", line: int | None = None) -> None:
         self.given, self.allowed, self.do = given, allowed, do
+        self.line = line
+        """The line of the file that it is about, where that is known."""
+        if id:  # more exact than that of the class
+            self.id = id
         lines = [given]
         if allowed:
             lines.append(f"  allowed: {allowed}")
@@ -74,47 +82,47 @@ class HalfstepError(Exception):
 
 
 # Each error is also a built-in one, so that code which catches ValueError or RuntimeError keeps working.
-class WrongUse(HalfstepError, RuntimeError):
+class WrongUse(HalfstepError, RuntimeError, id="wrong-use"):
     """A call that cannot work as it was written."""
 
     exit_code = CONFIGURATION
 
 
-class WrongLaunch(WrongUse):
+class WrongLaunch(WrongUse, id="wrong-launch"):
     """Launch variables that name no rank of a group; they may be wrong on one rank alone."""
 
 
-class UnknownName(HalfstepError, ValueError):
+class UnknownName(HalfstepError, ValueError, id="unknown-name"):
     """A name that is not known; the message offers the nearest one."""
 
     exit_code = CONFIGURATION
 
 
-class Contradiction(HalfstepError, ValueError):
+class Contradiction(HalfstepError, ValueError, id="contradiction"):
     """Two settings that ask for different things."""
 
     exit_code = CONFIGURATION
 
 
-class PrecisionRefused(HalfstepError, RuntimeError):
+class PrecisionRefused(HalfstepError, RuntimeError, id="precision-refused"):
     """A precision that the device does not support, where a substitute was not allowed."""
 
     exit_code = CONFIGURATION
 
 
-class PrecisionNotObserved(HalfstepError, RuntimeError): ...
+class PrecisionNotObserved(HalfstepError, RuntimeError, id="precision-not-observed"): ...
 
 
-class RanksDisagree(HalfstepError, RuntimeError): ...
+class RanksDisagree(HalfstepError, RuntimeError, id="ranks-disagree"): ...
 
 
-class ReplicasDiffer(HalfstepError, RuntimeError):
+class ReplicasDiffer(HalfstepError, RuntimeError, id="replicas-differ"):
     """Copies of weights or optimizer state that are not the same on all ranks; nothing of this was saved."""
 
     exit_code = GAVE_UP
 
 
-class RankFailed(HalfstepError, RuntimeError):
+class RankFailed(HalfstepError, RuntimeError, id="rank-failed"):
     """Another rank failed, and the window was dropped on every rank; nothing on this rank has changed."""
 
     exit_code = HUNG
@@ -122,56 +130,58 @@ class RankFailed(HalfstepError, RuntimeError):
     """The rank that failed, if it is known."""
     usable: bool = True
     """Whether the process group can be used for another window."""
+    out_of_memory: bool = False
+    """Whether that rank ran out of memory."""
 
 
-class WorkerLost(HalfstepError, RuntimeError):
+class WorkerLost(HalfstepError, RuntimeError, id="worker-lost"):
     """A data worker that was killed from outside, as a system does that has no memory left."""
 
     exit_code = HUNG
 
 
-class NotRestarted(HalfstepError, RuntimeError):
+class NotRestarted(HalfstepError, RuntimeError, id="not-restarted"):
     """A restart that cannot help: the run ended for a reason that stays, or again and again at the same place."""
 
 
-class StateMismatch(HalfstepError, ValueError):
+class StateMismatch(HalfstepError, ValueError, id="state-mismatch"):
     """A saved state that does not belong to this object."""
 
     exit_code = INCOMPATIBLE
 
 
-class OtherForm(StateMismatch):
+class OtherForm(StateMismatch, id="other-form"):
     """A file that an earlier or a later version of halfstep wrote; it is not damaged, but this one cannot read it."""
 
 
-class TornUpdate(HalfstepError, RuntimeError): ...
+class TornUpdate(HalfstepError, RuntimeError, id="torn-update"): ...
 
 
-class BadRecipe(HalfstepError, ValueError):
+class BadRecipe(HalfstepError, ValueError, id="bad-recipe"):
     """A recipe that cannot be read, or that asks for something impossible."""
 
     exit_code = CONFIGURATION
 
 
-class BadData(HalfstepError, ValueError):
+class BadData(HalfstepError, ValueError, id="bad-data"):
     """Samples that are missing, unreadable, or not usable for the task."""
 
     exit_code = DATA
 
 
-class NoCheckpoint(HalfstepError, RuntimeError):
+class NoCheckpoint(HalfstepError, RuntimeError, id="no-checkpoint"):
     """A run that was saved, and that has no intact checkpoint."""
 
     exit_code = DATA
 
 
-class FolderTaken(HalfstepError, RuntimeError):
+class FolderTaken(HalfstepError, RuntimeError, id="folder-taken"):
     """A run folder that cannot be used."""
 
     exit_code = CANNOT_CREATE
 
 
-class FolderLost(HalfstepError, RuntimeError):
+class FolderLost(HalfstepError, RuntimeError, id="folder-lost"):
     """The folder of a running run that was removed or moved (exit code 74), or is another run's now (73)."""
 
     def __init__(self, given: str, *, allowed: str = "", do: str = "", exit_code: int = CANNOT_CREATE) -> None:
@@ -183,13 +193,13 @@ class FolderLost(HalfstepError, RuntimeError):
         return FolderLost(self.given, allowed=self.allowed, do=self.do, exit_code=self.exit_code)
 
 
-class StorageFailed(HalfstepError, RuntimeError):
+class StorageFailed(HalfstepError, RuntimeError, id="storage-failed"):
     """Checkpoints that could not be written in repeated attempts."""
 
     exit_code = STORAGE
 
 
-class OutOfMemory(HalfstepError, RuntimeError):
+class OutOfMemory(HalfstepError, RuntimeError, id="out-of-memory"):
     """A step or an evaluation that did not fit into memory; nothing of the step was applied.
 
     `command` returns the command line to run with other settings, where there is one.
@@ -207,13 +217,13 @@ class OutOfMemory(HalfstepError, RuntimeError):
     precision: str = ""
 
 
-class NoStepInTime(HalfstepError, RuntimeError):
+class NoStepInTime(HalfstepError, RuntimeError, id="no-step-in-time"):
     """A measurement without a single step in the time it was given."""
 
     exit_code = NO_STEP
 
 
-class Diverged(HalfstepError, RuntimeError):
+class Diverged(HalfstepError, RuntimeError, id="diverged"):
     """A run that was given up; its weights are the last good ones, and the message tells which."""
 
     exit_code = GAVE_UP
@@ -227,26 +237,26 @@ class Diverged(HalfstepError, RuntimeError):
     """The message without its advice on checkpoints, for callers that know which of them is good."""
 
 
-class WeightsNotFinite(HalfstepError, RuntimeError):
+class WeightsNotFinite(HalfstepError, RuntimeError, id="weights-not-finite"):
     """A run that ended with weights that are not finite: there are none to save."""
 
     exit_code = GAVE_UP
 
 
-class Stopped(HalfstepError, RuntimeError):
+class Stopped(HalfstepError, RuntimeError, id="stopped"):
     """A run that was asked to stop, and has saved its state."""
 
     exit_code = TRY_AGAIN
 
 
-class NotBegun(Stopped):
+class NotBegun(Stopped, id="not-begun"):
     """A run that was asked to stop before its first step, so that there is nothing to save."""
 
     signal: str = ""
     """The name of the signal that asked for it."""
 
 
-class Unsafe(HalfstepError, RuntimeError):
+class Unsafe(HalfstepError, RuntimeError, id="unsafe"):
     """A file that would run code, or that points outside of its folder."""
 
     exit_code = REFUSED
@@ -263,7 +273,7 @@ class BadSample(Exception):
         return f"{self.name}: {self.reason}"
 
 
-class MissingExtra(HalfstepError, ImportError): ...
+class MissingExtra(HalfstepError, ImportError, id="missing-extra"): ...
 
 
 def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownName:

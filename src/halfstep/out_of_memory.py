@@ -39,6 +39,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def may_be_memory(error: BaseException) -> bool:
+    """Return whether memory may have been exhausted: the errors of some devices have no other sign than this word."""
+    return is_out_of_memory(error) or "memory" in str(error).lower()
+
+
 def lacks_shared_memory(error: BaseException) -> bool:
     """Return whether an error of torch means that shared memory had no room for a batch of a worker."""
     words = str(error)
@@ -68,9 +73,9 @@ def for_workers(error: BaseException) -> OutOfMemory | None:
     return failed
 
 
-def tells_of_memory(words: str) -> bool:
-    """Return whether the error of another rank, in one line, means that its memory was exhausted."""
-    return "OutOfMemoryError: " in words or "MemoryError: " in words or _ON_CORES in words
+def is_too_large(error: BaseException) -> bool:
+    """Return whether an error means that a step needs more memory than there is, which a smaller batch may not."""
+    return is_out_of_memory(error) and not lacks_threads(error) and not lacks_shared_memory(error)
 
 
 def as_error(error: BaseException, doing: str, do: str) -> OutOfMemory | None:

@@ -113,6 +113,7 @@ def test_nothing_is_done_twice() -> None:
     assert set(formats) == {torch.bfloat16}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("call", ["optimizer", "schedule"])
 def test_a_call_that_was_left_in_the_loop_is_named(call: str) -> None:
     loop = Loop(Case("fp32", 1, "loss", 1), bad=False)

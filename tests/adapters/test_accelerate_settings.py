@@ -139,6 +139,7 @@ def test_the_ways_of_clipping_differ_here() -> None:
     assert not same(norm, none)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("every", [True, False], ids=["in every micro-batch", "before the update"])
 def test_clipping_of_accelerate_that_was_left_in_the_loop_is_refused_by_name(call: str, every: bool) -> None:
@@ -163,6 +164,7 @@ def test_clipping_of_accelerate_that_was_left_in_the_loop_is_refused_by_name(cal
     assert same(dict(model.state_dict()), before)
 
 
+@pytest.mark.wording
 def test_clipping_by_both_at_once_is_refused_by_name() -> None:
     active = accelerator()
     given = active.prepare(*parts())
@@ -185,6 +187,7 @@ def test_each_precision_of_accelerate_has_one_of_ours(given: str, expected: str)
     assert precision_of(fake(mixed_precision=PrecisionType(given))) == expected
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("given", ["fp8", "fp4", PrecisionType.FP8])
 def test_a_precision_without_one_of_ours_is_refused_by_name(given: Any) -> None:
     with pytest.raises(WrongUse, match="mixed_precision=fp") as refused:
@@ -192,6 +195,7 @@ def test_a_precision_without_one_of_ours_is_refused_by_name(given: Any) -> None:
     assert refused.value.allowed == "no, fp16, bf16"
 
 
+@pytest.mark.wording
 def test_an_autocast_that_is_off_is_refused_by_name_where_it_would_change_the_precision() -> None:
     active = accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
     given = active.prepare(*parts())
@@ -213,11 +217,13 @@ def test_the_loss_scale_is_the_accelerators_own() -> None:
     assert halfstep.from_accelerate(active, *given, precision="fp32").precision.name == "fp32"
 
 
+@pytest.mark.wording
 def test_a_loss_scale_that_is_off_is_refused_by_name() -> None:
     with pytest.raises(WrongUse, match=r"GradScalerKwargs\(enabled=False\)"):
         scale_of(fake(mixed_precision="fp16", scaler_handler=GradScalerKwargs(enabled=False)))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", DistributedType)
 def test_every_engine_of_accelerate_is_either_supported_or_refused_by_name(kind: DistributedType) -> None:
     engine = fake(distributed_type=kind)

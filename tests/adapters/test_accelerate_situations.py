@@ -89,6 +89,7 @@ def test_it_resumes_exactly_however_the_schedule_is_saved(tmp_path: Path, prepar
     assert same(train(*rest, list(loader(ONE))[BAD + 1 :]).states, whole.states[BAD + 1 :])
 
 
+@pytest.mark.wording
 def test_a_model_or_an_optimizer_that_accelerate_does_not_save_is_refused_by_name() -> None:
     model, optimizer, _ = parts()
     active = accelerator()
@@ -103,6 +104,7 @@ def test_a_model_or_an_optimizer_that_accelerate_does_not_save_is_refused_by_nam
         halfstep.from_accelerate(active, model, {"one": optimizer})
 
 
+@pytest.mark.wording
 def test_schedules_that_do_not_fit_are_refused_by_name() -> None:
     model, optimizer, schedule = parts()
     plateau, (_, _, others) = lr_scheduler.ReduceLROnPlateau(optimizer), parts()
@@ -190,6 +192,7 @@ def test_the_schedule_follows_updates_and_not_accelerates_windows() -> None:
     assert given[2].scheduler.last_epoch == stepper.counts.applied == WINDOWS - 1
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("call", ["autocast", "backward", "clip"])
 def test_calls_of_accelerate_that_were_left_in_the_loop_are_named(call: str) -> None:
     active = accelerator(mixed_precision="bf16" if call == "autocast" else "no")

@@ -370,6 +370,7 @@ class LitShape(nn.Module):
 MODEL = Net()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("make", "method"),
     [

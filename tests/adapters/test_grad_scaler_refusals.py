@@ -71,6 +71,7 @@ def refused(bench: Bench, call: Any, words: str) -> WrongUse:
 # -- noticed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("clip", [lambda p: clip_grad_norm_(p, 1.0), lambda p: clip_grad_value_(p, 0.1)])
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_clipping_before_unscaling(bench: Bench, call: str, clip: Any) -> None:
@@ -101,6 +102,7 @@ def test_a_step_of_the_optimizer_in_a_window() -> None:
     refused(bench, bench.optimizer.step, "beside the scaler")  # the same gradients a second time
 
 
+@pytest.mark.wording
 def test_limit_a_step_of_the_optimizer_in_the_first_window() -> None:
     known, unknown = Bench(), Bench()
     known.scaler.include(known.optimizer)
@@ -183,6 +185,7 @@ def test_a_closure() -> None:
     assert bench.scaler.report.applied
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("pain", "words"),
     [
@@ -260,6 +263,7 @@ def test_iterations_that_the_loop_drops() -> None:
     assert bench.window().applied
 
 
+@pytest.mark.wording
 def test_parts_of_the_model_without_a_gradient_or_thawed_later() -> None:
     bench = Bench()
     bench.model[0].requires_grad_(False)
@@ -506,6 +510,7 @@ def test_limit_counters_of_the_loop_and_modules_that_were_not_included() -> None
     assert not torch.equal(model[1].num_batches_tracked, statistics)
 
 
+@pytest.mark.wording
 def test_parameters_that_forward_writes_are_reported_and_then_restored() -> None:
     """A momentum encoder that moves in forward: its first write has no copy from before it."""
 

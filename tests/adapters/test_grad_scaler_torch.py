@@ -173,6 +173,7 @@ def test_the_scale_stays_within_its_bounds() -> None:
     assert halfstep.GradScaler("cpu", init_scale=0.5).floor == 0.5
 
 
+@pytest.mark.wording
 def test_states_that_do_not_fit_are_refused() -> None:
     ours = halfstep.GradScaler("cpu")
     before = ours.state_dict()

@@ -252,6 +252,7 @@ class Odd:
         self.moved += 1
 
 
+@pytest.mark.wording
 def test_other_objects_are_rolled_back_by_their_state_or_held_by_a_named_method() -> None:
     loop = Loop(OPTIMIZERS["adamw"], "bf16")
     ring, odd = Ring(), Odd()

@@ -243,6 +243,7 @@ class SometimesNone(Module):
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", [Manual, OwnBackward])
 def test_what_would_update_past_the_plugin_is_refused(kind: type[Module]) -> None:
     case = Case("fp32", 1, "loss", 1)
@@ -250,12 +251,14 @@ def test_what_would_update_past_the_plugin_is_refused(kind: type[Module]) -> Non
         trainer(case, plugin(case), gradient_clip_val=None).fit(kind(case), loader(case.microbatches()))
 
 
+@pytest.mark.wording
 def test_the_plugin_wants_its_callback() -> None:
     case = Case("fp32", 1, "loss", 1)
     with pytest.raises(WrongUse, match="callback"):
         trainer(case, plugin(case), callbacks=None).fit(Module(case), loader(case.microbatches()))
 
 
+@pytest.mark.wording
 def test_no_loss_drops_the_step_alone_and_is_refused_inside_a_window() -> None:
     case = Case("fp32", 1, "loss", 1)
     module = SometimesNone(case)

@@ -119,6 +119,7 @@ def test_settings_are_translated_by_lightnings_own_type(limit: Any, algorithm: A
     assert adapter.clipping_of(limit, algorithm) == expected
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("algorithm", ["agc", "by_value", 3, "GradClipAlgorithmType.VALUE"])
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_an_algorithm_that_lightning_does_not_have_is_refused_by_name(algorithm: Any, limit: float | None) -> None:
@@ -130,6 +131,7 @@ def test_an_algorithm_that_lightning_does_not_have_is_refused_by_name(algorithm:
     assert refused.value.allowed == "'norm', 'value'"
 
 
+@pytest.mark.wording
 def test_a_limit_that_is_no_number_is_refused_by_name() -> None:
     def change(running: Any) -> None:
         running.gradient_clip_val = "1.0"
@@ -138,6 +140,7 @@ def test_a_limit_that_is_no_number_is_refused_by_name() -> None:
         fit(Module(), ours=True, change=change)
 
 
+@pytest.mark.wording
 def test_an_option_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(UnknownName, match="option 'gaurd'") as refused:
         HalfstepPrecision("fp32", gaurd="off")  # type: ignore[call-arg]
@@ -319,6 +322,7 @@ def test_callbacks_of_lightning_give_the_same_update(callback: Any, clipping: st
     assert same(theirs, ours)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("clipping", ["value", "none"])
 def test_clipping_that_changes_during_a_fit_is_refused_by_name(clipping: str) -> None:
     with pytest.raises(WrongUse, match=f"gradient_clip_val={LIMIT / 2}.*changed during fit"):
@@ -352,6 +356,7 @@ def backward_on_the_instance() -> Any:
     return module
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -380,6 +385,7 @@ def test_the_optimizer_may_be_stepped_by_hand_after_a_fit() -> None:
     assert not same(module.net[0].weight.detach(), before)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [

@@ -260,6 +260,7 @@ def test_a_diagnosis_does_not_count_in_metrics() -> None:
     assert module.seen_batches.compute() == WINDOWS - 1, "neither the skipped batch nor its rerun counts"
 
 
+@pytest.mark.wording
 def test_another_optimizer_in_the_middle_is_refused_by_name() -> None:
     class Replaces(callbacks.Callback):
         def on_train_epoch_start(self, running: Any, module: Any) -> None:
@@ -347,6 +348,7 @@ def test_a_training_loss_that_is_logged_by_epoch_has_seen_the_skipped_batch() ->
     assert running.current_epoch == 1
 
 
+@pytest.mark.wording
 def test_gradients_are_edited_before_the_step_and_not_after_backward() -> None:
     class Edits(Quiet):
         def on_after_backward(self) -> None:
@@ -356,6 +358,7 @@ def test_gradients_are_edited_before_the_step_and_not_after_backward() -> None:
         run(Edits(ONE))
 
 
+@pytest.mark.wording
 def test_a_closure_that_is_run_twice_is_refused() -> None:
     """As by SAM: Lightning clears the gradients in between, and the Stepper would divide by two."""
     case = Case("fp32", 1, "loss", 1)

@@ -110,6 +110,7 @@ def test_bf16_runs_is_called_slow_and_warns_at_the_users_line(loop: str, tmp_pat
     assert not any(file.startswith(HALFSTEP) for file in files)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("loop", LOOPS)
 def test_tf32_without_the_hardware_is_refused(loop: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():

@@ -181,6 +181,7 @@ def test_it_resumes_exactly(tmp_path: Path, precision: str) -> None:
     assert again.hosted.stepper.scale_in_use == whole.hosted.stepper.scale_in_use
 
 
+@pytest.mark.wording
 def test_a_checkpoint_without_its_state_is_refused(tmp_path: Path) -> None:
     case = Case("fp32", 1, "loss", 1)
     trainer, _ = build(tmp_path, case, save_strategy="steps", save_steps=3)
@@ -231,6 +232,7 @@ def test_evaluation_computes_in_the_same_precision(tmp_path: Path) -> None:
     assert {training for training, _ in formats} == {True, False}
 
 
+@pytest.mark.wording
 def test_trainable_weights_in_sixteen_bits_are_refused_by_name(tmp_path: Path) -> None:
     trainer, _ = build(tmp_path, Case("bf16", 1, "loss", 1))
     trainer.model.to(torch.bfloat16)

@@ -74,6 +74,7 @@ def test_clipping_makes_a_difference_here(tmp_path: Path) -> None:
     assert not same(norm, none)
 
 
+@pytest.mark.wording
 def test_a_limit_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
     trainer = tuned(tmp_path, bad=0)
     trainer.args.max_grad_norm = "1.0"
@@ -81,11 +82,13 @@ def test_a_limit_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.wording
 def test_an_option_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="option 'clip_norm'"):
         Ours(language_model(), halfstep={"clip_norm": 1.0})  # type: ignore[typeddict-unknown-key]
 
 
+@pytest.mark.wording
 def test_a_limit_that_changes_during_training_is_refused_by_name(tmp_path: Path) -> None:
     class Tightens(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -116,6 +119,7 @@ class StepsInside(TrainerCallback):
         optimizer.optimizer.step()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("kind", "callbacks", "words"),
     [
@@ -135,6 +139,7 @@ def test_other_ways_of_clipping_and_stepping_are_refused_by_name(
     assert same(dict(trainer.model.state_dict()), before)
 
 
+@pytest.mark.wording
 def test_an_optimizer_that_updates_during_backward_is_refused_by_name(tmp_path: Path) -> None:
     trainer = tuned(tmp_path, bad=0)
     trainer.optimizer = LayerWiseDummyOptimizer(optimizer_dict={}, lr=0.1)
@@ -142,6 +147,7 @@ def test_an_optimizer_that_updates_during_backward_is_refused_by_name(tmp_path: 
         trainer.train()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("limit", [LIMIT, 0.0])
 def test_an_optimizer_of_some_parameters_only(tmp_path: Path, limit: float) -> None:
     """The Trainer's norm is over all gradients of the model, those that no optimizer has too."""

@@ -69,6 +69,7 @@ def held(trainer: Any) -> bool:
 # -- classes of people's own ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_training_step_past_the_mixin_is_refused_by_name(tmp_path: Path) -> None:
     """It would train without the step, in silence."""
 
@@ -85,6 +86,7 @@ def test_a_training_step_past_the_mixin_is_refused_by_name(tmp_path: Path) -> No
     assert same(before, dict(trainer.model.state_dict()))
 
 
+@pytest.mark.wording
 def test_the_mixin_comes_first() -> None:
     with pytest.raises(WrongUse, match="after the Trainer"):
 
@@ -248,6 +250,7 @@ def test_evaluation_alone_may_be_nan(tmp_path: Path) -> None:
 # -- what it cannot protect -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_callback_before_the_step_sees_gradients_with_their_scale_and_may_not_edit_them(tmp_path: Path) -> None:
     """The Trainer calls it between backward and its optimizer, and the Stepper unscales in the optimizer's place."""
     norms = []

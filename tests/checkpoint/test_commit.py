@@ -107,6 +107,7 @@ def test_a_commit_is_the_three_files_and_their_manifest(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.wording
 def test_a_tensor_that_no_file_can_hold_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotCommitted, match="complex64"):
         save(tmp_path / "c", snapshot(tensors={"w": torch.zeros(2, dtype=torch.complex64)}))

@@ -129,6 +129,7 @@ def _cycle() -> list[Any]:
     return own
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "value",
     [
@@ -154,6 +155,7 @@ def test_what_cannot_be_kept_is_refused_when_it_is_saved(value: Any) -> None:
     assert caught.value.do
 
 
+@pytest.mark.wording
 def test_what_can_be_saved_can_be_loaded_however_deep_it_is(tmp_path: Path) -> None:
     tree: Any = torch.ones(1)
     for level in range(DEEPEST):
@@ -170,6 +172,7 @@ def _nested(levels: int) -> Any:
     return plain
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "plain",
     [

@@ -79,6 +79,7 @@ def test_a_wrong_byte_anywhere_is_seen_and_the_one_before_is_taken(place: Path, 
     assert verified(generations(place)[0]).problem is None
 
 
+@pytest.mark.wording
 def test_where_none_is_whole_that_is_an_error_and_no_new_beginning(place: Path) -> None:
     for generation in generations(place):
         (generation.path / STATE).unlink()
@@ -88,6 +89,7 @@ def test_where_none_is_whole_that_is_an_error_and_no_new_beginning(place: Path) 
     assert newest_intact(place.with_name("nothing")) == (None, [])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST, ".metadata", "notes.txt"])
 def test_code_in_a_checkpoint_ends_it_and_nothing_is_passed_over(place: Path, name: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
@@ -119,6 +121,7 @@ def test_a_checkpoint_that_lies_elsewhere_is_none(place: Path, tmp_path: Path) -
     assert verdict.problem == "a link, where a folder was made"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("form", "whose", "do"), [(1, "an earlier", "use the version"), (99, "a later", "--upgrade")])
 def test_another_form_is_refused_by_name_and_not_passed_over(place: Path, form: int, whose: str, do: str) -> None:
     manifest = json.loads((newest(place) / MANIFEST).read_text())
@@ -134,6 +137,7 @@ def entry(**changes: Any) -> bytes:
     return json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}}).encode()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "header",
     [
@@ -164,6 +168,7 @@ def test_a_table_that_nobody_writes_is_refused_in_words(place: Path, header: byt
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.wording
 def test_a_length_beyond_the_file_is_refused(place: Path) -> None:
     for length in (2**63, 2**64 - 1, 2**24 + 1, 10_000):
         (newest(place) / TENSORS).write_bytes(struct.pack("<Q", length) + entry() + bytes(16))
@@ -171,6 +176,7 @@ def test_a_length_beyond_the_file_is_refused(place: Path) -> None:
             read_state(generations(place)[0], 0)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "text", ["", "{", '{"a":NaN}', '{"a":1e999}', '{"a":-1e999}', '{"a":1,"a":2}', "[" * 10**5, "9" * 5000, "\x00"]
 )

@@ -73,6 +73,7 @@ def test_missing_and_added_bytes_are_seen(generation: CheckpointDir) -> None:
                 read(generation, spoilt)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("form", "whose"), [(FORMAT - 1, "an earlier"), (FORMAT + 1, "a later")])
 def test_another_form_is_said_to_be_one(form: int, whose: str, generation: CheckpointDir) -> None:
     with pytest.raises(OtherForm, match=f"written in form {form} by {whose} halfstep"):

@@ -49,6 +49,7 @@ def test_a_terminal_that_is_not_in_utf_8_gets_question_marks_and_no_traceback(tm
     assert b"a name that no narr?" in done.stdout
 
 
+@pytest.mark.wording
 def test_a_torchvision_for_another_torch_is_named(tmp_path: Path) -> None:
     """As it happens where a folder of wheels offers a torch without CUDA: the package itself fails while imported."""
     package = tmp_path / "packages" / "torchvision"
@@ -151,6 +152,7 @@ def test_doctor_measures_again_only_when_told() -> None:
     assert not json.loads(call("doctor", "--device", "cpu", "--fresh", "--json").stdout)["measured"]["cached"]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [

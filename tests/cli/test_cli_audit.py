@@ -51,6 +51,7 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(build(), ["audit", *words])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_the_page(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -145,6 +146,7 @@ def test_ctrl_c_before_anything_is_known_is_still_one_json_object(monkeypatch: p
         assert report["next"] == f"halfstep audit {CASE} --precision fp16"
 
 
+@pytest.mark.wording
 def test_wrong_words_are_told(tmp_path: Path) -> None:
     done = run(CASE, "--picture", str(tmp_path / "formats.jpg"))
     assert done.exit_code == 78

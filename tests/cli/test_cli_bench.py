@@ -61,6 +61,7 @@ def test_the_files_are_written(benched: tuple[dict[str, Any], Path]) -> None:
     assert "tf32: failed" in (folder / "bench.md").read_text()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -149,6 +150,7 @@ def test_signals_stop_as_ctrl_c_does_and_only_meanwhile() -> None:
     assert [signal.getsignal(which) for which in names] == before
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("below", [[], ["deeper"]])
 def test_a_file_for_a_folder_is_refused_beforehand(below: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
@@ -159,6 +161,7 @@ def test_a_file_for_a_folder_is_refused_beforehand(below: list[str], tmp_path: P
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.wording
 def test_a_bench_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text('{"name": "other:case"}')
     done = halfstep("bench", CASE, "--out", tmp_path)

@@ -174,6 +174,7 @@ def test_what_does_not_fit_is_told_with_what_is_missing_and_the_size_that_would(
     assert report_of(f"{own}:large", "--device", size, "--recompute", "off", "--batch", 1)["verdict"]["take"]
 
 
+@pytest.mark.wording
 def test_a_precision_that_cuda_refuses_leaves_the_others(own: str) -> None:
     report = report_of(f"{own}:refused", "--device", "a100-80gb")
     (page,) = report["devices"]
@@ -208,6 +209,7 @@ def test_ctrl_c_before_anything_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     assert halfstep("own_at_once:interrupted").exit_code == 130
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -249,6 +251,7 @@ def test_a_recipe_needs_no_data_here() -> None:
     assert all("which is not here" in column["assumptions"][0]["place"] for column in page["columns"])
 
 
+@pytest.mark.wording
 def test_an_error_of_their_own_is_told_once_with_their_line(own: str, tmp_path: Path) -> None:
     for case, said in (("shape", "same reduction dim"), ("single", "more than 1 value per channel")):
         done = halfstep(f"{own}:{case}", "--device", "a100-80gb")
@@ -262,12 +265,14 @@ def test_an_error_of_their_own_is_told_once_with_their_line(own: str, tmp_path: 
     assert halfstep(f"{own}:single", "--device", "4GB", "--batch", 2).exit_code == 0
 
 
+@pytest.mark.wording
 def test_nothing_to_train_is_told(own: str) -> None:
     done = halfstep(f"{own}:frozen", "--device", "4GB")
     assert done.exit_code == 78
     assert "do: " in done.stderr
 
 
+@pytest.mark.wording
 def test_a_batch_that_cannot_be_resized_keeps_its_own_column(own: str) -> None:
     report = report_of(f"{own}:as_long_by_accident", "--device", "4GB", "--precision", "fp32")
     (page,) = report["devices"]
@@ -309,6 +314,7 @@ def test_recomputing_is_tried_by_itself_where_it_is_needed(own: str) -> None:
     assert [c["setting"]["recompute"] for c in report["devices"][0]["columns"]] == [False, True]
 
 
+@pytest.mark.wording
 def test_survival_ends_in_a_command_with_its_subject() -> None:
     done = halfstep(CASE, "--survive", "bf16")
     assert done.exit_code == 0

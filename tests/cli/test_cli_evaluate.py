@@ -87,6 +87,7 @@ def test_names_of_files_are_harmless_on_a_terminal(runs: dict[str, Path], masks:
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("task", ["segmentation", "classification"])
 def test_tables_and_a_picture(runs: dict[str, Path], task: str, tmp_path: Path) -> None:
     table, picture = tmp_path / "t.csv", tmp_path / "new" / "p.png"
@@ -134,6 +135,7 @@ def classes(runs: dict[str, Path], tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
+@pytest.mark.wording
 def test_classes_are_numbered_as_in_training(runs: dict[str, Path], classes: Path) -> None:
     found = report(runs["classification"], classes)
     names = found["confusion"]["names"]
@@ -151,6 +153,7 @@ def test_classes_are_numbered_as_in_training(runs: dict[str, Path], classes: Pat
     assert "'unknown', which the training set has not" in done.stderr
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("make", "said"),
     [(None, "is not there"), ("file", "is no folder"), ("empty", "images"), ("splits", "test")],
@@ -168,6 +171,7 @@ def test_folders_that_cannot_be_evaluated(runs: dict[str, Path], tmp_path: Path,
     assert "data.path" not in done.stderr.partition("do: ")[2]
 
 
+@pytest.mark.wording
 def test_tasks_without_figures_say_so(tmp_path: Path) -> None:
     words = ["train.steps=1", "data.samples=8", "data.size=16", "train.batch_size=2", "--fp32", "run.pictures=0"]
     run = tmp_path / "run"
@@ -179,6 +183,7 @@ def test_tasks_without_figures_say_so(tmp_path: Path) -> None:
         assert "segmentation and classification" in done.stderr
 
 
+@pytest.mark.wording
 def test_predictions_are_not_replaced_unasked(runs: dict[str, Path], masks: Path, tmp_path: Path) -> None:
     words = ["predict", runs["segmentation"], masks / "images", "--out", tmp_path / "out"]
     assert halfstep(*words).exit_code == 0

@@ -196,6 +196,7 @@ def notes_in(file: Path) -> dict[str, str]:
         return kept
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_without_the_packages_it_says_what_to_install(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
@@ -207,6 +208,7 @@ def test_without_the_packages_it_says_what_to_install(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -255,6 +257,7 @@ def test_without_its_data_a_run_is_checked_with_noise(trained: Any, tmp_path: Pa
     assert told["checked"]["max_difference"] == 0
 
 
+@pytest.mark.wording
 def test_a_task_that_does_not_say_what_it_takes_gives_its_weights_alone(tmp_path: Path) -> None:
     words = ["train.steps=1", "data.samples=8", "data.size=16", "train.batch_size=2", "--fp32", "run.pictures=0"]
     assert halfstep("train", "slots_tiny", *words, f"run.dir={tmp_path / 'run'}").exit_code == 0
@@ -266,6 +269,7 @@ def test_a_task_that_does_not_say_what_it_takes_gives_its_weights_alone(tmp_path
     assert "do: write --format safetensors" in refused.stderr
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("wrong", [1.0, float("nan")])
 def test_a_file_that_computes_something_else_is_refused(wrong: float) -> None:
     signature = Signature(Preprocessing(3, (0.5,) * 3, (0.5,) * 3), ["a", "b"], "mask", 1, variable_size=True)

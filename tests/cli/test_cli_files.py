@@ -127,6 +127,7 @@ def test_json_is_one_object_with_all_of_it(trained: Any) -> None:
     assert (found["newest_whole"], found["set_aside"]) == (newest(run).name, [])
 
 
+@pytest.mark.wording
 def test_a_flipped_bit_in_the_newest_is_found_and_the_resume_foretold(copied: Path) -> None:
     (copied / "result.json").unlink()
     flip(newest(copied) / "rank-00000.safetensors")
@@ -142,6 +143,7 @@ def test_a_flipped_bit_in_the_newest_is_found_and_the_resume_foretold(copied: Pa
     assert [one["whole"] for one in told["checkpoints"]] == [False, True, True, True]
 
 
+@pytest.mark.wording
 def test_an_older_one_that_is_damaged_is_told_and_does_no_harm(copied: Path) -> None:
     (copied / "result.json").unlink()
     file = newest(copied, 2) / "rank-00000.json"
@@ -156,6 +158,7 @@ def test_an_older_one_that_is_damaged_is_told_and_does_no_harm(copied: Path) -> 
     assert "goes on from step-00000012.0004, the newest, which is whole" in done.stderr
 
 
+@pytest.mark.wording
 def test_a_finished_run_needs_its_checkpoints_no_more(copied: Path) -> None:
     flip(newest(copied) / "rank-00000.safetensors")
     done = halfstep("verify", copied, "--resume")
@@ -164,6 +167,7 @@ def test_a_finished_run_needs_its_checkpoints_no_more(copied: Path) -> None:
     assert "bitwise" not in done.stdout
 
 
+@pytest.mark.wording
 def test_where_none_is_whole_a_resume_is_refused(copied: Path) -> None:
     for one in generations(copied / "checkpoints"):
         flip(one.path / "rank-00000.json")
@@ -179,6 +183,7 @@ def test_what_an_earlier_resume_set_aside_is_told_and_is_no_failure(copied: Path
     assert f"{bad.name} was set aside by an earlier launch: it was damaged, or" in done.stdout
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("absent", ["all of it", "what is in it"])
 def test_without_checkpoints_there_is_nothing_to_verify(copied: Path, absent: str) -> None:
     shutil.rmtree(copied / "checkpoints")
@@ -195,6 +200,7 @@ class Bomb:
         return Path.touch, (Path("exploded"),)
 
 
+@pytest.mark.wording
 def test_a_pickle_in_a_files_place_is_refused_and_not_run(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +213,7 @@ def test_a_pickle_in_a_files_place_is_refused_and_not_run(
     assert not Path("exploded").exists()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("command", ["verify", "export"])
 def test_a_folder_without_a_run_is_refused(command: str, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "absent"):
@@ -288,6 +295,7 @@ def test_a_resume_is_proven_exact(trained: Any, name: str, width: int) -> None:
     assert (found["equal"], found["begin"], found["losses"]) == (True, 9, 2)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("noise", "code", "title"),
     [
@@ -315,6 +323,7 @@ def test_a_task_with_randomness_of_its_own(tmp_path: Path, noise: str, code: int
     assert told["proof"]["equal"] == (code == 0)
 
 
+@pytest.mark.wording
 def test_a_run_of_two_processes_is_verified_and_not_trained(copied: Path) -> None:
     commit_together(copied / "checkpoints", [snapshot(15)] * 2, keep=1, disks=[Disk()] * 2)
     done = halfstep("verify", copied)
@@ -325,6 +334,7 @@ def test_a_run_of_two_processes_is_verified_and_not_trained(copied: Path) -> Non
     assert "--resume for a run of 2 processes" in done.stderr
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -382,6 +392,7 @@ def test_an_unfinished_run_gives_its_newest_whole_checkpoint(copied: Path, tmp_p
     assert content(copied) == before
 
 
+@pytest.mark.wording
 def test_weights_that_are_not_finite_are_refused(copied: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
     best = load_file(copied / "best.safetensors")
@@ -399,6 +410,7 @@ def test_weights_that_are_not_finite_are_refused(copied: Path, tmp_path: Path) -
     assert not out.exists()
 
 
+@pytest.mark.wording
 def test_a_file_that_is_there_is_kept_unless_it_is_forced(trained: Any, tmp_path: Path) -> None:
     run, out = trained("unet"), tmp_path / "x.safetensors"
     out.write_bytes(b"mine")
@@ -410,6 +422,7 @@ def test_a_file_that_is_there_is_kept_unless_it_is_forced(trained: Any, tmp_path
     assert len(load_file(out)) > 10
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("out", "code", "said"),
     [
@@ -433,12 +446,14 @@ def test_a_place_that_cannot_be_is_refused(copied: Path, tmp_path: Path, out: st
     assert content(tmp_path) == before
 
 
+@pytest.mark.wording
 def test_a_word_that_is_no_source_is_refused(trained: Any) -> None:
     done = halfstep("export", trained("smp"), "--weights", "bets")
     assert done.exit_code == 78
     assert "did you mean 'best'?" in done.stderr
 
 
+@pytest.mark.wording
 def test_without_checkpoints_an_unfinished_run_gives_nothing(copied: Path) -> None:
     (copied / "result.json").unlink()
     shutil.rmtree(copied / "checkpoints")
@@ -447,6 +462,7 @@ def test_without_checkpoints_an_unfinished_run_gives_nothing(copied: Path) -> No
     assert "has no checkpoints" in done.stderr
 
 
+@pytest.mark.wording
 def test_where_no_checkpoint_is_whole_the_files_beside_them_are_offered(copied: Path) -> None:
     for one in generations(copied / "checkpoints"):
         flip(one.path / "rank-00000.json")

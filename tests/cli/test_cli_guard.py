@@ -60,6 +60,7 @@ def test_the_last_line_is_a_command_that_cures_it(words: list[str], monkeypatch:
     assert "cured by the guard: 2 computes in fp32" in cured.output
 
 
+@pytest.mark.wording
 def test_json_has_the_error_and_the_code(words: list[str]) -> None:
     failed = halfstep(*words, "--json")
     assert failed.exit_code == 80
@@ -78,6 +79,7 @@ def test_what_was_cured_is_evaluated_with_its_cure(words: list[str], tmp_path: P
     assert [one["kind"] for one in last["cures"]["placed"]] == ["island"]
 
 
+@pytest.mark.wording
 def test_a_mode_that_nobody_knows_is_refused_before_anything_is_made(words: list[str], tmp_path: Path) -> None:
     refused = halfstep(*words, "--guard", "repare")
     assert refused.exit_code == 78

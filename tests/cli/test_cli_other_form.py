@@ -37,6 +37,7 @@ def checkpoints(run: Path) -> dict[str, str]:
     return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("command", ["train", "verify", "export", "evaluate", "predict"])
 @pytest.mark.parametrize(("form", "whose"), [(FORMAT - 1, "an earlier"), (FORMAT + 1, "a later")])
 def test_another_form_is_refused_by_name_and_is_no_damage(

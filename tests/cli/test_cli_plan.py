@@ -77,6 +77,7 @@ def test_the_page_fits_and_begins_with_the_choice(clockwork: Any, width: int) ->
     assert not Path("runs").exists()
 
 
+@pytest.mark.wording
 def test_yes_writes_a_complete_recipe_once(clockwork: Any) -> None:
     result = call("plan", "classification_tiny", "--yes", "--json", "train.epochs=3")
     assert result.exit_code == 0, result.output
@@ -120,6 +121,7 @@ def test_ctrl_c_at_the_question_is_a_no(clockwork: Any, monkeypatch: pytest.Monk
     assert not Path("runs").exists()
 
 
+@pytest.mark.wording
 def test_commands_repeat_the_options_and_offer_a_free_name(clockwork: Any) -> None:
     words = ["--seconds", "25", "--device", "cpu", "--grow-batch"]
     file = Path("runs/plan-classification_tiny.yaml")
@@ -162,6 +164,7 @@ def test_other_work_on_the_machine_is_told(clockwork: Any) -> None:
     assert "load 3.1 on 2 cores before measuring began" in " ".join(call("plan", "classification_tiny").output.split())
 
 
+@pytest.mark.wording
 def test_links_and_other_endings_are_refused_before_anything_is_measured(clockwork: Any) -> None:
     Path("elsewhere.yaml").write_text("precious")
     Path("link.yaml").symlink_to("elsewhere.yaml")

@@ -60,6 +60,7 @@ def test_the_first_line_says_what_runs(
     assert [found["id"] for found in start["findings"]] == ([finding] if finding else [])
 
 
+@pytest.mark.wording
 def test_evaluate_and_predict_say_first_what_they_fall_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert halfstep("train", "segmentation_tiny", *SHORT, "--fp32", f"run.dir={tmp_path}").exit_code == 0
     on("Core i7", monkeypatch)
@@ -68,6 +69,7 @@ def test_evaluate_and_predict_say_first_what_they_fall_back_to(tmp_path: Path, m
         assert "warning precision.substituted: bf16 was asked for and fp32 runs" in done.stderr.splitlines()[0]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("device", "words"),
     [
@@ -88,6 +90,7 @@ def test_strict_refuses_what_cannot_run_as_named(
     assert not (tmp_path / "last.safetensors").exists()
 
 
+@pytest.mark.wording
 def test_doctor_strict_means_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     on("Core i7", monkeypatch)
     monkeypatch.setattr("halfstep.precision.hardware.describe", lambda _: named("Core i7"))

@@ -136,6 +136,7 @@ def test_a_setting_comes_after_a_folder_too(painter: tuple[Path, Path], tmp_path
             assert list(csv.DictReader(rows)) == [{"file": "a=b.png", "brightness": "30.0", "guidance": "3.0"}]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -161,6 +162,7 @@ def test_settings_that_cannot_be_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.wording
 def test_nothing_to_draw_is_said(painter: tuple[Path, Path], tmp_path: Path) -> None:
     folder, file = painter
     done = halfstep("predict", folder, "model.guidance=0", "--task", file, "--out", tmp_path, "--weights", "last")
@@ -169,6 +171,7 @@ def test_nothing_to_draw_is_said(painter: tuple[Path, Path], tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wording
 def test_a_task_that_predicts_nothing_is_used_without_a_folder(painter: tuple[Path, Path], tmp_path: Path) -> None:
     folder, file = painter
     silent = tmp_path / "painter.py"
@@ -180,6 +183,7 @@ def test_a_task_that_predicts_nothing_is_used_without_a_folder(painter: tuple[Pa
     assert f"do: halfstep predict {folder}" in done.stderr.replace("\n", "")
 
 
+@pytest.mark.wording
 def test_a_folder_that_is_not_there_is_said(painter: tuple[Path, Path], tmp_path: Path) -> None:
     folder, file = painter
     done = halfstep("predict", folder, tmp_path / "none", "--task", file, "--weights", "last")
@@ -189,6 +193,7 @@ def test_a_folder_that_is_not_there_is_said(painter: tuple[Path, Path], tmp_path
     assert f"halfstep predict {folder} FOLDER" in done.stderr.replace("\n", "")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("written", ["samples.png", "predictions.csv"])
 @pytest.mark.parametrize("known_before", [True, False], ids=["a file for the folder", "a folder for the file"])
 def test_a_place_that_cannot_be_written_to_is_said(
@@ -213,6 +218,7 @@ def test_counts_are_bounded(painter: tuple[Path, Path], words: list[str]) -> Non
     assert halfstep("predict", folder, *words, "--task", file).exit_code == 64
 
 
+@pytest.mark.wording
 def test_a_task_that_makes_nothing_asks_for_a_folder(tmp_path: Path) -> None:
     words = ["train.steps=1", "data.samples=8", "train.batch_size=2", "--fp32", f"run.dir={tmp_path / 'run'}"]
     assert halfstep("train", "classification_tiny", *words).exit_code == 0
@@ -298,6 +304,7 @@ def test_clips_become_animations(drawing: tuple[str, Path], tmp_path: Path) -> N
     assert "1 image in" in frame.stdout
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("drawing", ["slots"], indirect=True)
 def test_clips_of_another_length_are_predicted_when_asked_for(drawing: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = drawing
@@ -331,6 +338,7 @@ def test_a_clip_that_is_named_like_a_part_of_another_overwrites_nothing(
     assert animations == {"a-00000.gif", "a-00003.gif", "a-00003-00000.gif"}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("drawing", ["slots"], indirect=True)
 @pytest.mark.parametrize("given", ["empty", "notes.txt"])
 def test_what_holds_no_clip_is_told_what_does(drawing: tuple[str, Path], given: str, tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_ctrl_c_prints_what_there_is(stage: str, monkeypatch: pytest.MonkeyPatch
     assert report["skipped"]["padding"] == "interrupted"
 
 
+@pytest.mark.wording
 def test_wrong_words_are_told() -> None:
     done = run(CASE, "train.batch_size=4")
     assert done.exit_code == 78

@@ -253,6 +253,7 @@ def test_a_point_that_is_not_finite_is_named(place: Path, task: Path) -> None:
 # -- which one --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_failed_step_is_chosen_by_its_number_or_its_folder(failed: Path, task: Path) -> None:
     (only,) = recorded_in(failed)
     number = only.attempt
@@ -288,6 +289,7 @@ def test_a_run_without_trouble_is_no_error(place: Path, mode: str) -> None:
     assert json.loads(halfstep("replay", place / f"well-{mode}", "--json").stdout)["failed_steps"] == []
 
 
+@pytest.mark.wording
 def test_failed_steps_of_an_earlier_version_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "trouble" / "000001").mkdir(parents=True)
     (tmp_path / "recipe.yaml").write_text("task: segmentation\n")
@@ -302,6 +304,7 @@ def test_failed_steps_of_an_earlier_version_are_refused_by_name(tmp_path: Path) 
         assert "failed_steps holds failed steps of an earlier halfstep" in " ".join(done.stderr.split())
 
 
+@pytest.mark.wording
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     done = halfstep("replay", tmp_path)
     assert done.exit_code == 65
@@ -352,6 +355,7 @@ def test_a_recipe_that_was_edited_is_said_and_safe_settings_are_not(run: Path, t
     assert replayed(run, "--task", task)["notes"] == ["recipe.yaml was changed since"]
 
 
+@pytest.mark.wording
 def test_another_model_is_refused(run: Path, task: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(TASK.replace("nn.Linear(2, 16)", "nn.Linear(2, 16, bias=False)"))
@@ -360,6 +364,7 @@ def test_another_model_is_refused(run: Path, task: Path, tmp_path: Path) -> None
     assert "a.bias" in done.stderr
 
 
+@pytest.mark.wording
 def test_a_record_without_tensors_is_listed_and_not_run(run: Path, task: Path) -> None:
     change(run, without="the batch is too large")
     done = halfstep("replay", run, "--task", task)

@@ -48,6 +48,7 @@ def test_the_newest_whole_one_is_run(place: Path) -> None:
     assert shlex.split(listed.splitlines()[-1])[-1] == str(whole.attempt)
 
 
+@pytest.mark.wording
 def test_where_none_is_whole_nothing_is_advised_that_ends_alike(place: Path) -> None:
     run, (record,) = place / "run", recorded_in(place / "run")
     cut(record.path)
@@ -57,6 +58,7 @@ def test_where_none_is_whole_nothing_is_advised_that_ends_alike(place: Path) -> 
     assert "halfstep replay" not in halfstep("replay", run, "--list").stdout
 
 
+@pytest.mark.wording
 def test_one_that_is_asked_for_names_an_older_one(place: Path) -> None:
     run, (whole,) = place / "run", recorded_in(place / "run")
     cut(Path(shutil.copytree(whole.path, whole.path.with_name("step-00000999.0002"))))
@@ -65,6 +67,7 @@ def test_one_that_is_asked_for_names_an_older_one(place: Path) -> None:
     assert f"--attempt {whole.attempt}" in done.output
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_something_else_in_the_place_of_the_folder_is_said(place: Path, kind: str) -> None:
     trouble = place / "run" / FAILED_STEPS

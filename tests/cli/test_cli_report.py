@@ -76,6 +76,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 'http-equiv="refresh"' not in last
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("minutes", "code"), [(command.MOST_FAILURES - 1, 0), (command.MOST_FAILURES, 65)])
 def test_watching_outlives_a_folder_that_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int, code: int
@@ -113,6 +114,7 @@ def test_watching_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "--watch" in report(folder).output
 
 
+@pytest.mark.wording
 def test_errors_say_what_was_given_what_is_allowed_and_what_to_do(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", whole())
     (tmp_path / "file").write_text("")

@@ -72,6 +72,7 @@ def test_a_command_that_is_stopped_goes_on_when_it_is_typed_again(tmp_path: Path
     assert results[0]["metrics"] == results[1]["metrics"]
 
 
+@pytest.mark.wording
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_a_command_that_is_stopped_before_its_first_step_says_so(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_a_device_without_known_links_has_bytes_and_no_seconds() -> None:
     assert report["layouts"][0]["bytes_inside"] > 0
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -90,6 +90,7 @@ def test_predict_writes_masks_or_a_table(trained: tuple[str, Path], images: Path
         assert not (tmp_path / "masks").exists()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -115,6 +116,7 @@ def test_what_cannot_be_is_refused_in_three_lines(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.wording
 def test_a_taken_folder_is_refused(trained: tuple[str, Path]) -> None:
     task, folder = trained
     done = halfstep("train", f"{task}_tiny", *SHORT, f"run.dir={folder}")

@@ -89,12 +89,14 @@ def test_flags_of_other_projects(flags: str, key: str, value: object) -> None:
     assert (found, type(found)) == (value, type(value))
 
 
+@pytest.mark.wording
 def test_tf32_against_strict_fp32_is_a_contradiction() -> None:
     done = run("train", RECIPE, "--fp32", "--tf32", "--show")
     assert done.exit_code == 78
     assert "fp32=True asks for fp32, but tf32=True asks for tf32" in done.stderr
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
@@ -118,12 +120,14 @@ def test_unknown_flags_are_answered_with_the_right_word(word: str, hint: str) ->
     assert "world.reduce" not in done.stderr
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("words", [["--config", "a b.yaml", "--bf16"], ["--cfg=a b.yaml", "--bf16"]])
 def test_a_config_flag_before_the_recipe_is_answered_with_the_command(words: list[str]) -> None:
     done = run("train", *words)
     assert (done.exit_code, "do: halfstep train 'a b.yaml' --bf16" in done.stderr) == (78, True)
 
 
+@pytest.mark.wording
 def test_the_same_words_in_a_recipe_are_answered_alike() -> None:
     raw = {**read_recipe(RECIPE).raw, "resume": "last", "trainer": {"gpus": 2}}
     with pytest.raises(BadRecipe) as caught:
@@ -140,6 +144,7 @@ def test_no_word_is_both_a_setting_and_elsewhere() -> None:
                 read_flags([f"--{word}", "1"], schema)
 
 
+@pytest.mark.wording
 def test_one_number_is_a_gpu_and_several_are_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.precision import hardware
 
@@ -158,6 +163,7 @@ def test_one_number_is_a_gpu_and_several_are_a_launch(monkeypatch: pytest.Monkey
 # -- plan without a recipe --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_plan_without_a_recipe_lists_them_and_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     done = run("plan")
@@ -169,6 +175,7 @@ def test_plan_without_a_recipe_lists_them_and_says_what_to_type(monkeypatch: pyt
     assert run("plan", "--json").exit_code == 78
 
 
+@pytest.mark.wording
 def test_plan_without_a_recipe_asks_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfstep.cli.plan.has_terminal", lambda: True)
     done = run("plan", input="no_such_recipe\n")
@@ -190,6 +197,7 @@ def test_a_dict_trains_as_the_recipe_with_its_content_does(tmp_path: Path) -> No
     assert (tmp_path / "dict" / "recipe.yaml").is_file()
 
 
+@pytest.mark.wording
 def test_mistakes_in_a_dict_are_named() -> None:
     with pytest.raises(HalfstepError, match=r"train\.epohcs is not known; did you mean train\.epochs"):
         halfstep.fit({"task": "segmentation", "train.epohcs": 3, "train": {"epochs": 1}, "x": 1}, quiet=True)
@@ -217,6 +225,7 @@ def test_an_example_script_is_written_here_and_never_over_another(
     assert (tmp_path / "mine.py").is_file()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("to", ["../x.py", "/x.py", "away/x.py"])
 def test_a_script_stays_in_the_folder(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
@@ -227,6 +236,7 @@ def test_a_script_stays_in_the_folder(to: str, tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "x.py").exists()
 
 
+@pytest.mark.wording
 def test_a_script_that_there_is_not_is_answered_with_those_there_are() -> None:
     done = run("recipes", "copy", "--script", "../unet")
     assert (done.exit_code, "imagenet100, own_loop, unet" in done.stderr) == (78, True)

@@ -77,7 +77,7 @@ def test_settings_that_are_newer_than_a_run_are_no_change() -> None:
         del saved[section][key]
     assert changes(saved, recipe) == []
     saved["model"]["slots"] += 1
-    assert [line.partition(":")[0] for line in changes(saved, recipe)] == ["model.slots"]
+    assert [one.key for one in changes(saved, recipe)] == ["model.slots"]
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.2, 0.5, 0.999])

@@ -133,6 +133,7 @@ def test_classes_of_photographs_agree(tmp_path: Path) -> None:
 # -- the check itself -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_code_that_predicts_something_else_is_refused(tmp_path: Path, photos: Path) -> None:
     data = {"name": "pairs", "path": str(photos), "max_side": MAX_SIDE, "crop": 32, "tile": 32, "overlap": 8}
     task = made("segmentation", data={**data, "classes": 2})

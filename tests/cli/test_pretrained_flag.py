@@ -31,6 +31,7 @@ def test_the_resolved_recipe_begins_with_pretrained_weights(words: list[str], na
     assert model == {**before, "weights": "pretrained", "name": name or before["name"]}
 
 
+@pytest.mark.wording
 def test_the_classic_unet_by_name_is_refused_with_what_to_type(tmp_path: Path) -> None:
     words = ["model.name=unet", "--pretrained", f"run.dir={tmp_path / 'run'}"]
     done = halfstep("train", "segmentation_tiny", *words)

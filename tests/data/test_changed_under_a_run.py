@@ -73,6 +73,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder() / "shards"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("with_digest", [False, True])
 def test_an_edited_index_turns_no_label(tmp_path: Path, cache: Path, with_digest: bool) -> None:
     shard = write_shard(tmp_path / "a.tar", [0, 1, 0, 1])
@@ -129,6 +130,7 @@ def test_a_shard_written_in_place_with_its_old_times_has_its_own_labels(tmp_path
     assert labels_of(shard) == [1, 0, 1]
 
 
+@pytest.mark.wording
 def test_a_file_system_whose_times_mean_nothing_uses_no_other_label(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_long_recordings_give_several_clips(tmp_path: Path, frames: int, every: 
     assert len({windows.key(n) for n in range(len(windows))}) == len(windows)
 
 
+@pytest.mark.wording
 def test_short_recordings_are_left_out_and_only_short_ones_refused(tmp_path: Path) -> None:
     put(tmp_path / "long", 6)
     put(tmp_path / "short", 3)
@@ -86,6 +87,7 @@ def test_masks_lie_beside_and_keep_their_numbers(tmp_path: Path) -> None:
         assert np.array_equal(sample["mask"][n].numpy(), numbers + n)
 
 
+@pytest.mark.wording
 def test_masks_that_do_not_fit_are_said(tmp_path: Path) -> None:
     put(tmp_path / "images" / "a", 2)
     put(tmp_path / "masks" / "a", 1)
@@ -99,6 +101,7 @@ def test_masks_that_do_not_fit_are_said(tmp_path: Path) -> None:
         FrameFolders(tmp_path)
 
 
+@pytest.mark.wording
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="not there"):
         FrameFolders(tmp_path / "none")
@@ -147,6 +150,7 @@ def test_no_recording_is_on_both_sides_of_a_split(tmp_path: Path) -> None:
     assert {again.key(n).split("#")[0] for n in range(len(again))} == sides[1]
 
 
+@pytest.mark.wording
 def test_one_recording_cannot_be_shared(tmp_path: Path) -> None:
     put(tmp_path / "a", 9)
     put(tmp_path / "short", 2)
@@ -170,6 +174,7 @@ def test_a_changed_frame_or_mask_is_other_data(tmp_path: Path) -> None:
     assert fingerprint(windows) != before
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", ["colour", "too many"])
 def test_masks_that_are_no_numbers_say_what_can_be_done_about_it(tmp_path: Path, kind: str) -> None:
     put(tmp_path / "images" / "a", 1)

@@ -220,6 +220,7 @@ def test_a_file_without_permission_is_found(tmp_path: Path) -> None:
     assert "no-permission" in ids(checked(tmp_path), "error")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("names", "words"),
     [(("img", "labels"), "--data_dir"), (("a",), "holds a"), ((), "no folder at all")],
@@ -231,6 +232,7 @@ def test_a_layout_that_is_none_says_what_to_type(names: tuple[str, ...], words: 
         find_layout(tmp_path)
 
 
+@pytest.mark.wording
 def test_photographs_beside_their_masks_are_told_where_to_go(tmp_path: Path) -> None:
     photograph(tmp_path / "x.png")
     with pytest.raises(BadData, match="move them into images/"):

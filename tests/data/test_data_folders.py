@@ -52,6 +52,7 @@ def test_classes_are_sorted_folders(classes: Path) -> None:
     assert source.read(4)["image"].shape == (3, 8, 8)
 
 
+@pytest.mark.wording
 def test_validation_numbers_its_classes_as_training_does(
     classes: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -63,6 +64,7 @@ def test_validation_numbers_its_classes_as_training_does(
         ImageFolder(val, classes=["ant", "cat", "dog"])
 
 
+@pytest.mark.wording
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     for root, words in ((tmp_path / "none", "not there"), (put(tmp_path / "file.png"), "a file")):
         with pytest.raises(BadData, match=words) as caught:
@@ -78,6 +80,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ImageFolder(tmp_path / "set")
 
 
+@pytest.mark.wording
 def test_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
     secret = put(tmp_path / "elsewhere" / "secret.png")
     put(tmp_path / "set" / "cat" / "a.png")
@@ -118,6 +121,7 @@ def test_masks_are_paired_by_name(tmp_path: Path, mask: str) -> None:
     assert sample["image"].shape == (3, 8, 8)
 
 
+@pytest.mark.wording
 def test_files_without_a_partner_are_counted_and_listed(tmp_path: Path) -> None:
     put_mask(tmp_path / "masks" / "x.png")
     for n in range(7):
@@ -128,6 +132,7 @@ def test_files_without_a_partner_are_counted_and_listed(tmp_path: Path) -> None:
     assert "5.png" not in caught.value.given
 
 
+@pytest.mark.wording
 def test_one_name_twice_is_no_pair(tmp_path: Path) -> None:
     put(tmp_path / "images" / "a.jpg")
     put(tmp_path / "images" / "a.png")
@@ -136,6 +141,7 @@ def test_one_name_twice_is_no_pair(tmp_path: Path) -> None:
         ImageMaskPairs(*folders_under(tmp_path))
 
 
+@pytest.mark.wording
 def test_pairs_need_both_folders_and_an_image(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     with pytest.raises(BadData, match=r"mask folder .* not there"):
@@ -145,6 +151,7 @@ def test_pairs_need_both_folders_and_an_image(tmp_path: Path) -> None:
         ImageMaskPairs(*folders_under(tmp_path))
 
 
+@pytest.mark.wording
 def test_a_mask_of_another_size_is_an_error_with_both_sizes(tmp_path: Path) -> None:
     put(tmp_path / "images" / "a.png", 8)
     put_mask(tmp_path / "masks" / "a.png", 9)
@@ -194,6 +201,7 @@ def test_no_side_is_empty(n: int, fraction: float) -> None:
     val_names([f"{k}" for k in range(n)], fraction)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("n", "fraction"), [(0, 0.2), (1, 0.2), (5, 0.0), (5, 1.0), (5, float("nan"))])
 def test_impossible_splits_are_refused(n: int, fraction: float) -> None:
     with pytest.raises(BadData, match="split"):
@@ -214,6 +222,7 @@ def test_subsets_are_numbered_anew(classes: Path) -> None:
     assert int(some.read(1)["label"]) == 2
 
 
+@pytest.mark.wording
 def test_places() -> None:
     assert data_place("some/where") == Path("some/where")
     assert data_place("~/x") == Path.home() / "x"

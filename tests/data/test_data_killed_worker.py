@@ -41,6 +41,7 @@ def unchanged(sample: Sample) -> Sample:
     return sample
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("how", [signal.SIGKILL])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_killed_worker_is_named_and_the_run_can_be_restarted(how: int, training: bool) -> None:
@@ -75,6 +76,7 @@ def test_a_death_is_told_where_samples_are_read_and_not_in_the_middle_of_a_step(
         list(windows)
 
 
+@pytest.mark.wording
 def test_a_worker_that_died_with_a_batch_in_hand_is_lost_too() -> None:
     """The batch was told of; its memory is fetched from a process that is gone."""
     options: dict[str, Any] = {"batch_size": 8, "collate": default_collate, "workers": 1, "device": HERE}

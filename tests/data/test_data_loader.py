@@ -156,6 +156,7 @@ def test_a_stand_in_that_is_bad_is_replaced_and_reported_too() -> None:
     assert all(one.by >= 8 for one in batches[0].replaced)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_nothing_can_be_read_the_run_ends(workers: int) -> None:
     with pytest.raises(BadData, match="none of 8 others"):
@@ -171,6 +172,7 @@ def test_quarantined_samples_are_replaced_from_the_next_call_on() -> None:
     assert [(one.number, one.reason) for b in batches for one in b.replaced] == [(13, QUARANTINED)]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", ["train", "val", "collate"])
 def test_an_error_in_a_worker_arrives_whole(workers: int, make: str) -> None:
@@ -255,6 +257,7 @@ def test_a_batch_of_bad_samples_alone_is_reported_by_its_neighbour(bad: set[int]
     assert {one.number for b in batches for one in b.replaced} == bad
 
 
+@pytest.mark.wording
 def test_evaluation_of_nothing_but_bad_samples_is_an_error() -> None:
     with pytest.raises(BadData, match="none of 4 validation samples"):
         val(Numbers(4, bad={0, 1, 2, 3}))
@@ -264,6 +267,7 @@ def test_more_ranks_than_samples_leave_some_with_nothing() -> None:
     assert [len(val(Numbers(2), rank=rank, size=3)) for rank in range(3)] == [1, 1, 0]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("limit", [0, 1, 10])
 def test_the_budget_ends_at_the_first_sample_beyond_it(limit: int) -> None:
     budget = BadSampleBudget(limit)

@@ -55,6 +55,7 @@ def test_of_a_palette_file_the_numbers_count_not_the_colours() -> None:
     assert read(mask, classes=3).tolist() == [[0, 2, 1]]
 
 
+@pytest.mark.wording
 def test_colours_are_read_through_a_palette() -> None:
     colours = [[0, 0, 0], [255, 0, 0], [0, 0, 255]]
     values = [[[0, 0, 255], [255, 0, 0], [0, 0, 0]]]
@@ -63,11 +64,13 @@ def test_colours_are_read_through_a_palette() -> None:
         read(png([[[1, 2, 3]]]), classes=3, palette=colours)
 
 
+@pytest.mark.wording
 def test_a_palette_has_a_colour_for_each_class() -> None:
     with pytest.raises(WrongUse, match="2 colours for 3 classes"):
         read(png([[0]]), classes=3, palette=[[0, 0, 0], [1, 1, 1]])
 
 
+@pytest.mark.wording
 def test_a_value_outside_the_classes_names_the_file_and_the_value(tmp_path: Path) -> None:
     path = tmp_path / "roof_7.png"
     path.write_bytes(png([[0, 1, 7]]))
@@ -79,6 +82,7 @@ def test_a_value_outside_the_classes_names_the_file_and_the_value(tmp_path: Path
     assert caught.value.exit_code == 65
 
 
+@pytest.mark.wording
 def test_the_number_of_classes_is_no_class() -> None:
     with pytest.raises(BadData, match="value 3,"):
         read(png([[0, 3]]), classes=3)
@@ -90,6 +94,7 @@ def test_two_classes_leave_no_room_for_guessing(values: Any) -> None:
         read(png(values))
 
 
+@pytest.mark.wording
 def test_jpeg_masks_are_refused_with_the_reason() -> None:
     noisy = Image.fromarray(np.random.default_rng(0).choice([0, 255], (32, 32)).astype(np.uint8))
     into = io.BytesIO()
@@ -98,6 +103,7 @@ def test_jpeg_masks_are_refused_with_the_reason() -> None:
         read(into.getvalue())
 
 
+@pytest.mark.wording
 def test_colour_without_a_palette_is_refused() -> None:
     with pytest.raises(BadData, match=r"in colour, such as \[255, 0, 0\]"):
         read(png([[[0, 0, 0], [255, 0, 0]]]))

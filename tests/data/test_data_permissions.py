@@ -31,6 +31,7 @@ def as_a_user(path: Path) -> Path:
         return thread.submit(data_place, str(path)).result()
 
 
+@pytest.mark.wording
 def test_a_folder_that_the_user_may_not_enter_is_named(closed: Path) -> None:
     for path in (closed, closed / "train"):
         with pytest.raises(BadData, match="Permission denied") as raised:

@@ -42,6 +42,7 @@ def test_labels_are_balanced_and_named() -> None:
     assert sorted(source.classes) == sorted(KINDS)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("wrong", [{"samples": 0}, {"size": 4}, {"classes": 1}, {"classes": 12}, {"channels": 0}])
 @pytest.mark.parametrize("kind", [ShapeMasks, ShapeLabels])
 def test_impossible_sets_are_refused(kind: Any, wrong: dict[str, int]) -> None:

@@ -60,6 +60,7 @@ def test_masks_of_buildings_have_every_neighbour_and_no_courtyard() -> None:
     assert set(np.unique(mask)) == {0, 255}
 
 
+@pytest.mark.wording
 def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.shutil, "which", lambda tool: None)
     with pytest.raises(DownloadFailed, match="install npm first"):
@@ -74,6 +75,7 @@ def arriving(content: bytes) -> Any:
     return run
 
 
+@pytest.mark.wording
 def test_another_file_than_the_one_asked_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.subprocess, "run", arriving(b"something else"))
     monkeypatch.setattr(packages.shutil, "which", str)
@@ -128,6 +130,7 @@ def test_a_set_that_is_there_is_counted_and_not_made_again(monkeypatch: pytest.M
     assert command.get("s") == (folder, counts)
 
 
+@pytest.mark.wording
 def test_a_set_that_is_not_known_is_told_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean 'cifar10'"):
         command.get("cifar_10")

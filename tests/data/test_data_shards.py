@@ -79,6 +79,7 @@ def test_the_index_says_what_webdataset_reads(shards: Path) -> None:
     assert [one["__key__"] for one in theirs] == [source.name(n).rpartition("/")[2] for n in range(15)]
 
 
+@pytest.mark.wording
 def test_folders_files_and_patterns_are_the_same(shards: Path) -> None:
     assert shard_paths(f"{shards}/train-{{000..002}}.tar") == shard_paths(shards)
     assert len(Shards(shards / "train-001.tar")) == 5
@@ -91,6 +92,7 @@ def test_folders_files_and_patterns_are_the_same(shards: Path) -> None:
         shard_paths("x-{9..1}.tar")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "pattern", ["{0..99999}{0..99999}.tar", "{0..9}" * 6, "{0..1}" * 2000, "{0..1}{9..1}.tar", f"{{0..{'9' * 5000}}}"]
 )
@@ -191,6 +193,7 @@ def test_nothing_is_unpacked_and_odd_members_are_passed_over(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["odd.tar"]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("members", "words"),
     [
@@ -210,6 +213,7 @@ def test_shards_that_cannot_be_used_say_why(tmp_path: Path, members: dict[str, b
     assert "bad.tar" in str(caught.value)
 
 
+@pytest.mark.wording
 def test_a_cut_or_packed_shard_is_refused(shards: Path) -> None:
     whole = (shards / "train-000.tar").read_bytes()
     (shards / "train-000.tar").write_bytes(gzip.compress(whole))
@@ -223,6 +227,7 @@ def test_a_cut_or_packed_shard_is_refused(shards: Path) -> None:
         Shards(shards)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("headers", [{"GNU.sparse.map": "a,b"}, {"GNU.sparse.map": "0,1", "GNU.sparse.size": "x"}])
 def test_a_header_that_tarfile_trips_over_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
     with tarfile.open(tmp_path / "odd.tar", "w", format=tarfile.PAX_FORMAT) as archive:
@@ -233,12 +238,14 @@ def test_a_header_that_tarfile_trips_over_is_refused(tmp_path: Path, headers: di
         Shards(tmp_path / "odd.tar")
 
 
+@pytest.mark.wording
 def test_names_of_classes_that_are_not_utf8_are_refused(shards: Path) -> None:
     (shards / "classes.txt").write_bytes("Käse\n".encode("latin-1"))
     with pytest.raises(BadData, match=r"classes\.txt is not UTF-8"):
         Shards(shards)
 
 
+@pytest.mark.wording
 def test_too_many_members_are_refused(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_index, "MOST_MEMBERS", 9)
     with pytest.raises(BadData, match="more than 9 members"):
@@ -262,6 +269,7 @@ def test_a_damaged_image_in_a_shard_is_a_bad_sample(tmp_path: Path) -> None:
     assert source.read(1)["image"].shape == (3, 16, 16)
 
 
+@pytest.mark.wording
 def test_an_empty_folder_and_links_out_of_it(tmp_path: Path, shards: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(BadData, match=r"holds no \.tar"):

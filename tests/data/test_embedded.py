@@ -81,6 +81,7 @@ def test_drawn_samples_have_names_too(tmp_path: Path) -> None:
         assert [part.read(n)["embedding"].item() for n in range(len(part))] == part.numbers
 
 
+@pytest.mark.wording
 def test_a_missing_name_is_named_with_one_that_is_there(root: Path) -> None:
     tensors = numbered(2, under="train/")
     with pytest.raises(BadData, match=r"no embedding for 3 of 3 images: cat/a\.png") as caught:
@@ -95,6 +96,7 @@ def test_a_missing_name_is_named_with_one_that_is_there(root: Path) -> None:
         Embedded(Images(root), written(root.parent / "g.safetensors", {}))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -109,6 +111,7 @@ def test_embeddings_are_alike(root: Path, wrong: Tensor, words: str) -> None:
         Embedded(Images(root), written(root.parent / "e.safetensors", tensors))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 2, 2)])
 def test_shapes_that_are_no_embedding_are_refused(root: Path, shape: tuple[int, ...]) -> None:
     with pytest.raises(BadData, match=r"e\.safetensors has .* for cat/a\.png\n") as caught:
@@ -159,6 +162,7 @@ BAD_FILES = {
 }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", sorted(BAD_FILES))
 def test_files_that_are_no_embeddings_are_refused(root: Path, kind: str) -> None:
     file = written(root.parent / "e.safetensors", numbered(64))
@@ -169,6 +173,7 @@ def test_files_that_are_no_embeddings_are_refused(root: Path, kind: str) -> None
     assert "data.embeddings" in caught.value.do
 
 
+@pytest.mark.wording
 def test_a_file_that_is_not_there_is_named(root: Path) -> None:
     with pytest.raises(BadData, match=r"none\.safetensors cannot be read.*No such file"):
         Embedded(Images(root), root / "none.safetensors")

@@ -23,6 +23,7 @@ def _edited(saved: Any, *path: Any, value: Any) -> Any:
     return changed
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -66,6 +66,7 @@ def test_the_image_is_not_decoded_for_its_condition_alone(root: Path) -> None:
     assert torch.equal(without_image(some, 1)["condition"], without_image(pairs(root), 0)["condition"])
 
 
+@pytest.mark.wording
 def test_files_without_a_partner_are_listed(root: Path) -> None:
     put(root / "images" / "d.png")
     put(root / "conditions" / "e.png")
@@ -106,6 +107,7 @@ def test_a_condition_may_be_of_another_size(tmp_path: Path, size: tuple[int, int
     assert pairs(tmp_path).read(0)["condition"].shape == (1, size[1], size[0])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("size", [(60, 80), (80, 80), (40, 60)])
 def test_a_condition_of_another_form_is_an_error_with_both_sizes(tmp_path: Path, size: tuple[int, int]) -> None:
     put(tmp_path / "images" / "a.png", (80, 60))
@@ -114,6 +116,7 @@ def test_a_condition_of_another_form_is_an_error_with_both_sizes(tmp_path: Path,
         pairs(tmp_path).read(0)
 
 
+@pytest.mark.wording
 def test_both_folders_must_be_there_and_hold_an_image(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     with pytest.raises(BadData, match=r"condition folder .* not there"):
@@ -123,6 +126,7 @@ def test_both_folders_must_be_there_and_hold_an_image(tmp_path: Path) -> None:
         pairs(tmp_path)
 
 
+@pytest.mark.wording
 def test_links_that_leave_the_folder_are_refused(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     secret = put(tmp_path_factory.mktemp("elsewhere") / "secret.png")
     (root / "conditions" / "d.png").symlink_to(secret)
@@ -139,6 +143,7 @@ def test_a_changed_condition_is_noticed(root: Path) -> None:
     assert fingerprint(pairs(root)) != before
 
 
+@pytest.mark.wording
 def test_images_alone_are_all_that_lie_below_a_folder(root: Path) -> None:
     source = Images(root / "images", 1)
     assert [source.key(n) for n in range(len(source))] == ["a.png", "area/c.png", "b.png"]

@@ -92,6 +92,7 @@ def test_things_that_no_mask_can_hold_are_refused(tmp_path: Path, things: Any) -
         MoviShards(tmp_path).part(0, range(3))
 
 
+@pytest.mark.wording
 def test_a_folder_without_recordings_says_what_it_should_hold(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="holds no recording of the split 'train'") as told:
         MoviShards(tmp_path)

@@ -138,6 +138,7 @@ def test_sprites_larger_than_the_frame_are_cut(tmp_path: Path) -> None:
     assert (MovingSprites(SpriteStamps(tmp_path), 2, 64).read(0)["mask"] > 0).all()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "masks", [np.zeros((2, 4, 4), bool), np.ones((4, 4), bool), np.ones((0, 4, 4), bool), np.ones((2, 4, 4))]
 )
@@ -147,6 +148,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path, masks: np.ndarray) -> N
         SpriteStamps(tmp_path)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("content", [None, b"", b"not tensors at all", b"\x80\x04K\x01."])
 def test_missing_and_damaged_files_are_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
@@ -159,6 +161,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, content: bytes | No
         SpriteStamps(tmp_path)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
 def test_numbers_that_numpy_does_not_know_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
     save_tensors({"masks": torch.ones(2, 4, 4).to(dtype)}, tmp_path / FILE)
@@ -166,6 +169,7 @@ def test_numbers_that_numpy_does_not_know_are_refused_by_name(tmp_path: Path, dt
         SpriteStamps(tmp_path)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "wrong",
     [{"samples": 0}, {"size": 4}, {"frames": 0}, {"frames": 999}, {"objects": 33}, {"size": 4096, "frames": 17}],
@@ -184,6 +188,7 @@ def wheel(path: Path, images: np.ndarray) -> Path:
     return path
 
 
+@pytest.mark.wording
 def test_of_all_places_of_a_sprite_the_middle_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dsprites, "COUNTS", {"sprites": 3})
     monkeypatch.setattr(dsprites, "_PLACES", 4)

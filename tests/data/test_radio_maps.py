@@ -129,6 +129,7 @@ def test_fields_stay_in_range_where_all_is_built_or_nothing(built: np.ndarray[An
     assert field.max() <= 1.0
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "wrong", [{"samples": 0}, {"size": 7}, {"size": 1025}, {"channels": 0}, {"condition_channels": 3}]
 )

@@ -186,6 +186,7 @@ def test_pipes_are_not_waited_for_and_sizes_are_bounded(tmp_path: Path, monkeypa
         source.part(0, range(2))
 
 
+@pytest.mark.wording
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadData, match="holds no video"):
         VideoFiles(tmp_path)

@@ -42,6 +42,7 @@ def test_the_corpus_is_there() -> None:
     assert sum(len(expected(project)) for project in PROJECTS) >= 30, "mistakes"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)
 def test_all_are_found_and_none_is_false(project: Path) -> None:
     found = findings(project)

@@ -117,6 +117,7 @@ def test_the_watch_can_fail(tmp_path: Path) -> None:
     assert "DID exec" in done.stdout
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -78,6 +78,7 @@ def test_weights_in_16_bits_beside_an_optimizer(tmp_path: Path, dtype: torch.dty
     assert (finding.id, finding.severity) == ("checkpoint.weights_in_16_bits", severity)
 
 
+@pytest.mark.wording
 def test_weights_in_16_bits_alone_are_a_note(tmp_path: Path) -> None:
     weights = nn.Linear(4, 4).half().state_dict()
     torch.save(weights, tmp_path / "a.pt")
@@ -88,6 +89,7 @@ def test_weights_in_16_bits_alone_are_a_note(tmp_path: Path) -> None:
         assert "2 of 2" in finding.evidence
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_numbers_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.dtype) -> None:

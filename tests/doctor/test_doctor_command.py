@@ -29,6 +29,7 @@ def doctor(*words: str, width: int = 80) -> Result:
     return CliRunner().invoke(main.build(), ["doctor", *words], env={"COLUMNS": str(width)}, prog_name="halfstep")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_contradiction_ends_in_78_and_two_lines_to_type(width: int) -> None:
     result = doctor("configs/radio_train_m.yaml", "--accelerate", "default_config.yaml", width=width)
@@ -75,6 +76,7 @@ def test_json_is_one_object_with_the_same_exit_code() -> None:
     assert all(set(s) == {"source", "file", "line", "key", "value", "means"} for s in report["settings"])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -33,6 +33,7 @@ def ids(report: dict[str, Any]) -> set[str]:
     return {finding["id"] for finding in report["findings"]}
 
 
+@pytest.mark.wording
 def test_the_mismatch_of_the_guide(tmp_path: Path) -> None:
     report = check(tmp_path, "trainer:\n  amp: False\n  fp16: False\n  lr: 1e-5\n", LAUNCHER)
     assert not report["status"]["aligned"]
@@ -215,6 +216,7 @@ def test_a_plain_file_gives_no_warning(tmp_path: Path) -> None:
     assert check(tmp_path, "lr: 1\n")["findings"] == []
 
 
+@pytest.mark.wording
 def test_a_file_in_accelerates_place_is_noted_and_not_compared(tmp_path: Path) -> None:
     place = tmp_path / "hf" / "accelerate" / "default_config.yaml"
     place.parent.mkdir(parents=True)

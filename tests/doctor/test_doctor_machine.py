@@ -97,6 +97,7 @@ def test_every_entry_is_found_where_it_applies_and_nowhere_else(entry: dict[str,
         assert entry["id"] not in ids(machine)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("size", "workers", "batch", "small"),
     [

@@ -75,6 +75,7 @@ def test_a_recipe_of_ours_is_known_by_its_task(tmp_path: Path) -> None:
     assert brief(source.precision) == [("precision", "bf16", 2, "bf16")]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
@@ -101,6 +102,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, read: object, text: str, erro
     assert not (Path.cwd() / "pwned").exists()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("read", [from_recipe, from_accelerate, from_deepspeed])
 def test_files_that_are_not_there(tmp_path: Path, read: object) -> None:
     for place in (tmp_path / "none.yaml", tmp_path):
@@ -126,6 +128,7 @@ def test_words_of_accelerate(tmp_path: Path, text: str, value: object, meaning: 
     assert (setting.value, setting.claim.meaning if setting.claim else "") == (value, meaning)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("word", ["fp32", "bfoat16", "true", "16", "[bf16]"])
 def test_words_that_accelerate_refuses(tmp_path: Path, word: str) -> None:
     with pytest.raises(BadRecipe) as caught:
@@ -187,6 +190,7 @@ def test_only_known_variables_are_looked_at() -> None:
     assert from_environment({}).precision == []
 
 
+@pytest.mark.wording
 def test_a_variable_with_a_wrong_word() -> None:
     with pytest.raises(UnknownName, match="did you mean 'bf16'"):
         from_environment({"ACCELERATE_MIXED_PRECISION": "bff16"})
@@ -210,12 +214,14 @@ def test_a_switch_is_no_section_and_other_mappings_are(tmp_path: Path) -> None:
     assert (inner.key, inner.means) == ("amp.precision", "compute in bf16")
 
 
+@pytest.mark.wording
 def test_a_word_that_cannot_be_read_is_an_error_with_its_file(tmp_path: Path) -> None:
     with pytest.raises(HalfstepError, match="fp16 is 'O2'") as caught:
         from_recipe(written(tmp_path, "trainer: {fp16: O2}\n"))
     assert str(tmp_path) in caught.value.given
 
 
+@pytest.mark.wording
 def test_without_yaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("halfstep.recipe.sources", "halfstep.recipe.strict_yaml"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -239,6 +239,7 @@ def test_json_stays_json() -> None:
     assert json.loads(Path("own/config.json").read_text()) == {"trainer": {"precision": "bf16"}, "train": {"amp": True}}
 
 
+@pytest.mark.wording
 def test_a_file_that_changed_meanwhile_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.doctor.located import Edit
     from halfstep.doctor.patch import apply_edits
@@ -254,6 +255,7 @@ def test_a_file_that_changed_meanwhile_is_not_touched(monkeypatch: pytest.Monkey
     assert Path("a.yaml").read_bytes() == b"amp: false\r\nlr: 1\r\n"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "words",
     [

@@ -74,6 +74,7 @@ def test_what_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert check_project(str(inside), variables={})["files"]["more"] is True
 
 
+@pytest.mark.wording
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no folder"):
         check_project(str(tmp_path / "none"))
@@ -182,6 +183,7 @@ def test_a_notebook_is_read_with_its_own_lines_and_never_edited(tmp_path: Path) 
     assert finding.edits == ()
 
 
+@pytest.mark.wording
 def test_files_that_are_not_read_are_one_note(tmp_path: Path) -> None:
     for number in range(9):
         (tmp_path / f"{number}.yaml").write_text("amp: [true\n")

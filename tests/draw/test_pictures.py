@@ -29,6 +29,7 @@ def test_small_pictures_are_enlarged_and_large_ones_left() -> None:
     assert enlarged(np.zeros((200, 5, 3), np.uint8)).shape == (200, 5, 3)
 
 
+@pytest.mark.wording
 def test_a_grid_of_nothing_is_refused() -> None:
     for rows in ([], [[]]):
         with pytest.raises(WrongUse, match="no pictures"):

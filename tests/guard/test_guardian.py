@@ -112,6 +112,7 @@ def test_two_optimizers_in_turns_are_watched_each_by_itself() -> None:
     assert "the loss of a" in told[-1].text
 
 
+@pytest.mark.wording
 def test_a_wrong_mode_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(UnknownName, match="repair"):
         guarded(mode="repare")
@@ -172,6 +173,7 @@ def test_a_diagnosis_leaves_the_run_as_it_was() -> None:
 # -- where it stops ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_five_in_a_row_end_the_run_with_its_weights_and_the_cause() -> None:
     guardian, told = guarded()
     for _ in range(3):
@@ -190,6 +192,7 @@ def test_five_in_a_row_end_the_run_with_its_weights_and_the_cause() -> None:
     assert (told[-1].kind, told[-1].level) == ("alarm", "error")
 
 
+@pytest.mark.wording
 def test_every_other_step_skipped_ends_it_too() -> None:
     guardian, _ = guarded()
     turns = itertools.cycle([nan, fit])
@@ -198,6 +201,7 @@ def test_every_other_step_skipped_ends_it_too() -> None:
     assert after == 51
 
 
+@pytest.mark.wording
 def test_the_one_thing_to_type_is_the_cure_that_was_tried() -> None:
     guardian, _ = guarded("fp16", model=overflows_in_two())
     error, _ = until_given_up(guardian, fit, batch)
@@ -216,6 +220,7 @@ def overflows_in_two() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Large(16, 4))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("seed", range(10))
 def test_a_scale_that_cannot_save_the_step_ends_it_in_time_and_names_the_module(seed: int) -> None:
     torch.manual_seed(seed)
@@ -229,6 +234,7 @@ def test_a_scale_that_cannot_save_the_step_ends_it_in_time_and_names_the_module(
     assert f"{2 * (seed % 3)} " in error.given
 
 
+@pytest.mark.wording
 def test_gradients_that_no_scale_makes_fit_are_not_waited_for_until_the_floor() -> None:
     guardian, _ = guarded("fp16", loss_scale=DynamicScale(init_scale=65536.0))
     error, after = until_given_up(guardian, lambda model, x: 1e9 * fit(model, x), batch)
@@ -257,6 +263,7 @@ def test_a_start_scale_that_is_far_too_high_is_told_once_and_forgiven() -> None:
 # -- divergence --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("mode", "spikes"), [("watch", "refuse"), ("repair", "refuse"), ("repair", "warn")])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("seed", range(10))

@@ -50,6 +50,7 @@ def train(guardian: Guardian, steps: int) -> None:
         guardian.step(square, torch.randn(6, 8))
 
 
+@pytest.mark.wording
 def test_somebodys_guard_that_refuses_for_ever_ends_the_run_with_its_name() -> None:
     guardian, _ = guarded(EveryNth(1))
     before = digest_of(dict(guardian.stepper.model.named_parameters()))
@@ -106,6 +107,7 @@ def by_hand(guardian: Guardian, factor: float) -> None:
     guardian.look(guardian.stepper.apply())
 
 
+@pytest.mark.wording
 def test_the_context_form_names_what_it_can_see_and_says_why_it_is_no_more() -> None:
     guardian, told = guarded()
     weight = guardian.stepper.model[2].weight
@@ -122,6 +124,7 @@ def test_the_context_form_names_what_it_can_see_and_says_why_it_is_no_more() -> 
         by_hand(guardian, math.nan)
 
 
+@pytest.mark.wording
 @pytest.mark.filterwarnings("ignore:note batch.written")
 def test_a_batch_that_the_step_itself_wrote_into_has_its_own_cure() -> None:
     def writing(model: nn.Module, x: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ def run(rank: int, precision: str, mode: Any, trouble: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("precision", "mode", "trouble"),
     [

@@ -176,6 +176,7 @@ def test_spoilt_weights_are_taken_back_and_training_goes_on(spikes: Any, after: 
     assert not guardian.in_trouble
 
 
+@pytest.mark.wording
 def test_what_is_kept_is_never_what_a_spike_was_refused_for() -> None:
     model = plain_model()
     guardian, _ = repairing(model, "bf16", Limits(keep_every=1, rollbacks=0))
@@ -186,6 +187,7 @@ def test_what_is_kept_is_never_what_a_spike_was_refused_for() -> None:
     assert max(p.abs().max() for p in model.parameters()) < 10
 
 
+@pytest.mark.wording
 def test_bad_data_does_not_cost_what_was_learnt() -> None:
     model = plain_model()
     guardian, told = repairing(model, "bf16")

@@ -65,6 +65,7 @@ def test_a_warm_up_in_turns_is_let_through_as_without_a_guardian() -> None:
     assert [t.facts["cause"] for t in told] == ["warm_up", "warm_up"]
 
 
+@pytest.mark.wording
 def test_one_that_never_gets_through_is_found_while_the_other_goes_on() -> None:
     def losses(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
         fine = model["g"](x / 60.0).float().square().mean()  # type: ignore[index,operator]
@@ -85,6 +86,7 @@ def test_one_that_never_gets_through_is_found_while_the_other_goes_on() -> None:
 # -- a scale that was chosen -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("mode", ["watch", "repair"])
 def test_a_static_scale_that_is_too_high_is_named_at_once_with_what_to_do(mode: str) -> None:
     guardian, told = static(StaticScale(2.0**24), mode)
@@ -98,6 +100,7 @@ def test_a_static_scale_that_is_too_high_is_named_at_once_with_what_to_do(mode: 
     assert guardian.state_dict()["rollbacks"] == 0  # older weights would not help
 
 
+@pytest.mark.wording
 def test_a_static_scale_that_is_too_high_for_every_other_batch_is_counted() -> None:
     guardian, _ = static(StaticScale(2.0**17))
     before = digest_of(dict(guardian.stepper.model.named_parameters()))

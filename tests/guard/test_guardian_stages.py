@@ -80,6 +80,7 @@ def test_under_repair_the_weights_from_before_show_that_they_are_not_to_blame(sp
     assert told[-1].text.startswith("a new level: ")
 
 
+@pytest.mark.wording
 def test_a_stage_far_beyond_the_first_losses_is_refused_by_name_and_the_way_out_is_said() -> None:
     guardian, _ = guarded(spikes="refuse")
     with pytest.raises(Diverged, match=r'if a new stage of the data has begun: Limits\(spikes="warn"\)'):
@@ -97,6 +98,7 @@ def test_with_spikes_off_nothing_finite_is_refused_or_told() -> None:
     other.load_state_dict(guardian.state_dict())
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("given", "do"), [(True, 'Limits(spikes="refuse")'), (False, 'Limits(spikes="off")')])
 def test_the_old_switch_is_refused_with_the_word_that_took_its_place(given: Any, do: str) -> None:
     with pytest.raises(WrongUse) as caught:
@@ -104,6 +106,7 @@ def test_the_old_switch_is_refused_with_the_word_that_took_its_place(given: Any,
     assert caught.value.do == do
 
 
+@pytest.mark.wording
 def test_an_unknown_way_of_heeding_spikes_is_refused_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match="refuse"):
         Limits(spikes="refues")  # type: ignore[arg-type]

@@ -74,6 +74,7 @@ def test_what_was_learnt_about_losses_serves_any_way_of_heeding_them() -> None:
     assert told[-1].text.startswith("spike: the loss is ")
 
 
+@pytest.mark.wording
 def test_an_old_state_is_refused_by_name_and_changes_nothing() -> None:
     guardian, _ = new("warn")
     run(guardian, [1.0] * 30)

@@ -125,6 +125,7 @@ def test_one_that_stays_is_not_excused_by_another_that_falls() -> None:
     assert ScaleCollapse().skipped(report, {"g": 32.0, "d": 32.0})
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("wrong", [{"skips_in_a_row": 0}, {"skip_share": 0.0}, {"skip_share": 2.0}, {"rollbacks": -1}])
 def test_impossible_limits_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(WrongUse, match=next(iter(wrong))):

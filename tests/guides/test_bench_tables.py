@@ -79,6 +79,7 @@ def test_the_usual_configurations_are_the_guides(typed: list[str]) -> None:
     }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -98,6 +99,7 @@ def test_an_arm_that_cannot_be_read_is_refused(given: list[str], said: str) -> N
     }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["fp32", "AMP-Large"])
 def test_names_that_would_share_a_file_are_refused(name: str, tmp_path: Path) -> None:
     arms = {"AMP+Large": ["precision=bf16"], name: ["precision=fp16", "train.batch_size=8"]}
@@ -106,6 +108,7 @@ def test_names_that_would_share_a_file_are_refused(name: str, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.wording
 def test_a_case_has_no_configurations() -> None:
     done = halfstep("bench", "tests.support.cases:linear", "--configs")
     assert done.exit_code == 78

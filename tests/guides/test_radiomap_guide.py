@@ -92,6 +92,7 @@ def test_the_status_check_of_the_guide() -> None:
     assert "Gradient Clipping: 0.5" in page
 
 
+@pytest.mark.wording
 def test_the_problem_that_it_had_before() -> None:
     Path("configs/before.yaml").write_text(BEFORE)
     assert "amp: False" in BEFORE

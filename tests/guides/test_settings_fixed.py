@@ -97,6 +97,7 @@ def test_a_setting_among_others_on_its_line_is_changed_alone() -> None:
     assert Path("train.yaml").read_text() == "trainer: {amp: True, lr: 1e-5}\n"
 
 
+@pytest.mark.wording
 def test_a_line_that_says_a_word_twice_is_left_to_the_person() -> None:
     text = "trainer: {amp: False, model: {amp: 3}}\n"
     Path("train.yaml").write_text(text)
@@ -106,6 +107,7 @@ def test_a_line_that_says_a_word_twice_is_left_to_the_person() -> None:
     assert Path("train.yaml").read_text() == text
 
 
+@pytest.mark.wording
 def test_recipes_that_ship_and_variables_are_not_written() -> None:
     with pytest.raises(WrongUse, match="cannot change"):
         make_agree("bf16", "unet_stable", accelerate="./launch.yaml", variables={})
@@ -120,6 +122,7 @@ def test_only_a_precision_can_be_asked_for(word: str) -> None:
     assert Path("train.yaml").read_text() == SCRIPT
 
 
+@pytest.mark.wording
 def test_settings_that_agree_on_another_are_not_touched() -> None:
     Path("train.yaml").write_text("precision: bf16\n")
     with pytest.raises(WrongUse, match="nothing contradicts"):
@@ -146,6 +149,7 @@ def test_a_format_that_sleeps_beside_a_switch_is_part_of_the_line_to_type() -> N
     assert [line.strip() for line in first["write"].splitlines()] == ["use_amp: True", "amp_dtype: bfloat16"]
 
 
+@pytest.mark.wording
 def test_the_checklist_of_the_report() -> None:
     """Aligned, NaN handling, clipping, learning rate, synchronisation; and the launcher's GPUs."""
     Path("radio.yaml").write_text(read_recipe("radiomap").text)

@@ -29,6 +29,7 @@ def test_a_machine_that_is_well_has_no_findings() -> None:
     assert check_build(Build("2.13.0+rocm7", other="ROCm 7.0", boards=(Board("an AMD GPU"),))) == []
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("build", "found", "fix"),
     [
@@ -114,6 +115,7 @@ def test_this_torch_is_read_and_needs_no_gpu() -> None:
     assert all(finding.id.startswith("wheel.") for finding in check_build(build))
 
 
+@pytest.mark.wording
 def test_the_page_shows_the_build_and_a_gpu_left_idle_ends_in_78(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "read_build", lambda: Build("2.13.0+cpu", driver=(12, 8), boards=(RTX4090,)))
     done = CliRunner().invoke(main.build(), ["doctor"], env={"COLUMNS": "80"})

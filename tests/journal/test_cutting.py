@@ -90,6 +90,7 @@ def test_a_file_without_a_size_was_not_there(tmp_path: Path) -> None:
     assert sizes(tmp_path) == {JOURNAL: 0, LOG: 3}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "bad",
     [
@@ -113,6 +114,7 @@ def test_other_names_and_sizes_are_refused_before_anything_is_cut(tmp_path: Path
     assert (tmp_path / "a").read_bytes() == b"mine\n"
 
 
+@pytest.mark.wording
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is read-only for root")
 def test_a_file_that_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
     (folder_with(tmp_path, b"ab\n", b"") / JOURNAL).chmod(0o444)
@@ -159,6 +161,7 @@ def old_start() -> Event:
     return {"repeats": fields.pop("repeated_samples")} | {key: fields[key] for key in fields if key != "format"}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("first", "said"),
     [

@@ -114,6 +114,7 @@ def test_a_file_that_is_one_long_cut_line_is_emptied(tmp_path: Path) -> None:
     assert [e["attempt"] for e in read_events(path)] == [1]
 
 
+@pytest.mark.wording
 def test_empty_and_missing(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert read_events(tmp_path / "empty") == []
@@ -121,6 +122,7 @@ def test_empty_and_missing(tmp_path: Path) -> None:
         read_events(tmp_path / "missing")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("line", ["{not json}", "[1, 2]", '{"no": "event"}', "[" * 100_000])
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "journal.jsonl"
@@ -129,6 +131,7 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
         read_events(path)
 
 
+@pytest.mark.wording
 def test_a_folder_that_is_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(FolderTaken, match=r"run\.dir"):

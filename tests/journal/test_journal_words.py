@@ -273,6 +273,7 @@ def test_the_log_file_is_there_after_every_line_and_goes_on_after_a_second_start
     assert path.read_text().count("skipped attempt 30: gradient_overflow, loss 0.5333, scale 8192\n") == 2
 
 
+@pytest.mark.wording
 def test_a_log_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(FolderTaken, match="cannot write"):
         LogFile(tmp_path)

@@ -205,6 +205,7 @@ def test_messages_that_wait_are_not_kept_without_end(monkeypatch: pytest.MonkeyP
         slow.add(lambda: None)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("uri", ["", "file:///tmp/mlruns", "sqlite:///m.db", "databricks", "http://", "ftp://host"])
 def test_an_address_that_is_none_is_refused_before_the_run_begins(uri: str) -> None:
     with pytest.raises(WrongUse, match="MLFLOW_TRACKING_URI") as refused:

@@ -117,6 +117,7 @@ def test_a_file_that_cannot_be_renamed_is_written_on(tmp_path: Path, monkeypatch
     assert earlier(tmp_path) == []
 
 
+@pytest.mark.wording
 def test_a_link_in_place_of_a_part_is_neither_read_nor_cut(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     run.mkdir()

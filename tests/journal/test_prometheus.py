@@ -236,6 +236,7 @@ def _raising(error: OSError) -> Any:
     return raising
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("asked", "is_good"), [("true", True), ("a/b.prom", True), ("b.txt", False), ("2", False)])
 def test_a_file_that_nobody_would_read_is_refused(asked: str, is_good: bool) -> None:
     found = read_recipe("segmentation_tiny")

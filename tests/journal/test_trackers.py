@@ -122,6 +122,7 @@ def test_the_end_of_a_run_says_what_to_type(tmp_path: Path) -> None:
     assert lines("none") == tracker_hints({}) == []
 
 
+@pytest.mark.wording
 def test_a_tracker_that_is_not_installed_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("wandb") is not None:
         pytest.skip("wandb is installed")
@@ -137,6 +138,7 @@ def test_a_tracker_that_is_not_installed_says_what_to_type(tmp_path: Path, monke
         sys.modules.pop("wandb", None)
 
 
+@pytest.mark.wording
 def test_no_tracker_and_no_such_tracker(tmp_path: Path) -> None:
     assert tracker_listeners("none", tmp_path) == []
     with pytest.raises(UnknownName, match="did you mean 'tensorboard'"):

@@ -101,7 +101,15 @@ def saved(attempt: int, nth: int = 1) -> Event:
 def resumed(attempt: int = 15, nth: int = 7, **changes: Any) -> dict[str, Any]:
     """The field of a second start."""
     fields = {"attempt": attempt, "epoch": 1, "checkpoint": f"step-{attempt:08d}.{nth:04x}", "repeated_steps": 3}
-    return {**fields, "exact": True, "reasons": [], "changed": [], "rejected_checkpoints": [], **changes}
+    return {
+        **fields,
+        "exact": True,
+        "reasons": [],
+        "changed": [],
+        "accepted": [],
+        "rejected_checkpoints": [],
+        **changes,
+    }
 
 
 def note(text: str, level: str = "info") -> Event:

@@ -36,6 +36,7 @@ def test_an_arm_trains_a_copy_in_the_precision_asked_for() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, case.model.parameters(), strict=True))
 
 
+@pytest.mark.wording
 def test_a_precision_that_is_not_here_is_refused_not_replaced() -> None:
     with pytest.raises(HalfstepError, match="tf32"):
         Candidate(LINEAR.open(), StepSetting("tf32"))
@@ -52,6 +53,7 @@ def test_an_arm_elsewhere_is_the_same_arm() -> None:
         assert away.memory() > 4 * (64 * 128 + 128 * 10) * 4  # weights, gradients and two of AdamW
 
 
+@pytest.mark.wording
 @pytest.mark.slow
 def test_an_arm_elsewhere_says_why_it_cannot() -> None:
     with (

@@ -25,6 +25,7 @@ def test_a_case_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
     assert torch.equal(one.batch[0], other.batch[0])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -41,6 +42,7 @@ def test_what_is_no_case_is_refused_with_what_to_do(text: str, words: str) -> No
     assert refused.value.allowed
 
 
+@pytest.mark.wording
 def test_settings_beside_a_case_are_refused() -> None:
     with pytest.raises(WrongUse, match=r"train\.batch_size=4"):
         Subject("tests.support.cases:linear", ("train.batch_size=4",)).open()
@@ -106,6 +108,7 @@ def test_a_batch_is_read_here_as_the_loader_would(loader: DataLoader[Any], batch
     assert case.data().read_batch().tolist() == case.batch.tolist() == batch
 
 
+@pytest.mark.wording
 def test_a_loader_without_a_batch_is_refused() -> None:
     with pytest.raises(WrongUse, match="gives no batch"):
         case_of(nn.Linear(1, 1), cases.loss_fn, DataLoader(TensorDataset(torch.zeros(0, 1)), batch_size=2))
@@ -121,6 +124,7 @@ def test_a_batch_grows_and_shrinks_by_whole_samples() -> None:
     assert resized(batch, 3) is batch
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("batch", [None, {}, {"n": 3}, torch.tensor(1.0)])
 def test_a_batch_without_samples_is_refused(batch: object) -> None:
     with pytest.raises(WrongUse, match="no tensor"):
@@ -135,6 +139,7 @@ def test_only_images_are_laid_out() -> None:
     assert label.is_contiguous()
 
 
+@pytest.mark.wording
 def test_a_batch_of_no_samples_is_refused() -> None:
     with pytest.raises(WrongUse, match="0 samples"):
         size_of({"image": torch.zeros(0, 3)})

@@ -36,6 +36,7 @@ def test_a_model_is_a_case_of_this_process_and_text_is_a_subject_for_any() -> No
     assert (setting.batch, setting.precision) == (2, "fp32")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(
     ("arguments", "words"),

@@ -280,6 +280,7 @@ def test_losses_with_counts_and_by_name() -> None:
     assert by_name.loss == pytest.approx(plain.loss, rel=1e-3)
 
 
+@pytest.mark.wording
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(UnknownName, match="did you mean 'fp16'"):
         survival(nn.Linear(2, 2), mse, torch.randn(2, 2), format_name="fp61")

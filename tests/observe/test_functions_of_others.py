@@ -33,6 +33,7 @@ class Again(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.wording
 def test_looking_computes_nothing_again() -> None:
     again = Again(Layer(Bare), reentrant=False)
     (finding,) = found(between(again))
@@ -53,6 +54,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.wording
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("layer", [nn.Linear(8, 8), Layer(Bare)])
 def test_a_wrapped_model_is_looked_through(layer: nn.Module) -> None:

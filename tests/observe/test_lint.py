@@ -64,6 +64,7 @@ def timesteps(model: Planted, x: Tensor) -> Tensor:
     return model.layer(torch.tensor([[999.0, 998.0, 3, 0, 1, 2, 4, 5]]))
 
 
+@pytest.mark.wording
 def test_timesteps_that_become_one_another() -> None:
     found = one(timesteps)
     assert found.finding.id == "integers-rounded"
@@ -90,6 +91,7 @@ def test_numbers_that_are_no_places_are_left_alone(given: Tensor) -> None:
     assert spotted(lambda model, x: model.layer(given)) == []
 
 
+@pytest.mark.wording
 def test_whole_numbers_that_meet_narrow_ones() -> None:
     steps = torch.tensor([[1001], [5], [6], [7]])
     found = one(lambda model, x: model.layer(x) * steps)
@@ -97,6 +99,7 @@ def test_whole_numbers_that_meet_narrow_ones() -> None:
     assert "1001 becomes 1000" in found.finding.evidence
 
 
+@pytest.mark.wording
 def test_counting_in_a_narrow_format() -> None:
     found = one(lambda model, x: torch.arange(1000, dtype=torch.bfloat16))
     assert found.finding.id == "integers-rounded"
@@ -104,12 +107,14 @@ def test_counting_in_a_narrow_format() -> None:
     assert spotted(lambda model, x: torch.arange(256, dtype=torch.bfloat16)) == []
 
 
+@pytest.mark.wording
 def test_a_buffer_that_is_told_apart_by_small_differences() -> None:
     found = one(lambda model, x: model.layer(model.close))
     assert found.finding.id == "positions-merged"
     assert "buffer close holds 8 numbers in order; cast to bf16, 1 of them differ" in found.finding.evidence
 
 
+@pytest.mark.wording
 def test_a_buffer_that_was_cast_with_the_model() -> None:
     model = Planted(lambda model, x: model.layer(x))
     model.places = model.places.bfloat16()
@@ -118,6 +123,7 @@ def test_a_buffer_that_was_cast_with_the_model() -> None:
     assert "buffer places counts to 1000" in found.finding.evidence
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("forward", "words"),
     [
@@ -154,6 +160,7 @@ def test_an_eps_that_is_there_is_left_alone() -> None:
     assert "rules" not in found.finding.evidence, "no norm"
 
 
+@pytest.mark.wording
 def test_a_sum_that_does_not_fit() -> None:
     found = one(lambda model, x: (model.layer(x).abs() * 0 + 9000).sum(), FP16)
     assert found.finding.id == "reduction-overflows"
@@ -162,6 +169,7 @@ def test_a_sum_that_does_not_fit() -> None:
     assert spotted(lambda model, x: (model.layer(x).abs() * 0 + 9000).mean(), FP16) == []
 
 
+@pytest.mark.wording
 def test_ones_that_are_counted_in_a_narrow_format() -> None:
     found = one(lambda model, x: torch.ones(1001, dtype=torch.bfloat16).cumsum(0))
     assert found.finding.id == "count-rounded"
@@ -175,6 +183,7 @@ def put(into: Tensor, where: Any, value: float) -> Tensor:
     return into
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("forward", "severity"),
     [
@@ -216,6 +225,7 @@ def angles(first: int, dtype: torch.dtype) -> Forward:
     return lambda model, x: (torch.arange(first, first + 8)[:, None].to(dtype) * rates.to(dtype)).sin().bfloat16()
 
 
+@pytest.mark.wording
 def test_angles_that_cannot_be_told_apart() -> None:
     found = one(angles(200, torch.bfloat16))
     assert found.finding.id == "angles-rounded"
@@ -226,6 +236,7 @@ def test_angles_that_cannot_be_told_apart() -> None:
     assert spotted(lambda model, x: model.layer(x).sin()) == []
 
 
+@pytest.mark.wording
 def test_probabilities_that_are_not_those_computed() -> None:
     many = torch.randn(8, 8 * 500)
     found = one(lambda model, x: (model.layer(x).sum() * 0 + many.bfloat16()).log_softmax(-1))
@@ -269,6 +280,7 @@ def test_a_loss_that_cuda_refuses() -> None:
     assert spotted(outside) == []
 
 
+@pytest.mark.wording
 def test_a_loop_inside_the_loss() -> None:
     def whole(model: Planted, x: Tensor) -> Tensor:
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -285,6 +297,7 @@ def test_a_loop_inside_the_loss() -> None:
     assert spotted(lambda model, x: model.layer(x)) == [], "the hook on optimizers is gone"
 
 
+@pytest.mark.wording
 def test_weights_that_are_stored_narrow() -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8)).bfloat16()
     (found,) = spotted(lambda model, x: x, model=model)
@@ -294,6 +307,7 @@ def test_weights_that_are_stored_narrow() -> None:
     assert spotted(lambda model, x: x, model=model) == []
 
 
+@pytest.mark.wording
 def test_the_same_in_many_modules_is_told_once() -> None:
     class Block(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ def test_at_the_tenth_update_and_then_at_ten_times_as_many() -> None:
     assert [resumed.due(5_000), resumed.due(5_001), resumed.due(10_000)] == [True, False, True]
 
 
+@pytest.mark.wording
 def test_a_change_in_a_run_that_has_been_going_is_told_and_ends_nothing() -> None:
     stepper = make(Switches(8, 8))
     for _ in range(3):

@@ -80,6 +80,7 @@ class Squared(torch.autograd.Function):
         return gradients[0] * 2 * x / x.numel()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("precision", "format"), [("bf16", "bf16"), ("fp16", "fp16")])
 def test_formats_that_meet_are_found_with_their_place(precision: str, format: str) -> None:
     (finding,) = found(between(Layer(Bare)), precision)
@@ -92,6 +93,7 @@ def test_formats_that_meet_are_found_with_their_place(precision: str, format: st
     assert finding.severity == "warning"
 
 
+@pytest.mark.wording
 def test_a_weight_that_is_not_trained_counts_too() -> None:
     model = between(Layer(Bare))
     model[1].requires_grad_(False)
@@ -115,6 +117,7 @@ def test_it_is_a_warning_that_a_person_sees() -> None:
         stepper(between(Layer(Bare))).step(mse, torch.randn(4, 8))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("function", [ForwardOnly, OfAnotherDevice])
 def test_half_a_protection_is_none(function: type[torch.autograd.Function]) -> None:
     assert function.__name__ in found(between(Layer(function)))[0].evidence
@@ -212,6 +215,7 @@ class ApartDecorated(Apart):
     backward = staticmethod(custom_bwd(Bare.backward, device_type="cpu"))
 
 
+@pytest.mark.wording
 def test_a_context_that_is_set_up_apart_needs_an_island() -> None:
     """torch's decorators leave their note on the first argument, where no backward finds it."""
     with pytest.warns(UserWarning, match="Apart takes") as told:

@@ -45,6 +45,7 @@ def test_a_function_beside_the_model() -> None:
     assert observed(stepper).island_flops == 2 * 16 * 64 * 64
 
 
+@pytest.mark.wording
 def test_the_same_without_an_island_is_refused() -> None:
     encoder = nn.Linear(64, 64).requires_grad_(False)
 
@@ -70,6 +71,7 @@ def test_before_torch_compile(path: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.wording
 def test_an_idle_island_under_torch_compile_is_found() -> None:
     torch._dynamo.reset()
 
@@ -136,6 +138,7 @@ def test_a_function_that_is_an_island_inside_what_is_computed_again() -> None:
     assert observed(stepper).share == 1.0
 
 
+@pytest.mark.wording
 def test_a_part_of_an_island_that_is_called_past_it_is_not_protected_and_not_set_aside() -> None:
     model = island(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))), "1")
     with pytest.warns(UserWarning, match="nothing ran in the island '1'"):

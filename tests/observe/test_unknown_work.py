@@ -63,6 +63,7 @@ class Custom(nn.Module):
 # -- verdicts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_wide_router_beside_experts_of_unknown_work_is_a_warning() -> None:
     stepper = make(Custom(torch.bfloat16))
     with pytest.warns(UserWarning, match=r"not known: no rule counts the work of halfstep_test\.product"):
@@ -74,6 +75,7 @@ def test_a_wide_router_beside_experts_of_unknown_work_is_a_warning() -> None:
     assert "of the work known" in str(stepper.observed)
 
 
+@pytest.mark.wording
 def test_known_work_in_the_wrong_format_is_refused_however_much_is_unknown_in_small_things() -> None:
     model = Custom(torch.bfloat16, router=65536)
     with pytest.raises(PrecisionNotObserved, match=r"router \[fp32\]"):
@@ -89,6 +91,7 @@ def test_unknown_work_in_the_asked_format_beside_known_work_in_it_is_no_finding(
     assert stepper.observed.confidence < 1
 
 
+@pytest.mark.wording
 def test_unknown_work_in_another_format_is_a_warning_though_all_that_is_known_is_right() -> None:
     model = Custom(torch.float32, router=1, rest=64)
     stepper = make(model)
@@ -130,6 +133,7 @@ class Recurrent(nn.Module):
         return self.head(hidden[:, -1])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_in_fp32_is_seen(kind: type[nn.Module]) -> None:
     with pytest.raises(PrecisionNotObserved, match=r"layers \[fp32\]"):
@@ -202,6 +206,7 @@ def test_sparse_rows_on_a_cpu_can_be_nothing_but_fp32_and_are_not_held_against_t
     assert stepper.observed.share == 1.0
 
 
+@pytest.mark.wording
 def test_fp8_that_the_model_asks_for_is_reported_and_not_refused() -> None:
     class Fp8(torch.autograd.Function):
         @staticmethod

@@ -52,6 +52,7 @@ def test_the_share_is_counted_forward_and_backward(precision: str) -> None:
     assert str(stepper.observed).startswith(f"{precision}: 100.0% of")
 
 
+@pytest.mark.wording
 def test_work_in_another_format_is_refused_before_anything_moves() -> None:
     model = nn.Sequential(nn.Linear(8, 8), SwitchesOff(8), nn.Linear(8, 4))
     stepper = make(model)
@@ -123,6 +124,7 @@ def test_a_little_work_elsewhere_is_tolerated() -> None:
     assert list(stepper.observed.strays) == ["2.linear [fp32]"]
 
 
+@pytest.mark.wording
 def test_fp32_asked_for_and_16_bits_run() -> None:
     class CastsDown(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -167,6 +169,7 @@ def test_attention_that_torch_widens_by_itself_is_nobodys_fault() -> None:
     assert stepper.observed.share == 1.0
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_numbers_that_no_precision_casts_are_not_held_against_it(precision: str) -> None:
     class Spectral(nn.Module):
@@ -203,6 +206,7 @@ def test_a_scripted_part_is_counted_as_its_parents() -> None:
     assert stepper.observed.share == 1.0
 
 
+@pytest.mark.wording
 def test_an_island_that_is_never_entered_is_found() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
     island(layer, "self_attn.out_proj", "norm1")
@@ -220,6 +224,7 @@ def test_a_frozen_island_may_rest() -> None:
     assert stepper.findings == []
 
 
+@pytest.mark.wording
 def test_each_optimizer_is_watched_once() -> None:
     model = nn.ModuleDict({"g": SwitchesOff(8), "d": nn.Linear(8, 4)})
     optimizers = {n: torch.optim.SGD(model[n].parameters(), 0.1) for n in ("g", "d")}

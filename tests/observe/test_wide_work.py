@@ -98,7 +98,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_it_is_seen_and_not_refused(name: str) -> None:
     operation, word = OPERATIONS[name]
-    with pytest.warns(UserWarning, match="is not known"):
+    with pytest.warns(UserWarning, match=r"precision\.unknown"):
         seen = observed(operation)
     assert any(found.startswith(f"{word} in the model itself [fp32") for found in seen.unknown), seen.unknown
     assert seen.as_asked
@@ -115,6 +115,7 @@ def test_in_fp32_it_is_as_asked_without_a_word(name: str) -> None:
     assert seen.unknown
 
 
+@pytest.mark.wording
 def test_a_product_in_fp32_beside_a_decomposition_is_still_refused() -> None:
     def both(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

@@ -95,6 +95,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, hip: str | None, **properties: objec
     return describe()
 
 
+@pytest.mark.wording
 def test_an_nvidia_gpu_is_asked_for_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     here = on_gpu(monkeypatch, None, name="Tesla T4", major=7, minor=5, gcnArchName="")
     assert (here.kind, here.capability, here.place) == ("cuda", (7, 5), "cuda:0")
@@ -124,6 +125,7 @@ def test_a_tpu_is_described_by_either_word(place: str) -> None:
     assert describe(place).kind == "tpu"
 
 
+@pytest.mark.wording
 def test_a_device_that_is_absent_or_unknown_is_an_error() -> None:
     absent = "mps" if hardware.present()[0] != "mps" else "xpu"
     with pytest.raises(WrongUse, match="not on this machine"):

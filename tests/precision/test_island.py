@@ -219,6 +219,7 @@ def test_gradients_pass_and_weights_stay_wide() -> None:
     assert not torch.equal(model[1].weight, before)
 
 
+@pytest.mark.wording
 def test_modules_that_would_silently_not_be_islands_are_refused() -> None:
     with pytest.raises(WrongUse, match="no weights yet"):
         island(nn.LazyLinear(4))
@@ -254,6 +255,7 @@ def test_recurrent_islands(make: Any) -> None:
     assert out.dtype is torch.float32
 
 
+@pytest.mark.wording
 def test_twice_is_once_and_a_scripted_module_is_refused() -> None:
     linear = island(island(nn.Linear(2, 2)))
     assert type(linear).__mro__[2] is nn.Linear

@@ -36,6 +36,7 @@ def test_what_each_device_falls_back_to(row: Row, asked: str) -> None:
     assert [finding.id for finding in choice.findings] == [*substituted, *slow]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("asked", ASKED[1:])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.device.name)
 def test_a_precision_by_name_runs_or_is_refused(row: Row, asked: str) -> None:
@@ -67,6 +68,7 @@ SMALL_TURING = [
 ]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", SMALL_TURING)
 def test_fp16_is_never_taken_where_it_is_known_to_be_wrong(name: str) -> None:
     device = Device(kind="cuda", name=name, capability=(7, 5))
@@ -97,6 +99,7 @@ def test_amp_is_the_16_bit_format_of_the_device(name: str, expected: str) -> Non
         assert (choice.asked, choice.precision.name, choice.findings) == ("amp", expected, ())
 
 
+@pytest.mark.wording
 def test_amp_without_a_16_bit_format_is_fp32_or_refused() -> None:
     choice = choose_precision("amp", device=named("Core i7"), fallback=True)
     assert choice.precision.name == "fp32"
@@ -108,6 +111,7 @@ def test_amp_without_a_16_bit_format_is_fp32_or_refused() -> None:
         choose_precision("amp", device=named("Core i7"))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("asked", [*ASKED, "amp", precision_named("bf16")])
 def test_a_tpu_is_always_refused(asked: object, fallback: bool) -> None:
@@ -115,6 +119,7 @@ def test_a_tpu_is_always_refused(asked: object, fallback: bool) -> None:
         choose_precision(asked, device=TPU, fallback=fallback)
 
 
+@pytest.mark.wording
 def test_a_fall_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="halfstep"):
         choice = choose_precision("bf16-mixed", device=named("Tesla T4"), fallback=True)
@@ -128,6 +133,7 @@ def test_a_fall_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     assert choice.reasons[0] == "bf16 passed over: compute capability 7.5 < 8.0: bf16 is emulated"
 
 
+@pytest.mark.wording
 def test_emulation_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="halfstep"):
         choice = choose_precision("bf16", device=named("Core i7"))

@@ -36,6 +36,7 @@ def refused(rank: int) -> str:
     return "went on"
 
 
+@pytest.mark.wording
 def test_its_refusal_travels(on_ranks: Ranks) -> None:
     zero, one = on_ranks(refused)
     assert zero == one
@@ -61,6 +62,7 @@ def with_a_broken_probe(rank: int) -> tuple[str, int]:
     return said, len(measured_here)
 
 
+@pytest.mark.wording
 def test_a_probe_that_breaks_on_rank_zero_is_told_to_all(on_ranks: Ranks) -> None:
     zero, one = on_ranks(with_a_broken_probe)
     assert zero[0] == one[0] == "rank 0 could not choose: ValueError('the probe broke')"

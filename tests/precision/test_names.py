@@ -53,6 +53,7 @@ def test_fp8_is_known_but_not_as_a_run(given: object) -> None:
     assert read.took
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("given", "use"), [("bf16-true", "bf16"), ("16-true", "fp16"), ("64-true", "fp32")])
 def test_what_is_not_built_is_refused_with_what_to_use(given: str, use: str) -> None:
     with pytest.raises(PrecisionRefused) as refused:
@@ -60,11 +61,13 @@ def test_what_is_not_built_is_refused_with_what_to_use(given: str, use: str) -> 
     assert repr(use) in refused.value.do
 
 
+@pytest.mark.wording
 def test_true_does_not_say_which_format() -> None:
     with pytest.raises(PrecisionRefused, match="not in which format"):
         read_precision(True)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("typo", "meant"), [("bfoat16", "bfloat16"), ("bf-16", "bf16"), ("fp-32", "fp32")])
 def test_a_typo_is_an_error_with_the_nearest_spelling(typo: str, meant: str) -> None:
     with pytest.raises(UnknownName, match=f"did you mean '{meant}'"):
@@ -158,6 +161,7 @@ def test_settings_that_do_not_speak_of_precision(silent: dict[str, object]) -> N
     assert read_settings(silent) is None
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("settings", "one", "other"),
     [
@@ -190,11 +194,13 @@ def test_a_contradiction_names_both_and_says_what_to_delete(settings: dict[str, 
     assert f"delete {other.split('=')[0]}" in caught.value.do
 
 
+@pytest.mark.wording
 def test_a_wrong_word_inside_settings_is_an_error_not_silence() -> None:
     with pytest.raises(UnknownName, match="bfoat16"):
         read_settings({"mixed_precision": "bfoat16"})
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("key", ["use_amp", "amp", "mixed_precision", "fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("value", ["O1", "enabled", "", [], {"enabled": "O1"}, {"level": "O1"}, 2.5])
 def test_a_switch_that_cannot_be_read_is_an_error_that_names_it(key: str, value: object) -> None:

@@ -258,6 +258,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(
     assert not measure(amx).cached
 
 
+@pytest.mark.wording
 def test_a_description_cannot_be_measured() -> None:
     with pytest.raises(WrongUse, match="A100"):
         measure(named("A100"))

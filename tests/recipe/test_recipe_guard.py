@@ -53,6 +53,7 @@ def test_off_is_a_word_and_comes_back_as_one() -> None:
     assert resolve(read_yaml(to_yaml(recipe), "again"), Tiny.schema).recipe.guard.mode == "off"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("words", [("--guard", "repiar"), ("guard=repiar",), ("guard.mode=repiar",)])
 def test_an_unknown_mode_is_refused_with_the_nearest(words: tuple[str, ...]) -> None:
     with pytest.raises(BadRecipe, match="repiar") as caught:
@@ -61,6 +62,7 @@ def test_an_unknown_mode_is_refused_with_the_nearest(words: tuple[str, ...]) -> 
     assert "repair" in caught.value.do
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "text",
     [

@@ -71,6 +71,7 @@ def test_settings_and_flags(line: str, meant: list[tuple[str, Any]]) -> None:
     assert [type(value) for _, value in found] == [type(value) for _, value in meant]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -29,6 +29,7 @@ def test_a_shipped_recipe_begins_with_its_command_and_says_what_it_is_for(name: 
     assert 20 <= len(found.raw["about"]) <= 110
 
 
+@pytest.mark.wording
 def test_an_unknown_name_is_told_the_nearest() -> None:
     with pytest.raises(BadRecipe, match="did you mean unet_stable"):
         read_recipe("unet_stabel")
@@ -63,6 +64,7 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
     assert read_recipe(str(file)).raw == {"task": "t"}
 
 
+@pytest.mark.wording
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "folder.yaml").mkdir()
@@ -75,6 +77,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.wording
 def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "large.yaml"
     with file.open("wb") as large:

@@ -20,6 +20,7 @@ def resolved(text: str, *line: str) -> Resolved:
     return resolve(read_yaml(text, "file"), SCHEMA, read_flags(line, SCHEMA), "mine")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "given"),
     [
@@ -48,6 +49,7 @@ def test_a_switch_on_the_line_takes_the_format_that_the_recipe_leaves(line: str)
     assert resolved(BASE + "amp: False\nbf16: {enabled: no}", *line.split()).recipe.precision == "fp16"
 
 
+@pytest.mark.wording
 def test_the_runs_folder_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert resolved(BASE + "run: {dir: ~/runs/a}").recipe.run.dir == "/home/someone/runs/a"
@@ -57,6 +59,7 @@ def test_the_runs_folder_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None
         resolved(BASE + "run: {dir: ~nobody-has-this-name/x}")
 
 
+@pytest.mark.wording
 def test_seeds_have_63_bits() -> None:
     assert resolved(BASE, "--seed", str(2**63 - 1)).recipe.train.seed == 2**63 - 1
     for seed in ("-1", str(2**63)):
@@ -82,6 +85,7 @@ def test_the_batch_of_a_gpu_on_the_line(word: str) -> None:
     assert resolved(BASE + "globals: {BATCH_SIZE_PER_GPU: 2}", word).recipe.train.batch_size == 4
 
 
+@pytest.mark.wording
 def test_a_batch_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(Contradiction, match="BATCH_SIZE_PER_GPU"):
         resolved("task: t\ntrain: {epochs: 3, batch_size: 8}\nglobals: {BATCH_SIZE_PER_GPU: 4}")
@@ -119,6 +123,7 @@ def test_a_trainer_with_amp_and_a_rate() -> None:
     assert (recipe.precision, recipe.optimizer.lr) == ("bf16", 1e-5)
 
 
+@pytest.mark.wording
 def test_unknown_keys_cannot_play_with_the_terminal() -> None:
     for text in ('"\\e[31mred": 1', 'train: {"\\e[31mred": 1, epochs: 1}', '"\\e[2J": 1\n"\\e[2J": 2'):
         with pytest.raises(BadRecipe) as caught:

@@ -91,6 +91,7 @@ def test_a_recipe_is_explained_with_each_setting() -> None:
     assert {"key", "allowed", "default", "doc", "flags"} == set(settings[0])
 
 
+@pytest.mark.wording
 def test_one_setting_is_explained_alone() -> None:
     done = call("explain", "unet", "lr")
     assert done.output.splitlines()[0] == "optimizer.lr"
@@ -113,6 +114,7 @@ def test_a_copy_never_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads(call("copy", "unet", "b.yaml", "--json").output) == {"copied": "b.yaml"}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

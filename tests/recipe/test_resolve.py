@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import BadRecipe, Contradiction, HalfstepError, PrecisionRefused, Unsafe
-from halfstep.recipe.changes import different
+from halfstep.recipe.changes import Change, different
 from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import Resolved, resolve
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe
@@ -42,6 +42,7 @@ def test_defaults_are_filled_in_and_chance_is_recorded() -> None:
     assert (given.recipe.train.seed, given.recipe.run.dir, given.drawn) == (0, "/tmp/x", {"data.split"})
 
 
+@pytest.mark.wording
 def test_all_mistakes_are_named_at_once() -> None:
     with pytest.raises(BadRecipe) as caught:
         resolved("task: 3\ntrian: {epochs: 3}\nbatchsize: 4\noptimizer: {lr: -1, name: adamv}\ntrain: {wrokers: 2}")
@@ -58,6 +59,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         assert line in said, said
 
 
+@pytest.mark.wording
 def test_a_value_that_fits_none_of_several_types_is_one_mistake() -> None:
     with pytest.raises(BadRecipe) as caught:
         resolved("task: t\ntrain: {epochs: 1, num_workers: some}")
@@ -66,6 +68,7 @@ def test_a_value_that_fits_none_of_several_types_is_one_mistake() -> None:
     assert "a whole number of at least 0 or auto" in str(caught.value)
 
 
+@pytest.mark.wording
 def test_many_mistakes_and_long_values_stay_short() -> None:
     with pytest.raises(BadRecipe) as caught:
         resolved(BASE + "".join(f"unknown_{n}_{'x' * 500}: 1\n" for n in range(200)) + f"about: [{'y' * 5000}]")
@@ -112,6 +115,7 @@ def test_precision_as_people_write_it(text: str, name: str, note: str) -> None:
     assert bool(found.notes) == bool(note)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -157,6 +161,7 @@ def test_the_command_line_wins_and_says_so(text: str, line: str, name: str) -> N
     assert any("the command line's" in note for note in found.notes) == changed
 
 
+@pytest.mark.wording
 def test_words_that_mean_no_precision_of_a_run() -> None:
     with pytest.raises(PrecisionRefused):
         resolved(BASE + "precision: bf16-true")
@@ -166,6 +171,7 @@ def test_words_that_mean_no_precision_of_a_run() -> None:
         resolved(BASE + "precision: [bf16]")
 
 
+@pytest.mark.wording
 def test_flat_words_go_to_their_place() -> None:
     found = resolved(
         "task: t\nbatch_size: 8\nnum_epochs: 100\nlearning_rate: 1.5e-3\ncompile_model: True\n"
@@ -183,6 +189,7 @@ def test_flat_words_go_to_their_place() -> None:
         resolved(BASE + "patience: 3")
 
 
+@pytest.mark.wording
 def test_epochs_and_steps_replace_each_other_on_the_command_line_only() -> None:
     found = resolved(BASE, "--steps", "7")
     assert (found.recipe.train.epochs, found.recipe.train.steps) == (None, 7)
@@ -195,6 +202,7 @@ def test_epochs_and_steps_replace_each_other_on_the_command_line_only() -> None:
         resolved("task: t")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -261,9 +269,11 @@ def test_the_written_recipe_means_the_same_to_other_readers() -> None:
 def test_differences_are_lines() -> None:
     one, other = resolved(BASE, "--seed", "1").recipe, resolved(BASE, "--seed", "1", "--lr", "0.2", "--compile").recipe
     assert different(one, one) == []
-    assert different(one, other) == ["optimizer.lr: 0.001 -> 0.2", "train.compile: false -> true"]
-    assert different({"a": 1}, {"a": True, "b": None}) == ["a: 1 -> true", "b: (absent) -> null"]
-    assert different(one, other, ignore={"optimizer.lr"}) == ["train.compile: false -> true"]
+    changed = different(one, other)
+    assert changed == [Change("optimizer.lr", 0.001, 0.2), Change("train.compile", False, True)]
+    assert [str(one) for one in changed] == ["optimizer.lr: 0.001 -> 0.2", "train.compile: false -> true"]
+    assert [str(one) for one in different({"a": 1}, {"a": True, "b": None})] == ["a: 1 -> true", "b: (absent) -> null"]
+    assert different(one, other, ignore={"optimizer.lr"}) == changed[1:]
 
 
 def test_a_recipe_is_resolved_quickly_and_without_torch() -> None:

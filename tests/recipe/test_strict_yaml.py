@@ -66,6 +66,7 @@ def test_nesting_and_the_line_of_every_key() -> None:
     assert read.lines == {"a": 1, "a.b": 2, "a.c": 3, "a.c.0.x": 4, "a.c.1.x": 5, "d": 6}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "words"),
     [

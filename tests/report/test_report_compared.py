@@ -105,6 +105,7 @@ def test_a_bench_read_again_has_the_verdicts_that_it_was_written_with() -> None:
     assert "within the margin, ± 2.27" in page.texts
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("wrong", [{"rows": [{}]}, {"rows": 3}, {"metric": None}, {"seeds": ["x"]}])
 def test_a_bench_that_bench_did_not_write_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     written = json.loads((ROOT / "benchmarks" / "parity_cifar.json").read_text())
@@ -165,6 +166,7 @@ def test_a_plan_with_fields_of_other_types_makes_a_page(tmp_path: Path) -> None:
 # -- sources ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_what_is_none_of_them_is_refused_with_what_is_there(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one", whole())
     (tmp_path / "other.json").write_text('{"a": 1}')

@@ -115,6 +115,7 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path: Path) -> None:
     assert 'http-equiv="refresh"' in page_of([alive], refresh=60)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("written", "words"),
     [

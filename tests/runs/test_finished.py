@@ -40,6 +40,7 @@ def test_a_run_is_opened_with_its_weights(tmp_path: Path) -> None:
     assert all(torch.equal(tensor.cpu(), found[name].cpu()) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -56,6 +57,7 @@ def test_a_recipe_that_was_edited(tmp_path: Path, changes: dict[str, Any], words
     assert caught.value.do
 
 
+@pytest.mark.wording
 def test_without_a_finite_evaluation_the_last_weights_are_named(tmp_path: Path) -> None:
     left(tmp_path, LAST)
     with pytest.raises(BadData, match="no evaluation of the run was finite") as caught:
@@ -64,6 +66,7 @@ def test_without_a_finite_evaluation_the_last_weights_are_named(tmp_path: Path) 
     assert opened(tmp_path, "last").weights == tmp_path / LAST
 
 
+@pytest.mark.wording
 def test_without_any_weights(tmp_path: Path) -> None:
     left(tmp_path)
     with pytest.raises(BadData, match="no weights at") as caught:

@@ -82,6 +82,7 @@ class Interrupted(Tiny):
         return super().loss(model, batch, metrics)
 
 
+@pytest.mark.wording
 def test_stop_in_a_notebook_stops_the_run_and_the_next_cell_goes_on(
     recipe: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

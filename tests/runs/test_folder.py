@@ -50,6 +50,7 @@ def test_files_without_an_underscore_are_tasks() -> None:
     assert task_class("segmentation") is Segmentation
 
 
+@pytest.mark.wording
 def test_an_unknown_task_is_told_its_nearest_name() -> None:
     with pytest.raises(UnknownName, match="did you mean 'segmentation'"):
         task_class("segmentaton")
@@ -67,12 +68,14 @@ def test_an_entry_point_is_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     assert task_class("theirs") is Segmentation
 
 
+@pytest.mark.wording
 def test_an_entry_point_that_is_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     points(monkeypatch, ("theirs", "os.path:join"))
     with pytest.raises(WrongUse, match="not a task"):
         task_class("theirs")
 
 
+@pytest.mark.wording
 def test_two_tasks_of_one_name_are_a_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
     points(monkeypatch, ("segmentation", "a:B"))
     with pytest.raises(Contradiction, match="comes with halfstep"):
@@ -82,6 +85,7 @@ def test_two_tasks_of_one_name_are_a_contradiction(monkeypatch: pytest.MonkeyPat
         task_names()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("task", "package", "extras"),
     [("segmentation", "torchvision", "train,vision"), ("diffusion", "diffusers", "train,vision,diffusion")],
@@ -111,6 +115,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert sys.modules[kind.__module__].Mine is kind
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -132,6 +137,7 @@ def test_a_file_that_is_not_one_task(tmp_path: Path, text: str, words: str) -> N
     assert caught.value.do
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["missing.py", "folder.py", "text.txt", "large.py"])
 def test_what_is_not_a_python_file_is_not_run(tmp_path: Path, name: str, monkeypatch: Any) -> None:
     (tmp_path / "folder.py").mkdir()

@@ -90,6 +90,7 @@ def _whole(recipe: Path) -> Any:
     return Tiny.schema.model_validate({"model": {}, "data": {}, "loss": {}, **read_yaml(recipe.read_bytes(), "tiny")})
 
 
+@pytest.mark.wording
 def test_a_change_that_does_not_fit_leaves_the_run_as_it_was(recipe: Path) -> None:
     with pytest.raises(Halt):
         fit(recipe, halting(5))
@@ -100,6 +101,7 @@ def test_a_change_that_does_not_fit_leaves_the_run_as_it_was(recipe: Path) -> No
     assert fit(recipe).steps == 16
 
 
+@pytest.mark.wording
 def test_a_change_is_accepted_once_and_holds_from_then_on(recipe: Path) -> None:
     with pytest.raises(Halt):
         fit(recipe, halting(5))

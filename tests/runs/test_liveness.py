@@ -172,6 +172,7 @@ def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
     assert judged(tmp_path) == ("ended", 80)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("content", [None, "", "[]", "null", "{}"])
 def test_a_folder_without_a_run(tmp_path: Path, content: str | None) -> None:
     if content is not None:

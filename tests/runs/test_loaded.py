@@ -65,6 +65,7 @@ def test_model_and_preprocessing_come_to_the_same(tmp_path: Path, photo: Path) -
     assert (run.preprocessing.resize, run.preprocessing.crop, run.preprocessing.order) == (32, 32, "RGB")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("image", "said"),
     [
@@ -106,6 +107,7 @@ def test_grey_models_take_grey(tmp_path: Path) -> None:
     assert run.predict(torch.zeros(20, 30)).mask.shape == (20, 30)
 
 
+@pytest.mark.wording
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="holds no run"):
         halfstep.load(tmp_path)

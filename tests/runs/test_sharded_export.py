@@ -114,6 +114,7 @@ def test_one_tensor_is_in_memory_at_a_time(checkpoint: Any, tmp_path: Path) -> N
     assert largest <= 2 * SIDE * SIDE * 4
 
 
+@pytest.mark.wording
 def test_a_chunk_of_another_shape_is_not_spread_over_its_place(tmp_path: Path) -> None:
     """The files were sealed anew, so their digests are right."""
     snapshots = [snapshot(rank, stack()) for rank in range(RANKS)]
@@ -135,6 +136,7 @@ def test_a_tensor_is_never_cut_and_files_hold_as_much_as_they_may() -> None:
     assert shared_out(likes, 100) == [["a", "b", "c", "d", "e"]]
 
 
+@pytest.mark.wording
 def test_weights_that_are_not_finite_are_not_exported_and_leave_nothing(tmp_path: Path) -> None:
     bad = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf])}
     with pytest.raises(BadData, match="b is not finite"):
@@ -150,6 +152,7 @@ def test_sizes_in_words(text: str, count: int) -> None:
     assert bytes_in(text) == count
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "0GB", "5 apples"])
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(WrongUse, match="max-shard-size"):

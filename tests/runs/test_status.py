@@ -94,6 +94,7 @@ def test_the_last_launch_counts_and_the_first_end_of_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["status.rank-00000.json"]
 
 
+@pytest.mark.wording
 def test_a_file_that_cannot_be_written_hides_no_error(tmp_path: Path) -> None:
     (tmp_path / status_file(0)).mkdir()
     with pytest.raises(StorageFailed, match="no room"), saved(tmp_path):
@@ -187,6 +188,7 @@ def test_a_job_has_the_name_that_its_scheduler_gave_it(environment: dict[str, st
     assert job_id(environment) == job
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("code", [64, 65, 77, 78, 79, 80])
 def test_a_restart_after_an_ending_that_stays_ends_in_the_same_way(tmp_path: Path, code: int) -> None:
     leave(tmp_path, code=76, reason="rank 1 failed", state="ended")
@@ -198,6 +200,7 @@ def test_a_restart_after_an_ending_that_stays_ends_in_the_same_way(tmp_path: Pat
     assert begun(tmp_path, newest=9, restarts=0).fruitless == 0, "the user's own command"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("code", "ends"), [(70, 70), (76, 76), (None, 70)])
 def test_three_restarts_without_a_newer_checkpoint_are_enough(tmp_path: Path, code: int | None, ends: int) -> None:
     launch = begun(tmp_path, newest=4, restarts=0)
@@ -228,6 +231,7 @@ def test_a_status_that_another_program_wrote_stops_nothing(tmp_path: Path, conte
 # -- want of memory -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("batch", "parts"), [(64, [2, 4, 8, 16, 32, 64]), (12, [2, 4, 12]), (7, [7])])
 def test_a_restart_after_want_of_memory_halves_until_one_sample_is_left(
     tmp_path: Path, batch: int, parts: list[int]

@@ -337,6 +337,7 @@ def test_a_device_passes_and_says_nothing_private(path: Path) -> None:
     assert not re.search(r"/(tmp|home|root|usr|work|var)\b", path.read_text())
 
 
+@pytest.mark.wording
 def test_a_file_of_anything_else_is_refused_and_a_hostile_one_harmless() -> None:
     for wrong in (None, [], {"form": 2}, {**report_of(), "parts": []}, {**report_of(), "interrupted": True}):
         with pytest.raises(BadData, match="not the whole self-test"):

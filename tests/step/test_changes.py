@@ -68,6 +68,7 @@ def test_an_unfrozen_layer_leaves_no_old_gradient_for_its_optimizer() -> None:
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-6)
 
 
+@pytest.mark.wording
 def test_weights_unfrozen_in_16_bits_are_refused_when_it_happens() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model[0].requires_grad_(False).bfloat16()
@@ -79,6 +80,7 @@ def test_weights_unfrozen_in_16_bits_are_refused_when_it_happens() -> None:
             stepper.step(mse, torch.randn(6, 8))
 
 
+@pytest.mark.wording
 def test_a_model_cast_to_16_bits_in_mid_training_is_refused() -> None:
     model = plain_model()
     stepper = make(model, "bf16")
@@ -191,6 +193,7 @@ def test_every_kind_of_buffer_is_as_it_was(kind: str) -> None:
     assert stepper.step(mse, torch.randn(6, 8)).applied
 
 
+@pytest.mark.wording
 def test_a_buffer_made_under_inference_mode() -> None:
     model = Holds(torch.zeros(3), lambda m: None)
     stepper = make(model)
@@ -248,6 +251,7 @@ def test_the_average_follows_a_new_head_and_an_unfrozen_layer() -> None:
     assert not torch.equal(averages["2.weight"], model[2].weight)
 
 
+@pytest.mark.wording
 def test_buffers_of_another_model_are_refused() -> None:
     ema = Ema(nn.BatchNorm1d(3))
     state = ema.state_dict()
@@ -266,6 +270,7 @@ def test_averages_of_wide_and_complex_weights() -> None:
         assert stepper.ema.averages()["weight"].dtype is dtype
 
 
+@pytest.mark.wording
 def test_an_average_of_another_model_is_refused() -> None:
     with pytest.raises(WrongUse, match="Ema of another model"):
         make(plain_model(), ema=Ema(plain_model()))
@@ -282,6 +287,7 @@ def test_a_count_that_is_not_finite_does_not_stay() -> None:
     assert stepper.step(lambda m, x: Counted(m(x).square().sum(), 6), torch.randn(6, 8)).applied
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_kinds_of_loss_in_one_window_are_refused_in_either_order(first: int) -> None:
     turn = iter([first, 1 - first])
@@ -294,6 +300,7 @@ def test_two_kinds_of_loss_in_one_window_are_refused_in_either_order(first: int)
         make(plain_model()).step(mixed, Window([torch.randn(6, 8)] * 2))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("limit", [-1.0, 0, float("nan"), "1.0"])
 def test_limits_that_cannot_be_meant(limit: Any) -> None:
     for name in ("clip_norm", "clip_value"):
@@ -301,6 +308,7 @@ def test_limits_that_cannot_be_meant(limit: Any) -> None:
             make(plain_model(), **{name: limit})
 
 
+@pytest.mark.wording
 def test_a_schedule_of_another_optimizer_is_refused() -> None:
     model = plain_model()
     other = torch.optim.SGD(model.parameters(), 0.1)
@@ -308,6 +316,7 @@ def test_a_schedule_of_another_optimizer_is_refused() -> None:
         make(model, schedule=torch.optim.lr_scheduler.StepLR(other, 1))
 
 
+@pytest.mark.wording
 def test_an_optimizer_that_requires_a_closure_is_refused() -> None:
     class Sharpness(torch.optim.SGD):
         def step(self, closure: Any) -> Any:  # type: ignore[override]
@@ -318,12 +327,14 @@ def test_an_optimizer_that_requires_a_closure_is_refused() -> None:
         Stepper(model, Sharpness(model.parameters(), 0.1), precision="fp32")
 
 
+@pytest.mark.wording
 def test_weights_that_hold_no_numbers_are_refused() -> None:
     model = nn.Linear(4, 4, device="meta")
     with pytest.raises(WrongUse, match="weight, bias on the meta device"):
         make(model)
 
 
+@pytest.mark.wording
 def test_a_state_of_another_width_is_refused_before_anything_changes() -> None:
     def adam(width: int) -> Stepper:
         torch.manual_seed(width)
@@ -348,6 +359,7 @@ def test_a_state_of_another_width_is_refused_before_anything_changes() -> None:
 # -- the context form, out of turn ---------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_dropped_micro_batch_is_refused_or_discarded() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     stepper = make(model)
@@ -368,6 +380,7 @@ def test_a_dropped_micro_batch_is_refused_or_discarded() -> None:
     assert stepper.apply().applied
 
 
+@pytest.mark.wording
 def test_a_forward_that_was_refused_is_not_in_turn() -> None:
     stepper = make(plain_model())
     with torch.no_grad(), pytest.raises(WrongUse, match="no_grad"), stepper.forward():
@@ -378,6 +391,7 @@ def test_a_forward_that_was_refused_is_not_in_turn() -> None:
     assert stepper.apply().applied
 
 
+@pytest.mark.wording
 def test_apply_needs_a_last_micro_batch() -> None:
     stepper = make(plain_model())
     with stepper.forward(last=False):
@@ -416,6 +430,7 @@ def test_one_graph_at_a_time_in_a_window() -> None:
 # -- lazy modules ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_lazy_modules_are_refused_until_a_batch_has_shaped_them() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(1))
     with pytest.raises(
@@ -432,6 +447,7 @@ def test_lazy_modules_are_refused_until_a_batch_has_shaped_them() -> None:
         stepper.step(mse, torch.randn(4, 8))
 
 
+@pytest.mark.wording
 def test_a_lazy_buffer_alone_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.LazyBatchNorm1d(affine=False))
     with pytest.raises(WrongUse, match=r"1\.running_mean, 1\.running_var"):

@@ -141,6 +141,7 @@ def forgotten(folder: Path) -> ModuleType:
     return written(folder, f"{before}class Product{bare}class Cosine{rest}")
 
 
+@pytest.mark.wording
 def test_the_page_shows_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = forgotten(tmp_path)
@@ -158,6 +159,7 @@ def test_the_page_shows_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert " ".join(shown[1].split()) == told
 
 
+@pytest.mark.wording
 def test_audit_finds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = forgotten(tmp_path)

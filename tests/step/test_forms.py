@@ -91,6 +91,7 @@ def test_an_error_in_the_context_form_leaves_no_trace() -> None:
     assert stepper.step(mse, torch.randn(6, 8)).applied
 
 
+@pytest.mark.wording
 def test_an_optimizer_that_fails_half_way_stops_the_stepper() -> None:
     stepper = make()
     optimizer = stepper.optimizers["loss"]
@@ -201,6 +202,7 @@ def test_one_host_read_a_step(precision: str) -> None:
 # -- refused in words ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -221,6 +223,7 @@ def test_losses_that_cannot_be_meant(loss: Any, words: str) -> None:
     assert stepper.step(mse, torch.randn(6, 8)).applied
 
 
+@pytest.mark.wording
 def test_order_of_the_context_form() -> None:
     stepper = make()
     with pytest.raises(WrongUse, match="before forward"):
@@ -237,6 +240,7 @@ def test_order_of_the_context_form() -> None:
         stepper.step(mse, Window())
 
 
+@pytest.mark.wording
 def test_a_step_inside_autocast_is_refused() -> None:
     stepper = make(precision="bf16")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(WrongUse, match="weights that it cast first"):
@@ -254,6 +258,7 @@ def test_inside_an_autocast_that_is_off_weights_are_cast_anew_each_step() -> Non
     assert len(set(losses(outer=True))) == 5
 
 
+@pytest.mark.wording
 def test_trainable_weights_in_16_bits_are_refused_by_name() -> None:
     model = plain_model().half()
     with pytest.raises(WrongUse, match=r"0\.weight, 0\.bias, 2\.weight, 2\.bias"):
@@ -281,6 +286,7 @@ def test_adapters_on_a_frozen_half_base_train() -> None:
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
+@pytest.mark.wording
 def test_optimizers_that_train_nothing_or_need_a_closure_are_refused() -> None:
     model, other = plain_model(), plain_model()
     with pytest.raises(WrongUse, match="none of them of this model"):
@@ -295,6 +301,7 @@ def test_optimizers_that_train_nothing_or_need_a_closure_are_refused() -> None:
         Stepper(model, optimizer, precision="fp32", schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
+@pytest.mark.wording
 def test_every_refusal_says_what_to_do() -> None:
     model = plain_model()
     with pytest.raises(HalfstepError) as caught:
@@ -304,6 +311,7 @@ def test_every_refusal_says_what_to_do() -> None:
     assert caught.value.do
 
 
+@pytest.mark.wording
 def test_an_optimizer_that_holds_an_old_head_is_found() -> None:
     model = plain_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -163,12 +163,14 @@ def test_the_names_of_fp64(name: Any) -> None:
     assert choice.asked == "fp64"
 
 
+@pytest.mark.wording
 def test_a_recipe_refuses_it_by_name() -> None:
     for word in ("fp64", "64-true", "double"):
         with pytest.raises(PrecisionRefused, match="recipes, commands and GradScaler do not"):
             read_precision(word)
 
 
+@pytest.mark.wording
 def test_an_fp32_run_of_a_float64_model_says_what_to_type() -> None:
     model = double_model()
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
@@ -179,6 +181,7 @@ def test_an_fp32_run_of_a_float64_model_says_what_to_type() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.wording
 def test_a_float32_model_is_refused_for_fp64() -> None:
     model = double_model().float()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -192,6 +195,7 @@ def test_a_float32_model_is_refused_for_fp64() -> None:
     assert stepper.step(mean_square, batches(1)[0].float()).applied
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("device", "native"),
     [

@@ -216,6 +216,7 @@ def test_ignored_signals_stay_ignored() -> None:
 # -- the context form ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_window_that_is_open_cannot_be_saved() -> None:
     model, stepper = make()
     with stepper.forward():
@@ -236,6 +237,7 @@ def test_ctrl_c_inside_forward_drops_the_window() -> None:
     assert state(model, stepper) == before
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("what", ["clip", "step"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_what_somebody_else_does_between_backward_and_apply_is_noticed(what: str, precision: str) -> None:

@@ -78,6 +78,7 @@ def test_the_update_is_that_of_the_loss_alone(wrapped: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("extra", [0.5, torch.tensor(0.5), torch.tensor(3), "text"])
 def test_a_plain_tuple_is_refused_with_the_line_to_write(extra: Any) -> None:
     stepper = make()

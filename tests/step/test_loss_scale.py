@@ -159,6 +159,7 @@ def test_reads_and_writes_torchs_state() -> None:
     assert vars(again) == vars(ours)
 
 
+@pytest.mark.wording
 def test_refuses_the_state_of_a_disabled_scaler_and_a_scale_of_another_kind() -> None:
     with pytest.raises(StateMismatch, match="disabled"):
         DynamicScale().load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
@@ -201,6 +202,7 @@ def test_a_static_scale_skips_and_stays() -> None:
     assert stepper.state_dict()["losses"]["loss"]["loss_scale"] == {"scale": 2.0**40}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("precision", "scale"), [("bf16", DynamicScale()), ("fp32", StaticScale(8.0)), ("fp16", NoScale())]
 )

@@ -131,6 +131,7 @@ def test_an_overflow_lowers_the_one_scale_of_the_one_loss() -> None:
     assert stepper.loss_scales == {"muon": 2.0**23, "adamw": 2.0**23}
 
 
+@pytest.mark.wording
 def test_one_loss_then_a_dict_of_losses_are_two_kinds_of_steps() -> None:
     model = Mixed()
     stepper = Stepper(model, muon_and_adamw(model), precision="fp32")
@@ -204,6 +205,7 @@ def test_a_gan_that_toggles_requires_grad() -> None:
     torch.testing.assert_close(stepper.ema.averages()["g.weight"], true)
 
 
+@pytest.mark.wording
 def test_a_step_for_an_optimizer_that_is_all_frozen_says_so() -> None:
     gan = nn.ModuleDict({"g": nn.Linear(8, 8), "d": nn.Linear(8, 1)})
     stepper = Stepper(gan, {k: torch.optim.SGD(gan[k].parameters(), 0.1) for k in "gd"}, precision="fp32")
@@ -256,6 +258,7 @@ class SAM(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("kind", [SAM, torch.optim.LBFGS])
 def test_optimizers_that_evaluate_the_loss_are_refused_by_name(kind: Any) -> None:
     model = nn.Linear(4, 1)
@@ -263,6 +266,7 @@ def test_optimizers_that_evaluate_the_loss_are_refused_by_name(kind: Any) -> Non
         Stepper(model, kind(model.parameters()), precision="fp32")
 
 
+@pytest.mark.wording
 def test_an_optimizer_in_backward_is_refused() -> None:
     model = nn.Linear(16, 4)
     own = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
@@ -281,6 +285,7 @@ def test_an_optimizer_in_backward_is_refused() -> None:
     assert Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
 
 
+@pytest.mark.wording
 def test_torchs_own_optimizer_in_backward_is_refused() -> None:
     model = nn.Linear(16, 4)
     with warnings.catch_warnings():
@@ -292,12 +297,14 @@ def test_torchs_own_optimizer_in_backward_is_refused() -> None:
         Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
 
 
+@pytest.mark.wording
 def test_data_parallel_is_refused() -> None:
     model = nn.DataParallel(nn.Linear(4, 1))
     with pytest.raises(WrongUse, match="DataParallel"):
         Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
 
 
+@pytest.mark.wording
 def test_an_optimizer_is_needed_and_given_once() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -157,6 +157,7 @@ def test_counts_may_be_tensors() -> None:
     assert torch.equal(gradients_of(fresh(), as_tensor, (x, y)), gradients_of(fresh(), counted, (x, y)))
 
 
+@pytest.mark.wording
 def test_mixing_the_two_forms_of_a_loss_in_a_window_is_refused() -> None:
     stepper = Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision="fp32")
     turns = iter([False, True])
@@ -165,6 +166,7 @@ def test_mixing_the_two_forms_of_a_loss_in_a_window_is_refused() -> None:
         stepper.step(mixed, Window(data(2)))
 
 
+@pytest.mark.wording
 def test_clipping_by_value() -> None:
     model = plain_model()
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1.0), precision="fp32", clip_value=1e-3)

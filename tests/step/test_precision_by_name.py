@@ -49,6 +49,7 @@ def test_an_emulated_format_runs_and_is_called_slow(name: str, dtype: torch.dtyp
     assert [finding.id for finding in stepper.findings] == ["precision.slow"]
 
 
+@pytest.mark.wording
 @pytest.mark.usefixtures("_core_i7")
 def test_what_cannot_run_as_named_is_refused() -> None:
     for name in ("tf32", "fp8", "amp"):
@@ -68,6 +69,7 @@ def test_a_fallback_is_asked_for() -> None:
     assert [finding.id for finding in stepper.findings] == ["precision.substituted"]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("value", [True, False])
 def test_strict_says_what_to_type_instead(value: bool) -> None:
     with pytest.raises(WrongUse, match=f"Stepper with strict={value}") as refused:
@@ -77,6 +79,7 @@ def test_strict_says_what_to_type_instead(value: bool) -> None:
         check_options({"strict": value})  # type: ignore[typeddict-unknown-key]
 
 
+@pytest.mark.wording
 @pytest.mark.usefixtures("_core_i7")
 def test_a_grad_scaler_by_name() -> None:
     assert [finding.id for finding in halfstep.GradScaler("cpu", precision="bf16").findings] == ["precision.slow"]
@@ -86,6 +89,7 @@ def test_a_grad_scaler_by_name() -> None:
         halfstep.GradScaler("cpu", precision="tf32")
 
 
+@pytest.mark.wording
 def test_a_grad_scaler_is_refused_where_fp16_is_known_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "describe", lambda _: named("NVIDIA GeForce GTX 1650"))
     monkeypatch.setattr(grad_scaler, "present", lambda: ["xpu", "cpu"])

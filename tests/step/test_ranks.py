@@ -176,6 +176,7 @@ def context_form(rank: int) -> tuple[str, str, list[bool]]:
     return digest_of(wrapped.state_dict()), words, applied
 
 
+@pytest.mark.wording
 def test_context_form_under_ddp(on_ranks: Ranks) -> None:
     zero, one = on_ranks(context_form)
     assert zero[0] == one[0]
@@ -194,6 +195,7 @@ def plain_in_context_form(rank: int) -> str:
     return ""
 
 
+@pytest.mark.wording
 def test_context_form_with_a_plain_model_on_two_ranks_is_refused(on_ranks: Ranks) -> None:
     assert all("DistributedDataParallel" in words for words in on_ranks(plain_in_context_form))
 
@@ -283,6 +285,7 @@ def with_unused_parameters(rank: int, options: dict[str, Any]) -> tuple[str, str
     return "", digest_of(model.state_dict())
 
 
+@pytest.mark.wording
 def test_parameters_that_the_loss_does_not_use(on_ranks: Ranks) -> None:
     found = on_ranks(with_unused_parameters, {})
     assert all("gradients differ between ranks" in words for words, _ in found)
@@ -359,6 +362,7 @@ def foreign_parameters(rank: int) -> str:
     return ""
 
 
+@pytest.mark.wording
 def test_parameters_that_nobody_synchronises_are_refused(on_ranks: Ranks) -> None:
     assert all("a part of the model" in words for words in on_ranks(foreign_parameters))
 
@@ -460,6 +464,7 @@ def badly_sharded(rank: int, how: str) -> str:
     return ""
 
 
+@pytest.mark.wording
 def test_sharding_that_cannot_be_synchronised_is_refused(on_ranks: Ranks) -> None:
     assert "only parts are sharded" in on_ranks(badly_sharded, "a part")[0]
     assert "does not hold: 2.weight, 2.bias" in on_ranks(badly_sharded, "ignored")[0]

@@ -64,6 +64,7 @@ def check(found: list[dict[str, Any]], error: str, words: str) -> None:
     assert all(one["unchanged"] for one in found)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("buffers", [False, True], ids=["plain", "buffers"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
@@ -77,6 +78,7 @@ def test_one_rank_fails_and_training_goes_on(ranks: Ranks, kind: str, buffers: b
         assert all(one["after"] == one["undisturbed"] for one in found)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("place", ["after the model", "in backward"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
@@ -90,6 +92,7 @@ def test_a_micro_batch_of_a_window_fails(ranks: Ranks, kind: str, place: str, ba
     assert [one["usable"] for one in found[:-1]] == [not unseen] * (len(found) - 1)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("place", ["before the model", "in backward"])
 def test_the_very_first_window_fails_under_ddp(ranks: Ranks, place: str) -> None:
     found = ranks(one_fails, "DDP", True, place, first=True)
@@ -97,6 +100,7 @@ def test_the_very_first_window_fails_under_ddp(ranks: Ranks, place: str) -> None
     assert "after" in found[0]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("place", ["before the model", "in forward", "Ctrl-C"])
 def test_the_very_first_window_fails_under_fsdp2_and_the_group_is_lost(ranks: Ranks, place: str) -> None:
     found = ranks(one_fails, "FSDP2", True, place, first=True)

@@ -111,6 +111,7 @@ def no_batch_at_first(rank: int) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
+@pytest.mark.wording
 def test_no_batch_in_the_first_window_of_fsdp2_is_told_to_all(four: Ranks) -> None:
     zero, *others = four(no_batch_at_first)
     four.stop()
@@ -120,6 +121,7 @@ def test_no_batch_in_the_first_window_of_fsdp2_is_told_to_all(four: Ranks) -> No
     assert max(seconds for _, _, seconds in [zero, *others]) < 5
 
 
+@pytest.mark.wording
 def test_one_process_has_nobody_to_take_part_with() -> None:
     with pytest.raises(WrongUse, match=r"step\(None\)"):
         stepper_for("alone", buffers=True).step(None)
@@ -197,6 +199,7 @@ def test_a_guard_that_refuses_on_one_rank_refuses_on_all(four: Ranks) -> None:
     assert four(guarded, "refuses") == [(["None", "guard:own", "guard:own"], True)] * 4
 
 
+@pytest.mark.wording
 def test_a_guard_that_raises_on_one_rank_ends_the_window_on_all(four: Ranks) -> None:
     found = four(guarded, "raises")
     assert found[2][0][1] == "Unreadable a guard's file"
@@ -230,6 +233,7 @@ def own_forward(rank: int, place: str) -> tuple[list[str], str]:
     return said, digest_of(dict(model.named_parameters()))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_a_failure_in_the_callers_own_forward_pass(four: Ranks, place: str) -> None:
     found = four(own_forward, place)

@@ -131,6 +131,7 @@ def test_trained_weights_that_forward_constrains_are_put_back(how: str, good_ste
     assert everything(model) == before
 
 
+@pytest.mark.wording
 def test_a_first_write_long_after_observation_is_told_and_then_taken_back() -> None:
     model = MomentumEncoder("never")
     stepper = sgd(model)
@@ -146,6 +147,7 @@ def test_a_first_write_long_after_observation_is_told_and_then_taken_back() -> N
     assert everything(model) == before
 
 
+@pytest.mark.wording
 def test_a_first_write_in_a_skipped_step_is_told_as_lost() -> None:
     model = MomentumEncoder("never")
     stepper = sgd(model)
@@ -306,6 +308,7 @@ def test_modules_that_cannot_be_found_may_be_included() -> None:
     assert everything(criterion) == before
 
 
+@pytest.mark.wording
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(WrongUse, match="include\\(list\\)"):
         sgd(nn.Linear(16, 4)).include([1])

@@ -138,6 +138,7 @@ def test_clipping_by_name() -> None:
     assert moved["g"] == pytest.approx(report.parts["g"].grad_norm, rel=1e-5)
 
 
+@pytest.mark.wording
 def test_wrong_names_are_refused() -> None:
     stepper = make()
     with pytest.raises(WrongUse, match=r"no loss for \['d'\]"):

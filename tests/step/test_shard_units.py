@@ -117,6 +117,7 @@ def test_a_model_that_is_an_island_has_wide_units_only() -> None:
     assert [(unit.name, unit.wide) for unit in units] == [("2", True), ("0", True), ("", True)]
 
 
+@pytest.mark.wording
 def test_a_parameter_without_a_dimension_is_refused() -> None:
     model = Transformer()
     model.temperature = nn.Parameter(torch.tensor(1.0))

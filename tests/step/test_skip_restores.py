@@ -119,6 +119,7 @@ def test_a_large_queue_that_data_fills_after_a_warm_up_loses_no_column(columns: 
     assert int(model.place) == 60
 
 
+@pytest.mark.wording
 def test_a_first_write_in_the_skipped_step_itself_is_reported_by_name() -> None:
     model = nn.Linear(300, 300)
     stepper, x = sgd(model), torch.randn(4, 300)
@@ -140,6 +141,7 @@ def test_a_first_write_in_the_skipped_step_itself_is_reported_by_name() -> None:
     assert torch.equal(model.weight, moved)
 
 
+@pytest.mark.wording
 def test_a_tensor_in_many_parts_is_noticed_within_the_stated_number_of_steps() -> None:
     """A bank of 8 MiB of which each step writes one row through `.data`: most checksums see another part."""
 
@@ -482,6 +484,7 @@ def test_a_buffer_in_fp8_is_restored() -> None:
     assert model.cache.float().eq(1).all()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("how", ["mul_", ".data"])
 def test_a_batch_that_is_changed_in_place_is_reported(how: str) -> None:
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -495,6 +498,7 @@ def test_a_batch_that_is_changed_in_place_is_reported(how: str) -> None:
     assert "batch[0]['image']" in stepper.findings[0].evidence or "batch['image']" in stepper.findings[0].evidence
 
 
+@pytest.mark.wording
 def test_a_tensor_that_a_closure_rebinds_in_a_skipped_step_is_reported() -> None:
     state = torch.zeros(1)
 

@@ -63,6 +63,7 @@ def test_stop_save_load_go_on(precision: str) -> None:
     assert second.state_dict()["losses"]["loss"]["base_count"] == 4.0
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("part", ["precision", "counts", "ema", "optimizers", "losses"])
 def test_a_missing_part_is_refused(part: str) -> None:
     stepper = make("bf16")
@@ -74,6 +75,7 @@ def test_a_missing_part_is_refused(part: str) -> None:
     assert digest_of_run(stepper) == before
 
 
+@pytest.mark.wording
 def test_the_state_of_another_run_is_refused() -> None:
     with pytest.raises(StateMismatch, match="precision saved without bf16 and with fp16"):
         make("bf16").load_state_dict(make("fp16").state_dict())
@@ -87,6 +89,7 @@ def test_the_state_of_another_run_is_refused() -> None:
         make("bf16").load_state_dict({**state, "optimizers": {"loss": bare}})
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -160,6 +163,7 @@ def test_wearing_the_average_inside_an_open_autocast() -> None:
         assert torch.equal(model(x), own)
 
 
+@pytest.mark.wording
 def test_averages_of_another_model_are_refused() -> None:
     with pytest.raises(StateMismatch, match="averages of another model"):
         Ema(plain_model()).load_state_dict(Ema(nn.Linear(2, 2)).state_dict())
@@ -224,6 +228,7 @@ def test_a_run_goes_back_to_a_state_from_before_the_first_step() -> None:
     assert digest_of_run(stepper) == after
 
 
+@pytest.mark.wording
 def test_a_class_of_the_same_name_with_other_options_is_refused_before_anything_changes() -> None:
     class Other(Writes):
         def __init__(self, parameters: Any) -> None:
@@ -242,6 +247,7 @@ def test_a_class_of_the_same_name_with_other_options_is_refused_before_anything_
     assert digest_of_run(stepper) == before
 
 
+@pytest.mark.wording
 def test_a_moment_of_another_width_is_refused_where_ours_is_known() -> None:
     def run(width: int) -> Stepper:
         model = nn.Linear(8, width)
@@ -256,6 +262,7 @@ def test_a_moment_of_another_width_is_refused_where_ours_is_known() -> None:
     assert digest_of_run(wide) == before
 
 
+@pytest.mark.wording
 def test_a_known_moment_of_another_width_is_refused_where_none_is_held() -> None:
     def run(width: int) -> Stepper:
         model = nn.Linear(8, width)
@@ -324,6 +331,7 @@ def test_a_wrapper_resumes(wrapper: Any) -> None:
     assert digest_of_run(second) == digest_of_run(straight)
 
 
+@pytest.mark.wording
 def test_a_state_of_another_form_is_refused() -> None:
     model = plain_model()
     stepper = Stepper(model, Wrapper(torch.optim.AdamW(model.parameters(), 0.05)), precision="fp32")

@@ -44,6 +44,7 @@ def make(optimizer: Any = momentum, schedule: Any = None, **options: Any) -> Ste
 # -- states --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("saved", "ours"), [(adamw, momentum), (momentum, adamw), (adam, adamw), (adamw, torch.optim.Adagrad)]
 )
@@ -59,6 +60,7 @@ def test_the_state_of_another_optimizer_is_refused_before_anything_changes(saved
     assert two.step(square, torch.randn(4, 8)).applied
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("saved", "ours"),
     [
@@ -77,6 +79,7 @@ def test_the_state_of_another_schedule_is_refused_before_anything_changes(saved:
     assert digest_of_run(two) == before
 
 
+@pytest.mark.wording
 def test_the_state_of_another_precision_is_refused_before_anything_changes() -> None:
     one, two = make(precision="fp16", loss_scale=DynamicScale(init_scale=8.0)), make(precision="bf16")
     before = digest_of_run(two)
@@ -85,6 +88,7 @@ def test_the_state_of_another_precision_is_refused_before_anything_changes() -> 
     assert digest_of_run(two) == before
 
 
+@pytest.mark.wording
 def test_options_of_another_optimizer_are_refused() -> None:
     state = copy.deepcopy(make().state_dict())
     state["optimizers"]["loss"]["optimizer"]["param_groups"][0]["betas"] = (0.9, 0.99)
@@ -136,6 +140,7 @@ def make_with_average() -> Stepper:
     return Stepper(model, momentum(model.parameters()), precision="fp32", ema=Ema(model, 0.5))
 
 
+@pytest.mark.wording
 def test_evaluating_needs_an_average_and_no_open_window() -> None:
     stepper = make()
     with pytest.raises(WrongUse, match="without an average"), stepper.evaluating(ema=True):

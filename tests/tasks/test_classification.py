@@ -56,12 +56,14 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert made("classification", data=folder(tmp_path, val=0.4)).classes == ["cat", "train"]
 
 
+@pytest.mark.wording
 def test_a_wrong_number_of_classes_is_said(tmp_path: Path) -> None:
     write_classes(tmp_path)
     with pytest.raises(BadRecipe, match=r"data.classes=5, where .* has 3 classes"):
         made("classification", data=folder(tmp_path, val=0.4, classes=5)).model()
 
 
+@pytest.mark.wording
 def test_a_class_that_training_has_not(tmp_path: Path) -> None:
     write_classes(tmp_path / "train", ("cat", "dog"))
     write_classes(tmp_path / "val", ("cat", "wolf"))
@@ -85,6 +87,7 @@ def test_shards(tmp_path: Path) -> None:
     assert batch_of(task, "val")["label"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.wording
 def test_shards_without_labels_are_found_out_before_the_first_step(tmp_path: Path) -> None:
     write_shard(tmp_path / "0.tar", "none")
     with pytest.raises(BadData, match="has no label"):
@@ -197,6 +200,7 @@ def test_randaugment_changes_integers() -> None:
     assert changed
 
 
+@pytest.mark.wording
 def test_randaugment_of_many_channels_is_refused() -> None:
     with pytest.raises(BadRecipe, match=r"data\.channels=5"):
         made("classification", data={"augment": "randaugment", "channels": 5})
@@ -208,6 +212,7 @@ def test_models_of_every_kind(name: str) -> None:
     assert task.model()(torch.randn(2, 2, 64, 64)).shape == (2, 6)
 
 
+@pytest.mark.wording
 def test_a_small_stem_keeps_the_size() -> None:
     model = made("classification", model={"name": "resnet18", "small_stem": True}).model()
     sizes: list[torch.Size] = []
@@ -218,12 +223,14 @@ def test_a_small_stem_keeps_the_size() -> None:
         made("classification", model={"name": "convnext_atto", "small_stem": True}).model()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["rsnet50", "hf-hub:someone/something", "local-dir:/tmp"])
 def test_only_names_of_models_are_names(name: str) -> None:
     with pytest.raises(UnknownName, match="is not known"):
         made("classification", model={"name": name}).model()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("weights", ["none", "pretrained"])
 def test_weights_that_timm_has_not_for_a_model(weights: str) -> None:
     with pytest.raises(UnknownName, match=r"'resnet18\.a9_in1k' is not known") as caught:
@@ -239,6 +246,7 @@ def test_the_likeliest_class_comes_first() -> None:
     assert found.values["top5"].split()[0::2] == [task.classes[n] for n in (2, 3, 1, 5, 0)]
 
 
+@pytest.mark.wording
 def test_names_are_remembered_where_the_data_is_gone(tmp_path: Path) -> None:
     task = made("classification", data=folder(tmp_path / "gone"))
     task.remember({"classes": ["heron", "stork"]})

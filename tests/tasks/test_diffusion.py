@@ -45,6 +45,7 @@ def embedded(tmp_path: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"embeddings": str(tmp_path / "embeddings.safetensors")}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [
@@ -305,6 +306,7 @@ def test_images_of_every_kind_are_brought_between_minus_one_and_one(image: torch
     assert light.unique().tolist() == [1.0]
 
 
+@pytest.mark.wording
 def test_predicting_needs_something_to_look_at() -> None:
     task = diffusion(**PIXELS)
     with pytest.raises(WrongUse, match="halfstep predict RUN"):

@@ -154,6 +154,7 @@ def test_latents_are_kept_under_the_format_that_they_were_computed_in(tmp_path: 
     assert computed_in(model, precision_named("tf32")) == "tf32", "islands compute in it, too"
 
 
+@pytest.mark.wording
 def test_images_that_an_autoencoder_was_not_made_for(tmp_path: Path) -> None:
     with pytest.raises(BadRecipe, match=r"data.channels=1"):
         on(folder(tmp_path), {"channels": 1}).model()
@@ -191,6 +192,7 @@ def test_a_denoiser_from_a_folder(tmp_path: Path) -> None:
     again.model().load_state_dict(model.state_dict())
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("wrong", "condition", "words"),
     [({"channels": 3}, "class", "in_channels=3"), ({"classes": 4}, "class", "num_class_embeds=4"), ({}, "none", "=5")],
@@ -202,6 +204,7 @@ def test_a_denoiser_for_something_else_is_refused(
         diffusion(denoiser=unet(tmp_path / "unet", **wrong), condition=condition).model()
 
 
+@pytest.mark.wording
 def test_a_denoiser_from_a_folder_that_wants_more_is_refused(tmp_path: Path) -> None:
     timed = unet(tmp_path / "timed", classes=None, class_embed_type="timestep")
     with pytest.raises(BadRecipe, match="class_embed_type=timestep"):
@@ -249,6 +252,7 @@ def test_an_interrupted_run_goes_on_with_the_parts_that_it_was_begun_with(tmp_pa
     assert any("that of the checkpoint" in note and became in note for note in start["notes"])
 
 
+@pytest.mark.wording
 def test_facts_that_are_not_the_checkpoints_are_refused(tmp_path: Path) -> None:
     folder(tmp_path)
     unet(tmp_path / "unet")

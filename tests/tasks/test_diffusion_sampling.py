@@ -225,6 +225,7 @@ class Damaged:
         return str(index)
 
 
+@pytest.mark.wording
 def test_samples_that_cannot_be_read_are_passed_over() -> None:
     found = first_conditions(Damaged([1, 3]), lambda sample: sample, "condition", 5, CPU)
     assert found.given.flatten().tolist() == [1, 3, 1, 3, 1]

@@ -85,6 +85,7 @@ def test_a_scale_that_nobody_wrote_is_not_assumed(tmp_path: Path) -> None:
     assert pretrained_autoencoder(tmp_path).scale is None
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("scale", [0, -0.5, "much", float("nan"), float("inf")])
 def test_a_scale_that_is_none(tmp_path: Path, scale: Any) -> None:
     kept_in(tmp_path)
@@ -93,6 +94,7 @@ def test_a_scale_that_is_none(tmp_path: Path, scale: Any) -> None:
         pretrained_autoencoder(tmp_path)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("moved", [{"shift_factor": 0.1}, {"latents_mean": [0.1, 0.2]}])
 def test_latents_that_are_moved_are_refused(tmp_path: Path, moved: dict[str, Any]) -> None:
     kept_in(tmp_path, **moved)
@@ -136,6 +138,7 @@ class Writes:
         return (Path.touch, (self.path,))
 
 
+@pytest.mark.wording
 def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     kept_in(tmp_path / "vae")
     (tmp_path / "vae" / WEIGHTS).unlink()
@@ -154,6 +157,7 @@ def test_a_pickle_under_the_name_of_numbers(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["../secret.safetensors", "weights.bin", "/etc/x.safetensors"])
 def test_an_index_that_points_elsewhere(tmp_path: Path, name: str) -> None:
     kept_in(tmp_path)
@@ -178,6 +182,7 @@ def with_nan(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -202,6 +207,7 @@ def test_a_folder_that_was_spoilt(tmp_path: Path, spoil: Any, words: str) -> Non
     assert caught.value.do
 
 
+@pytest.mark.wording
 def test_no_folder_and_the_wrong_part(tmp_path: Path) -> None:
     with pytest.raises(BadData, match=r"no AutoencoderKL in .*nowhere: there is no such folder") as caught:
         pretrained_autoencoder(tmp_path / "nowhere")
@@ -243,6 +249,7 @@ def test_the_best_weights_come_first(tmp_path: Path) -> None:
     assert same(pretrained_autoencoder(tmp_path).module, best)
 
 
+@pytest.mark.wording
 def test_a_run_of_another_task(tmp_path: Path) -> None:
     run_in(tmp_path, task="segmentation")
     with pytest.raises(BadData, match="a run of the task segmentation") as caught:
@@ -250,6 +257,7 @@ def test_a_run_of_another_task(tmp_path: Path) -> None:
     assert "model.stage=autoencoder" in caught.value.do
 
 
+@pytest.mark.wording
 def test_a_run_that_only_used_an_autoencoder_names_it(tmp_path: Path) -> None:
     run_in(tmp_path, stage="denoiser", autoencoder="runs/first")
     with pytest.raises(BadData, match="trained a denoiser") as caught:
@@ -263,6 +271,7 @@ def spoil_run(folder: Path, change: Any) -> None:
     save_file(tensors, folder / BEST)
 
 
+@pytest.mark.wording
 def test_a_run_without_weights_or_facts(tmp_path: Path) -> None:
     run_in(tmp_path, files=())
     with pytest.raises(BadData, match="holds no weights"):
@@ -274,6 +283,7 @@ def test_a_run_without_weights_or_facts(tmp_path: Path) -> None:
             pretrained_autoencoder(tmp_path)
 
 
+@pytest.mark.wording
 def test_a_run_whose_numbers_are_not_finite(tmp_path: Path) -> None:
     run_in(tmp_path)
     spoil_run(tmp_path, lambda tensors: tensors["autoencoder.encoder.conv_in.weight"].fill_(torch.inf))
@@ -281,6 +291,7 @@ def test_a_run_whose_numbers_are_not_finite(tmp_path: Path) -> None:
         pretrained_autoencoder(tmp_path)
 
 
+@pytest.mark.wording
 def test_a_run_that_lacks_a_tensor(tmp_path: Path) -> None:
     run_in(tmp_path)
     spoil_run(tmp_path, lambda tensors: tensors.pop("autoencoder.encoder.conv_in.weight"))

@@ -151,6 +151,7 @@ def test_what_was_finished_before_an_interruption_is_used() -> None:
     assert (latents.chunks.folder / ABOUT).is_file()
 
 
+@pytest.mark.wording
 def test_a_signal_ends_it_after_the_file_that_is_being_written() -> None:
     with Stopping(), pytest.raises(NotBegun, match="stopped by SIGTERM while latents were encoded") as caught:
         kept(how=stop_asked)
@@ -210,6 +211,7 @@ def test_a_sample_that_could_not_be_read_for_a_moment_is_not_lost_for_ever() -> 
     kept(Pictures(MANY, unreadable=(7,)), how=never)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("place", [-5, -300])
 def test_a_number_that_was_changed_is_refused_with_the_files_name(place: int) -> None:
     """Whether a sample is good, and one of its moments."""
@@ -234,6 +236,7 @@ def spoil(path: Path, number: int, value: float) -> None:
     save_file(tensors, path, about)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
     latents = kept()
@@ -243,6 +246,7 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
     assert files(latents)[2].name in caught.value.given
 
 
+@pytest.mark.wording
 def test_a_number_that_spoils_while_a_run_reads_is_refused() -> None:
     latents = kept()
     spoil(files(latents)[0], 5, torch.nan)
@@ -252,6 +256,7 @@ def test_a_number_that_spoils_while_a_run_reads_is_refused() -> None:
     assert str(files(latents)[0]) in caught.value.given
 
 
+@pytest.mark.wording
 def test_somebody_elses_latents_are_refused() -> None:
     ours, theirs = kept(), kept(format="fp16", how=lambda images: encode(images) * 2)
     shutil.copy(files(theirs)[0], files(ours)[0])
@@ -259,6 +264,7 @@ def test_somebody_elses_latents_are_refused() -> None:
         kept(how=never)
 
 
+@pytest.mark.wording
 def test_files_that_are_gone_while_a_run_reads() -> None:
     latents = kept()
     shutil.rmtree(latents.chunks.folder)
@@ -267,6 +273,7 @@ def test_files_that_are_gone_while_a_run_reads() -> None:
     assert "start the run again" in caught.value.do
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("computed_in", "do"), [("fp16", "model.autoencoder_island=frozen"), ("fp32", "train it")])
 def test_latents_that_are_not_finite_are_never_written(computed_in: str, do: str, tmp_path: Path) -> None:
     with pytest.raises(BadData, match=rf"picture 39\d: its latents, encoded in {computed_in}") as caught:
@@ -278,6 +285,7 @@ def test_latents_that_are_not_finite_are_never_written(computed_in: str, do: str
     assert not list((tmp_path / "cache").rglob(ABOUT))
 
 
+@pytest.mark.wording
 def test_how_far_it_is_is_told_and_nothing_is_begun_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     how = Counting()

@@ -74,6 +74,7 @@ def test_machines_that_share_no_disk_have_all_of_it_each(on_ranks: Ranks, tmp_pa
     assert [one["images"] for one in on_ranks(kept_on, places, encode, True)] == [0, 0]
 
 
+@pytest.mark.wording
 def test_where_one_process_is_refused_both_end_with_its_words(on_ranks: Ranks, tmp_path: Path) -> None:
     place = str(tmp_path / "both")
     found = on_ranks(kept_on, [place, place], overflows, False)

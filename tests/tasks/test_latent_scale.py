@@ -43,6 +43,7 @@ def test_a_small_deviation_around_a_large_mean_is_not_lost() -> None:
     assert found == pytest.approx(1.0 / float(means.std(correction=0)), rel=1e-3)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "given",
     [
@@ -58,6 +59,7 @@ def test_nothing_and_what_is_not_finite_are_refused(given: list[Tensor]) -> None
     assert caught.value.do
 
 
+@pytest.mark.wording
 def test_latents_that_are_all_alike_are_refused() -> None:
     """What is drawn around them varies a little always, as diffusers holds it: not enough to be multiplied up to 1."""
     with pytest.raises(BadData, match="standard deviation of 16 numbers"):
@@ -112,6 +114,7 @@ def test_processes_with_unequal_shares_come_to_one_number(on_ranks: Ranks, numbe
     assert one == pytest.approx(measured_scale([drawn(number) for number in range(8)]), rel=1e-12)
 
 
+@pytest.mark.wording
 @pytest.mark.ranks
 def test_processes_without_latents_end_together(on_ranks: Ranks) -> None:
     assert all("standard deviation of 0 numbers" in str(said) for said in on_ranks(scale_on, [0, 0]))

@@ -43,6 +43,7 @@ def test_an_image_that_is_not_finite_is_a_bad_sample_and_no_fault_of_the_format(
     assert torch.allclose(moments_of(latents, 4), expected(4), atol=1e-6)
 
 
+@pytest.mark.wording
 def test_nothing_that_can_be_read_is_said() -> None:
     with pytest.raises(BadData, match="none of the first 3 samples can be read"):
         kept(Pictures(3, unreadable=(0, 1, 2)))

@@ -35,6 +35,7 @@ def started(folder: Path) -> dict[str, object]:
     return start
 
 
+@pytest.mark.wording
 def test_photographs_of_mixed_sizes_train_without_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {"data.path": str(photographs(tmp_path / "photos")), "train.steps": 2, "model.width": 4}
@@ -64,6 +65,7 @@ def test_class_folders_train_without_a_setting(tmp_path: Path, monkeypatch: pyte
     assert "top1" in run.metrics
 
 
+@pytest.mark.wording
 def test_a_warmup_that_outlasts_the_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {"data.path": str(photographs(tmp_path / "photos")), "train.epochs": 1, "schedule.warmup_steps": 1000}

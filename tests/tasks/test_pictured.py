@@ -125,6 +125,7 @@ def test_pairs_of_conditions_and_images(tmp_path: Path, inside: bool) -> None:
         assert sample["condition"].shape == (2, 16, 16)
 
 
+@pytest.mark.wording
 def test_the_images_of_pairs_can_be_had_alone(tmp_path: Path) -> None:
     put(tmp_path / "images", "a.png", "b.png")
     found = sources("none", name="pairs", path=str(tmp_path), val=0.5)
@@ -147,6 +148,7 @@ def test_drawn_shapes_and_maps() -> None:
         assert min(map(len, found.values())) >= 1
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("condition", "name", "word"),
     [
@@ -166,6 +168,7 @@ def test_conditions_that_the_data_has_not_are_refused(condition: str, name: str,
     assert "model.condition=none" in caught.value.do
 
 
+@pytest.mark.wording
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     put(tmp_path, "a.png")
     with pytest.raises(BadData, match="nowhere"):
@@ -184,6 +187,7 @@ def test_validation_may_lie_anywhere(tmp_path: Path, apart: bool) -> None:
     assert {split: keys(source) for split, source in found.items()} == {"train": ["a.png", "b.png"], "val": ["c.png"]}
 
 
+@pytest.mark.wording
 def test_two_samples_of_one_name_cannot_have_embeddings(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         tar(tmp_path / "set" / folder / "s.tar")
@@ -195,6 +199,7 @@ def test_two_samples_of_one_name_cannot_have_embeddings(tmp_path: Path) -> None:
     assert len(sources("none", name="shards", path=str(tmp_path / "set"), val=0.3)["train"]) > 0
 
 
+@pytest.mark.wording
 def test_labels_that_only_some_have_are_left_alone_where_nobody_asks_for_them(tmp_path: Path) -> None:
     tar(tmp_path / "a.tar")
     tar(tmp_path / "b.tar", label=False)

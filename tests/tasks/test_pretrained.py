@@ -26,6 +26,7 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("task", "model", "file"),
     [

@@ -70,6 +70,7 @@ def test_folders_of_splits_are_found_with_their_masks(tmp_path: Path, val: float
     assert kinds == ({"val"} if val == "val" else {"train"})
 
 
+@pytest.mark.wording
 def test_a_folder_a_clip_and_a_video_can_be_pointed_at(tmp_path: Path) -> None:
     put(tmp_path / "one")
     given = data(name="frames")
@@ -84,6 +85,7 @@ def test_a_folder_a_clip_and_a_video_can_be_pointed_at(tmp_path: Path) -> None:
         assert "film.mp4" in clips_in(place, given).name(0)
 
 
+@pytest.mark.wording
 def test_too_short_clips_say_what_to_change(tmp_path: Path) -> None:
     put(tmp_path / "a", 3)
     with pytest.raises(BadData, match=r"data\.frames"):

@@ -175,6 +175,7 @@ def test_its_preprocessing_is_what_validation_sees() -> None:
     assert torch.equal(task.signature().preprocessing(sample["image"])[0], task.transform("val", sample)["image"])
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
@@ -189,12 +190,14 @@ def test_impossible_recipes(sections: dict[str, dict[str, object]], words: str) 
         made("segmentation", **sections).model()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("model", [{"name": "unnet"}, {"name": "fpn", "encoder": "resnet43"}])
 def test_names_that_are_not_known(model: dict[str, object]) -> None:
     with pytest.raises(UnknownName, match=r"did you mean '(unet|resnet34)'"):
         made("segmentation", model=model).model()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("encoder", "near"),
     [
@@ -211,6 +214,7 @@ def test_encoders_that_timm_has_not(encoder: str, near: str) -> None:
     assert "tu-" in caught.value.allowed
 
 
+@pytest.mark.wording
 def test_an_encoder_of_one_size_is_refused() -> None:
     with pytest.raises(BadRecipe, match=r"cannot be built with model\.encoder=tu-vit_tiny"):
         made("segmentation", model={"name": "fpn", "encoder": "tu-vit_tiny_patch16_224"}).model()
@@ -228,6 +232,7 @@ def test_others_models_train_and_judge(name: str) -> None:
         assert torch.isfinite(task.loss(model.eval(), batch_of(task, "val", 2)))
 
 
+@pytest.mark.wording
 def test_a_folder_for_validation_needs_one_for_training(tmp_path: Path) -> None:
     write_pairs(tmp_path / "val", 2)
     with pytest.raises(BadData, match="no folder train beside it"):

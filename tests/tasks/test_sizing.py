@@ -161,12 +161,14 @@ def test_class_folders_are_counted(tmp_path: Path) -> None:
     assert resolved.recipe.data.size == 64
 
 
+@pytest.mark.wording
 def test_a_folder_that_was_typed_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="is not there"):
         resolved_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path / "nothing")])
     assert resolved_recipe(read_recipe("segment")).recipe.train.epochs  # as for a set that nobody has seen
 
 
+@pytest.mark.wording
 def test_other_tasks_have_no_such_rules() -> None:
     with pytest.raises(BadRecipe, match="sizing=auto with task=diffusion"):
         resolved_recipe(read_recipe("diffusion_tiny"), ["sizing=auto"])

@@ -285,6 +285,7 @@ def test_films_without_truth_are_judged_by_their_loss(tmp_path: Path) -> None:
     assert known.metric == "loss"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

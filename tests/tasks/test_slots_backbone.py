@@ -67,6 +67,7 @@ def test_a_file_of_tensors_is_read_and_positions_fit_the_size(tmp_path: Path, en
     assert all(torch.equal(found[name], whole[name]) for name in found if name != "pos_embed")
 
 
+@pytest.mark.wording
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     save_file(timm.create_model("test_resnet").state_dict(), other)
@@ -84,6 +85,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         with_backbone("test_vit", str(tmp_path / "nan.safetensors")).model()
 
 
+@pytest.mark.wording
 def test_names_and_sizes_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="vit_small_patch16_224"):
         with_backbone("vit_smal_patch16_224").model()

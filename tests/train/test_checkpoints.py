@@ -95,6 +95,7 @@ def counted(heard: EventList) -> list[str]:
     return [one["text"].rpartition("(")[2].rstrip(")") for one in heard.told("note")]
 
 
+@pytest.mark.wording
 def test_saves_that_fail_for_want_of_memory_end_the_run_with_the_code_of_memory(loop: Loop, tmp_path: Path) -> None:
     saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=RankGroup(), background=True, disk=Starving())
     checkpoints = Checkpoints(loop.live, saver, Journal())
@@ -106,6 +107,7 @@ def test_saves_that_fail_for_want_of_memory_end_the_run_with_the_code_of_memory(
     assert "memory" in caught.value.allowed
 
 
+@pytest.mark.wording
 def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(
     taking: tuple[Checkpoints, Full, EventList], tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(
     assert checkpoints.name == found[0].name
 
 
+@pytest.mark.wording
 def test_numbers_that_are_not_finite_are_not_the_disks_fault(
     taking: tuple[Checkpoints, Full, EventList], loop: Loop
 ) -> None:
@@ -149,6 +152,7 @@ def test_numbers_that_are_not_finite_are_not_the_disks_fault(
     assert caught.value.exit_code == 75
 
 
+@pytest.mark.wording
 def test_a_stop_of_a_run_that_was_never_finite_does_not_blame_the_disk(
     taking: tuple[Checkpoints, Full, EventList], loop: Loop, tmp_path: Path
 ) -> None:
@@ -163,6 +167,7 @@ def test_a_stop_of_a_run_that_was_never_finite_does_not_blame_the_disk(
     assert generations(tmp_path / CHECKPOINTS) == []
 
 
+@pytest.mark.wording
 def test_stop_saves_what_is_there_and_ends_with_75(taking: tuple[Checkpoints, Full, EventList]) -> None:
     checkpoints, _, heard = taking
     checkpoints._live.progress.attempts = 9
@@ -174,6 +179,7 @@ def test_stop_saves_what_is_there_and_ends_with_75(taking: tuple[Checkpoints, Fu
     assert [one["attempt"] for one in heard.told("saved")] == [9]
 
 
+@pytest.mark.wording
 def test_a_stop_that_cannot_save_does_not_say_that_it_did(taking: tuple[Checkpoints, Full, EventList]) -> None:
     checkpoints, disk, _ = taking
     attempt(checkpoints, 1)
@@ -199,6 +205,7 @@ def test_what_is_under_way_when_a_run_ends_is_told_and_raises_nothing(
 # -- the other files --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path: Path) -> None:
     heard, model = EventList(), nn.Linear(20, 20)
     keeper = RunOutputs(tmp_path, Journal([heard]), pictures=0)
@@ -228,6 +235,7 @@ def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path:
     assert (tmp_path / "result.json").exists()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "write", [lambda keeper: keeper.result({"a": "x" * 100}), lambda keeper: keeper.facts(_Facts())]
 )

@@ -39,6 +39,7 @@ BUS = RuntimeError(
 THREAD = RuntimeError("can't start new thread")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("error", "more"),
     [
@@ -78,6 +79,7 @@ def test_other_errors_of_workers_stay_what_they_are() -> None:
         assert for_workers(error) is None
 
 
+@pytest.mark.wording
 def test_a_thread_that_cannot_start_anywhere_is_a_lack_of_memory() -> None:
     assert is_out_of_memory(THREAD)
     failed = as_error(THREAD, "", "a smaller batch")
@@ -88,6 +90,7 @@ def test_a_thread_that_cannot_start_anywhere_is_a_lack_of_memory() -> None:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "word",
     [
@@ -106,6 +109,7 @@ def own_recipe(folder: Path, metrics: object) -> Any:
     return read_recipe(str(file))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("path", ["/etc/x.prom", "../x.prom", "a/../../x.prom"])
 def test_a_recipe_writes_no_metrics_outside_of_its_run(tmp_path: Path, path: str) -> None:
     with pytest.raises(BadRecipe) as caught:
@@ -125,6 +129,7 @@ def test_a_metrics_file_of_a_recipe_is_in_the_run_s_folder(tmp_path: Path) -> No
             one.close()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["x" * 300, "y/" * 2500])
 def test_a_path_that_is_too_long_is_said(tmp_path: Path, name: str) -> None:
     recipe = resolved_recipe(read_recipe("segmentation_tiny"), [f"run.dir={tmp_path}/{name}"]).recipe
@@ -136,6 +141,7 @@ def test_a_path_that_is_too_long_is_said(tmp_path: Path, name: str) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.wording
 def test_a_device_that_computes_nothing_is_refused() -> None:
     with pytest.raises(WrongUse, match=r"train\.device=meta"):
         device_of("meta")
@@ -145,6 +151,7 @@ def test_a_device_that_computes_nothing_is_refused() -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("partial", [False, True])
 def test_weights_of_no_tensor_are_refused(tmp_path: Path, partial: bool) -> None:
     file, model = tmp_path / "empty.safetensors", nn.Linear(2, 2)
@@ -155,6 +162,7 @@ def test_weights_of_no_tensor_are_refused(tmp_path: Path, partial: bool) -> None
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "recipe",
     [{}, {"train": []}, {"train": {"batch_size": 4}}, {"train": {"batch_size": True, "microbatches": 1}}],

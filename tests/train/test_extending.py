@@ -198,6 +198,7 @@ def test_an_extension_that_was_killed_between_two_of_its_files_is_begun_again(tm
     assert result(tmp_path / "run") == result(tmp_path / "whole")
 
 
+@pytest.mark.wording
 def test_a_run_that_lost_its_patience_needs_more_of_it(tmp_path: Path) -> None:
     stale = {"evaluate.patience": 2, "evaluate.min_delta": 100.0}
     assert fit(tmp_path, **stale, **COSINE).reason == "early_stopping"
@@ -225,6 +226,7 @@ def refusal(folder: Path, **settings: Any) -> HalfstepError:
     return caught.value
 
 
+@pytest.mark.wording
 def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path: Path) -> None:
     fit(tmp_path)
     before = (tmp_path / "run" / "result.json").read_bytes()
@@ -245,6 +247,7 @@ def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path:
     assert len(steps(tmp_path)) == 16, "a refused extension leaves the run as it was"
 
 
+@pytest.mark.wording
 def test_flags_that_have_no_meaning_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FolderTaken, match="there is no run"):
         fit(tmp_path, extend=True, train__epochs=6)
@@ -272,6 +275,7 @@ def extend_on(rank: int, folder: str) -> dict[str, Any]:
     return {"refused": refused}
 
 
+@pytest.mark.wording
 @pytest.mark.ranks
 def test_two_processes_extend_a_run_together(on_ranks: Ranks, tmp_path: Path) -> None:
     found = on_ranks(extend_on, str(tmp_path))
@@ -281,6 +285,7 @@ def test_two_processes_extend_a_run_together(on_ranks: Ranks, tmp_path: Path) ->
     assert result(tmp_path) == result(tmp_path / "whole")
 
 
+@pytest.mark.wording
 def test_a_length_in_steps_that_adds_nothing_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     fit(tmp_path)
     with pytest.raises(WrongUse, match="has taken 16 already"):

@@ -316,6 +316,7 @@ def used(place: CheckpointDir) -> None:
     load_attempt(record, 0, loss_fn, CPU)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", [RECORD, MANIFEST, tensors_of(0)])
 def test_every_change_is_seen(place: CheckpointDir, name: str) -> None:
     path = place.path / name
@@ -420,6 +421,7 @@ def test_a_record_that_is_no_json_object_is_refused(place: CheckpointDir, name: 
             read(place)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("form", "whose"), [(2, "an earlier"), (4, "a later")])
 def test_another_form_says_so(place: CheckpointDir, form: int, whose: str) -> None:
     changed(place, _set("record", "format", form))
@@ -427,6 +429,7 @@ def test_another_form_says_so(place: CheckpointDir, form: int, whose: str) -> No
         read(place)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("form", [1, 2])
 def test_an_earlier_form_is_refused_by_name(tmp_path: Path, form: int) -> None:
     old = tmp_path / ("trouble" if form == 1 else "failed_steps") / "000001"
@@ -440,12 +443,14 @@ def test_an_earlier_form_is_refused_by_name(tmp_path: Path, form: int) -> None:
     refuse_earlier(tmp_path)
 
 
+@pytest.mark.wording
 def test_a_pickle_beside_it_is_never_read(place: CheckpointDir) -> None:
     (place.path / "helper.bin").write_bytes(pickle.dumps([print] * 20))
     with pytest.raises(Unsafe, match="can run code"):
         read(place)
 
 
+@pytest.mark.wording
 def test_links_lead_nowhere(run: Path, place: CheckpointDir, tmp_path: Path) -> None:
     elsewhere = place.path.rename(tmp_path / "elsewhere")
     place.path.symlink_to(elsewhere)
@@ -460,6 +465,7 @@ def test_links_lead_nowhere(run: Path, place: CheckpointDir, tmp_path: Path) -> 
         used(place)
 
 
+@pytest.mark.wording
 def test_another_model_is_refused_and_not_touched(place: CheckpointDir) -> None:
     model = Net(width=9)
     before = copy.deepcopy(model.state_dict())

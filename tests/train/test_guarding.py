@@ -71,6 +71,7 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 # -- trouble ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_watch_names_it_and_gives_up_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(Diverged) as caught:
         fit(tmp_path, InOneModule)
@@ -165,6 +166,7 @@ def test_a_checkpoint_from_before_there_was_a_guard_goes_on(tmp_path: Path) -> N
     assert sorted(state_of(tmp_path).guards) == ["guardian", "spike"]
 
 
+@pytest.mark.wording
 def test_another_precision_is_trained_without_the_cures_of_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(Stopped), every_loop(stop_at(STOP)):
         fit(tmp_path, InOneModule, guard="repair")
@@ -177,6 +179,7 @@ def test_another_precision_is_trained_without_the_cures_of_the_old_one(tmp_path:
     assert state.guards["guardian"]["remedies"]["placed"] == []
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "made_up",
     [
@@ -200,6 +203,7 @@ def test_cures_that_no_guard_placed_are_refused(tmp_path: Path, made_up: Any) ->
 # -- checkpoints in trouble -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("mode", ["watch", "repair"])
 @pytest.mark.parametrize("onset", [24, 25, 26])
 def test_the_last_good_checkpoint_stays_the_newest(tmp_path: Path, onset: int, mode: str) -> None:
@@ -236,6 +240,7 @@ def test_the_recipe_of_a_run_says_what_it_was_guarded_by(tmp_path: Path) -> None
     assert "guard:\n  mode: repair\n" in text
 
 
+@pytest.mark.wording
 def test_where_the_only_checkpoint_is_spoilt_the_run_begins_again(tmp_path: Path) -> None:
     with every_loop(rate_times(1e5, since=30)), pytest.raises(Diverged) as caught:
         fit(
@@ -252,6 +257,7 @@ def test_where_the_only_checkpoint_is_spoilt_the_run_begins_again(tmp_path: Path
     assert caught.value.do.endswith("new=True)")
 
 
+@pytest.mark.wording
 def test_a_run_that_is_stopped_while_steps_fail_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
     def both(loop: Loop) -> None:
         rate_times(1e5, since=27)(loop)

@@ -56,6 +56,7 @@ def both(*changes: Any) -> Any:
 # -- which checkpoint is good -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_checkpoint_that_was_saved_in_trouble_is_not_called_good_after_a_resume(tmp_path: Path) -> None:
     """There was none before it; so nothing goes on from it for ever, and the run begins again."""
     with every_loop(both(failing_since(3), stop_before(5))), pytest.raises(Stopped, match="saved while steps failed"):
@@ -69,6 +70,7 @@ def test_a_checkpoint_that_was_saved_in_trouble_is_not_called_good_after_a_resum
     assert events(tmp_path / "run", "end")[-1]["checkpoint"] is None
 
 
+@pytest.mark.wording
 def test_one_that_no_step_was_applied_after_is_set_aside_where_an_older_one_is(tmp_path: Path) -> None:
     with pytest.raises(Stopped), every_loop(stop_before(7)):
         fit(tmp_path, precision="fp32")
@@ -93,6 +95,7 @@ def test_skips_under_the_old_settings_are_not_counted_under_the_new_ones(tmp_pat
     assert len(again) == 5, "as many as a run may skip that begins to fail now"
 
 
+@pytest.mark.wording
 def test_weights_that_were_ruined_long_before_they_failed_are_no_good_checkpoint(tmp_path: Path) -> None:
     """Steps 8 to 14 are applied at a loss of thousands; a checkpoint is taken after each."""
     with (
@@ -111,6 +114,7 @@ def test_weights_that_were_ruined_long_before_they_failed_are_no_good_checkpoint
     assert run.metrics["loss"] < 1
 
 
+@pytest.mark.wording
 def test_where_all_are_ruined_the_run_begins_again(tmp_path: Path) -> None:
     with every_loop(both(rate_times(1e4, since=1), failing_since(9))), pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", checkpoint__every_steps=1)
@@ -118,6 +122,7 @@ def test_where_all_are_ruined_the_run_begins_again(tmp_path: Path) -> None:
     assert caught.value.do.endswith("new=True)")
 
 
+@pytest.mark.wording
 def test_a_run_that_is_stopped_in_trouble_says_what_was_not_saved(tmp_path: Path) -> None:
     stop = both(failing_since(7), stop_before(8))
     with every_loop(stop), pytest.raises(Stopped, match=r"[89] was not saved: steps fail.* is step-00000005"):

@@ -36,6 +36,7 @@ def ended(best_epoch: int) -> dict[str, Any]:
     return {"reason": "finished", "best": {"metric": "loss", "value": 0.5, "epoch": best_epoch}}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_run_that_was_never_finite_does_not_finish(tmp_path: Path, value: float) -> None:
     notes = Notes()

@@ -80,6 +80,7 @@ def test_the_rank_that_fails_is_named_by_the_others(agent: Agent) -> None:
     assert "ZeroDivisionError: of a test" in told[1].get("traceback", "")
 
 
+@pytest.mark.wording
 def test_a_restart_after_want_of_memory_takes_the_same_steps_in_halves(agent: Agent, tmp_path: Path) -> None:
     begins, sizes = [], []
     for attempt, what in enumerate(("memory", "nothing")):

@@ -59,6 +59,7 @@ def killed(process: Any) -> None:
     process.join()
 
 
+@pytest.mark.wording
 def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
     process, pid = held(tmp_path)
     error = refusal(tmp_path)
@@ -69,6 +70,7 @@ def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
     lock(tmp_path).release()
 
 
+@pytest.mark.wording
 def test_one_process_cannot_have_it_twice(tmp_path: Path) -> None:
     ours = lock(tmp_path)
     assert "this process" in str(refusal(tmp_path))
@@ -181,6 +183,7 @@ def test_a_file_that_nobody_locked_is_taken_over(pid: object, tmp_path: Path) ->
     ours.release()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     "written",
     [
@@ -204,6 +207,7 @@ def test_a_holder_without_words_holds_too(written: bytes, tmp_path: Path) -> Non
     ours.release()
 
 
+@pytest.mark.wording
 def test_a_process_on_another_machine_is_not_killed_here(tmp_path: Path) -> None:
     ours = lock(tmp_path)
     (tmp_path / LOCK).write_text('{"pid": 5, "host": "far", "since": "2020"}')
@@ -211,6 +215,7 @@ def test_a_process_on_another_machine_is_not_killed_here(tmp_path: Path) -> None
     ours.release()
 
 
+@pytest.mark.wording
 def test_what_is_no_file_is_not_locked(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("keep")
@@ -254,6 +259,7 @@ def test_a_file_that_is_replaced_meanwhile_does_not_count(tmp_path: Path, monkey
     ours.release()
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
@@ -264,6 +270,7 @@ def test_a_file_system_without_locks_is_refused(number: int, tmp_path: Path, mon
     assert "run.dir=" in refusal(tmp_path).do
 
 
+@pytest.mark.wording
 def test_a_full_disk_takes_only_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -275,6 +282,7 @@ def test_a_full_disk_takes_only_the_words(tmp_path: Path, monkeypatch: pytest.Mo
     lock(tmp_path).release()
 
 
+@pytest.mark.wording
 def test_a_system_without_flock_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with pytest.raises(HalfstepError, match="no flock") as caught:

@@ -137,6 +137,7 @@ def test_a_sample_that_is_no_number_skips_one_step_and_is_not_used_again(recipe:
     assert {event["index"] for event in events(run, "bad_sample")} == {3, 40}
 
 
+@pytest.mark.wording
 def test_unreadable_samples_are_replaced_until_the_budget_is_spent(recipe: Path) -> None:
     run = fit(recipe, data__unreadable=[1, 2], data__bad_samples=2)
     assert {event["name"] for event in events(run, "bad_sample")} == {"point 1", "point 2"}
@@ -147,6 +148,7 @@ def test_unreadable_samples_are_replaced_until_the_budget_is_spent(recipe: Path)
     assert not (recipe.parent / "other" / "result.json").exists()
 
 
+@pytest.mark.wording
 def test_unreadable_validation_samples_are_left_out_reported_and_counted(recipe: Path) -> None:
     whole = fit(recipe, train__epochs=1)
     run = fit(recipe, train__epochs=1, data__unreadable_val=[4], run__dir=str(recipe.parent / "less"))
@@ -226,6 +228,7 @@ def test_an_interrupted_run_says_so_and_is_not_finished(recipe: Path) -> None:
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.wording
 def test_a_finished_folder_is_refused_and_new_numbers_another(recipe: Path) -> None:
     first = fit(recipe)
     before = (first.dir / "last.safetensors").read_bytes()
@@ -279,6 +282,7 @@ def test_a_compiled_model_is_compiled_and_learns_the_same(recipe: Path) -> None:
     assert one.keys() == other.keys()
 
 
+@pytest.mark.wording
 def test_a_run_that_cannot_begin_leaves_no_folder(recipe: Path) -> None:
     class Empty(Tiny):
         def source(self, split: Any) -> Any:
@@ -314,6 +318,7 @@ def test_an_object_keeps_what_it_was_made_with(recipe: Path) -> None:
     assert task.recipe is None
 
 
+@pytest.mark.wording
 def test_compiling_and_checkpointing_together_are_refused(recipe: Path) -> None:
     with pytest.raises(BadRecipe, match=r"train\.compile"):
         fit(recipe, train__compile=True, train__checkpoint_activations=True)

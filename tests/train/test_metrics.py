@@ -124,6 +124,7 @@ def test_an_epoch_that_is_cut_adds_up_to_the_bit(cut: int) -> None:
     assert values(second.metrics) == values(whole.metrics)
 
 
+@pytest.mark.wording
 def test_sums_of_another_shape_are_refused() -> None:
     one, other = (
         EpochMetrics(Metrics({"overlap": Overlap(names, IGNORED)})) for names in (["a", "b"], ["a", "b", "c"])

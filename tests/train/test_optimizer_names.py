@@ -46,6 +46,7 @@ def test_every_optimizer_of_torch_has_a_name_or_a_reason() -> None:
     assert {kind.__name__.lower() for kind in kinds} == {*NAMES, *REFUSED}
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["lbfgs", "LBFGS", "sparseadam", "SparseAdam"])
 def test_what_cannot_train_here_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(BadRecipe) as caught:
@@ -123,6 +124,7 @@ def test_a_skipped_step_leaves_muon_as_it_was() -> None:
     assert not any(optimizer.state for optimizer in stepper.optimizers.values())
 
 
+@pytest.mark.wording
 def test_muon_without_a_matrix_is_refused_and_without_a_rest_it_is_torchs_own() -> None:
     with pytest.raises(WrongUse, match="no matrix") as caught:
         make_optimizer(_options(), nn.Conv2d(3, 4, 3))

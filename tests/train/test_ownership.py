@@ -93,6 +93,7 @@ def tree(folder: Path, *but: str) -> dict[str, str]:
 # -- another run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_run_whose_name_was_taken_touches_nothing_of_the_other(tmp_path: Path) -> None:
     trained(tmp_path / "other", train__seed=2)
     before = tree(tmp_path / "other")
@@ -215,6 +216,7 @@ GONE_WAYS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("way", "background"), [*((way, False) for way in GONE_WAYS), ("removed", True)])
 def test_a_run_without_its_folder_ends_and_makes_nothing_anew(way: str, background: bool, tmp_path: Path) -> None:
     seen: dict[str, str] = {}
@@ -231,6 +233,7 @@ def test_a_run_without_its_folder_ends_and_makes_nothing_anew(way: str, backgrou
     assert (tree(tmp_path / "run", JOURNAL, LOG) if way == "no lock" else {}) == seen
 
 
+@pytest.mark.wording
 def test_a_task_that_changes_the_working_directory_of_a_relative_run_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +513,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, how: None)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("left", [(LOCK, STATUS), (STATUS,), (LOCK,)])
 def test_where_locks_exclude_nobody_the_process_decides(
     left: tuple[str, ...], holder: Any, tmp_path: Path, without_locks: None
@@ -527,6 +531,7 @@ def test_where_locks_exclude_nobody_the_process_decides(
     lock(run).release()
 
 
+@pytest.mark.wording
 def test_where_locks_exclude_nobody_one_process_still_has_it_once(tmp_path: Path, without_locks: None) -> None:
     ours = lock(tmp_path)
     with pytest.raises(FolderTaken, match="this process"):
@@ -586,6 +591,7 @@ def test_a_run_of_another_host_is_watched_for_three_heartbeats(status: dict[str,
     assert 3 * watchdog.HEARTBEAT <= run_folder.WATCHED
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("moves", ["beat", "time", "step"])
 def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(moves: str, tmp_path: Path) -> None:
     write_json(tmp_path / STATUS, elsewhere(**{moves: 1}))

@@ -21,6 +21,7 @@ def test_attempts_on_one_node_have_keys_of_their_own() -> None:
     assert store_prefix(one) != store_prefix({**one, "TORCHELASTIC_RESTART_COUNT": "1"})
 
 
+@pytest.mark.wording
 def test_on_several_nodes_restarts_need_a_store_for_each_attempt() -> None:
     assert store_prefix(TORCHRUN)
     for more in ({"TORCHELASTIC_MAX_RESTARTS": "3"}, {"TORCHELASTIC_RESTART_COUNT": "1"}):

@@ -168,6 +168,7 @@ class Draws(Tiny):
         return super().loss(model, batch, metrics)
 
 
+@pytest.mark.wording
 def test_a_run_that_is_too_short_is_refused_with_what_would_do(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)
@@ -175,12 +176,14 @@ def test_a_run_that_is_too_short_is_refused_with_what_would_do(tmp_path: Path) -
         prove(build, saved(tmp_path), 9, scratch(tmp_path))
 
 
+@pytest.mark.wording
 def test_a_run_that_patience_ends_is_too_short_too(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny, optimizer__lr=1e-9, evaluate__patience=1, evaluate__min_delta=1.0)
     with pytest.raises(WrongUse, match=r"patience[\s\S]*--steps 4"):
         prove(building(Tiny, made), [], 6, scratch(tmp_path))
 
 
+@pytest.mark.wording
 def test_a_save_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)

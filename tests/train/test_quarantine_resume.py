@@ -166,6 +166,7 @@ class OddTask(Drawing):
         return Odd(2, 1)
 
 
+@pytest.mark.wording
 def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="object"):
         fit(tmp_path / "run", OddTask, checkpoint__every_steps=1000)

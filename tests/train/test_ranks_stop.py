@@ -66,6 +66,7 @@ def test_a_stop_in_an_evaluation_is_obeyed_within_a_batch_or_two_on_all_ranks(on
     assert all("saved as step-" in one["error"] for one in found)
 
 
+@pytest.mark.wording
 def test_a_stop_while_the_data_is_read_stops_all_ranks(on_ranks: Ranks, tmp_path: Path) -> None:
     began = time.monotonic()
     found = on_ranks(stopped, str(tmp_path), SlowStart, {})

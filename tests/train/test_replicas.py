@@ -105,6 +105,7 @@ def test_a_flipped_bit_is_named_and_never_finishes(four: Ranks, tmp_path: Path, 
     assert all(same(again[name], clean[name]) for name in clean)
 
 
+@pytest.mark.wording
 def test_a_comparison_comes_after_some_steps_without_a_save(four: Ranks, tmp_path: Path) -> None:
     never = {"checkpoint__every_steps": 1000, "data__samples": 256}
     found = four(run_on, str(tmp_path), "ddp", 1, step=replicas.FIRST - 1, **never)

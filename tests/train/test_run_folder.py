@@ -11,6 +11,7 @@ import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError, StateMismatch, Unsafe
 from halfstep.files import write_json
+from halfstep.recipe.changes import Change
 from halfstep.recipe.resolve import Resolved, resolve
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.recipe.strict_yaml import read_yaml
@@ -63,6 +64,7 @@ def test_an_absent_or_empty_folder_becomes_the_runs(tmp_path: Path) -> None:
     assert sorted(os.listdir("empty")) == [LOCK, RECIPE]
 
 
+@pytest.mark.wording
 def test_an_unfinished_run_and_a_finished_one_are_told_apart() -> None:
     path = opened(resolved()).path
     assert opened(resolved()).state == "unfinished"
@@ -86,6 +88,7 @@ def test_a_run_keeps_the_seed_that_it_drew_and_a_given_one_is_another_recipe() -
     assert opened(resolved(seed=first.recipe.train.seed)).state == "unfinished"
 
 
+@pytest.mark.wording
 def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
     path = opened(resolved(seed=1)).path
     other = resolved(seed=1, batch_size=2, compile=True)
@@ -98,7 +101,7 @@ def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
     assert "--accept-recipe-change" in said
     assert (path / RECIPE).read_bytes() == before
     taken = opened(other, accepted=("recipe",))
-    assert taken.changed == ["train.compile: false -> true"]
+    assert taken.changed == [Change("train.compile", False, True)]
     assert (path / RECIPE).read_bytes() == before, "it is the run's recipe only when it is found to fit"
     keep_recipe(path, taken.recipe)
     assert opened(other).changed == []
@@ -122,6 +125,7 @@ def test_a_long_difference_is_cut() -> None:
     assert " more" in said
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("content", [b"", b"a: !!python/name:os.system", b"\xff", b"a: [", b"x" * 2_000_000, None])
 def test_a_folder_of_something_else_is_left_alone(content: bytes | None) -> None:
     os.makedirs("runs/mine")
@@ -133,6 +137,7 @@ def test_a_folder_of_something_else_is_left_alone(content: bytes | None) -> None
     assert os.listdir("runs/mine") == [RECIPE]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", [*FILES[1:], *FOLDERS])
 def test_what_a_run_writes_into_is_its_own(name: str) -> None:
     path = opened(resolved(seed=1)).path
@@ -147,6 +152,7 @@ def test_what_a_run_writes_into_is_its_own(name: str) -> None:
     assert opened(resolved(seed=1)).state == "unfinished"
 
 
+@pytest.mark.wording
 def test_a_folder_with_any_file_is_taken() -> None:
     os.makedirs("runs/mine")
     Path("runs/mine/notes.txt").write_text("mine")
@@ -160,6 +166,7 @@ def test_new_numbers_another(tmp_path: Path) -> None:
     assert read_yaml((paths[2] / RECIPE).read_bytes(), "recipe")["run"]["dir"] == "runs/mine-3"
 
 
+@pytest.mark.wording
 def test_files_in_the_way() -> None:
     os.makedirs("runs")
     Path("runs/mine").write_text("")

@@ -59,6 +59,7 @@ def stopped(folder: Path, task: Any = Stopping, **settings: Any) -> int:
     return len(events(folder / "run", "step"))
 
 
+@pytest.mark.wording
 def test_a_global_batch_of_as_many_samples_is_no_other_recipe(tmp_path: Path) -> None:
     stopped(tmp_path)
     with pytest.raises(StateMismatch, match=r"train\.global_batch: null -> 32"):
@@ -105,6 +106,7 @@ def rates(folder: Path) -> list[float]:
     return [event["lr"] for event in events(folder / "run", "step")]
 
 
+@pytest.mark.wording
 def test_a_new_rate_and_a_longer_run_are_used_from_the_next_step_on(tmp_path: Path) -> None:
     at = stopped(tmp_path, schedule__name="cosine")
     with pytest.raises(StateMismatch, match=r"optimizer\.lr: 0\.05 -> 0\.01"):
@@ -116,8 +118,10 @@ def test_a_new_rate_and_a_longer_run_are_used_from_the_next_step_on(tmp_path: Pa
     told = events(tmp_path / "run", "start")[-1]["resumed"]
     assert not told["exact"]
     assert {line.split(":")[0] for line in told["changed"]} == {"optimizer.lr", "train.epochs"}
+    assert told["accepted"] == ["recipe"]
 
 
+@pytest.mark.wording
 def test_a_new_precision_is_used_and_not_the_one_that_was_measured(tmp_path: Path) -> None:
     stopped(tmp_path)
     with pytest.raises(StateMismatch, match="precision: fp32 -> bf16"):
@@ -141,6 +145,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert asked == [chosen] == [run.precision]
 
 
+@pytest.mark.wording
 def test_a_checkpoint_of_another_recipe_is_refused_though_the_folder_has_this_one(tmp_path: Path) -> None:
     stopped(tmp_path)
     refit(tmp_path / "run", lambda state: state["recipe"]["optimizer"].update(lr=0.5))
@@ -185,6 +190,7 @@ def _stopping(kind: type[Tiny]) -> type[Tiny]:
     return type("Stopped", (Stopping, kind), {})
 
 
+@pytest.mark.wording
 def test_data_that_was_moved_is_the_same_where_its_files_are_known(tmp_path: Path) -> None:
     one, other = tmp_path / "one.npy", tmp_path / "other.npy"
     np.save(one, Points(64, 1, []).x.numpy())
@@ -200,6 +206,7 @@ def test_data_that_was_moved_is_the_same_where_its_files_are_known(tmp_path: Pat
         fit(tmp_path, FromNamedFile, data__path=str(other), train__epochs=20)
 
 
+@pytest.mark.wording
 def test_data_whose_files_nobody_names_must_stay_where_it_is(tmp_path: Path) -> None:
     """Nothing else would be noticed of it."""
     one, other = tmp_path / "one.npy", tmp_path / "other.npy"
@@ -246,6 +253,7 @@ def test_a_damaged_journal_does_not_hold_up_a_run(tmp_path: Path) -> None:
     assert not resume._was_saved(tmp_path / "run")
 
 
+@pytest.mark.wording
 def test_a_run_with_a_journal_of_an_older_form_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     stopped(tmp_path)
     journal = tmp_path / "run" / "journal.jsonl"
@@ -277,6 +285,7 @@ UNREADABLE = [
 ]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("name", "code"), UNREADABLE)
 def test_a_checkpoint_that_cannot_be_read_now_is_not_given_up(
     code: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +342,7 @@ def test_drafts_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path) -> 
     assert [name for name in (*drafts, *others) if (run / name).exists()] == others
 
 
+@pytest.mark.wording
 def test_a_run_whose_checkpoints_and_journal_are_gone_is_not_begun_anew_in_silence(tmp_path: Path) -> None:
     stopped(tmp_path)
     run = tmp_path / "run"

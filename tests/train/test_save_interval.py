@@ -102,6 +102,7 @@ def test_a_run_saves_by_time(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not any("every_minutes" in text for text in notes)
 
 
+@pytest.mark.wording
 def test_minutes_that_are_none_are_refused(recipe: Path) -> None:
     with pytest.raises(BadRecipe, match="every_minutes"):
         fit(recipe, checkpoint__every_minutes=0.0)

@@ -163,6 +163,7 @@ def fit_otherwise(rank: int, folder: str, key: str) -> dict[str, Any]:
     return fit(rank, folder, "ddp", {"train.epochs": 1, key: rank + 1})
 
 
+@pytest.mark.wording
 def test_a_rank_that_was_given_other_settings_is_named(world: Any, tmp_path: Path) -> None:
     found = world(2, fit_otherwise, str(tmp_path), "run.log_every")
     assert [one["code"] for one in found] == [78, 78], found
@@ -226,6 +227,7 @@ def fit_measured(rank: int, folder: str, every: int) -> dict[str, Any]:
         reduction_error.EVERY = usual
 
 
+@pytest.mark.wording
 def test_a_sum_in_bf16_is_for_shards(world: Any, tmp_path: Path) -> None:
     refused = world(2, fit, str(tmp_path / "ddp"), "ddp", {"world.reduce": "bf16"})
     assert [one["code"] for one in refused] == [78, 78], refused

@@ -68,12 +68,14 @@ def test_what_is_asked_for_is_taken(mode: str, holds: str) -> None:
         assert chosen(mode, parameters=10_000, ranks=1) == "ddp 1"
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("ranks", "node"), [(8, 8), (12, 8), (1, 1)])
 def test_groups_that_do_not_divide_the_ranks_are_refused(ranks: int, node: int) -> None:
     with pytest.raises(BadRecipe, match=r"world\.shard_size"):
         chosen("hsdp", parameters=10_000, ranks=ranks, node=node)
 
 
+@pytest.mark.wording
 def test_batch_statistics_over_all_ranks_need_a_gpu() -> None:
     with pytest.raises(BadRecipe, match="SyncBatchNorm"):
         synchronize_batchnorm(nn.BatchNorm1d(4), torch.empty(0).device)
@@ -92,6 +94,7 @@ class Block(nn.Sequential):
     """A layer in a class that is not torch's."""
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
 def test_a_model_without_blocks_of_its_own_is_not_compiled_in_shards(model: nn.Module) -> None:
     with pytest.raises(BadRecipe, match="without repeated blocks"):

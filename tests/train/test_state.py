@@ -42,6 +42,7 @@ def test_there_are_twelve_components_and_they_come_back_whole(tmp_path: Path) ->
     assert digest_of(vars(State.from_parts(plain, tensors, "here"))) == digest_of(vars(own))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_component_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
     plain, tensors = parts_of(state(tmp_path))
@@ -50,12 +51,14 @@ def test_a_component_that_is_not_there_is_named(tmp_path: Path, name: str) -> No
         State.from_parts(plain, tensors, "step 7")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("plain", [None, [], {}, "state", 3])
 def test_what_is_no_state_is_refused(plain: Any) -> None:
     with pytest.raises(StateMismatch, match="lacks weights"):
         State.from_parts(plain, {}, "here")
 
 
+@pytest.mark.wording
 def test_a_component_too_many_and_a_tensor_too_few_are_refused(tmp_path: Path) -> None:
     plain, tensors = parts_of(state(tmp_path))
     with pytest.raises(StateMismatch, match="has mood"):

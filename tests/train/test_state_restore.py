@@ -148,6 +148,7 @@ def test_buffers_that_come_late_and_grow_go_on(ema: float | None, tmp_path: Path
     assert second.stepper.ema is None or len(second.stepper.ema.state_dict()["buffers"]["seen"]) == 11
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("one", "other"), [(Kept, Kept), (Late, Kept), (Kept, Late), (Late, Net)])
 def test_late_buffers_that_a_model_saves_are_refused(one: Any, other: Any, tmp_path: Path) -> None:
     saved_by(Kind(one), tmp_path)
@@ -162,6 +163,7 @@ def test_late_buffers_that_a_model_saves_are_refused(one: Any, other: Any, tmp_p
     assert digest(loop) == before
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["first.weight", "left", "forward", "nowhere.table", "first.", ""])
 def test_a_buffer_takes_no_others_place(name: str, tmp_path: Path) -> None:
     saved_by(Kind(Late), tmp_path)
@@ -247,6 +249,7 @@ class Strict(Steady):
         raise StateMismatch("a window of another length")
 
 
+@pytest.mark.wording
 def test_a_guard_that_refuses_does_so_before_anything_is_changed(tmp_path: Path) -> None:
     loop = loop_of(Kind(), tmp_path)
     loop.stepper.guards.append(Steady())
@@ -265,6 +268,7 @@ def test_a_guard_that_refuses_does_so_before_anything_is_changed(tmp_path: Path)
         restore(second.live, found.state)
 
 
+@pytest.mark.wording
 def test_samples_that_were_set_aside_are_others_in_other_data(tmp_path: Path) -> None:
     kind = Kind(settings={"data.nan": [3]})
     loop = loop_of(kind, tmp_path)
@@ -277,6 +281,6 @@ def test_samples_that_were_set_aside_are_others_in_other_data(tmp_path: Path) ->
     other.live.data_fingerprint = loop_of(Kind(settings={"data.samples": 40}), tmp_path).live.data_fingerprint
     with pytest.raises(StateMismatch, match="40 samples removed"):
         restore(other.live, found.state)
-    assert restore(other.live, found.state, (DATA,))
+    assert restore(other.live, found.state, (DATA,)).data
     assert other.live.samples.quarantined == set()
     assert other.progress.attempts == 12

@@ -411,6 +411,7 @@ def test_other_signals_still_reach_an_event_loop() -> None:
         writer.close()
 
 
+@pytest.mark.wording
 def test_asked_before_the_first_step_it_has_not_begun() -> None:
     with Stopping() as run:
         run.leave_unbegun()

@@ -172,6 +172,7 @@ def test_the_state_of_other_metrics_is_refused(name: str) -> None:
     assert digest_of(own.state_dict()) == before
 
 
+@pytest.mark.wording
 def test_a_state_without_a_part_is_refused() -> None:
     tally = EpochMetrics(grouped())
     for name in tally.state_dict():

@@ -192,6 +192,7 @@ def saved_on_a_full_disk(rank: int, folder: str, background: bool) -> dict[str, 
         commit.Disk = own  # type: ignore[misc]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("background", [False, True])
 def test_a_disk_that_is_full_on_one_machine_is_told_on_both(background: bool, on_ranks: Ranks, tmp_path: Path) -> None:
     found = on_ranks(saved_on_a_full_disk, str(tmp_path), background)

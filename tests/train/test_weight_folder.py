@@ -55,6 +55,7 @@ def test_shards_of_torch_are_joined_to_the_bit(on_ranks: Ranks, tmp_path: Path) 
     assert same(before, made(3))
 
 
+@pytest.mark.wording
 @pytest.mark.ranks
 def test_a_folder_with_a_pickle_is_refused_with_the_command_that_converts_it(on_ranks: Ranks, tmp_path: Path) -> None:
     on_ranks(written_by_dcp, str(tmp_path / "dcp"), True)
@@ -82,6 +83,7 @@ def part(path: Path, rows: Any, offsets: Any) -> None:
     save_file({"w": torch.ones(rows, 2)}, path, {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offsets}})})
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("second", "said"),
     [
@@ -102,6 +104,7 @@ def test_chunks_that_are_not_there_exactly_once_are_refused(tmp_path: Path, seco
         load_weights(nn.Linear(2, 4), tmp_path)
 
 
+@pytest.mark.wording
 def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> None:
     for number, at in enumerate([[0, 0], [0, 0], [4, 0]]):
         part(tmp_path / f"shard-{number}.safetensors", 2, at)
@@ -109,6 +112,7 @@ def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> Non
         load_weights(nn.Linear(2, 6), tmp_path)
 
 
+@pytest.mark.wording
 def test_a_pickle_among_the_files_is_refused_unread(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(Unsafe, match=r"model\.safetensors"):

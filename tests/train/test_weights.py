@@ -156,6 +156,7 @@ def test_infinite_buffers_and_words_in_the_state(tmp_path: Path) -> None:
     assert torch.equal(model.mask, other.mask)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("place", "bad"), [("mask", "nan"), ("weight", "nan"), ("weight", "inf")])
 def test_what_is_not_sound_is_known_before_it_is_saved(tmp_path: Path, place: str, bad: str) -> None:
     model = Causal()
@@ -168,6 +169,7 @@ def test_what_is_not_sound_is_known_before_it_is_saved(tmp_path: Path, place: st
         load_weights(Causal(), tmp_path / "a.safetensors")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("bad", ["inf", "-inf"])
 def test_a_buffer_that_was_finite_when_the_model_was_built_stays_so(tmp_path: Path, bad: str) -> None:
     """Statistics of batches that overflowed; a mask beside them is infinite on purpose."""
@@ -189,6 +191,7 @@ def test_narrow_weights_are_widened(tmp_path: Path) -> None:
     assert model.weight.dtype is torch.float32
 
 
+@pytest.mark.wording
 def test_another_number_of_classes(tmp_path: Path) -> None:
     model, other = network(4), network(7, seed=1)
     save_weights(model, tmp_path / "a.safetensors")
@@ -210,6 +213,7 @@ def test_an_encoder_finds_its_place(tmp_path: Path) -> None:
     assert same(model["encoder"], encoder)
 
 
+@pytest.mark.wording
 def test_another_model_is_refused_in_few_lines_and_nothing_moves(tmp_path: Path) -> None:
     save_weights(nn.Sequential(*(nn.Linear(3, 3) for _ in range(50))), tmp_path / "a.safetensors")
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
@@ -220,6 +224,7 @@ def test_another_model_is_refused_in_few_lines_and_nothing_moves(tmp_path: Path)
     assert digest(model) == before
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_whole(tmp_path: Path, bad: float) -> None:
     spoiled, model = network(), network(seed=1)
@@ -262,6 +267,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path, nam
         assert canary.exists()
 
 
+@pytest.mark.wording
 def test_a_compressed_file_is_not_unfolded(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(1000)}, tmp_path / "a.pt")
     with (
@@ -274,6 +280,7 @@ def test_a_compressed_file_is_not_unfolded(tmp_path: Path) -> None:
         load_weights(nn.Linear(2, 2), tmp_path / "b.pt")
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 @pytest.mark.parametrize("cut", ["empty", "short", "garbage"])
 def test_damaged_files_are_data_errors(tmp_path: Path, name: str, cut: str) -> None:
@@ -289,12 +296,14 @@ def test_damaged_files_are_data_errors(tmp_path: Path, name: str, cut: str) -> N
     assert str(tmp_path / name) in str(caught.value)
 
 
+@pytest.mark.wording
 def test_a_tensor_that_claims_to_be_huge_costs_nothing(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(1).expand(10**6, 10**6), "bias": torch.zeros(2)}, tmp_path / "a.pt")
     with pytest.raises(StateMismatch, match="1000000×1000000"):
         load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
 
 
+@pytest.mark.wording
 def test_places_without_weights(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "a.onnx").write_bytes(b"x")
@@ -332,6 +341,7 @@ def test_freezing_a_single_parameter_or_a_part_of_a_part() -> None:
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.weight", "3.weight", "3.bias"]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["encodr", "", "enc", "encoder.7"])
 def test_a_part_that_is_not_there(name: str) -> None:
     model = nn.ModuleDict({"encoder": network(), "decoder": network()})
@@ -343,6 +353,7 @@ def test_a_part_that_is_not_there(name: str) -> None:
         assert "did you mean 'encoder'?" in caught.value.do
 
 
+@pytest.mark.wording
 def test_freezing_everything_is_refused() -> None:
     model = nn.ModuleDict({"a": network(), "b": network()})
     with pytest.raises(BadRecipe, match="nothing to train"):

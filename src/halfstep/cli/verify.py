@@ -27,7 +27,7 @@ BRIEF = 0.05
 """Seconds below which a throughput is mostly noise."""
 
 
-class NotExact(HalfstepError, RuntimeError):
+class NotExact(HalfstepError, RuntimeError, id="not-exact"):
     """A resume that would not continue as the uninterrupted run."""
 
 

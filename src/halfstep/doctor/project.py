@@ -168,16 +168,11 @@ def _configuration(project: Project, place: str, text: str) -> None:
         project.texts[place] = text
 
 
-_LINE = re.compile(r"\bline (\d+)")
-
-
 def _unreadable(place: str, error: HalfstepError) -> LocatedFinding:
     """Return a word that nobody understands as an error, and a file that this reader refuses as a note."""
-    found = _LINE.search(error.given)
-    line = int(found[1]) if found else None
     from halfstep.errors import BadRecipe, Unsafe
 
-    refused = isinstance(error, (BadRecipe, Unsafe)) and "mixed_precision:" not in error.given
+    refused = isinstance(error, (BadRecipe, Unsafe)) and error.id != "unknown-word"
     name, severity = ("project.not_read", "note") if refused else ("settings.unreadable", "error")
     given = error.given.removeprefix(place).lstrip(":, ")
-    return LocatedFinding(name, severity, f"{place}: {given}", error.do, place, line)  # type: ignore[arg-type]
+    return LocatedFinding(name, severity, f"{place}: {given}", error.do, place, error.line)  # type: ignore[arg-type]

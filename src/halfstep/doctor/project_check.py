@@ -15,6 +15,7 @@ from halfstep.doctor.project import Project, read_project
 from halfstep.doctor.repairs import edits_for, line_for
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
+from halfstep.doctor.sources.reading import LIGHTNING_TRUE
 from halfstep.finding import Finding, Severity
 from halfstep.precision.names import AUTO, precision_names
 
@@ -294,7 +295,11 @@ def _lightning_on_a_cpu(settings: Sequence[FoundSetting]) -> Iterator[LocatedFin
 
 def _narrow_weights(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
     for s in settings:
-        if s.claim and s.means.startswith("weights too") and s.owner in ("lightning", "lightning cli", "fabric"):
+        if (
+            s.claim
+            and str(s.value).strip().lower() in LIGHTNING_TRUE
+            and s.owner in ("lightning", "lightning cli", "fabric")
+        ):
             evidence = f"{s.means}: an update below their precision is rounded away"
             fix = f"write {s.claim.meaning}-mixed" if s.claim.meaning == "bf16" else "write 16-mixed"
             yield _found_at(s, "lightning.narrow_weights", "warning", evidence, fix)

@@ -9,12 +9,17 @@ from typing import NamedTuple
 from halfstep.doctor.located import Edit, lines_of
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources.environment import FABRIC, LIGHTNING
+from halfstep.doctor.sources.reading import LIGHTNING_TRUE
 from halfstep.precision.names import FLAGS
 
 _ACCELERATE = {"fp32": "'no'", "tf32": "'no'"}
 _LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LIGHTNING_WORDS = {*_LIGHTNING.values(), "16", "32", *LIGHTNING_TRUE}
+_TORCH_WORDS = {*_TORCH.values(), "bfloat", "half", "float", "float8_e4m3fn", "float8_e5m2"}
 _FULL = ("fp32", "tf32")
+_UNQUOTED = ("accelerate", "recipe", "hydra")
+"""Kinds of settings whose keys are written without quotes, also where their file is JSON."""
 
 
 def line_for(setting: FoundSetting, precision: str) -> str:
@@ -23,11 +28,7 @@ def line_for(setting: FoundSetting, precision: str) -> str:
         return _variable(setting, precision)
     if setting.kind == "deepspeed":
         return _deepspeed(setting, precision)
-    if setting.kind == "accelerate":
-        return f"mixed_precision: {_ACCELERATE.get(precision, precision)}"
-    if setting.kind in ("recipe", "hydra"):
-        return _recipe_line(setting, precision)
-    return _written(setting, _target(setting, precision))
+    return " and ".join(_written(setting, target) for target in _targets(setting, precision))
 
 
 def _deepspeed(setting: FoundSetting, precision: str) -> str:
@@ -38,42 +39,21 @@ def _deepspeed(setting: FoundSetting, precision: str) -> str:
 
 
 def _variable(setting: FoundSetting, precision: str) -> str:
-    if setting.claim and setting.claim.says is None and setting.claim.denies == {"tf32"}:
+    value = _variable_value(setting, precision)
+    if value is None:
         return f"unset {setting.key}"
-    word = "no" if precision in _FULL else precision
-    if setting.key in (LIGHTNING, FABRIC):
-        word = _LIGHTNING.get(precision, precision)
     if setting.place.endswith(".py"):
-        return f'os.environ["{setting.key}"] = "{word}"'
-    return f"export {setting.key}={word}"
+        return f'os.environ["{setting.key}"] = "{value}"'
+    return f"export {setting.key}={value}"
 
 
-def _recipe_line(setting: FoundSetting, precision: str) -> str:
-    key = setting.leaf
-    if key in ("amp", "use_amp") or (isinstance(setting.value, bool) and key == "mixed_precision"):
-        return f"{key}: {precision not in _FULL}"
-    if key in FLAGS:
-        return _flags(key, precision)
-    if key == "mixed_precision":
-        return f"{key}: {_ACCELERATE.get(precision, precision)}"
-    if key == "amp_dtype" and setting.claim is None:
-        return f"{key}: {_TORCH[precision]}"
-    # A dtype cannot switch autocast off; use_amp does.
-    if key == "amp_dtype" and precision in _FULL:
-        return "use_amp: False"
-    took = setting.claim.says.took if setting.claim and setting.claim.says else ""
-    words = _LIGHTNING if "Lightning" in took else _TORCH if "torch" in took else {}
-    return f"{key}: {words.get(precision, precision)}"
-
-
-def _flags(key: str, precision: str) -> str:
-    own = f"{key}: {key == precision}"
-    needs_another = precision in FLAGS if key == "fp32" else precision in ("fp16", "bf16")
-    return f"{own} and {precision}: True" if precision != key and needs_another else own
-
-
-# -- edits ------------------------------------------------------------------------------------------------------------
-# The same for a line of a file: its text before and after.
+def _variable_value(setting: FoundSetting, precision: str) -> str | None:
+    """Return the value of a variable; None where it must not be set."""
+    if setting.claim and setting.claim.says is None and setting.claim.denies == {"tf32"}:
+        return None
+    if setting.key in (LIGHTNING, FABRIC):
+        return _LIGHTNING.get(precision, precision)
+    return "no" if precision in _FULL else precision
 
 
 class _Target(NamedTuple):
@@ -81,6 +61,38 @@ class _Target(NamedTuple):
 
     key: str
     value: str
+
+
+def _targets(setting: FoundSetting, precision: str) -> list[_Target]:
+    """Return what to write in place of a setting, and a flag that must be added to its own."""
+    if setting.kind == "accelerate":
+        return [_Target("mixed_precision", _ACCELERATE.get(precision, precision))]
+    if setting.kind in ("recipe", "hydra"):
+        return _recipe_targets(setting, precision)
+    return [_target(setting, precision)]
+
+
+def _recipe_targets(setting: FoundSetting, precision: str) -> list[_Target]:
+    key = setting.leaf
+    if key in ("amp", "use_amp") or (isinstance(setting.value, bool) and key == "mixed_precision"):
+        return [_Target(key, str(precision not in _FULL))]
+    if key in FLAGS:
+        needs_another = precision != key and (precision in FLAGS if key == "fp32" else precision in ("fp16", "bf16"))
+        return [_Target(key, str(key == precision)), *([_Target(precision, "True")] if needs_another else ())]
+    if key == "mixed_precision":
+        return [_Target(key, _ACCELERATE.get(precision, precision))]
+    if key == "amp_dtype" and setting.claim is None:
+        return [_Target(key, _TORCH[precision])]
+    # A dtype cannot switch autocast off; use_amp does.
+    if key == "amp_dtype" and precision in _FULL:
+        return [_Target("use_amp", "False")]
+    word = str(setting.value).strip().lower().removeprefix("torch.") if setting.claim and setting.claim.says else ""
+    words = _LIGHTNING if word in _LIGHTNING_WORDS else _TORCH if word in _TORCH_WORDS else {}
+    return [_Target(key, words.get(precision, precision))]
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+# The same for a line of a file: its text before and after.
 
 
 def _target(setting: FoundSetting, precision: str) -> _Target:
@@ -130,7 +142,7 @@ def _written(setting: FoundSetting, target: _Target) -> str:
     if setting.kind == "code":
         outer = setting.key.partition("(")[0]
         return f"default={target.value}" if " default" in setting.key else f"{outer}({target.key}={target.value})"
-    quote = '"' if setting.place.endswith(".json") else ""
+    quote = '"' if setting.place.endswith(".json") and setting.kind not in _UNQUOTED else ""
     return f"{quote}{target.key}{quote}: {target.value}"
 
 
@@ -201,9 +213,7 @@ def _line(setting: FoundSetting, texts: Mapping[str, str]) -> str | None:
 
 def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
     if setting.kind == "environment":
-        new = line_for(setting, precision).partition("=")[2].strip()
-        if setting.place.endswith(".py"):
-            return _once(rf"({setting.key}.\]\s*=\s*)[\"'][\w-]+[\"']", rf"\g<1>{new}", line)
+        new = _variable_value(setting, precision)
         return _once(rf"(?<!\w)({setting.key}=)([\"']?)[\w-]+\2", rf"\g<1>{new}", line) if new else None
     if _format_of(setting) and setting.kind != "launch":
         return _changed_flag(setting, precision, paired, line)
@@ -211,14 +221,15 @@ def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str
         return _changed_word(setting, precision, line)
     if setting.kind == "code":
         return _changed_keyword(setting, precision, line)
-    written, _, another = line_for(setting, precision).partition(" and ")
-    key, _, value = written.partition(": ")
-    if key != setting.leaf or (another and not line.lstrip(" \"'").startswith(key)):
+    if setting.kind == "deepspeed" or (setting.place.endswith(".json") and setting.kind not in _UNQUOTED):
         return None
-    if another:
+    (key, value), *others = _targets(setting, precision)
+    if key != setting.leaf or (others and not line.lstrip(" \"'").startswith(key)):
+        return None
+    if others:
         indent = line[: len(line) - len(line.lstrip())]
         own = _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
-        return f"{indent}{another}\n{own}" if own is not None else None
+        return f"{indent}{_written(setting, others[0])}\n{own}" if own is not None else None
     if setting.place.endswith(".json"):
         value = value.lower() if value in ("True", "False") else f'"{value.strip(_QUOTES)}"'
     return _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)

@@ -388,8 +388,6 @@ MOST_LINES = 20
 """The maximum number of lines of one kind; changed data may have a line for each file."""
 LITTLE = 0.01
 """The share of the highest learning rate below which an extended run hardly learns."""
-_PRECISION = "trained in "
-"""The prefix of the line on a precision that a new recipe led to."""
 
 
 def resumed(start: Event) -> list[LineItem]:
@@ -401,7 +399,7 @@ def resumed(start: Event) -> list[LineItem]:
     if not said.get("exact", True):
         reasons = (
             said.get("reasons")
-            or _accepted(said.get("changed") or (), start.get("recipe") or {})
+            or [f"the {kind} was changed" for kind in said.get("accepted") or ()]
             or ["it is not known to be exact"]
         )
         lines += _few("APPROXIMATE because ", reasons, alarm=True)
@@ -438,21 +436,6 @@ def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
         share = f"{lr / highest:.2g} of its highest, at which little is learnt"
         lines.append(LineItem(f"that is {share}: for a new warm-up and decay, stop and add --rewarm", alarm=True))
     return lines
-
-
-def _accepted(changed: Iterable[Any], recipe: Mapping[str, Any]) -> list[str]:
-    """Return which of the two acceptable changes were made: the recipe, the data, or both."""
-    of_recipe = {_is_setting(str(line), recipe) for line in changed}
-    reasons = {True: "the recipe was changed", False: "the data was changed"}
-    return [reason for is_recipe, reason in reasons.items() if is_recipe in of_recipe]
-
-
-def _is_setting(line: str, recipe: Mapping[str, Any]) -> bool:
-    """Return whether a line is about a setting: `train.steps: 9 -> 8` is, `train: 2 files renamed` is not."""
-    # A section alone has no value, so a line with only its name is about the data of that name.
-    section, dot, _ = line.partition(":")[0].partition(".")
-    known = section in recipe and (bool(dot) or not isinstance(recipe[section], Mapping))
-    return known or line.startswith(_PRECISION)
 
 
 def _repeated(repeated: int | None) -> str:

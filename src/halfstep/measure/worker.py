@@ -107,9 +107,11 @@ def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) 
         result, answer = work()
     except HalfstepError as error:
         refusal = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
-        answer = {"refused": refusal}
+        answer = {"refused": {**refusal, "id": error.id}}
     except Exception as error:  # the user's code may raise anything
-        answer = {"failed": in_one_line(error)}
+        from halfstep.out_of_memory import may_be_memory
+
+        answer = {"failed": in_one_line(error), "out_of_memory": may_be_memory(error)}
     print(json.dumps(answer), file=answers, flush=True)
     return result
 

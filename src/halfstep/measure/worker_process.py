@@ -28,6 +28,11 @@ _PATIENCE = 1.0
 class CandidateFailed(Exception):
     """The candidate cannot run here; the message is the last output of its process."""
 
+    def __init__(self, why: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(why)
+        self.out_of_memory = out_of_memory
+        """Whether a smaller batch may be able to run."""
+
 
 class CandidateTooSlow(Exception):
     """The candidate did not answer in time and its process was killed."""
@@ -139,12 +144,12 @@ class CandidateProcess:
             self._child.wait()
             # The reason of a crash is on stderr, which may arrive after stdout has closed.
             self._readers[1].join(_PATIENCE)
-            raise CandidateFailed(self._why())
+            raise self._ended()
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             raise _as_error(answer["refused"])
         if "failed" in answer:
-            raise CandidateFailed(answer["failed"])
+            raise CandidateFailed(answer["failed"], out_of_memory=answer["out_of_memory"])
         return answer
 
     def _answer(self, limit: float | None) -> str | None:
@@ -164,13 +169,15 @@ class CandidateProcess:
         for line in stream:
             self._last_words = (self._last_words + line)[-_LAST_WORDS:]
 
-    def _why(self) -> str:
+    def _ended(self) -> CandidateFailed:
         code = self._child.returncode
         # SIGKILL: not sent by us while an answer is awaited, so most likely the kernel's out-of-memory killer.
         if code == -9:
-            return "its process was ended from outside, as a system does that has no memory left"
+            why = "its process was ended from outside, as a system does that has no memory left"
+            return CandidateFailed(why, out_of_memory=True)
         lines = self._last_words.strip().splitlines()
-        return lines[-1] if lines else f"its process ended with code {code}"
+        why = lines[-1] if lines else f"its process ended with code {code}"
+        return CandidateFailed(why, out_of_memory="memory" in why.lower())  # the words of a driver or a library
 
 
 def end_process(child: subprocess.Popen[Any]) -> None:
@@ -184,6 +191,6 @@ def end_process(child: subprocess.Popen[Any]) -> None:
 
 
 def _as_error(parts: dict[str, Any]) -> HalfstepError:
-    error = WrongUse(parts["given"], allowed=parts["allowed"], do=parts["do"])
+    error = WrongUse(parts["given"], allowed=parts["allowed"], do=parts["do"], id=parts["id"])
     error.exit_code = parts["code"]
     return error

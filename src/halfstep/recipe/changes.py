@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,23 @@ MOST_LINES = 20
 ABSENT = "(absent)"
 
 
-def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[str]:
-    """Return a line for each setting in which two recipes differ, except settings that change nothing."""
-    # With the dot or the colon, so that a key is not taken for another that begins with it.
-    safe = tuple(key if key.endswith(".") else f"{key}:" for key in SAFE)
-    lines = different(_with_defaults(saved, now), now, ignore=ignore)
-    return [line for line in lines if not line.startswith(safe)]
+@dataclass(frozen=True)
+class Change:
+    """A setting with different values in two recipes; `ABSENT` stands for the value of a recipe without it."""
+
+    key: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[Change]:
+    """Return the settings in which two recipes differ, except settings that change nothing."""
+    found = different(_with_defaults(saved, now), now, ignore=ignore)
+    sections = tuple(key for key in SAFE if key.endswith("."))
+    return [one for one in found if one.key not in SAFE and not one.key.startswith(sections)]
 
 
 def _with_defaults(saved: Any, now: Any) -> Any:
@@ -50,13 +61,13 @@ def _with_defaults(saved: Any, now: Any) -> Any:
         return saved
 
 
-def different(one: Any, other: Any, ignore: Collection[str] = ()) -> list[str]:
-    """Return lines such as `train.lr: 0.1 -> 0.2`, for recipes or for the content of their files."""
+def different(one: Any, other: Any, ignore: Collection[str] = ()) -> list[Change]:
+    """Return the settings in which two recipes, or the contents of their files, differ."""
     before, after = dict(flat(_plain(one))), dict(flat(_plain(other)))
     keys = [key for key in dict.fromkeys([*before, *after]) if key not in ignore]
-    pairs = ((key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
+    found = [Change(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys]
     # True == 1 and 1 == 1.0 in Python; in a recipe they are different values.
-    return [f"{key}: {_shown(a)} -> {_shown(b)}" for key, a, b in pairs if type(a) is not type(b) or a != b]
+    return [one for one in found if type(one.before) is not type(one.after) or one.before != one.after]
 
 
 def _plain(recipe: Any) -> Mapping[str, Any]:
@@ -64,58 +75,37 @@ def _plain(recipe: Any) -> Mapping[str, Any]:
     return content
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)[:120]
 
 
-def but_for_places(lines: list[str]) -> list[str]:
-    """Return the lines of `changes` that are not about the location of the data."""
-    return [line for line in lines if not _is_of(PLACES, line)]
+def drop_keys(found: Iterable[Change], keys: Collection[str]) -> list[Change]:
+    """Return the changes of all other settings."""
+    return [one for one in found if one.key not in keys]
 
 
-def but_for_batch(lines: list[str]) -> list[str]:
-    """Return the lines of `changes` that are not about how the samples of a step are divided."""
-    return [line for line in lines if not _is_of(BATCH, line)]
-
-
-def only_places(lines: list[str]) -> list[str]:
-    """Return the lines of `changes` that are about the location of the data."""
-    return [line for line in lines if _is_of(PLACES, line)]
-
-
-def but_for_length(lines: list[str]) -> list[str]:
-    """Return the lines of `changes` that an extension does not explain."""
-    return [line for line in lines if not _is_of(LENGTH, line)]
-
-
-def _is_of(keys: Collection[str], line: str) -> bool:
-    return line.startswith(tuple(f"{key}:" for key in keys))
-
-
-def recipe_changed(what: str, lines: list[str]) -> StateMismatch:
-    """Return the error for a run that was started with another recipe; `what` names the run."""
-    if not but_for_places(lines):
-        return data_elsewhere(what, lines)
+def recipe_changed(what: str, found: Sequence[Change]) -> StateMismatch:
+    """Return the error for a run that was started with another recipe, or data folder; `what` names the run."""
+    if not drop_keys(found, PLACES):
+        return StateMismatch(
+            listed(f"{what} was begun on another data folder:", found),
+            allowed="the data that the run was begun with",
+            do="give the folder that it was begun with, or add --new to train on this one in a run of its own",
+            id="data-folder-changed",
+        )
     return StateMismatch(
-        listed(f"{what} was begun with another recipe:", lines),
+        listed(f"{what} was begun with another recipe:", found),
         allowed="the recipe that the run was begun with",
         do="add --accept-recipe-change to go on with the new one, or --new for a folder of its own",
+        id="recipe-changed",
     )
 
 
-def data_elsewhere(what: str, lines: list[str]) -> StateMismatch:
-    """Return the error for a run that was started with another data folder, and otherwise the same recipe."""
-    return StateMismatch(
-        listed(f"{what} was begun on another data folder:", lines),
-        allowed="the data that the run was begun with",
-        do="give the folder that it was begun with, or add --new to train on this one in a run of its own",
-    )
-
-
-def listed(title: str, lines: list[str]) -> str:
-    """Return a title and its lines as one text; only the first lines if there are many."""
+def listed(title: str, found: Sequence[Change | str]) -> str:
+    """Return a title and a line for each difference as one text; only the first if there are many."""
+    lines = [str(one) for one in found]
     more = [f"... and {len(lines) - MOST_LINES + 1} more"] if len(lines) > MOST_LINES else []
     return "\n    ".join([title, *(lines[: MOST_LINES - 1] if more else lines), *more])
 

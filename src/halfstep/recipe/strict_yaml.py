@@ -58,12 +58,14 @@ class _StrictComposer(Composer):
                 f"{_line_of(event, self.where)}: the tag {str(event.tag)[:80]!r}",
                 allowed="plain values; a recipe is data and names no code",
                 do="delete the tag, and write the value itself",
+                line=event.start_mark.line + 1,
             )
         if event.anchor is not None:
             raise BadRecipe(
                 f"{_line_of(event, self.where)}: the anchor or alias {str(event.anchor)[:80]!r}",
                 allowed="values in full",
                 do="write the value out",
+                line=event.start_mark.line + 1,
             )
         if self.nodes > MOST_NODES or self.depth >= DEEPEST:
             limit = f"{MOST_NODES:,} values" if self.nodes > MOST_NODES else f"{DEEPEST} levels"
@@ -71,6 +73,7 @@ class _StrictComposer(Composer):
                 f"{_line_of(event, self.where)}: more than {limit}",
                 allowed=f"at most {limit}",
                 do="give a recipe of the usual size",
+                line=event.start_mark.line + 1,
             )
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
@@ -192,6 +195,7 @@ def _compose(text: str, where: str, loader: type[PythonLoader | FastLoader]) -> 
             f"{where}, line {getattr(error.problem_mark, 'line', 0) + 1}: a second document starts",
             allowed="one document",
             do="delete it, and the line ---",
+            line=getattr(error.problem_mark, "line", 0) + 1,
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -201,6 +205,7 @@ def _compose(text: str, where: str, loader: type[PythonLoader | FastLoader]) -> 
             f"{where}{line}: {str(problem)[:200]}",
             allowed="YAML: keys with values, indented by spaces",
             do="fix the line; text with special characters needs quotes",
+            line=mark.line + 1 if mark else None,
         ) from None
     return node
 
@@ -220,6 +225,7 @@ def _value_of(node: yaml.Node, path: str, where: str, lines: dict[str, int]) -> 
                 f"{_line_of(key_node, where)}: the key {key!r}",
                 allowed="keys that are words",
                 do="name the key, or put it in quotes",
+                line=key_node.start_mark.line + 1,
             )
         dotted, line = f"{path}.{key}".lstrip("."), key_node.start_mark.line + 1
         if key in content:

@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.errors import BadData
 from halfstep.measure.bench.comparison import BenchMetric, Config, Gain, Memory, RunResult, rows_of
-from halfstep.measure.bench.report import NONE, NOT_MEASURED, Bench, columns, difference, footnote, kind
+from halfstep.measure.bench.report import NONE, NOT_MEASURED, Bench, columns, difference, footnote, kind, sentence
 from halfstep.measure.parity import ParityTest
 from halfstep.report.bars import Bar, Intervals, MemoryUse, intervals, memory_bars
 from halfstep.report.charts import Chart, Curve, line_chart
@@ -32,8 +32,7 @@ class BenchFacts:
         """Return the best proven candidate in one sentence, or how far the others are from proven."""
         bench, best = self.bench, self.bench.best
         if best is not None or len(bench.rows) == 2:
-            name = (best or bench.rows[1]).name
-            return next(said for said in bench.verdicts if said.startswith(f"{name}: ")).rstrip(".") + "."
+            return sentence(best or bench.rows[1], bench.metric, len(bench.seeds)).rstrip(".") + "."
         if len(bench.rows) < 2:
             return "The bench has a baseline and nothing to compare it with."
         told = "; ".join(f"{word}: {', '.join(names)}" for word, names in self._by_verdict.items())

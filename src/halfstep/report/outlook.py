@@ -268,7 +268,7 @@ def _plan_risks(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[
     if fields(choice.get("setting")).get("compile"):
         yield Risk("Compiling", WATCH, "another shape of input is compiled anew, and takes as long as the first step")
     for cell in rows(plan.get("ladder")):
-        if cell.get("cut") and not str(cell["cut"]).startswith("not measured"):
+        if cell.get("cut") and cell.get("is_measured", True):
             yield Risk(f"{text(cell.get('name'), 80)}, passed over", LOW, text(cell.get("cut"), 300))
 
 

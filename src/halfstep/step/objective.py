@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from halfstep.errors import RanksDisagree, WrongUse, in_one_line
+from halfstep.errors import RanksDisagree, WrongUse
 from halfstep.formats import FP32, FP64, Format
 from halfstep.step.ema import StepCounts
 from halfstep.step.loss import LossSlot
@@ -400,7 +400,7 @@ def refused_by(guards: Sequence[Guard], report: StepReport, ranks: Ranks, window
         return next((guard.name for guard in guards if not guard.passes(report)), None)
     refusals, error = _asked(guards, report)
     if error is not None:
-        ranks.publish_failure(window, in_one_line(error))
+        ranks.publish_failure(window, error)
     # After the message was stored: the others look for it as soon as they have this result.
     raised, *refused = ranks.agree(torch.tensor([error is not None, *refusals], dtype=torch.float64)).tolist()
     if error is not None:

@@ -20,12 +20,13 @@ from torch import Tensor
 from halfstep import distributed
 from halfstep.distributed import LOOK, rank_failed
 from halfstep.errors import RankFailed, in_one_line
+from halfstep.out_of_memory import is_too_large
 
 _FAIL_TOGETHER = 1.5
 """Seconds within which ranks that fail for the same reason do so."""
 GONE = "another rank is gone: "
 """How the message about a lost rank begins where nobody knows which one it was."""
-_GONE, _UNKNOWN = "gone", "?"
+_GONE, _UNKNOWN, _MEMORY = "gone", "?", "memory"
 
 _ALL_RANKS = nullcontext()
 _made: Counter[str] = Counter()
@@ -85,9 +86,11 @@ class Ranks:
         if self._store is not None:
             self._store.set(key, words)
 
-    def publish_failure(self, window: int, words: str) -> None:
+    def publish_failure(self, window: int, error: BaseException) -> None:
         """Publish why this rank failed in this window."""
-        self._set(f"{window}/{self.rank}", words)
+        if is_too_large(error):
+            self._set(f"{window}/{_MEMORY}", "")
+        self._set(f"{window}/{self.rank}", in_one_line(error))
 
     def request_rebuild(self, window: int) -> None:
         """Publish that this failure left something incomplete, which all ranks must rebuild after the window."""
@@ -112,9 +115,11 @@ class Ranks:
             time.sleep(0.02)
         return len({store.get(key) for key in keys}) == 1
 
-    def leave(self, words: str) -> None:
+    def leave(self, error: BaseException) -> None:
         """Publish that this rank takes part in nothing any more, so that the others stop waiting for it."""
-        self._set(_GONE, f"{self.rank} {words}")
+        if is_too_large(error):
+            self._set(f"{_GONE}/{_MEMORY}", "")
+        self._set(_GONE, f"{self.rank} {in_one_line(error)}")
 
     def look(self) -> None:
         """Raise RankFailed if a rank has left, or if its process is gone."""
@@ -126,7 +131,8 @@ class Ranks:
         failed, _, words = self._store.get(_GONE).decode().partition(" ")
         if failed == _UNKNOWN:
             raise rank_failed(words, None, usable=False)
-        raise rank_failed(f"rank {failed} failed in this window: {words}", int(failed), usable=False)
+        given, memory = f"rank {failed} failed in this window: {words}", self._store.check([f"{_GONE}/{_MEMORY}"])
+        raise rank_failed(given, int(failed), usable=False, out_of_memory=memory)
 
     def failed(self, window: int) -> RankFailed:
         """Return the error that names the ranks that failed in a window."""
@@ -134,7 +140,8 @@ class Ranks:
         if not failures:
             return rank_failed("a rank failed in this window, and nobody knows why", None, usable=True)
         names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in failures)
-        return rank_failed(names, failures[0][0], usable=True)
+        memory = self._store is not None and self._store.check([f"{window}/{_MEMORY}"])
+        return rank_failed(names, failures[0][0], usable=True, out_of_memory=memory)
 
     def _failures(self, window: int) -> list[tuple[int, str]]:
         """Return the ranks that left a message about a window, with their messages."""
@@ -263,7 +270,7 @@ class Together:
         elif self._meets(complete, vote) or self.ranks.all_failed(window, place):
             return
         else:
-            self.ranks.leave(in_one_line(error))
+            self.ranks.leave(error)
             self._part(error)
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(
@@ -293,5 +300,5 @@ def _published(ranks: Ranks, window: int, error: BaseException) -> bool:
         return error.usable
     if connection_broke(error):
         return False
-    ranks.publish_failure(window, in_one_line(error))
+    ranks.publish_failure(window, error)
     return True

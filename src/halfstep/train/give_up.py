@@ -25,7 +25,6 @@ from halfstep.out_of_memory import (
     is_out_of_memory,
     lacks_shared_memory,
     lacks_threads,
-    tells_of_memory,
 )
 from halfstep.recipe.fields import fields_of
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
@@ -171,7 +170,7 @@ def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemo
         # No permission: these settings may change in a resumed run.
         again = command_line(loop.outputs.folder, command, error.settings, permission=None)
         return OutOfMemory(error.given, allowed=error.allowed, do=f"{error.more}; or {again}")
-    elsewhere = isinstance(error, RankFailed) and tells_of_memory(error.given)
+    elsewhere = isinstance(error, RankFailed) and error.out_of_memory
     if not is_out_of_memory(error) and not elsewhere:
         return None
     train, precision = loop.recipe.train, loop.parts.choice.precision.name

@@ -12,7 +12,6 @@ from typing import Any
 from halfstep import distributed
 from halfstep.distributed import rank_failed
 from halfstep.errors import HalfstepError, RankFailed, in_one_line
-from halfstep.out_of_memory import tells_of_memory
 from halfstep.ownership import is_alive
 from halfstep.step.ranks import GONE, connection_broke
 from halfstep.train.peer_watch import PeerWatch
@@ -57,7 +56,7 @@ def lost_ranks_named(lost: LostRanks | None = None) -> Iterator[None]:
         else:
             given = in_one_line(error)
         # A rank that ran out of memory says so, and all of them end with that.
-        if lost is not None and not tells_of_memory(given):
+        if lost is not None and not (isinstance(error, RankFailed) and error.out_of_memory):
             lost.leave(error.given if isinstance(error, RankFailed) else f"{GONE}{given}")
         # The error names the rank itself, or there is no folder yet in which ranks are looked for.
         if isinstance(error, RankFailed) and (error.rank is not None or lost is None):

@@ -26,14 +26,14 @@ from halfstep.files import draft_of
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, check_format, last_time, saved_events, sizes, truncate
-from halfstep.recipe.changes import EXTEND
+from halfstep.recipe.changes import DATA, EXTEND, RECIPE
 from halfstep.train.checkpointing import PROBE
 from halfstep.train.environment import AutoChoices, differences, environment, read_generators, seed_all
 from halfstep.train.guarding import remedies_in
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.state import RunObjects, State, checked_components, lengthened, restore
+from halfstep.train.state import RunObjects, State, checked_components, restore
 
 T = TypeVar("T")
 _REPLACED = re.compile(
@@ -106,6 +106,8 @@ class Resumed:
     reasons: list[str] = field(default_factory=list)
     """Why the bits may differ from those without the interruption."""
     changed: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    """Which of `recipe` and `data` have changed."""
     rejected_checkpoints: list[str] = field(default_factory=list)
     seconds: float = 0.0
     """Seconds that the run had taken at the checkpoint."""
@@ -207,8 +209,8 @@ def resume_from(
         _cut(folder, {})
         return Resumed()
     state = distributed.fail_together(lambda: _state_for(loop.live, found))
-    changed = distributed.fail_together(lambda: restore(loop.live, state, accepted))
-    extended = _extended(loop, found, before) if EXTEND in accepted else None
+    restored = distributed.fail_together(lambda: restore(loop.live, state, accepted))
+    extended = _extended(loop, before) if EXTEND in accepted and restored.is_longer else None
     # Read before the journal is cut, which drops these steps.
     repeated = (
         max(0, _last_attempt(folder, _size_at(found)) - found.generation.attempt) if distributed.rank() == 0 else 0
@@ -222,7 +224,8 @@ def resume_from(
         checkpoint=found.generation.name,
         repeated_steps=repeated,
         reasons=_reasons(loop, found),
-        changed=changed,
+        changed=[*restored.recipe, *restored.data],
+        accepted=[*([RECIPE] if restored.recipe else ()), *([DATA] if restored.data else ())],
         rejected_checkpoints=found.passed_over,
         seconds=last_time(folder / JOURNAL),
         extended=extended,
@@ -273,10 +276,8 @@ def _in_shards(size: int) -> str:
     return "ranks that hold all weights" if size == 1 else f"{size} ranks to a copy of the weights"
 
 
-def _extended(loop: Loop, found: FoundCheckpoint, before: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what this launch adds to a run; None where it resumes an extension that was begun before."""
-    if not lengthened(loop.live, found.state):
-        return None
+def _extended(loop: Loop, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what this launch adds to a run."""
     at, train = loop.progress.attempts, loop.recipe.train
     if at >= loop.planned:
         raise WrongUse(

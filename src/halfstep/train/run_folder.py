@@ -24,15 +24,17 @@ from halfstep.files import draft_of, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
 from halfstep.ownership import LOCK, Holder, Ownership, check_ownership, is_alive, read_holder
 from halfstep.recipe.changes import (
+    BATCH,
     EXTEND,
     EXTENSIONS,
+    LENGTH,
+    PLACES,
     REWARM,
+    Change,
     SavedRun,
-    but_for_batch,
-    but_for_length,
-    but_for_places,
     changes,
     different,
+    drop_keys,
     extended,
     in_words,
     is_longer,
@@ -343,7 +345,7 @@ class RunFolder:
     recipe: Any
     """The recipe as written in the folder, with `run.dir` resolved."""
     lock: FolderLock
-    changed: list[str] = field(default_factory=list)
+    changed: list[Change] = field(default_factory=list)
     """Accepted settings that differ from those the run began with."""
     result: Mapping[str, Any] | None = None
     """The result of a finished run that is extended."""
@@ -415,19 +417,19 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
         return RunFolder(path, NEW, placed, held)
     before = _before(path, written)
     own = {EXTENSIONS} if recipe.schedule.extensions in ([], before.extensions) else set()
-    lines = changes(written, recipe, ignore={"run.dir", *own, *drawn})
+    changed = changes(written, recipe, ignore={"run.dir", *own, *drawn})
     if before.result is not None and EXTEND not in accepted:
-        raise _finished(path, lines, recipe, before)
+        raise _finished(path, changed, recipe, before)
     # The data itself is compared when it is read, and the samples of a step with those of the checkpoint's ranks.
-    lines = but_for_batch(but_for_places(lines))
-    unexplained = but_for_length(lines) if EXTEND in accepted else lines
+    changed = drop_keys(changed, (*PLACES, *BATCH))
+    unexplained = drop_keys(changed, LENGTH) if EXTEND in accepted else changed
     if unexplained and RECIPE_CHANGE not in accepted:
         raise recipe_changed(f"the {'unfinished ' if before.result is None else ''}run in {path}", unexplained)
     placed = _longer(placed, before, accepted)
     for key in drawn:
         section, name = key.split(".")
         placed = _with(placed, key, written.get(section, {}).get(name))
-    return RunFolder(path, UNFINISHED, placed, held, lines, before.result)
+    return RunFolder(path, UNFINISHED, placed, held, changed, before.result)
 
 
 def _before(path: Path, written: dict[str, Any]) -> SavedRun:
@@ -528,20 +530,20 @@ def _with(recipe: Any, key: str, value: Any) -> Any:
     return recipe.model_copy(update={section: changed})
 
 
-def _finished(path: Path, lines: list[str], recipe: Any, before: SavedRun) -> HalfstepError:
+def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) -> HalfstepError:
     """Return the error for a finished run, by what the user most likely meant."""
     asked = recipe.train.epochs, recipe.train.steps
-    if lines and not but_for_places(lines):
+    if changed and not drop_keys(changed, PLACES):
         return FolderTaken(
-            listed(f"{path} holds a finished run on another data folder:", lines),
+            listed(f"{path} holds a finished run on another data folder:", changed),
             allowed="one run a folder",
             do=f"give the folder that it was trained on, or {ANOTHER}, to train on this one",
         )
-    if lines and asked != before.length and not but_for_length(lines):
+    if changed and asked != before.length and not drop_keys(changed, LENGTH):
         return _other_length(path, asked, before)
-    if lines:
+    if changed:
         return FolderTaken(
-            listed(f"{path} holds a finished run of another recipe:", lines),
+            listed(f"{path} holds a finished run of another recipe:", changed),
             allowed="one run a folder; a finished one goes on only where it is extended",
             do=f"{ANOTHER}; `halfstep train {path / RECIPE}` has the settings of the one that is there",
         )

@@ -25,12 +25,13 @@ from halfstep.precision.island import islands
 from halfstep.recipe.changes import (
     DATA,
     EXTEND,
+    LENGTH,
+    PLACES,
     RECIPE,
-    but_for_length,
-    but_for_places,
+    Change,
     changes,
+    drop_keys,
     listed,
-    only_places,
     recipe_changed,
 )
 from halfstep.train.environment import AutoChoices, check_generators, read_generators, set_generators
@@ -214,6 +215,16 @@ FORM |= {"recipe": 0, "guards": 0}
 """How many levels of each component have the same keys in every checkpoint of a run."""
 
 
+@dataclass(frozen=True)
+class Restored:
+    """How a run differs from the checkpoint that was restored into it, where that was accepted."""
+
+    recipe: list[str]
+    data: list[str]
+    is_longer: bool
+    """Whether the run is longer than when it was saved, ends later, or is warmed up again."""
+
+
 @contextmanager
 def _refusing_invalid() -> Iterator[None]:
     """Raise BadData for any error that an invalid state causes."""
@@ -230,21 +241,22 @@ def _refusing_invalid() -> Iterator[None]:
 
 
 @_refusing_invalid()
-def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> list[str]:
-    """Restore `saved` into the run; return a line for each accepted difference. An extension alone is none.
+def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> Restored:
+    """Restore `saved` into the run; return the accepted differences. An extension alone is none.
 
     Raises StateMismatch where something differs that was not accepted, and BadData for an invalid state.
     """
     now = State.of(live)
-    data = _data_changes(live, saved, accepted)
-    recipe = _recipe_changes(live, saved, accepted)
-    longer = EXTEND in accepted and lengthened(live, saved)
+    changed = changes(saved.recipe, live.recipe)
+    data = _data_changes(live, saved, changed, accepted)
+    recipe = [str(one) for one in _recipe_changes(live, saved, changed, accepted)]
+    is_longer = any(one.key in LENGTH for one in changed)
     # `auto` may resolve to another precision on another device, with the same recipe.
     if RECIPE in accepted and saved.precision != now.precision:
         recipe.append(f"trained in {_in_words(saved.precision)} -> {_in_words(now.precision)}")
     if recipe:
         saved = _adapted(live, now, saved)
-    elif longer:
+    elif EXTEND in accepted and is_longer:
         saved = replace(saved, lr_schedulers=_moved_lr_schedulers(live, now, saved))
     if data:
         saved = _with_other_data(saved)
@@ -254,31 +266,24 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> l
     _check_rest(live, now, saved)
     live.parts.stepper.load_state_dict(_of_stepper(live, saved))  # raises before it changes anything
     _put(live, saved)
-    if recipe or longer:
+    if recipe or (EXTEND in accepted and is_longer):
         # The optimizers' saved groups hold the lr of the old schedule.
         _set_lr(live)
-    return [*recipe, *data]
-
-
-def lengthened(live: RunObjects, saved: State) -> bool:
-    """Return whether the run is longer than when it was saved, ends later, or is warmed up again."""
-    lines = changes(saved.recipe, live.recipe)
-    return len(but_for_length(lines)) < len(lines)
+    return Restored(recipe, data, is_longer)
 
 
 # -- what may be accepted ---------------------------------------------------------------------------------------------
 
 
-def _recipe_changes(live: RunObjects, saved: State, accepted: Collection[str]) -> list[str]:
-    lines = changes(saved.recipe, live.recipe)
+def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[Change]:
     # Contents were compared, so another path to the same files is no difference.
     if _are_files(saved.position["data_fingerprint"]) and _are_files(live.data_fingerprint):
-        lines = but_for_places(lines)
+        changed = drop_keys(changed, PLACES)
     if EXTEND in accepted:
-        lines = but_for_length(lines)
-    if lines and RECIPE not in accepted:
-        raise recipe_changed("the checkpoint", lines)
-    return lines
+        changed = drop_keys(changed, LENGTH)
+    if changed and RECIPE not in accepted:
+        raise recipe_changed("the checkpoint", changed)
+    return changed
 
 
 def _are_files(data: Mapping[str, Any]) -> bool:
@@ -286,12 +291,12 @@ def _are_files(data: Mapping[str, Any]) -> bool:
     return all(part.of == "file" for part in Fingerprint.from_dict(data).parts)
 
 
-def _data_changes(live: RunObjects, saved: State, accepted: Collection[str]) -> list[str]:
+def _data_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[str]:
     same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
     then, now = saved.position["data_fingerprint"], live.data_fingerprint
     lines = different(Fingerprint.from_dict(then), Fingerprint.from_dict(now))
     if lines and DATA not in accepted:
-        raise _other_data(lines, only_places(changes(saved.recipe, live.recipe)))
+        raise _other_data(lines, [str(one) for one in changed if one.key in PLACES])
     return lines
 
 
@@ -305,6 +310,7 @@ def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
         listed(title, lines),
         allowed="the same samples: position and order in them are part of the run",
         do=f"{back}, add --accept-data-change to go on with this data, or --new to begin again",
+        id="data-changed",
     )
 
 

@@ -312,6 +312,7 @@ def test_a_spike_that_is_not_much_above_the_noise_is_for_information() -> None:
             assert notice.loud == ("1e+05" in notice.text)
 
 
+@pytest.mark.wording
 def test_an_old_state_is_refused_by_name_and_nothing_is_loaded() -> None:
     spike = Spike()
     spike.passes(report(1.0))

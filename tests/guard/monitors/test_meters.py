@@ -173,6 +173,7 @@ def test_samples_that_would_overlap_take_their_turn() -> None:
     assert sampled == [1, 3, 5, 7]
 
 
+@pytest.mark.wording
 def test_never_is_not_a_rhythm() -> None:
     with pytest.raises(WrongUse, match="every 0 steps"):
         Meters(make(), every=0)
@@ -346,6 +347,7 @@ def test_windows_and_turns_and_odd_outputs() -> None:
     assert float(meters.readings["headroom_bits"]) == pytest.approx(bits, abs=0.01)
 
 
+@pytest.mark.wording
 def test_a_meter_that_fails_is_switched_off_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> Any:
         raise RuntimeError("no such kernel")

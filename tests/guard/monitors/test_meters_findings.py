@@ -65,6 +65,7 @@ def two_layers(largest: float) -> nn.Sequential:
     return model
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("largest", "said"), [(40000.0, 1), (30000.0, 0)])
 def test_little_headroom_is_told_once_with_module_and_numbers(largest: float, said: int) -> None:
     stepper = make(two_layers(largest), rate=1e-30, precision="fp16", loss_scale=StaticScale(1.0))
@@ -97,6 +98,7 @@ def test_bf16_has_room_where_fp16_has_little() -> None:
     assert float(meters.readings["headroom_bits"]) > 100
 
 
+@pytest.mark.wording
 def test_steady_growth_is_forecast_and_comes_true() -> None:
     model, factor = two_layers(1.0), 1.25
 
@@ -136,6 +138,7 @@ def test_a_forecast_needs_a_clear_trend() -> None:
 # -- gradients ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_gradients_that_vanish_in_fp16_are_named_and_a_loss_scale_cures_it() -> None:
     def small(model: nn.Module, x: Tensor) -> Tensor:
         return mse(model, x) * 1e-6
@@ -180,6 +183,7 @@ def test_shares_are_shares_where_the_limit_itself_vanishes() -> None:
 # -- updates --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_lost_updates_are_counted_and_told_once_for_each_weight() -> None:
     model = nn.Sequential(nn.Linear(8, 16, bias=False))
     found, meters = watch(make(model, rate=1e-12), 12)
@@ -222,6 +226,7 @@ class Narrow(Ema):
             average.copy_(short.lerp_(parameter.detach().bfloat16(), 1 - self.decay))
 
 
+@pytest.mark.wording
 def test_an_average_that_does_not_move_is_told_and_one_in_fp32_is_not() -> None:
     def watched(kind: type[Ema]) -> tuple[list[tuple[int, Finding]], Meters]:
         model = nn.Sequential(nn.Linear(8, 16, bias=False))
@@ -253,6 +258,7 @@ class Unused(nn.Module):
         return self.used(x) + self.frozen(x) + (self.sometimes(x) if self.calls % 3 == 0 else 0.0)
 
 
+@pytest.mark.wording
 def test_parameters_that_no_loss_reaches_are_named_early_and_once() -> None:
     model = Unused()
     found, meters = watch(make(model), 40, every=50)
@@ -277,6 +283,7 @@ def test_an_optimizer_whose_turn_it_is_not_misses_nothing() -> None:
     assert meters.readings["without_gradient"] == 0
 
 
+@pytest.mark.wording
 def test_a_loss_scale_that_falls_after_the_warm_up_is_told() -> None:
     grown = [1.0]
     stepper = make(plain_model(), rate=1e-9, precision="fp16", loss_scale=DynamicScale(init_scale=2.0**10))
@@ -298,6 +305,7 @@ def test_the_search_for_a_loss_scale_is_no_alarm() -> None:
     assert found == []
 
 
+@pytest.mark.wording
 def test_steps_that_are_skipped_all_the_time_are_told() -> None:
     bad = [1.0]
 

@@ -138,6 +138,7 @@ class Tiny(nn.Module):
         return self.last(self.words(x) * 1e-9 + 1) + self.inner(self.words(x)).sum() * 1e-9
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("wide", [True, False])
 def test_gradients_of_islands_and_of_tables_of_words_do_not_vanish_in_fp16(wide: bool) -> None:
     torch.manual_seed(0)

@@ -127,6 +127,7 @@ def test_an_island_that_keeps_positions_apart_is_needed_in_bf16() -> None:
     assert "integers-rounded" in found.islands[0].why
 
 
+@pytest.mark.wording
 def test_an_overflow_is_found_with_the_island_that_cures_it() -> None:
     found = audit(Net(1e6), classify, batch(), precision="fp16")
     assert ids(found) == ["overflow"]
@@ -149,6 +150,7 @@ def test_an_overflow_that_lint_names_is_told_once() -> None:
     assert ids(found) == ["mask-overflows"]
 
 
+@pytest.mark.wording
 def test_an_island_whose_result_does_not_fit_is_told_to_reach_further() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 4))
     model[1].weight.data.mul_(1e7)
@@ -159,6 +161,7 @@ def test_an_island_whose_result_does_not_fit_is_told_to_reach_further() -> None:
     assert found.spotted[0].finding.fix.startswith("let the island reach")
 
 
+@pytest.mark.wording
 def test_numbers_near_the_end_are_told_before_they_overflow() -> None:
     x = batch()
     x[0][0, 0] = 50_000.0
@@ -167,6 +170,7 @@ def test_numbers_near_the_end_are_told_before_they_overflow() -> None:
     assert "50 000 in (the model itself) against 65 504: 0.4 bits" in found.spotted[-1].finding.evidence
 
 
+@pytest.mark.wording
 def test_work_in_another_format_is_told() -> None:
     class Stubborn(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -209,6 +213,7 @@ def test_a_loop_in_the_loss_is_a_finding_and_not_a_crash() -> None:
     assert found.verdict.endswith("1 finding, an error")
 
 
+@pytest.mark.wording
 def test_a_loss_that_does_not_run_is_told_with_its_line() -> None:
     with pytest.raises(WrongUse, match=r"test_audit\.py"):
         audit(Net(), lambda model, batch: model(batch[0])[:, 99].sum(), batch(), precision="bf16")
@@ -276,6 +281,7 @@ def test_group_norm_with_wide_weights_is_followed_here_and_by_cudas_rules() -> N
     assert audit(model, classify, batch(), precision="bf16", device="a100-80gb").spotted == ()
 
 
+@pytest.mark.wording
 def test_wrong_words() -> None:
     with pytest.raises(WrongUse, match="without loss_fn"):
         audit(Net())
@@ -285,6 +291,7 @@ def test_wrong_words() -> None:
         audit(nn.LSTM(16, 4), lambda model, batch: model(batch[0])[0].sum(), batch(), precision="bf16", device="t4")
 
 
+@pytest.mark.wording
 def test_code_that_reads_a_number_cannot_be_described() -> None:
     def reads(model: nn.Module, batch: Any) -> Tensor:
         return classify(model, batch) * (1 if batch[0].sum().item() > 0 else 2)
@@ -318,6 +325,7 @@ def test_ctrl_c_leaves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(some.as_dict(), allow_nan=False)
 
 
+@pytest.mark.wording
 def test_numbers_that_are_not_finite() -> None:
     x = batch()
     x[0][:] = torch.nan

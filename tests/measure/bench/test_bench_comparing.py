@@ -82,6 +82,7 @@ def test_all_arms_of_a_seed_come_before_the_next_seed_and_each_is_once_first() -
     assert [order[n][1] for n in (0, 3, 6)] == ["a", "b", "c"]
 
 
+@pytest.mark.wording
 def test_an_arm_that_fails_is_a_row_with_its_reason() -> None:
     runs = 0
 
@@ -198,6 +199,7 @@ def test_losses_are_told_in_their_own_unit() -> None:
     assert "point" not in text
 
 
+@pytest.mark.wording
 def test_a_bench_needs_an_arm() -> None:
     with pytest.raises(WrongUse, match="without arms"):
         benched({})

@@ -103,6 +103,7 @@ def test_another_recipe_or_version_is_not_taken_for_the_same(both: tuple[Bench, 
     assert kept.read_bytes() == before
 
 
+@pytest.mark.wording
 @pytest.mark.full
 def test_another_setting_does_not_destroy_what_is_there(both: tuple[Bench, Bench, Path]) -> None:
     _, _, folder = both
@@ -113,6 +114,7 @@ def test_another_setting_does_not_destroy_what_is_there(both: tuple[Bench, Bench
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("settings", "more", "said"),
     [
@@ -135,6 +137,7 @@ def test_wrong_words_are_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.wording
 def test_a_case_takes_no_settings_for_its_arms() -> None:
     with pytest.raises(WrongUse, match="arms with settings"):
         bench("tests.support.cases:linear", arms={"more": ["train.steps=3"]})

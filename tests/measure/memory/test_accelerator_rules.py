@@ -201,6 +201,7 @@ def test_attention_keeps_no_matrix_of_scores(precision: str) -> None:
     assert ledger_on(make, StepSetting(precision=precision), A100).whole["activations"] < scores
 
 
+@pytest.mark.wording
 def test_a_loss_that_cuda_refuses_is_told_with_its_line_and_what_to_do() -> None:
     def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
         return F.binary_cross_entropy(model(batch).sigmoid(), torch.zeros_like(batch[:, :1]))

@@ -52,6 +52,7 @@ def test_spelling_is_tolerant(typed: str, meant: str) -> None:
     assert device_named(typed).id == meant
 
 
+@pytest.mark.wording
 def test_a_name_of_two_sizes_lists_both() -> None:
     with pytest.raises(UnknownName) as told:
         device_named("NVIDIA A100")
@@ -59,12 +60,14 @@ def test_a_name_of_two_sizes_lists_both() -> None:
     assert "--device a100-80gb" in told.value.do
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(("typed", "near"), [("rtx409", "rtx4090"), ("a100-80g", "a100-80gb"), ("l40", "l40s")])
 def test_an_unknown_name_offers_the_nearest(typed: str, near: str) -> None:
     with pytest.raises(UnknownName, match=f"did you mean '{near}'"):
         device_named(typed)
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("typed", ["a1000", "rtx 5000 ada", "a4000", "h1000-80gb"])
 def test_another_card_is_not_offered_for_it(typed: str) -> None:
     with pytest.raises(UnknownName) as told:
@@ -73,6 +76,7 @@ def test_another_card_is_not_offered_for_it(typed: str) -> None:
     assert "--device 24GB" in told.value.do
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("typed", ["cpu:7", "cpu:x", "cpu:", "xpu:3", "cuda:99"])
 def test_a_device_that_this_machine_has_not_is_told_with_one_to_type(typed: str) -> None:
     with pytest.raises(UnknownName, match=f"this machine has no {typed}") as told:
@@ -98,6 +102,7 @@ def test_a_size_is_a_device_of_which_nothing_else_is_known(typed: str, gib: floa
     assert "nothing is known" in target.ability("bf16").reason
 
 
+@pytest.mark.wording
 def test_what_a_process_takes_and_a_margin_are_left_alone() -> None:
     target = device_named("4GB")
     assert target.usable == int((4 * GIB - target.reserved) * 0.95)

@@ -74,6 +74,7 @@ def test_a_search_ends_where_nothing_grows() -> None:
     assert fit.as_dict()["at_least"]
 
 
+@pytest.mark.wording
 def test_a_size_that_cannot_run_is_stepped_over() -> None:
     def peak(batch: int) -> int:
         if batch == 1:

@@ -203,6 +203,7 @@ def test_batches_of_any_size_without_their_memory() -> None:
     assert estimate(*two_layers(), batch_size=5).samples == 5
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("wrong", [{"microbatches": 0}, {"batch_size": 0}])
 def test_nothing_cannot_be_estimated(wrong: dict[str, int]) -> None:
     with pytest.raises(HalfstepError, match="=0"):
@@ -238,6 +239,7 @@ def test_the_persons_model_is_not_touched() -> None:
     assert torch.isfinite(loss_fn(model, batch))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("loss", [lambda m, b: m(b), lambda m, b: m(b).sum().detach(), lambda m, b: 3.0])
 def test_what_is_no_loss_is_refused(loss: Any) -> None:
     with pytest.raises(HalfstepError, match="loss"):
@@ -263,6 +265,7 @@ def test_an_interrupted_estimate_leaves_nothing_switched() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.wording
 def test_a_precision_that_is_not_native_is_estimated_and_marked() -> None:
     found = ledger(two_layers, "tf32")
     assert found.peak == ledger(two_layers).peak

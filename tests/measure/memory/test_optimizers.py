@@ -90,6 +90,7 @@ def test_state_that_is_there_already_is_not_carried_over() -> None:
     assert len(optimizer.state) == 2
 
 
+@pytest.mark.wording
 def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
     net = model()
     with pytest.raises(HalfstepError, match="LBFGS") as refused:
@@ -97,6 +98,7 @@ def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
     assert refused.value.do
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("change", "given", "do"),
     [

@@ -139,6 +139,7 @@ def test_the_user_s_tensors_and_random_numbers_stay_as_they_are() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.wording
 def test_numpy_is_refused_with_its_line() -> None:
     with pytest.raises(WrongUse, match="numpy") as told:
         estimate(layers(), lambda m, b: m(b[0]).sum() * m(b[0]).detach().numpy().max(), batch_of())

@@ -73,7 +73,8 @@ class Clockwork:
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         if self.name in self.world.fails:
-            raise CandidateFailed(self.world.fails[self.name])
+            why = self.world.fails[self.name]
+            raise CandidateFailed(why, out_of_memory="OutOfMemoryError" in why)
         if self.turns == self.world.fails_after.get(self.name):
             raise CandidateFailed(f"ValueError: call {self.turns + 1}")
         took = self.world.seconds.get(self.name, 2.0)

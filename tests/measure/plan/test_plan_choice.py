@@ -117,6 +117,7 @@ def test_what_recomputes_is_not_compiled() -> None:
     assert plan.choice.setting.recompute
 
 
+@pytest.mark.wording
 def test_a_failing_setting_is_cut_and_a_failing_baseline_is_an_error() -> None:
     plan = planned(World(FAST, fails={"bf16 last": "RuntimeError: no kernel"}))
     assert cell(plan, "bf16 last").cut == "it does not run: RuntimeError: no kernel"
@@ -165,6 +166,7 @@ def needs(setting: StepSetting) -> int:
     return (setting.batch or 1) * (200 if setting.precision == "fp32" else 120)
 
 
+@pytest.mark.wording
 def test_what_does_not_fit_is_never_opened() -> None:
     world = World(FAST, fails={"fp32": "must not be opened"})
     plan = planned(world, room=MemoryFit(3500, needs))  # 16 x 200 fits alone, but not with a tenth to spare

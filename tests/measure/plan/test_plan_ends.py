@@ -26,6 +26,7 @@ def test_time_is_kept_and_what_there_is_is_chosen_from(seconds: int) -> None:
     assert not any(found.speed for found in plan.ladder if key(found.setting) in late)
 
 
+@pytest.mark.wording
 def test_too_little_time_for_one_step_is_told() -> None:
     with pytest.raises(NoStepInTime, match="no step in strict fp32 within the 6 s") as refused:
         planned(World(FAST), seconds=6)
@@ -48,6 +49,7 @@ def test_a_turn_is_as_long_as_its_slowest_arm_needs() -> None:
     assert found.speed.speedup == pytest.approx(0.25)
 
 
+@pytest.mark.wording
 def test_an_arm_that_fails_while_it_is_timed_is_cut_and_the_rest_goes_on() -> None:
     plan = planned(World(FAST, fails_after={"bf16 last": 8}))
     assert cell(plan, "bf16 last").cut == "it failed while it was timed: ValueError: call 9"
@@ -59,6 +61,7 @@ def test_an_arm_that_fails_while_it_is_timed_is_cut_and_the_rest_goes_on() -> No
         planned(World(FAST, fails_after={"fp32": 1}))
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("broken", [0, 2, 15])
 def test_strict_fp32_that_does_not_train_ends_the_plan(broken: int) -> None:
     with pytest.raises(WrongUse, match=f"the loss is nan at update {broken + 1}") as refused:
@@ -116,6 +119,7 @@ def test_losses_that_drift_reject_unless_fp32_drifts_as_far() -> None:
     assert not any(parity.verdict == "fails" for parity in wild.parities.values())
 
 
+@pytest.mark.wording
 def test_wrong_words_are_refused() -> None:
     with pytest.raises(WrongUse, match="0 seconds"):
         real_plan("tests.support.cases:linear", seconds=0)

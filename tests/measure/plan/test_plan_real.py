@@ -39,6 +39,7 @@ def test_a_person_s_own_objects_are_planned_in_this_process_and_left_as_they_wer
     assert all(cell.trail[0] == pytest.approx(measured[0].trail[0], rel=0.02) for cell in measured)
 
 
+@pytest.mark.wording
 def test_a_model_alone_is_refused() -> None:
     with pytest.raises(WrongUse, match="without loss_fn"):
         plan(nn.Linear(2, 2))
@@ -123,6 +124,7 @@ def raising() -> tuple[nn.Module, object, object]:
     raise KeyError("no such file")
 
 
+@pytest.mark.wording
 def test_a_case_that_trains_nothing_or_raises_is_refused_with_its_line() -> None:
     with pytest.raises(WrongUse, match="no parameter that is trained"):
         Subject(f"{__name__}:frozen").open()

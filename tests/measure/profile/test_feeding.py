@@ -64,6 +64,7 @@ def test_workers_that_start_anew_are_told_from_reading(length: int) -> None:
     )
 
 
+@pytest.mark.wording
 def test_data_without_a_batch_is_an_error_not_a_loop() -> None:
     case = case_of(*linear())
     arm = Candidate(case, StepSetting("fp32"), observe=False)

@@ -66,6 +66,7 @@ def test_live_objects_are_profiled_in_this_process_and_not_changed() -> None:
     assert found.as_dict()["facts"]["ceiling"] >= 1.0
 
 
+@pytest.mark.wording
 def test_a_step_that_cannot_run_is_told_in_three_parts() -> None:
     with pytest.raises(HalfstepError, match="IndexError") as told:
         profile(Subject("tests.support.cases:broken"), precision="bf16", seconds=1)
@@ -86,6 +87,7 @@ def nothing_to_read() -> Any:
     return model, loss, torch.utils.data.DataLoader([], batch_size=4)  # type: ignore[var-annotated,arg-type]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize("name", ["nothing_opens", "nothing_trains", "nothing_to_read"])
 def test_what_cannot_be_opened_is_told_in_three_parts(name: str) -> None:
     with pytest.raises(WrongUse) as told:
@@ -94,6 +96,7 @@ def test_what_cannot_be_opened_is_told_in_three_parts(name: str) -> None:
     assert told.value.do
 
 
+@pytest.mark.wording
 def test_a_loss_that_is_not_finite_or_an_empty_batch_gives_no_verdict_on_speed() -> None:
     model, loss, (given, labels) = linear()
     found = profile(model, loss, (given * float("nan"), labels), precision="bf16", seconds=0.5)
@@ -147,6 +150,7 @@ def test_an_interrupted_race_keeps_its_pairs(monkeypatch: pytest.MonkeyPatch) ->
     assert "race" not in found.skipped
 
 
+@pytest.mark.wording
 def test_what_cannot_be_meant_is_refused() -> None:
     model, loss, batch = linear()
     for seconds in (0.0, -1.0, float("nan")):
@@ -183,6 +187,7 @@ def test_what_was_measured_before_an_interruption_is_kept(stage: str, monkeypatc
     assert dataclasses.asdict(found.facts)["misaligned"] == ()
 
 
+@pytest.mark.wording
 def test_reading_can_be_looked_at_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     reading.main([f"{HERE}:slow_dataset"])
     took = float(capsys.readouterr().out.split()[0])

@@ -239,6 +239,7 @@ def test_auto_tries_the_least_sharding_first() -> None:
     assert [str(layout) for layout in layouts(8, 1, "auto", None)] == ["ddp", "fsdp"]
 
 
+@pytest.mark.wording
 @pytest.mark.parametrize(
     ("world", "nodes", "sharding", "shard", "said"),
     [
@@ -257,6 +258,7 @@ def test_ranks_that_cannot_be_are_refused(world: int, nodes: int, sharding: str,
         layouts(*ranks_and_nodes(world, nodes), sharding, shard)
 
 
+@pytest.mark.wording
 def test_an_unknown_sharding_is_named() -> None:
     with pytest.raises(UnknownName, match="zero3"):
         layouts(8, 1, "zero3", None)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, indented, number_table, pairs, ruled_table
-from halfstep.measure.memory.report import place_in_words
+from halfstep.measure.memory.report import main_column, place_in_words
 from halfstep.measure.setting import size_in_words
 from halfstep.measure.survival_report import THE_MODEL_ITSELF
 from halfstep.printable import printable
@@ -24,8 +24,9 @@ Column = Mapping[str, Any]
 def show(report: dict[str, Any]) -> None:
     """Print the whole report, the answer first."""
     console = screen()
-    for line in report["verdict"]["lines"]:
-        console.print(Text(printable(line), style="bold green" if line.startswith("fits") else "bold yellow"))
+    fits = [(main_column(page) or {"fits": False})["fits"] for page in report["devices"]] or [False]
+    for line, is_fitting in zip(report["verdict"]["lines"], fits, strict=True):
+        console.print(Text(printable(line), style="bold green" if is_fitting else "bold yellow"))
     if report["interrupted"]:
         console.print(Text("interrupted: this is what was known by then", style="yellow"))
     for number, page in enumerate(report["devices"]):

@@ -13,7 +13,7 @@ from rich.text import Text
 from halfstep.cli.pages.layout import heading, indented, pairs, ruled_table
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.conditions import busy, flags_in_words
-from halfstep.measure.plan.choice import NO_TIME
+from halfstep.measure.plan.choice import NotMeasured
 from halfstep.measure.setting import size_in_words
 from halfstep.printable import printable
 from halfstep.terminal import screen
@@ -66,7 +66,7 @@ def _print_verdict(console: Console, report: dict[str, Any]) -> None:
     changed = _changed(report)
     console.print(Text(printable(f"{report['name']}: {changed or 'as it is now'}")))
     console.print(Text(printable(f"{report['device']['name']}: {_formats(report['formats'])}"), style="dim"))
-    if any(cell["cut"] == NO_TIME for cell in report["ladder"]):
+    if any(cell["cut"] == NotMeasured.NO_TIME for cell in report["ladder"]):
         more = f"not everything was measured in {report['seconds']:.0f} s: --seconds {_more(report)} sees more"
         console.print(Text(more, style="yellow"))
     disturbed = busy(report["conditions"])

@@ -19,7 +19,7 @@ from PIL import Image
 from halfstep.errors import TRY_AGAIN, HalfstepError, Unsafe
 
 
-class DownloadFailed(HalfstepError, RuntimeError):
+class DownloadFailed(HalfstepError, RuntimeError, id="download-failed"):
     """A package that cannot be downloaded, or has unexpected content."""
 
     exit_code = TRY_AGAIN

@@ -86,6 +86,8 @@ def _word(document: Document, value: object) -> str:
             f"{document.place}, line {line}: mixed_precision: {shown(value)}",
             allowed=", ".join(WORDS),
             do="write mixed_precision: bf16, or mixed_precision: 'no' with its quotes",
+            id="unknown-word",
+            line=line,
         )
     return word
 

@@ -50,7 +50,7 @@ def read_foreign(text: str, where: str) -> Read:
 
 def _refused(where: str, line: int, why: str) -> BadRecipe:
     allowed, do = "YAML, JSON or TOML: keys with values", "correct the line, or leave the file out"
-    return BadRecipe(f"{where}, line {line}: {why[:200]}", allowed=allowed, do=do)
+    return BadRecipe(f"{where}, line {line}: {why[:200]}", allowed=allowed, do=do, line=line)
 
 
 def _json(text: str) -> dict[str, Any] | None:

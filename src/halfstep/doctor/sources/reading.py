@@ -86,29 +86,34 @@ def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> l
         return read_claims(settings)
     except HalfstepError as error:
         section = f" ({printable(prefix[:-1])})" if prefix else ""
-        given = f"{document.place}{section}: {error.given}{_line_of_mistake(document, prefix, settings)}"
-        raise type(error)(given, allowed=error.allowed, do=error.do) from None
+        line = _line_of_mistake(document, prefix, settings)
+        given = f"{document.place}{section}: {error.given}{f' (line {line})' if line else ''}"
+        raise type(error)(given, allowed=error.allowed, do=error.do, id=error.id, line=line) from None
 
 
-def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, Any]) -> str:
+def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, Any]) -> int | None:
     for key, value in settings.items():
         try:
             read_claims({key: value})
         except HalfstepError:
-            line = document.lines.get(prefix + key)
-            return f" (line {line})" if line else ""
-    return ""
+            return document.lines.get(prefix + key)
+    return None
 
 
-_IN_FULL = {"bf16-true": "bf16", "16-true": "fp16", "transformer-engine": "fp8", "transformer-engine-float16": "fp8"}
+LIGHTNING_TRUE = {
+    "bf16-true": "bf16",
+    "16-true": "fp16",
+    "transformer-engine": "fp8",
+    "transformer-engine-float16": "fp8",
+}
 """Lightning's words for weights that are themselves in a narrow format, which no recipe of halfstep may ask for."""
 
 
 def lightning_claim(key: str, value: object) -> WordReading:
     """Return the reading of one of Lightning's words; no claim where Lightning has no such word."""
     word = str(value).strip().lower()
-    if word in _IN_FULL:
-        name = _IN_FULL[word]
+    if word in LIGHTNING_TRUE:
+        name = LIGHTNING_TRUE[word]
         return WordReading(Claim(key, value, says=Named(name, "Lightning's word")), f"weights too are held in {name}")
     if word in ("64-true", "64"):
         return WordReading(None, "compute in 64 bits")

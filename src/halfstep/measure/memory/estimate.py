@@ -387,7 +387,7 @@ def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Targe
     if target.device.kind == "cpu":
         return ledger_of(make_case, setting)
     if target.rules != "cuda":
-        return _marked(ledger_of(make_case, setting), target, OTHER_RULES)
+        return replace(_marked(ledger_of(make_case, setting), target, OTHER_RULES), by_cpu_rules=True)
     try:
         return _marked(ledger_by_cuda(make_case, setting), target, FOLLOWED)
     except HalfstepError:
@@ -396,7 +396,7 @@ def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Targe
         # Kernels that query the driver, such as cuDNN's recurrent layers or a custom extension.
         reason = (str(error).splitlines() or [""])[0][:80] or type(error).__name__
     # Outside the handler, so that an error of the user's code, which is raised again here, is not chained.
-    return _marked(ledger_of(make_case, setting), target, NOT_FOLLOWED.format(reason))
+    return replace(_marked(ledger_of(make_case, setting), target, NOT_FOLLOWED.format(reason)), by_cpu_rules=True)
 
 
 def _marked(ledger: Ledger, target: Target, note: str) -> Ledger:

@@ -59,6 +59,8 @@ class Ledger:
     """The most of `WORKING` in the update."""
     verified: bool = False
     """Whether such predictions have been compared with real runs on such a device."""
+    by_cpu_rules: bool = False
+    """Whether the CPU's rules for formats and kernels were followed in place of the device's own."""
     remarks: tuple[Note, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
     """What was assumed of numbers of the model that its code reads."""
@@ -90,6 +92,7 @@ class Ledger:
             "by_module": dict(self.by_module),
             "moment": self.moment,
             "verified": self.verified,
+            "by_cpu_rules": self.by_cpu_rules,
             "notes": list(self.notes),
             "assumptions": [asdict(assumption) for assumption in self.assumptions],
         }

@@ -31,8 +31,6 @@ from halfstep.status_line import OnProgress
 # Summarize an estimate: whether it fits, what would make it fit, and why memory is not halved.
 
 
-_CPU_RULES = "by the CPU's rules"
-"""Prefix of the note for a device whose own rules could not be followed."""
 _HALF = 0.45
 """Savings above this share count as half."""
 
@@ -69,8 +67,8 @@ def _line(page: Mapping[str, Any]) -> str:
     setting, device = column["setting"], page["device"]
     how = way_in_words(setting["precision"], setting["recompute"], column["samples"])
     word = "fits" if column["fits"] else "does not fit"
-    if any(note.startswith(_CPU_RULES) for note in column["notes"]):
-        word += f", {_CPU_RULES}"
+    if column["by_cpu_rules"]:
+        word += ", by the CPU's rules"
     peak, memory = size_in_words(column["peak"]), size_in_words(device["memory"])
     return f"{word}: peak {peak} of {memory} on {place_in_words(device)} {how}{_farther(page, setting)}"
 

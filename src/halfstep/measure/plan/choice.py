@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
@@ -18,8 +19,14 @@ from halfstep.precision.select import WORTH_IT
 SIMPLEST_FIRST = ("fp32", "tf32", "bf16", "fp16")
 """Precisions by complexity: tf32 rounds less than bf16, and fp16 needs a loss scale."""
 BASELINE_PRECISION = SIMPLEST_FIRST[0]
-NO_TIME, INTERRUPTED = "not measured: no time was left", "not measured: interrupted"
-"""Reasons that say nothing about the setting itself."""
+
+
+class NotMeasured(StrEnum):
+    """Reasons for a cell without a measurement, which say nothing about the setting itself."""
+
+    NO_TIME = "not measured: no time was left"
+    INTERRUPTED = "not measured: interrupted"
+    NOT_COMPILED = "not measured: a faster one did not compile"
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Cell:
     speed: Speed | None = None
     """Speed relative to strict fp32."""
     cut: str = ""
-    """Why it cannot be chosen; empty if it can."""
+    """Why it cannot be chosen, such as a `NotMeasured`; empty if it can."""
     first_step: float | None = None
     """Seconds of the first update, including compilation."""
     peak: int | None = None
@@ -49,6 +56,7 @@ class Cell:
             "name": str(self.setting),
             "speed": self.speed.as_dict() if self.speed else None,
             "cut": self.cut,
+            "is_measured": not isinstance(self.cut, NotMeasured),
             "first_step": self.first_step,
             "peak": self.peak,
         }

@@ -16,9 +16,8 @@ from halfstep.measure.conditions import conditions
 from halfstep.measure.local_candidate import candidate_of
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
-    INTERRUPTED,
-    NO_TIME,
     Cell,
+    NotMeasured,
     interval,
     is_fp32,
     runner_up,
@@ -194,7 +193,7 @@ class Plan:
         if self.stay:
             narrow = [cell for cell in self.ladder if cell.setting.precision != self.baseline.precision]
             # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
-            seen = any(cell.speed or cell.cut not in (NO_TIME, INTERRUPTED) for cell in narrow)
+            seen = any(cell.speed or cell.cut not in (NotMeasured.NO_TIME, NotMeasured.INTERRUPTED) for cell in narrow)
             beside = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
             stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
             text = f"{stay}{beside}"

@@ -14,10 +14,9 @@ from halfstep.measure.batches import size_of
 from halfstep.measure.case import Case
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
-    INTERRUPTED,
-    NO_TIME,
     SIMPLEST_FIRST,
     Cell,
+    NotMeasured,
     by_speed,
     choose,
     is_fp32,
@@ -199,9 +198,9 @@ class Search:
         self._trials.announce(fastest)
         for setting in fastest:
             self._trials.measure(setting)
-            if self.cells[setting].cut not in ("", NO_TIME):
+            if self.cells[setting].cut not in ("", NotMeasured.NO_TIME):
                 for other in fastest[fastest.index(setting) + 1 :]:
-                    self.cells[other] = replace(self.cells[other], cut="not measured: a faster one did not compile")
+                    self.cells[other] = replace(self.cells[other], cut=NotMeasured.NOT_COMPILED)
                 return
 
     def measure_splits(self) -> None:
@@ -323,7 +322,7 @@ class Growing:
 
     def __init__(self) -> None:
         self.found: Growth | None = None
-        self.ended = INTERRUPTED
+        self.ended: str = NotMeasured.INTERRUPTED
         """Why no larger batch was accepted."""
 
     def run(self, search: Search, chosen: StepSetting, speed: Speed) -> None:
