@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
 from halfstep.cli.pages.verify import print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
+from halfstep.jsonable import to_json
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def run(
     proof = None
     if resume and failure is None:
         proof = proven(folder, result.verdicts, steps or STEPS, task)
-        report["proof"] = {**asdict(proof), "losses": len(proof.losses), "equal": proof.equal}
         failure = _not_exact(proof)
     if json:
-        print_json(report)
+        told = None if proof is None else {**to_json(proof), "losses": len(proof.losses), "equal": proof.equal}
+        print_json({**to_json(report), **({} if told is None else {"proof": told})})
     elif proof is not None:
         print_proof(proof)
     if failure is not None:
@@ -199,34 +200,66 @@ def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
     return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
 
 
-def described(folder: Path, result: VerifiedRun) -> dict[str, Any]:
-    """Return the report as plain data."""
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """One checkpoint, and what is wrong with it."""
+
+    name: str
+    step: int
+    whole: bool
+    problem: str | None
+    bytes: int
+    processes: int | None
+    """Ranks that wrote it; None if its manifest cannot be read."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The checkpoints of a run, newest first, and how fast they were read."""
+
+    run: Path
+    checkpoints: list[VerifiedCheckpoint]
+    newest_whole: str | None
+    set_aside: list[str]
+    bytes: int
+    seconds: float
+    bytes_per_second: float | None
+    """None where the time is too short for a throughput."""
+    limited_by: str | None
+    seconds_hashing: float
+    seconds_copying: float
+    bytes_from_disk: int
+
+
+def described(folder: Path, result: VerifiedRun) -> VerifyReport:
+    """Return the report of a verification."""
     from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
 
-    newest = next((one.generation.name for one in result.verdicts if one.problem is None), None)
-    return {
-        "run": str(folder),
-        "checkpoints": [
-            {
-                "name": one.generation.name,
-                "step": one.generation.attempt,
-                "whole": one.problem is None,
-                "problem": one.problem,
-                "bytes": one.manifest.bytes if one.manifest else _size(one.generation),
-                "processes": one.manifest.world_size if one.manifest else None,
-            }
-            for one in result.verdicts
-        ],
-        "newest_whole": newest,
-        "set_aside": [path.name for path in set_aside(folder / CHECKPOINTS)],
-        "bytes": result.bytes,
-        "seconds": result.seconds,
-        "bytes_per_second": result.bytes / result.seconds if result.seconds >= BRIEF else None,
-        "limited_by": result.limited_by if result.seconds >= BRIEF else None,
-        "seconds_hashing": result.hashing,
-        "seconds_copying": result.copying,
-        "bytes_from_disk": result.from_disk,
-    }
+    checkpoints = [
+        VerifiedCheckpoint(
+            one.generation.name,
+            one.generation.attempt,
+            whole=one.problem is None,
+            problem=one.problem,
+            bytes=one.manifest.bytes if one.manifest else _size(one.generation),
+            processes=one.manifest.world_size if one.manifest else None,
+        )
+        for one in result.verdicts
+    ]
+    is_long = result.seconds >= BRIEF
+    return VerifyReport(
+        folder,
+        checkpoints,
+        newest_whole=next((one.name for one in checkpoints if one.whole), None),
+        set_aside=[path.name for path in set_aside(folder / CHECKPOINTS)],
+        bytes=result.bytes,
+        seconds=result.seconds,
+        bytes_per_second=result.bytes / result.seconds if is_long else None,
+        limited_by=result.limited_by if is_long else None,
+        seconds_hashing=result.hashing,
+        seconds_copying=result.copying,
+        bytes_from_disk=result.from_disk,
+    )
 
 
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------
