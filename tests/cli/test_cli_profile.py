@@ -13,7 +13,7 @@ from halfstep.cli.main import build
 from halfstep.cli.pages import profile
 from halfstep.measure.conditions import Conditions
 from halfstep.measure.profile.causes import find_causes, verdict
-from halfstep.measure.profile.examined import Measured
+from halfstep.measure.profile.examined import MeasuredFacts
 from halfstep.measure.profile.facts import Feeding, FlopsByFormat, Kernels, MisalignedLayer, ProfileFacts, StepTimes
 from halfstep.measure.profile.profile import Profile
 from halfstep.measure.profile.profile import _ChildProcess as away
@@ -102,7 +102,7 @@ def test_the_command_prints_one_json_object() -> None:
 def test_ctrl_c_prints_what_there_is(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = away.ask
 
-    def interrupted(self: away, name: str, seconds: float) -> Measured:
+    def interrupted(self: away, name: str, seconds: float) -> MeasuredFacts:
         if name == stage:
             raise KeyboardInterrupt
         return asked(self, name, seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -70,25 +69,14 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
         raise typer.Exit(DATA)
 
 
-@dataclass(frozen=True)
-class DataSet:
-    """A public data set that can be downloaded."""
-
-    name: str
-    about: str
-    here: bool
-    """Whether it is in the cache."""
-
-
 def _list(json: bool) -> None:
+    from halfstep.cli.pages.data import DataSet, show_sets
     from halfstep.data.sets.getting import is_here, known_sets
 
     sets = [DataSet(name, one.ABOUT, is_here(name)) for name, one in known_sets().items()]
     if json:
         print_json({"sets": sets})
     else:
-        from halfstep.cli.pages.data import show_sets
-
         show_sets(sets)
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfstep.cli._options import Command, Json, OnDevice, flag, print_json, print_report, storing
+from halfstep.doctor.device_report import DeviceReport, examine
 from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.jsonable import to_json
 
 if TYPE_CHECKING:
     from halfstep.doctor.linking import Run
     from halfstep.doctor.located import LocatedFinding
     from halfstep.doctor.project import Project
     from halfstep.doctor.project_check import ProjectStatus
-    from halfstep.doctor.wheel import Build
-    from halfstep.finding import Finding
-    from halfstep.precision.hardware import Device
-    from halfstep.precision.probe import Measurements
-    from halfstep.precision.select import Choice
 
 GROUP = "Trouble"
 SHOWN = "patch"
@@ -148,29 +142,13 @@ def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None,
         raise typer.Exit(CONFIGURATION)
 
 
-@dataclass(frozen=True)
-class ProjectPatch(Jsonable):
-    """What --fix would change in a folder, or has changed."""
-
-    patch: str
-    """As a unified diff; empty if no finding has an edit."""
-    refused: str
-    """Settings that are left alone, and why."""
-    files_modified: list[str] | None
-    """None where the patch is only shown."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, with the files where some were to be written."""
-        return {key: value for key, value in super().as_dict().items() if value is not None}
-
-
 def _project(
     folder: str, fix: str | None, yes: bool, sarif: Path | None, write: Path | None, settings: bool, json: bool
 ) -> None:
     """Check a folder; change and write what was asked for first, so that the report shows it as it is now."""
     from halfstep.cli.pages.project import show
     from halfstep.doctor.fixing import plan_fixes, precision_to_fix
-    from halfstep.doctor.patch import unified_diff, write_texts
+    from halfstep.doctor.patch import ProjectPatch, unified_diff, write_texts
     from halfstep.doctor.project_check import examine_project, report_of
 
     patch = None
@@ -261,76 +239,3 @@ def _refuse_device_options(device: str | None, precision: str, strict: bool, **o
             allowed="a RECIPE with --accelerate, --deepspeed, --fix and --json; or a device report without them",
             do=f"leave out {', '.join(wrong)}, or ask for the device report by itself",
         )
-
-
-@dataclass(frozen=True)
-class FormatReport:
-    """What a device does in one number format."""
-
-    name: str
-    native: bool
-    reason: str
-    speedups: Mapping[str, float]
-    """By operation, relative to strict fp32; empty where nothing was measured."""
-    combined: float | None
-    not_measured: str
-
-
-@dataclass(frozen=True)
-class DeviceReport(Jsonable):
-    """What a device can do, what torch was built for, and the precision that fits."""
-
-    device: Device
-    formats: tuple[FormatReport, ...]
-    measured: Measurements
-    flags: dict[str, str]
-    choice: Choice
-    build: Build
-    findings: tuple[Finding, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for `json.dumps`."""
-        from halfstep.precision.hardware import facts
-
-        here, choice = self.device, self.choice
-        measured = {"seconds": round(self.measured.seconds, 3), "how": self.measured.how}
-        asked = {"asked": choice.asked, "took": choice.took, "precision": choice.precision.name}
-        return {
-            "device": {"name": here.name, "kind": here.kind, "place": here.place, "facts": facts(here)},
-            "formats": to_json(self.formats),
-            "measured": {**measured, "cached": self.measured.cached},
-            "flags": self.flags,
-            "choice": {**asked, "summary": choice.precision.summary, "rungs": to_json(choice.rungs)},
-            "build": self.build.as_dict(),
-            "findings": to_json(self.findings),
-        }
-
-
-def examine(
-    device: str | None, precision: str, *, strict: bool = False, fresh: bool = False, build: Build | None = None
-) -> DeviceReport:
-    """Return the device report; `build` stands for another torch and other GPUs than those present."""
-    from halfstep.doctor.machine import check_machine, read_machine
-    from halfstep.doctor.wheel import read_build
-    from halfstep.precision import flags
-    from halfstep.precision.hardware import FORMAT_NAMES, ability, describe
-    from halfstep.precision.probe import measure
-    from halfstep.precision.select import choose_precision
-
-    here, build = describe(device), build or read_build()
-    measured = measure(here, fresh=fresh)
-    choice = choose_precision(precision, device=here, fallback=not strict, measured=measured)
-    # Notes are about libraries that are installed, whether or not a run uses them: `--known-bad` lists them.
-    machine = [finding for finding in check_machine(read_machine(build), build) if finding.severity != "note"]
-    formats = tuple(
-        FormatReport(
-            name,
-            can.native,
-            can.reason,
-            speedups=measured.speedups.get(name, {}),
-            combined=measured.combined(name),
-            not_measured=measured.failures.get(name, ""),
-        )
-        for name, can in ((name, ability(here, name)) for name in FORMAT_NAMES)
-    )
-    return DeviceReport(here, formats, measured, flags.read_flags(), choice, build, (*machine, *choice.findings))

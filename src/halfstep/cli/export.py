@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +13,7 @@ from halfstep.errors import FolderTaken, WrongUse, unknown_name
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.runs.export import Checked, Exported
-    from halfstep.train.signature import Preprocessing
+    from halfstep.runs.export import Exported, ExportReport
 
 GROUP = "Files"
 FILE = "export"
@@ -111,46 +109,10 @@ def _layout(
     print_report(report, json, show_layout)
 
 
-@dataclass(frozen=True)
-class ExportedMetric:
-    """The metric that decides, and its value where exactly these weights were evaluated."""
-
-    name: str
-    value: float | None
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """A file that was written, where its weights come from, and how to use it."""
-
-    run: Path
-    file: Path
-    format: str
-    source: str
-    """The weights file or the checkpoint they come from."""
-    step: int | None
-    epoch: int | None
-    metric: ExportedMetric
-    averaged: bool
-    model: str
-    trained_in: str
-    """The precision of the run."""
-    tensors: int
-    bytes: int
-    sha256: str
-    preprocessing: Preprocessing | None
-    """None, like the next three, where the task does not say what the model takes."""
-    classes: list[str] | None
-    output: str | None
-    answer: str | None
-    checked: Checked | None
-    python: str
-    """Code that predicts with the file."""
-
-
 def write(found: Exported, run: Path, file: Path, format: str) -> ExportReport:
     """Write the file, verify it against the model, and return a report."""
     from halfstep._version import __version__
+    from halfstep.runs.export import ExportedMetric, ExportReport
     from halfstep.runs.export import write as write_checked
     from halfstep.runs.snippet import snippet
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfstep.cli._completion import run_folders
 from halfstep.cli._options import Json, OwnTask, end, flag, print_json
 from halfstep.errors import BadData, HalfstepError, reason_in
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.jsonable import to_json
 
 if TYPE_CHECKING:
     from halfstep.checkpoint.paths import CheckpointDir
-    from halfstep.runs.replay import RecordedStep, ReplayReport
+    from halfstep.runs.replay import FailedStepList, ReplayReport
     from halfstep.train.failed_steps.reading import Record
 
 GROUP = "Trouble"
@@ -111,33 +110,8 @@ def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, tas
     return report
 
 
-@dataclass(frozen=True)
-class ListedStep(Jsonable):
-    """A failed step of a run: its record, or what is wrong with it."""
-
-    path: Path
-    attempt: int
-    recorded: RecordedStep | None
-    problem: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, with the fields of the record where there is one."""
-        known = {"attempt": self.attempt, "problem": self.problem} if self.recorded is None else to_json(self.recorded)
-        return {"path": str(self.path), **known}
-
-
-@dataclass(frozen=True)
-class FailedStepList:
-    """The failed steps of a run that were recorded."""
-
-    run: Path
-    guard: str
-    """The guard mode of the run's recipe."""
-    failed_steps: list[ListedStep]
-
-
 def _listing(run_folder: Path, found: list[CheckpointDir]) -> FailedStepList:
-    from halfstep.runs.replay import described
+    from halfstep.runs.replay import FailedStepList, ListedStep, described
 
     rows = []
     for place in found:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
-from halfstep.cli.pages.verify import print_proof, print_report
+from halfstep.cli.pages.verify import VerifiedCheckpoint, VerifyReport, print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
 from halfstep.jsonable import to_json
 from halfstep.terminal import progress
@@ -200,66 +200,20 @@ def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
     return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
 
 
-@dataclass(frozen=True)
-class VerifiedCheckpoint:
-    """One checkpoint, and what is wrong with it."""
-
-    name: str
-    step: int
-    whole: bool
-    problem: str | None
-    bytes: int
-    processes: int | None
-    """Ranks that wrote it; None if its manifest cannot be read."""
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """The checkpoints of a run, newest first, and how fast they were read."""
-
-    run: Path
-    checkpoints: list[VerifiedCheckpoint]
-    newest_whole: str | None
-    set_aside: list[str]
-    bytes: int
-    seconds: float
-    bytes_per_second: float | None
-    """None where the time is too short for a throughput."""
-    limited_by: str | None
-    seconds_hashing: float
-    seconds_copying: float
-    bytes_from_disk: int
-
-
 def described(folder: Path, result: VerifiedRun) -> VerifyReport:
     """Return the report of a verification."""
     from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
 
-    checkpoints = [
-        VerifiedCheckpoint(
-            one.generation.name,
-            one.generation.attempt,
-            whole=one.problem is None,
-            problem=one.problem,
-            bytes=one.manifest.bytes if one.manifest else _size(one.generation),
-            processes=one.manifest.world_size if one.manifest else None,
-        )
-        for one in result.verdicts
-    ]
-    is_long = result.seconds >= BRIEF
-    return VerifyReport(
-        folder,
-        checkpoints,
-        newest_whole=next((one.name for one in checkpoints if one.whole), None),
-        set_aside=[path.name for path in set_aside(folder / CHECKPOINTS)],
-        bytes=result.bytes,
-        seconds=result.seconds,
-        bytes_per_second=result.bytes / result.seconds if is_long else None,
-        limited_by=result.limited_by if is_long else None,
-        seconds_hashing=result.hashing,
-        seconds_copying=result.copying,
-        bytes_from_disk=result.from_disk,
-    )
+    checkpoints = []
+    for one in result.verdicts:
+        size, ranks = (one.manifest.bytes, one.manifest.world_size) if one.manifest else (_size(one.generation), None)
+        named = (one.generation.name, one.generation.attempt)
+        checkpoints.append(VerifiedCheckpoint(*named, one.problem is None, one.problem, size, ranks))
+    newest = next((one.name for one in checkpoints if one.whole), None)
+    speed = (result.bytes / result.seconds, result.limited_by) if result.seconds >= BRIEF else (None, None)
+    parts = (result.hashing, result.copying, result.from_disk)
+    aside = [path.name for path in set_aside(folder / CHECKPOINTS)]
+    return VerifyReport(folder, checkpoints, newest, aside, result.bytes, result.seconds, *speed, *parts)
 
 
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class CandidateTooSlow(Exception):
 
 
 class OpenedCandidate(TypedDict):
-    """What a candidate reports when it is built, also across processes."""
+    """The first answer of a candidate, also across processes."""
 
     conditions: Conditions
     samples: int

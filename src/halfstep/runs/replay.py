@@ -22,6 +22,7 @@ from halfstep.guard.verdict import Verdict, place_of
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.journal.text import GAVE_UP
+from halfstep.jsonable import Jsonable, to_json
 from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import Choice, choose_precision
@@ -131,7 +132,7 @@ ROUNDS = len(ALSO) + 3
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What the run recorded about a failed step."""
+    """The record of a failed step."""
 
     attempt: int
     step: int
@@ -151,19 +152,34 @@ class RecordedStep:
 def described(record: Record) -> RecordedStep:
     """Return what the run recorded about the step."""
     step, report = record.step, record.step.report
-    return RecordedStep(
-        report.attempt,
-        report.step,
-        report.reason,
-        loss=report.loss,
-        grad_norm=report.grad_norm,
-        loss_scale=report.loss_scale,
-        precision=step.precision,
-        islands=tuple(step.islands),
-        device=record.manifest.environment.get("device"),
-        verdict=step.verdict,
-        without=step.without,
-    )
+    figures = (report.attempt, report.step, report.reason, report.loss, report.grad_norm, report.loss_scale)
+    device = record.manifest.environment.get("device")
+    return RecordedStep(*figures, step.precision, tuple(step.islands), device, step.verdict, step.without)
+
+
+@dataclass(frozen=True)
+class ListedStep(Jsonable):
+    """A failed step of a run: its record, or what is wrong with it."""
+
+    path: Path
+    attempt: int
+    recorded: RecordedStep | None
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with the fields of the record where there is one."""
+        known = {"attempt": self.attempt, "problem": self.problem} if self.recorded is None else to_json(self.recorded)
+        return {"path": str(self.path), **known}
+
+
+@dataclass(frozen=True)
+class FailedStepList:
+    """The failed steps of a run that were recorded."""
+
+    run: Path
+    guard: str
+    """The guard mode of the run's recipe."""
+    failed_steps: list[ListedStep]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class ShownModule:
     """A line of the table: a module, or several whose paths differ only by a number."""
 
     row: ModuleRow
-    """Of several: the sum of their FLOPs and the worst of their numbers."""
+    """For several modules the sum of their FLOPs and the worst of their numbers."""
     names: tuple[str, ...]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,22 @@ from halfstep.printable import in_line
 from halfstep.terminal import screen
 
 if TYPE_CHECKING:
-    from halfstep.cli.data import DataSet
     from halfstep.data.check.report import ClassShare, DataReport, Fault
 
 _STYLE = {"error": "bold red", "warning": "yellow", "note": "dim"}
 MOST_NAMES = 3
 """The most files named per fault; --json has them all."""
 MOST_CLASSES = 12
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A public data set that can be downloaded."""
+
+    name: str
+    about: str
+    here: bool
+    """Whether it is in the cache."""
 
 
 def show(report: DataReport, following: str) -> None:

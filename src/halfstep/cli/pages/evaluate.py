@@ -78,7 +78,7 @@ class ClassFigures:
     """Figures of classes and samples; a number that is undefined is None."""
 
     counted: str
-    """What the confusion matrix counts: pixels, images or answers."""
+    """The unit of the confusion matrix: pixels, images or answers."""
     classes: list[ClassScores]
     confusion: Confusion
     mistakes: list[Mistake]

@@ -11,7 +11,7 @@ from halfstep.printable import in_line
 from halfstep.terminal import screen
 
 if TYPE_CHECKING:
-    from halfstep.cli.export import ExportReport
+    from halfstep.runs.export import ExportReport
     from halfstep.runs.printed_code import CodeChecked
     from halfstep.runs.sharded_export import ShardedExport
 

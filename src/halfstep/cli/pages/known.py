@@ -64,21 +64,13 @@ def format_rows() -> list[FormatRow]:
     """Return the figures of each format, all queried from torch."""
     from halfstep.formats import FORMATS
 
-    return [
-        FormatRow(
-            name,
-            bits=known.bits,
-            sign=1,
-            exponent=known.exponent_bits,
-            fraction=known.fraction_bits,
-            largest=known.largest,
-            smallest=known.smallest,
-            digits=known.decimal_digits,
-            counts_to=known.largest_exact_integer,
-            notes=_FOR_AND_AGAINST.get(name, ()),
-        )
-        for name, known in ((name, FORMATS[name]) for name in _SHOWN)
-    ]
+    rows = []
+    for name in _SHOWN:
+        known = FORMATS[name]
+        figures = (known.bits, 1, known.exponent_bits, known.fraction_bits, known.largest, known.smallest)
+        notes = _FOR_AND_AGAINST.get(name, ())
+        rows.append(FormatRow(name, *figures, known.decimal_digits, known.largest_exact_integer, notes))
+    return rows
 
 
 def gpu_rows() -> list[GpuRow]:

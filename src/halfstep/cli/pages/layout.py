@@ -16,7 +16,7 @@ from halfstep.finding import Finding
 from halfstep.terminal import screen
 
 if TYPE_CHECKING:
-    from halfstep.cli.doctor import DeviceReport
+    from halfstep.doctor.device_report import DeviceReport
     from halfstep.precision.probe import Measurements
     from halfstep.precision.select import Choice
 

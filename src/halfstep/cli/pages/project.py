@@ -16,8 +16,8 @@ from halfstep.printable import in_line
 from halfstep.terminal import screen
 
 if TYPE_CHECKING:
-    from halfstep.cli.doctor import ProjectPatch
     from halfstep.doctor.located import LocatedFinding
+    from halfstep.doctor.patch import ProjectPatch
     from halfstep.doctor.project_check import ProjectReport, ProjectStatus, RunReport
     from halfstep.doctor.settings import FoundSetting
 

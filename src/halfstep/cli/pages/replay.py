@@ -17,9 +17,8 @@ from halfstep.printable import number, printable
 from halfstep.terminal import screen
 
 if TYPE_CHECKING:
-    from halfstep.cli.replay import FailedStepList
     from halfstep.guard.verdict import Culprit, Verdict
-    from halfstep.runs.replay import ReplayReport
+    from halfstep.runs.replay import FailedStepList, ReplayReport
 
 
 def show(report: ReplayReport) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -10,8 +12,38 @@ from halfstep.printable import in_line
 from halfstep.terminal import screen
 
 if TYPE_CHECKING:
-    from halfstep.cli.verify import VerifyReport
     from halfstep.train.resume_proof import Proof
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """One checkpoint, and what is wrong with it."""
+
+    name: str
+    step: int
+    whole: bool
+    problem: str | None
+    bytes: int
+    processes: int | None
+    """Ranks that wrote it; None if its manifest cannot be read."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The checkpoints of a run, newest first, and how fast they were read."""
+
+    run: Path
+    checkpoints: list[VerifiedCheckpoint]
+    newest_whole: str | None
+    set_aside: list[str]
+    bytes: int
+    seconds: float
+    bytes_per_second: float | None
+    """None where the time is too short for a throughput."""
+    limited_by: str | None
+    seconds_hashing: float
+    seconds_copying: float
+    bytes_from_disk: int
 
 
 def print_report(report: VerifyReport) -> None:

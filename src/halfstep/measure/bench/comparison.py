@@ -65,7 +65,7 @@ class RunResult(Jsonable):
     observed: str = ""
     """The formats in which it really computed."""
     conditions: Mapping[str, object] = field(default_factory=dict)
-    """Of a case its `Conditions`, of a recipe those in its journal."""
+    """The `Conditions` of a case, or those in the journal of a recipe."""
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> RunResult:

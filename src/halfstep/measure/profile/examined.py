@@ -280,7 +280,7 @@ class PlainStep:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFacts:
     """The facts after a stage, and the conditions."""
 
     facts: ProfileFacts
@@ -311,11 +311,11 @@ class Examined:
         self._conditions = conditions(self.device)
         self._interrupted = False
 
-    def measure(self, stage: str, seconds: float) -> Measured:
+    def measure(self, stage: str, seconds: float) -> MeasuredFacts:
         """Run a stage, none if its name is empty; return all facts so far."""
         if stage:
             self.facts = STAGES[stage].measure(self, seconds)
-        return Measured(self.facts, self._conditions, self._interrupted)
+        return MeasuredFacts(self.facts, self._conditions, self._interrupted)
 
     def _described(self) -> ProfileFacts:
         """Return what is known before anything is timed."""

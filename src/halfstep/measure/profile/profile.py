@@ -14,7 +14,7 @@ from halfstep.jsonable import Jsonable
 from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import Conditions
 from halfstep.measure.profile.causes import Cause, find_causes, verdict
-from halfstep.measure.profile.examined import STAGES, Examined, Measured
+from halfstep.measure.profile.examined import STAGES, Examined, MeasuredFacts
 from halfstep.measure.profile.facts import ProfileFacts, read_facts
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
@@ -86,12 +86,14 @@ def profile(
     return Profile(facts, cause, others, found.conditions, found.interrupted, skipped)
 
 
-Ask = Callable[[str, float], Measured]
+Ask = Callable[[str, float], MeasuredFacts]
 
 
-def _ask_all(ask: Ask, asked: str, skipped: dict[str, str], seconds: float, progress: OnProgress | None) -> Measured:
+def _ask_all(
+    ask: Ask, asked: str, skipped: dict[str, str], seconds: float, progress: OnProgress | None
+) -> MeasuredFacts:
     """Run the stages in order, also after one that fails; `skipped` gets those without facts, and why."""
-    found = Measured(ProfileFacts(asked, format="fp32", kind="other"), Conditions())
+    found = MeasuredFacts(ProfileFacts(asked, format="fp32", kind="other"), Conditions())
     done = 0.0
     left = dict(STAGES)
     try:
@@ -141,10 +143,10 @@ class _ChildProcess(CandidateProcess):
     def __enter__(self) -> _ChildProcess:
         return self
 
-    def ask(self, stage: str, seconds: float) -> Measured:
+    def ask(self, stage: str, seconds: float) -> MeasuredFacts:
         """Run a stage there; the empty name opens the case."""
         found = self._ask({"do": stage, "seconds": seconds} if stage else self._begin)
-        return Measured(read_facts(found["facts"]), found["conditions"], found["interrupted"])
+        return MeasuredFacts(read_facts(found["facts"]), found["conditions"], found["interrupted"])
 
 
 @contextmanager
