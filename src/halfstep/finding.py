@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 
 Severity = Literal["note", "warning", "error"]
 
 
 @dataclass(frozen=True)
-class Finding(Jsonable):
+class Finding(JsonResult):
     """One result of a check: its id, its severity, the evidence, and the exact fix."""
 
     id: str

@@ -14,7 +14,7 @@ from halfstep.cli import main
 from halfstep.doctor.checkup import check_settings
 from halfstep.doctor.fixing import make_agree
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 from halfstep.recipe.sources import read_recipe
 
 SCRIPT = "trainer:\n  amp: False   # off for now\n  fp16: False\n  lr: 1e-5\n"
@@ -141,7 +141,7 @@ def test_permissions_and_links_stay() -> None:
 
 def test_a_format_that_sleeps_beside_a_switch_is_part_of_the_line_to_type() -> None:
     Path("train.yaml").write_text("use_amp: False\namp_dtype: float16\n")
-    report = to_json(check_settings("./train.yaml", accelerate="./launch.yaml", variables={}))
+    report = json_data(check_settings("./train.yaml", accelerate="./launch.yaml", variables={}))
     first = report["conflicts"][0]["ways"][0]
     assert first["precision"] == "bf16"
     assert [line.strip() for line in first["write"].splitlines()] == ["use_amp: True", "amp_dtype: bfloat16"]

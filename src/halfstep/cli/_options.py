@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from halfstep.cli._completion import recipes, run_folders
 from halfstep.errors import INTERRUPTED, FolderTaken, StorageFailed, WrongUse
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 from halfstep.precision.names import read_settings
 from halfstep.terminal import say, screen
 
@@ -153,7 +153,7 @@ def subject(text: str, settings: Sequence[str]) -> Subject:
 
 def print_json(report: object) -> None:
     """Print a report, or plain data, as JSON."""
-    say(dumps(to_json(report), indent=1))
+    say(dumps(json_data(report), indent=1))
 
 
 def print_report(report: Report, json: bool, show: Callable[[Report], None]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.cli._options import storing, write_csv
 from halfstep.errors import BadData, BadRecipe, FolderTaken, WrongUse
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class LeftOutFile:
 
 
 @dataclass(frozen=True)
-class Predictions(Jsonable):
+class Predictions(JsonResult):
     """The predictions of a folder's images or clips."""
 
     out: Path

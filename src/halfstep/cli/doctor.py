@@ -10,7 +10,7 @@ import typer
 from halfstep.cli._options import Command, Json, OnDevice, flag, print_json, print_report, storing
 from halfstep.doctor.device_report import DeviceReport, examine
 from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 
 if TYPE_CHECKING:
     from halfstep.doctor.linking import Run
@@ -135,7 +135,9 @@ def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None,
     changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else None
     report = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
     if json:
-        print_json({**to_json(report), **({} if changed is None else {"changed": changed})})
+        print_json(
+            {**json_data(report), **({} if changed is None else {"changed": [edit._asdict() for edit in changed]})}
+        )
     else:
         show(report, changed)
     if not report.status.aligned:
@@ -164,7 +166,7 @@ def _project(
     if write:
         _write_recipe(write, project, runs, report.status)
     if json:
-        print_json({**to_json(report), **to_json(patch or {}), **({"written": write} if write else {})})
+        print_json({**json_data(report), **json_data(patch or {}), **({"written": write} if write else {})})
     else:
         show(report, patch, write, settings)
     if not report.status.aligned:

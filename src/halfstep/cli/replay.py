@@ -10,7 +10,7 @@ import typer
 from halfstep.cli._completion import run_folders
 from halfstep.cli._options import Json, OwnTask, end, flag, print_json
 from halfstep.errors import BadData, HalfstepError, reason_in
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 
 if TYPE_CHECKING:
     from halfstep.checkpoint.paths import CheckpointDir
@@ -147,4 +147,4 @@ def _print_json(report: object) -> None:
     """Print a report as JSON; non-finite numbers become words, as in the journal."""
     from halfstep.journal.jsonl import in_strict_json
 
-    print_json(in_strict_json(to_json(report)))
+    print_json(in_strict_json(json_data(report)))

@@ -13,7 +13,7 @@ import typer
 from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
 from halfstep.cli.pages.verify import VerifiedCheckpoint, VerifyReport, print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def run(
         proof = proven(folder, result.verdicts, steps or STEPS, task)
         failure = _not_exact(proof)
     if json:
-        told = None if proof is None else {**to_json(proof), "losses": len(proof.losses), "equal": proof.equal}
-        print_json({**to_json(report), **({} if told is None else {"proof": told})})
+        told = None if proof is None else {**json_data(proof), "losses": len(proof.losses), "equal": proof.equal}
+        print_json({**json_data(report), **({} if told is None else {"proof": told})})
     elif proof is not None:
         print_proof(proof)
     if failure is not None:

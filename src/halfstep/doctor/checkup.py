@@ -372,7 +372,8 @@ class PrecisionStatus:
     final: str
 
 
-class NamedSource(NamedTuple):
+@dataclass(frozen=True)
+class NamedSource:
     """A file or the environment, as a source of settings."""
 
     kind: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.json_data import JsonResult, json_data
 
 if TYPE_CHECKING:
     from halfstep.doctor.wheel import Build
@@ -30,7 +30,7 @@ class FormatReport:
 
 
 @dataclass(frozen=True)
-class DeviceReport(Jsonable):
+class DeviceReport(JsonResult):
     """The abilities of a device, the build of torch, and the precision that fits."""
 
     device: Device
@@ -50,12 +50,16 @@ class DeviceReport(Jsonable):
         asked = {"asked": choice.asked, "took": choice.took, "precision": choice.precision.name}
         return {
             "device": {"name": here.name, "kind": here.kind, "place": here.place, "facts": facts(here)},
-            "formats": to_json(self.formats),
+            "formats": json_data(self.formats),
             "measured": {**measured, "cached": self.measured.cached},
             "flags": self.flags,
-            "choice": {**asked, "summary": choice.precision.summary, "rungs": to_json(choice.rungs)},
+            "choice": {
+                **asked,
+                "summary": choice.precision.summary,
+                "rungs": [rung._asdict() for rung in choice.rungs],
+            },
             "build": self.build.as_dict(),
-            "findings": to_json(self.findings),
+            "findings": json_data(self.findings),
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
@@ -34,12 +34,15 @@ class LocatedFinding(Finding):
     file: str = ""
     line: int | None = None
     edits: tuple[Edit, ...] = ()
-    json_keys = ("id", "severity", "evidence", "fix", "file", "line", "edits", "in_tests")
 
     @property
     def where(self) -> str:
         """The place as compilers print it."""
         return f"{self.file}:{self.line}" if self.line else self.file
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return {**super().as_dict(), "edits": [edit._asdict() for edit in self.edits], "in_tests": self.in_tests}
 
     @property
     def in_tests(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of, patched
 from halfstep.errors import WrongUse
 from halfstep.files import replacing
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 
 _MARK = b"\xef\xbb\xbf"
 """What some editors write before the first character; it stays where it is."""
@@ -92,7 +92,7 @@ def _rewrite(path: Path, content: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class ProjectPatch(Jsonable):
+class ProjectPatch(JsonResult):
     """The changes of --fix to a folder, made or only shown."""
 
     patch: str

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from halfstep.doctor.checkup import (
     Conflict,
@@ -62,7 +61,8 @@ def examine_project(
     return project, runs, sorted(unique.values(), key=lambda f: (_ORDER[f.severity], f.file, f.line or 0, f.id))
 
 
-class FileCounts(NamedTuple):
+@dataclass(frozen=True)
+class FileCounts:
     """The files of a project."""
 
     read: int

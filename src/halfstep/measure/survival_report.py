@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Event, Range, Ranges
 from halfstep.observe.recorder import OUTSIDE
 
@@ -43,7 +43,7 @@ class LostGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survival(Jsonable):
+class Survival(JsonResult):
     """Whether one forward and backward step of a model survives a format."""
 
     format: str

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from halfstep.errors import HalfstepError, in_one_line
 from halfstep.host_memory import keep_freed_memory
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 
 _MOST_BYTES = 2**16
 
@@ -105,7 +105,7 @@ def _answered(answers: IO[str], work: Callable[[], tuple[Any, object]]) -> Any:
     result = None
     try:
         result, found = work()
-        answer = {"answer": to_json(found)}
+        answer = {"answer": json_data(found)}
     except HalfstepError as error:
         refusal = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
         answer = {"refused": refusal}

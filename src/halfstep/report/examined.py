@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import HalfstepError
 from halfstep.files import read_json, write_json
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 from halfstep.report.json_fields import fields
 from halfstep.train.run_folder import recipe_in
 
@@ -47,7 +47,7 @@ def examine(run: Path, precision: str, on_progress: Callable[[int, int], None]) 
             found[part] = look(str(recipe_in(run)), precision)
         except HalfstepError as error:
             failed[part] = error.given
-    write_json(run / EXAMINED, to_json(found))
+    write_json(run / EXAMINED, json_data(found))
 
 
 def _digest(run: Path) -> str:

@@ -22,7 +22,7 @@ from halfstep.guard.verdict import Verdict, place_of
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.journal.text import GAVE_UP
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.json_data import JsonResult, json_data
 from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import Choice, choose_precision
@@ -158,7 +158,7 @@ def described(record: Record) -> RecordedStep:
 
 
 @dataclass(frozen=True)
-class ListedStep(Jsonable):
+class ListedStep(JsonResult):
     """A failed step of a run: its record, or what is wrong with it."""
 
     path: Path
@@ -168,7 +168,9 @@ class ListedStep(Jsonable):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, with the fields of the record where there is one."""
-        known = {"attempt": self.attempt, "problem": self.problem} if self.recorded is None else to_json(self.recorded)
+        known = (
+            {"attempt": self.attempt, "problem": self.problem} if self.recorded is None else json_data(self.recorded)
+        )
         return {"path": str(self.path), **known}
 
 

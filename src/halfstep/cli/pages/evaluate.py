@@ -17,7 +17,7 @@ from halfstep.cli._options import refuse_taken, storing, write_csv
 from halfstep.cli._predict_outputs import LeftOutFile
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.json_data import JsonResult, json_data
 from halfstep.printable import in_line, shortened
 from halfstep.terminal import progress, screen
 
@@ -89,7 +89,7 @@ class ClassFigures:
 
 
 @dataclass(frozen=True)
-class Evaluation(Jsonable):
+class Evaluation(JsonResult):
     """The figures of a run's weights."""
 
     run: Path
@@ -259,7 +259,7 @@ def write_files(
 def _write_tables(figures: ClassFigures, files: Sequence[Path]) -> None:
     names, counts = figures.confusion.names, figures.confusion.counts.tolist()
     matrix = [{"truth": name, **dict(zip(names, row, strict=True))} for name, row in zip(names, counts, strict=True)]
-    for file, rows in zip(files, (figures.each, to_json(figures.classes), matrix), strict=True):
+    for file, rows in zip(files, (figures.each, json_data(figures.classes), matrix), strict=True):
         write_csv(rows, file)
 
 

@@ -14,7 +14,7 @@ from halfstep.data.check.facts import SetLooked, look_at
 from halfstep.data.image_files import FORMATS, MOST_PIXELS
 from halfstep.data.layout import RECIPES, Layout
 from halfstep.finding import Finding, Severity
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.json_data import JsonResult, json_data
 from halfstep.status_line import OnProgress
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class ImageFacts:
 
 
 @dataclass(frozen=True)
-class ClassShare(Jsonable):
+class ClassShare(JsonResult):
     """How often a class occurs."""
 
     name: str
@@ -202,7 +202,7 @@ class ClassShare(Jsonable):
 
 
 @dataclass(frozen=True)
-class DataReport(Jsonable):
+class DataReport(JsonResult):
     """The facts of a data set, and everything that is wrong with it."""
 
     folder: Path
@@ -222,7 +222,7 @@ class DataReport(Jsonable):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for `json.dumps`."""
-        return {**super().as_dict(), "images": to_json(self.images or {})}
+        return {**super().as_dict(), "images": json_data(self.images or {})}
 
 
 def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None) -> DataReport:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halfstep.formats import name_of
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 from halfstep.measure.audit.watched import ModuleWork, ObservedStep
 from halfstep.measure.survival import Gradients, squares
 from halfstep.measure.survival_report import named, where
@@ -205,7 +205,7 @@ def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> Numb
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(Jsonable):
+class Audit(JsonResult):
     """Which format each part of a model is in, and the effect on its values."""
 
     subject: str

@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse, reason_in
 from halfstep.files import read_json, write_json
-from halfstep.jsonable import to_json
+from halfstep.json_data import json_data
 from halfstep.measure.bench.comparison import (
     BenchMetric,
     BenchTimes,
@@ -186,7 +186,7 @@ class MemoryOf:
             measured = candidate.memory()
         memory = _with_parts(measured, self.subject, setting, place)
         if self.saved:
-            write_json(self.saved, {"identity": self.identity, "memory": to_json(memory)})
+            write_json(self.saved, {"identity": self.identity, "memory": json_data(memory)})
         return memory
 
 

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from halfstep.errors import WrongUse
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 from halfstep.measure.parity import Margin, ParityTest, half_a_point, margin_of, mean_interval, parity
 from halfstep.measure.timing import Speed, Verdict
 
@@ -44,7 +44,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class RunResult(Jsonable):
+class RunResult(JsonResult):
     """One run of one candidate with one seed. Fields that were not measured are None."""
 
     seed: int
@@ -76,7 +76,7 @@ class RunResult(Jsonable):
 
 
 @dataclass(frozen=True)
-class Memory(Jsonable):
+class Memory(JsonResult):
     """Memory of one update, in bytes of tensors."""
 
     measured: int | None = None
@@ -164,7 +164,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Gain(Jsonable):
+class Gain(JsonResult):
     """Throughput relative to strict fp32, with the 95 % interval if there is one."""
 
     times: float

@@ -12,7 +12,7 @@ from halfstep.errors import FolderTaken, MissingExtra
 from halfstep.files import read_json, write_json, write_text
 from halfstep.journal import numbers
 from halfstep.journal.jsonl import in_strict_json
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.json_data import JsonResult, json_data
 from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, margin_over
 from halfstep.measure.conditions import Conditions, busy, in_words
 from halfstep.measure.parity import Margin, ParityTest
@@ -247,7 +247,7 @@ def many(count: int, word: str) -> str:
 
 
 @dataclass(frozen=True)
-class Bench(Jsonable):
+class Bench(JsonResult):
     """Candidates compared with strict fp32, which is the first row."""
 
     name: str
@@ -315,7 +315,7 @@ class Bench(Jsonable):
             "raced": self.raced, "rows": rows, "price_per_hour": self.price_per_hour, "conditions": self.conditions,
             "interrupted": self.interrupted,
         }  # fmt: skip
-        return in_strict_json(to_json(plain))
+        return in_strict_json(json_data(plain))
 
     def markdown(self) -> str:
         """Return the sentences, the table and the conditions as Markdown."""

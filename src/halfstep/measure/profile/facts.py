@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 
 NARROW, WIDE, COPIES, UPDATE, OTHER, HOST, DATA = "narrow", "fp32", "copies", "update", "other", "host", "data"
 PARTS = {
@@ -200,7 +200,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class ProfileFacts(Jsonable):
+class ProfileFacts(JsonResult):
     """Everything that was measured; the rest is None."""
 
     asked: str

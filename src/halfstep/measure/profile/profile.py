@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import WrongUse
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import Conditions
 from halfstep.measure.profile.causes import Cause, find_causes, verdict
@@ -26,7 +26,7 @@ _WHOLE = 100
 
 
 @dataclass(frozen=True)
-class Profile(Jsonable):
+class Profile(JsonResult):
     """The parts of a step's time, the cause of a missing speed-up, and its remedy."""
 
     facts: ProfileFacts

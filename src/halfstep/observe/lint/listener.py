@@ -12,7 +12,7 @@ from torch import nn
 from torch._ops import OpOverloadPacket
 
 from halfstep.finding import Finding
-from halfstep.jsonable import Jsonable, to_json
+from halfstep.json_data import JsonResult, json_data
 from halfstep.observe.lint import angles, eps, integers, masks, merged_positions, softmax, stored, sums, variance
 from halfstep.observe.lint.seen import Rule, seen
 from halfstep.observe.recorder import OUTSIDE, Operation
@@ -22,7 +22,7 @@ _RULES: tuple[Any, ...] = (integers, merged_positions, angles, sums, masks, soft
 
 
 @dataclass(frozen=True)
-class Spotted(Jsonable):
+class Spotted(JsonResult):
     """A finding and its place."""
 
     finding: Finding
@@ -34,7 +34,7 @@ class Spotted(Jsonable):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data: those of the finding, then the place."""
-        return {**to_json(self.finding), "module": self.module, "line": self.line, "modules": list(self.modules)}
+        return {**json_data(self.finding), "module": self.module, "line": self.line, "modules": list(self.modules)}
 
 
 class Lint:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.jsonable import Jsonable
+from halfstep.json_data import JsonResult
 from halfstep.precision.island import island
 from halfstep.train.metrics import Metric
 
@@ -43,7 +43,7 @@ def counted(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ClassScores(Jsonable):
+class ClassScores(JsonResult):
     """The figures of one class; a ratio that is undefined is None."""
 
     name: str
