@@ -210,10 +210,10 @@ def described(folder: Path, result: VerifiedRun) -> VerifyReport:
         named = (one.generation.name, one.generation.attempt)
         checkpoints.append(VerifiedCheckpoint(*named, one.problem is None, one.problem, size, ranks))
     newest = next((one.name for one in checkpoints if one.whole), None)
-    speed = (result.bytes / result.seconds, result.limited_by) if result.seconds >= BRIEF else (None, None)
+    speed, limited_by = (result.bytes / result.seconds, result.limited_by) if result.seconds >= BRIEF else (None, None)
     parts = (result.hashing, result.copying, result.from_disk)
     aside = [path.name for path in set_aside(folder / CHECKPOINTS)]
-    return VerifyReport(folder, checkpoints, newest, aside, result.bytes, result.seconds, *speed, *parts)
+    return VerifyReport(folder, checkpoints, newest, aside, result.bytes, result.seconds, speed, limited_by, *parts)
 
 
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------

@@ -168,10 +168,8 @@ class ListedStep(JsonResult):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, with the fields of the record where there is one."""
-        known = (
-            {"attempt": self.attempt, "problem": self.problem} if self.recorded is None else json_data(self.recorded)
-        )
-        return {"path": str(self.path), **known}
+        damaged = {"attempt": self.attempt, "problem": self.problem}
+        return {"path": str(self.path), **(json_data(self.recorded) if self.recorded else damaged)}
 
 
 @dataclass(frozen=True)
