@@ -164,7 +164,7 @@ def check(project: Project) -> Outcome:
         expected = Counter(_wherever(project.expected, places))
         false = [str(place) for place in (Counter(places) - expected).elements()]
         missed = [str(place) for place in (expected - Counter(places)).elements()]
-        ready = report_of(*examined)["status"]["aligned"]
+        ready = report_of(*examined).status.aligned
         verdicts = [] if project.ready in (None, ready) else [f"ready: {'yes' if ready else 'no'}"]
         return Outcome(project, len(places), false, missed, _wrong_edits(project, root, found), verdicts)
 

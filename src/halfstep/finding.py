@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
+
+from halfstep.json_data import JsonResult
 
 Severity = Literal["note", "warning", "error"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(JsonResult):
     """One result of a check: its id, its severity, the evidence, and the exact fix."""
 
     id: str
@@ -19,7 +21,3 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity} {self.id}: {self.evidence} ({self.fix})"
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the fields as plain data."""
-        return asdict(self)

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from halfstep import island
 from halfstep.cli.main import build
-from halfstep.cli.pages.audit import together
+from halfstep.cli.pages.audit import _share, together
 from halfstep.measure.audit import audit as auditing
+from halfstep.measure.audit.report import ModuleRow, Numbers
 
 CASE = "tests.support.cases:linear"
 PLANTED = "tests.cli.test_cli_audit:planted"
@@ -157,18 +158,26 @@ def test_wrong_words_are_told(tmp_path: Path) -> None:
 
 
 def test_modules_that_differ_by_a_number_are_one_row() -> None:
-    def row(module: str, bits: float | None, format: str = "bf16") -> dict[str, Any]:
-        numbers = None if bits is None else {"headroom_bits": bits, "underflow": bits / 10}
-        return {
-            "module": module, "kind": "Linear", "stored": {"fp32": 1}, "computed": {format: 1.0}, "saved": {},
-            "flops": {}, "share": 0.1, "island": None, "forward": numbers, "backward": None,
-        }  # fmt: skip
+    def row(module: str, bits: float | None, format: str = "bf16") -> ModuleRow:
+        return ModuleRow(
+            module=module, kind="Linear", stored={"fp32": 1}, computed={format: 1.0}, saved={}, flops={}, share=0.1,
+            island=None, forward=None if bits is None else Numbers(1.0, bits, bits / 10), backward=None,
+        )  # fmt: skip
 
     rows = [row("a.0.b", 3.0), row("a.1.b", 1.0), row("a.2.b", 2.0, "fp32"), row("a.x.b", None), row("a12.b", None)]
     found = together(rows)
-    assert [one["module"] for one in found] == ["a.*.b", "a.2.b", "a.x.b", "a12.b"]
-    assert found[0]["forward"] == {"headroom_bits": 1.0, "underflow": 0.3}
-    assert found[0]["share"] == pytest.approx(0.2)
+    assert [one.row.module for one in found] == ["a.*.b", "a.2.b", "a.x.b", "a12.b"]
+    assert found[0].names == ("a.0.b", "a.1.b")
+    assert found[0].row.forward == Numbers(1.0, 1.0, 0.3)
+    assert found[0].row.share == pytest.approx(0.2)
+    assert found[2].names == ("a.x.b",)
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"), [(0.0, "-"), (0.0004, "<0.1%"), (0.5, "50.0%"), (0.9996, "99.9%"), (1.0, "100.0%")]
+)
+def test_a_share_is_100_percent_only_where_it_is_all_of_it(share: float, shown: str) -> None:
+    assert _share(share) == shown
 
 
 def infinite() -> tuple[nn.Module, Any, Tensor]:

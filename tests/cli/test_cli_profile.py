@@ -11,13 +11,15 @@ from typer.testing import CliRunner
 
 from halfstep.cli.main import build
 from halfstep.cli.pages import profile
+from halfstep.measure.conditions import Conditions
 from halfstep.measure.profile.causes import find_causes, verdict
+from halfstep.measure.profile.examined import MeasuredFacts
 from halfstep.measure.profile.facts import Feeding, FlopsByFormat, Kernels, MisalignedLayer, ProfileFacts, StepTimes
 from halfstep.measure.profile.profile import Profile
 from halfstep.measure.profile.profile import _ChildProcess as away
 
 CASE = "tests.support.cases:linear"
-CONDITIONS = {
+CONDITIONS: Conditions = {
     "device": "a CPU", "torch": "2.13", "threads": 1, "cores": 2, "load": 0.1, "flags": {"mkldnn.matmul": "none"},
 }  # fmt: skip
 FACTS = ProfileFacts(
@@ -41,7 +43,7 @@ def run(*words: str) -> Any:
 def page(facts: ProfileFacts, capsys: pytest.CaptureFixture[str], **more: Any) -> list[str]:
     cause = verdict(facts)
     others = tuple(one for one in find_causes(facts) if one != cause)
-    profile.show(json.loads(json.dumps(Profile(facts, cause, others, CONDITIONS, **more).as_dict())))
+    profile.show(Profile(facts, cause, others, CONDITIONS, **more))
     return capsys.readouterr().out.splitlines()
 
 
@@ -81,8 +83,7 @@ def test_one_pair_is_no_speed_on_the_page_and_a_busy_machine_is_told(capsys: pyt
     assert "1.82x" not in text
     assert "other work disturbs" not in text
     cause = verdict(FACTS)
-    busy = Profile(FACTS, cause, (), {**CONDITIONS, "load": 7.5}).as_dict()
-    profile.show(json.loads(json.dumps(busy)))
+    profile.show(Profile(FACTS, cause, (), {**CONDITIONS, "load": 7.5}))
     assert "other work disturbs" in " ".join(capsys.readouterr().out.split())
 
 
@@ -101,7 +102,7 @@ def test_the_command_prints_one_json_object() -> None:
 def test_ctrl_c_prints_what_there_is(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = away.ask
 
-    def interrupted(self: away, name: str, seconds: float) -> dict[str, Any]:
+    def interrupted(self: away, name: str, seconds: float) -> MeasuredFacts:
         if name == stage:
             raise KeyboardInterrupt
         return asked(self, name, seconds)

@@ -41,12 +41,12 @@ def old() -> list[Path]:
 def _gpus() -> str:
     rows = [
         [
-            row["name"],
-            f"`{row['id']}`",
-            f"{row['gib']:.0f} GiB",
-            ", ".join(row["native"]) or "-",
-            row["precision"],
-            row["why"],
+            row.name,
+            f"`{row.id}`",
+            f"{row.gib:.0f} GiB",
+            ", ".join(row.native) or "-",
+            row.precision,
+            row.why,
         ]
         for row in gpu_rows()
     ]
@@ -56,13 +56,13 @@ def _gpus() -> str:
 def _formats() -> str:
     rows = [
         [
-            row["name"],
-            str(row["bits"]),
-            f"{row['sign']} + {row['exponent']} + {row['fraction']}",
-            f"{row['largest']:.5g}",
-            f"{row['smallest']:.1g}",
-            str(row["digits"] or "<1"),
-            f"{row['counts_to']:,}",
+            row.name,
+            str(row.bits),
+            f"{row.sign} + {row.exponent} + {row.fraction}",
+            f"{row.largest:.5g}",
+            f"{row.smallest:.1g}",
+            str(row.digits or "<1"),
+            f"{row.counts_to:,}",
         ]
         for row in format_rows()
     ]

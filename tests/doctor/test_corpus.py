@@ -39,10 +39,10 @@ def test_all_is_found_and_nothing_else(project: Path, tmp_path: Path) -> None:
     expected = json.loads((project / "expected.json").read_text())
     found = examine_project(str(copied(project, tmp_path)), variables={})
     assert sorted(map(placed, found[2])) == sorted(expected["findings"])
-    status = report_of(*found)["status"]
-    assert status["aligned"] is expected["aligned"]
+    status = report_of(*found).status
+    assert status.aligned is expected["aligned"]
     if expected["aligned"]:
-        assert status["precision"] == expected["precision"]
+        assert status.precision == expected["precision"]
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)
@@ -73,7 +73,7 @@ def test_every_contradiction_says_what_to_write_and_no_setting_is_edited_in_pyth
 def test_a_plan_ends_aligned_or_leaves_the_settings_alone(project: Path, tmp_path: Path) -> None:
     folder = copied(project, tmp_path)
     plan = plan_fixes(str(folder), variables={})
-    after = report_of(*examine_project(str(folder), {}, plan.texts))["status"]["aligned"]
+    after = report_of(*examine_project(str(folder), {}, plan.texts)).status.aligned
     assert after or plan.refused
     assert not plan.refused or not plan.texts
 

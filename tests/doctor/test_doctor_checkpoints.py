@@ -184,6 +184,6 @@ def test_a_project_is_told_about_the_checkpoints_in_it(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     pickled.write_bytes(pickle.dumps(Canary(marker)))
     report = check_project(str(tmp_path), {})
-    found = {(finding["id"], finding["file"]) for finding in report["findings"]}
+    found = {(finding.id, finding.file) for finding in report.findings}
     assert ("checkpoint.not_finite", "weights/last.safetensors") in found
     assert not marker.exists()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from halfstep.doctor.checkup import check_settings
+from halfstep.json_data import json_data
 
 
 def check(
@@ -23,7 +24,8 @@ def check(
     if deepspeed is not None:
         given["deepspeed"] = str(folder / "ds.json")
         Path(given["deepspeed"]).write_text(json.dumps(deepspeed, indent=1))
-    return check_settings(given.pop("recipe", None), **given, variables={"HF_HOME": str(folder / "hf"), **variables})
+    report = check_settings(given.pop("recipe", None), **given, variables={"HF_HOME": str(folder / "hf"), **variables})
+    return json_data(report)
 
 
 LAUNCHER = "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"

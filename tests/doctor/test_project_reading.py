@@ -51,7 +51,7 @@ def test_a_thousand_files_in_five_seconds(tmp_path: Path, request: pytest.Fixtur
     report = check_project(str(tmp_path), variables={})
     seconds = time.process_time() - begun
     print(f"{files} files in {seconds:.2f} s")
-    assert report["files"]["read"] == files
+    assert report.files.read == files
     assert seconds < 5.0 * files / 1000 * (1 if files == 1000 else 2)
 
 
@@ -69,9 +69,9 @@ def test_what_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (inside / "binary.yaml").write_bytes(b"amp: false\n\0")
     (inside / "latin.yaml").write_bytes(b"amp: false # \xe9\n")
     report = check_project(str(inside), variables={})
-    assert {setting["file"] for setting in report["settings"]} == {"sub/config.yaml"}
+    assert {setting.place for setting in report.settings} == {"sub/config.yaml"}
     monkeypatch.setattr(reading, "MOST_FILES", 2)
-    assert check_project(str(inside), variables={})["files"]["more"] is True
+    assert check_project(str(inside), variables={}).files.more is True
 
 
 @pytest.mark.wording
@@ -126,9 +126,10 @@ def test_hostile_files_are_neither_run_nor_waited_for(tmp_path: Path) -> None:
     # The installed command, whose own folder stands first in sys.path; not `python -m`, which puts this one there.
     code = (
         "import sys; sys.path = [p for p in sys.path if p]; import halfstep.doctor.project_check as check, json\n"
+        "from halfstep.json_data import json_data\n"
         "report = check.check_project('.', variables={})\n"
         "assert 'torch' not in sys.modules\n"
-        "print(json.dumps(report)); print(check.__file__, file=sys.stderr)"
+        "print(json.dumps(json_data(report))); print(check.__file__, file=sys.stderr)"
     )
     begun = time.monotonic()
     done = subprocess.run(

@@ -14,6 +14,7 @@ from halfstep.cli import main
 from halfstep.doctor.checkup import check_settings
 from halfstep.doctor.fixing import make_agree
 from halfstep.errors import HalfstepError, WrongUse
+from halfstep.json_data import json_data
 from halfstep.recipe.sources import read_recipe
 
 SCRIPT = "trainer:\n  amp: False   # off for now\n  fp16: False\n  lr: 1e-5\n"
@@ -86,9 +87,9 @@ def test_whatever_is_written_it_agrees_afterwards_or_is_as_before(script: str, w
         assert Path("train.yaml").read_bytes() == script.encode()
         assert Path("launch.yaml").read_text() == LAUNCHER
         return
-    status = check_settings("./train.yaml", accelerate="./launch.yaml", variables={})["status"]
-    assert status["aligned"]
-    assert status["precision"] == wanted
+    status = check_settings("./train.yaml", accelerate="./launch.yaml", variables={}).status
+    assert status.aligned
+    assert status.precision == wanted
 
 
 def test_a_setting_among_others_on_its_line_is_changed_alone() -> None:
@@ -143,7 +144,7 @@ def test_permissions_and_links_stay() -> None:
 
 def test_a_format_that_sleeps_beside_a_switch_is_part_of_the_line_to_type() -> None:
     Path("train.yaml").write_text("use_amp: False\namp_dtype: float16\n")
-    report = check_settings("./train.yaml", accelerate="./launch.yaml", variables={})
+    report = json_data(check_settings("./train.yaml", accelerate="./launch.yaml", variables={}))
     first = report["conflicts"][0]["ways"][0]
     assert first["precision"] == "bf16"
     assert [line.strip() for line in first["write"].splitlines()] == ["use_amp: True", "amp_dtype: bfloat16"]
@@ -174,4 +175,4 @@ def test_the_checklist_of_the_report() -> None:
 )
 def test_the_guard_is_told_as_it_is_written(written: str, said: str) -> None:
     Path("mine.yaml").write_text("task: diffusion\n" + written)
-    assert said in check_settings("./mine.yaml", variables={})["status"]["nan_handling"]
+    assert said in check_settings("./mine.yaml", variables={}).status.nan_handling

@@ -133,4 +133,4 @@ def test_the_page_shows_the_build_and_a_gpu_left_idle_ends_in_78(monkeypatch: py
 
 def test_a_description_can_be_handed_in() -> None:
     report = command.examine("cpu", "fp32", build=replace(WELL, driver=(12, 0)))
-    assert [finding["id"] for finding in report["findings"]] == ["wheel.driver_too_old"]
+    assert [finding.id for finding in report.findings] == ["wheel.driver_too_old"]

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from halfstep.cli._completion import recipes, run_folders
 from halfstep.errors import INTERRUPTED, FolderTaken, StorageFailed, WrongUse
+from halfstep.json_data import json_data
 from halfstep.precision.names import read_settings
 from halfstep.terminal import say, screen
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from halfstep.measure.subject import Subject
     from halfstep.runs.finished import Finished
 
+Report = TypeVar("Report")
 
 # -- flag -------------------------------------------------------------------------------------------------------------
 # Options without a value.
@@ -149,12 +151,12 @@ def subject(text: str, settings: Sequence[str]) -> Subject:
     return named
 
 
-def print_json(report: dict[str, Any]) -> None:
-    """Print a report as JSON."""
-    say(dumps(report, indent=1))
+def print_json(report: object) -> None:
+    """Print a report, or plain data, as JSON."""
+    say(dumps(json_data(report), indent=1))
 
 
-def print_report(report: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+def print_report(report: Report, json: bool, show: Callable[[Report], None]) -> None:
     """Print a report: as JSON if it was asked for, else as the page that `show` prints."""
     if json:
         print_json(report)
@@ -162,9 +164,9 @@ def print_report(report: dict[str, Any], json: bool, show: Callable[[dict[str, A
         show(report)
 
 
-def end(report: dict[str, Any]) -> None:
-    """Exit with the code of Ctrl-C where the report was interrupted."""
-    if report.get("interrupted"):
+def end(interrupted: bool) -> None:
+    """Exit with the code of Ctrl-C where a report was interrupted."""
+    if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.cli._options import storing, write_csv
 from halfstep.errors import BadData, BadRecipe, FolderTaken, WrongUse
+from halfstep.json_data import JsonResult
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -124,7 +125,20 @@ WIDEST = 2400
 """Wider grids get fewer columns, unless the user gave them."""
 
 
-def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class DrawnSamples:
+    """A picture of samples that a model made."""
+
+    out: Path
+    picture: Path
+    samples: int
+    columns: int
+    seed: int
+    precision: str
+    device: str
+
+
+def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
     """Draw samples with a seed, write them as one picture, and return the report.
 
     Raise `BadData` where there is nothing to draw from, `WrongUse` for a task that draws nothing.
@@ -141,15 +155,8 @@ def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, s
     columns = columns or _columns(made, len(finished.task.facts().get("classes") or ()))
     with writing(out):
         write_png(out / PICTURE, grid([made[i : i + columns] for i in range(0, len(made), columns)]))
-    return {
-        "out": str(out),
-        "picture": str(out / PICTURE),
-        "samples": len(made),
-        "columns": columns,
-        "seed": seed,
-        "precision": finished.choice.precision.name,
-        "device": finished.choice.device.name,
-    }
+    choice = finished.choice
+    return DrawnSamples(out, out / PICTURE, len(made), columns, seed, choice.precision.name, choice.device.name)
 
 
 def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
@@ -199,7 +206,35 @@ class Inputs:
     """The readable kinds, in words."""
 
 
-def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LeftOutFile:
+    """An input that could not be read."""
+
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Predictions(JsonResult):
+    """The predictions of a folder's images or clips."""
+
+    out: Path
+    unit: str
+    """images or clips."""
+    count: int
+    unreadable: list[LeftOutFile]
+    precision: str
+    device: str
+    pictures: list[str]
+    """The kinds of pictures that were written."""
+    table: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data; the count is called by its unit."""
+        return {self.unit if key == "count" else key: one for key, one in super().as_dict().items() if key != "unit"}
+
+
+def predict(finished: Finished, where: Path, out: Path) -> Predictions:
     """Predict each image or clip, write the results, and return the report.
 
     Unreadable inputs are reported; raise `BadData` where none can be read.
@@ -208,13 +243,14 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
 
     inputs = _inputs(finished, where)
     do = f"halfstep predict {finished.folder}, or write a predict for {type(finished.task).__name__}"
-    rows, bad = [], []
+    rows: list[dict[str, object]] = []
+    bad: list[LeftOutFile] = []
     with progress("predicting", inputs.unit) as on_progress:
         for number, name in enumerate(inputs.names):
             try:
                 prediction = finished.predict_tensor(inputs.read(number), allowed="no folder", do=do)
             except BadSample as error:
-                bad.append({"file": name, "reason": error.reason})
+                bad.append(LeftOutFile(name, error.reason))
             else:
                 with writing(out):
                     rows.append({"file": name, **_write(prediction, out, Path(name))})
@@ -223,20 +259,13 @@ def predict(finished: Finished, where: Path, out: Path) -> dict[str, Any]:
         raise BadData(
             f"none of the {inputs.unit} below {where} could be read ({len(bad)} tried)",
             allowed=inputs.kinds,
-            do=f"look at {bad[0]['file']}: {bad[0]['reason']}" if bad else f"give a folder with {inputs.unit}",
+            do=f"look at {bad[0].file}: {bad[0].reason}" if bad else f"give a folder with {inputs.unit}",
         )
     with writing(out):
         write_csv(rows, out / TABLE)
     kinds = [kind for kind in ("mask", "overlay", "animation") if any(kind in row for row in rows)]
-    return {
-        "out": str(out),
-        inputs.unit: len(rows),
-        "unreadable": bad,
-        "precision": finished.choice.precision.name,
-        "device": finished.choice.device.name,
-        "pictures": kinds,
-        "table": str(out / TABLE),
-    }
+    choice = finished.choice
+    return Predictions(out, inputs.unit, len(rows), bad, choice.precision.name, choice.device.name, kinds, out / TABLE)
 
 
 def _inputs(finished: Finished, where: Path) -> Inputs:

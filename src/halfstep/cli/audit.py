@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, print_report, subject
+from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, subject
 from halfstep.errors import GAVE_UP, INTERRUPTED, WrongUse
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
+    from halfstep.measure.audit.report import Audit
     from halfstep.measure.subject import Subject
 
 GROUP = "Trouble"
@@ -45,18 +45,21 @@ def run(
     try:
         examined = subject(recipe, context.args)
         draw = _drawing(picture)
-        report = _report(examined, precision, device)
+        found, following = _audited(examined, precision, device)
     except KeyboardInterrupt:  # torch was being imported or the case built: there is no report yet
         if json:
             print_json(_nothing([recipe, *context.args], precision, device))
         raise typer.Exit(INTERRUPTED) from None
-    if draw is not None and report["modules"]:
-        draw(report, picture)
-    from halfstep.cli.pages.audit import show
+    if draw is not None and found.rows:
+        draw(found.as_dict(), picture)
+    if json:
+        print_json({**found.as_dict(), "next": following})
+    else:
+        from halfstep.cli.pages.audit import show
 
-    print_report(report, json, partial(show, every=every, picture=picture))
-    end(report)
-    if any(one["severity"] == "error" for one in report["findings"]):
+        show(found, following, every=every, picture=picture)
+    end(found.interrupted)
+    if any(one.finding.severity == "error" for one in found.spotted):
         raise typer.Exit(GAVE_UP)
 
 
@@ -74,7 +77,7 @@ def _drawing(picture: Path | None) -> Any:
     return draw_model_formats
 
 
-def _nothing(words: list[str], precision: str | None, device: str | None) -> dict[str, Any]:
+def _nothing(words: list[str], precision: str | None, device: str | None) -> dict[str, object]:
     """Return the report of an audit that had not started: all keys, without torch."""
     asked = {"--precision": precision, "--device": device}
     again = [word for option, value in asked.items() if value is not None for word in (option, value)]
@@ -86,15 +89,16 @@ def _nothing(words: list[str], precision: str | None, device: str | None) -> dic
     }  # fmt: skip
 
 
-def _report(examined: Subject, precision: str | None, device: str | None) -> dict[str, Any]:
+def _audited(examined: Subject, precision: str | None, device: str | None) -> tuple[Audit, str]:
+    """Return the audit and the command to type next."""
     from halfstep.measure.audit.audit import audit
 
     with progress("auditing", "stages") as on_progress:
-        report = audit(examined, precision=precision, device=device, progress=on_progress).as_dict()
-    return {**report, "next": next_command(examined, report, device)}
+        found = audit(examined, precision=precision, device=device, progress=on_progress)
+    return found, next_command(examined, found, device)
 
 
-def next_command(examined: Subject, report: dict[str, Any], device: str | None = None) -> str:
+def next_command(examined: Subject, found: Audit, device: str | None = None) -> str:
     """Return the command to type next: never the one that was typed, unless it was interrupted."""
     from halfstep.runs.resolve import without_precision
 
@@ -102,19 +106,19 @@ def next_command(examined: Subject, report: dict[str, Any], device: str | None =
     typed = shlex.join(words)
     where = f" --device {shlex.quote(device)}" if device else ""
     again = f"halfstep audit {typed}{where} --precision"
-    serious = [one for one in report["findings"] if one["severity"] != "note"]
+    serious = [one.finding for one in found.spotted if one.finding.severity != "note"]
     # Where bf16 resolves an overflow, the next audit shows whether it does.
-    if any(one["fix"] == _BF16 for one in serious):
+    if any(one.fix == _BF16 for one in serious):
         return f"{again} bf16"
-    if report["interrupted"]:
-        return f"{again} {report['precision']}"
-    if not report["run"]:
+    if found.interrupted:
+        return f"{again} {found.precision}"
+    if not found.run:
         return f"halfstep estimate {typed}{where}"
     # Whether the format is at fault: the same step in a wider one.
-    if serious and report["precision"] in _WIDER:
-        return f"{again} {_WIDER[report['precision']]}"
+    if serious and found.precision in _WIDER:
+        return f"{again} {_WIDER[found.precision]}"
     if serious and examined.is_own_code:
         return "halfstep doctor ."
     if examined.is_own_code:
         return f"halfstep plan {typed}"
-    return f"halfstep train {typed} --{report['precision']}"
+    return f"halfstep train {typed} --{found.precision}"

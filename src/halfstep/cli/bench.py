@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_report, subject
+from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, subject
 from halfstep.errors import SOFTWARE
 from halfstep.terminal import progress
 
@@ -62,11 +62,13 @@ def run(
             given, precisions=words, arms=arms, seeds=seeds, folder=folder, price_per_hour=price_per_hour, progress=tell
         )  # fmt: skip
     files = write_report(found, folder)
-    report = {**found.as_dict(), "files": [str(path) for path in files]}
-    from halfstep.cli.pages.bench import show
+    if json:
+        print_json({**found.as_dict(), "files": files})
+    else:
+        from halfstep.cli.pages.bench import show
 
-    print_report(report, json, lambda _: show(found, files))
-    end(report)
+        show(found, files)
+    end(found.interrupted)
     if found.baseline.failed:  # no comparison without a baseline
         raise typer.Exit(SOFTWARE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -39,57 +39,52 @@ def run(
     if action not in ACTIONS:
         raise unknown_name("action", action, ACTIONS)
     if action == "list":
-        report: Any = _list(quiet=json)
+        _list(json)
     elif what is None:
         kind, example = ("FOLDER", "photos") if action == "check" else ("NAME", "aerial_buildings")
         raise WrongUse(
             f"{action} what?", allowed=f"halfstep data {action} {kind}", do=f"halfstep data {action} {example}"
         )
     elif action == "check":
-        report = _check(what, task, masks, classes, quiet=json)
+        _check(what, task, masks, classes, json)
     else:
-        report = _get(what, quiet=json)
-    if json:
-        print_json(report)
-    if action == "check" and not report["ok"]:
-        raise typer.Exit(DATA)
+        _get(what, json)
 
 
-def _check(folder: str, task: str | None, masks: Path | None, classes: int | None, *, quiet: bool) -> dict[str, Any]:
+def _check(folder: str, task: str | None, masks: Path | None, classes: int | None, json: bool) -> None:
     from halfstep.data.check.report import check
     from halfstep.data.layout import data_place, find_layout
 
     layout = find_layout(data_place(folder), task, masks)
     with progress("reading", "files") as on_progress:
         report = check(layout, on_progress, classes)
-    report["next"] = _next(folder, report, masks)
-    if not quiet:
+    words = ["halfstep", "train", report.recipe, "--data_dir", folder, *(["--masks", str(masks)] if masks else [])]
+    if json:
+        print_json({**report.as_dict(), "next": shlex.join(words)})
+    else:
         from halfstep.cli.pages.data import show
 
-        show(report)
-    return report
+        show(report, shlex.join(words))
+    if not report.ok:
+        raise typer.Exit(DATA)
 
 
-def _next(folder: str, report: dict[str, Any], masks: Path | None) -> str:
-    words = ["halfstep", "train", report["recipe"], "--data_dir", folder]
-    return shlex.join([*words, "--masks", str(masks)] if masks else words)
-
-
-def _list(*, quiet: bool) -> dict[str, Any]:
+def _list(json: bool) -> None:
+    from halfstep.cli.pages.data import DataSet, show_sets
     from halfstep.data.sets.getting import is_here, known_sets
 
-    report = {"sets": [{"name": name, "about": one.ABOUT, "here": is_here(name)} for name, one in known_sets().items()]}
-    if not quiet:
-        from halfstep.cli.pages.data import show_sets
+    sets = [DataSet(name, one.ABOUT, is_here(name)) for name, one in known_sets().items()]
+    if json:
+        print_json({"sets": sets})
+    else:
+        show_sets(sets)
 
-        show_sets(report["sets"])
-    return report
 
-
-def _get(name: str, *, quiet: bool) -> dict[str, Any]:
+def _get(name: str, json: bool) -> None:
     from halfstep.data.sets.getting import get
 
     folder, counts = get(name)
-    if not quiet:
+    if json:
+        print_json({"name": name, "folder": folder, "samples": counts})
+    else:
         say(f"{name} ok: {', '.join(f'{n} {split}' for split, n in counts.items())} in {folder}")
-    return {"name": name, "folder": str(folder), "samples": counts}

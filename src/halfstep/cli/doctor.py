@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Command, Json, OnDevice, flag, print_report, storing
+from halfstep.cli._options import Command, Json, OnDevice, flag, print_json, print_report, storing
+from halfstep.doctor.device_report import DeviceReport, examine
 from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
+from halfstep.json_data import json_data
 
 if TYPE_CHECKING:
     from halfstep.doctor.linking import Run
     from halfstep.doctor.located import LocatedFinding
     from halfstep.doctor.project import Project
-    from halfstep.doctor.wheel import Build
-    from halfstep.precision.hardware import Device
-    from halfstep.precision.probe import Measurements
+    from halfstep.doctor.project_check import ProjectStatus
 
 GROUP = "Trouble"
 SHOWN = "patch"
@@ -102,12 +101,12 @@ def run(
         _device(examine(device, precision, strict=strict, fresh=fresh), json)
 
 
-def _device(report: dict[str, Any], json: bool) -> None:
+def _device(found: DeviceReport, json: bool) -> None:
     from halfstep.cli.pages.layout import show
 
-    print_report(report, json, show)
+    print_report(found, json, show)
     # Scripts can check the exit code before they start a run.
-    if any(finding["severity"] == "error" for finding in report["findings"]):
+    if any(finding.severity == "error" for finding in found.findings):
         raise typer.Exit(CONFIGURATION)
 
 
@@ -115,9 +114,16 @@ def _tables(formats: bool, gpus: bool, known_bad: bool, json: bool) -> None:
     from halfstep.cli.pages import known
     from halfstep.doctor.machine import check_machine, read_machine
 
-    report = {**({"formats": known.format_rows()} if formats else {}), **({"gpus": known.gpu_rows()} if gpus else {})}
-    report |= {"known_bad": [finding.as_dict() for finding in check_machine(read_machine())]} if known_bad else {}
-    print_report(report, json, known.show)
+    found = (
+        known.format_rows() if formats else None,
+        known.gpu_rows() if gpus else None,
+        check_machine(read_machine()) if known_bad else None,
+    )
+    if json:
+        names = ("formats", "gpus", "known_bad")
+        print_json({name: rows for name, rows in zip(names, found, strict=True) if rows is not None})
+    else:
+        known.show(*found)
 
 
 def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None, fix: str | None, json: bool) -> None:
@@ -126,11 +132,15 @@ def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None,
     from halfstep.doctor.fixing import make_agree
 
     # Changed first, so that the report shows the settings as they are now.
-    changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else []
+    changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else None
     report = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
-    report |= {"changed": [change._asdict() for change in changed]} if fix else {}
-    print_report(report, json, show)
-    if not report["status"]["aligned"]:
+    if json:
+        print_json(
+            {**json_data(report), **({} if changed is None else {"changed": [edit._asdict() for edit in changed]})}
+        )
+    else:
+        show(report, changed)
+    if not report.status.aligned:
         raise typer.Exit(CONFIGURATION)
 
 
@@ -140,25 +150,26 @@ def _project(
     """Check a folder; change and write what was asked for first, so that the report shows it as it is now."""
     from halfstep.cli.pages.project import show
     from halfstep.doctor.fixing import plan_fixes, precision_to_fix
-    from halfstep.doctor.patch import unified_diff, write_texts
+    from halfstep.doctor.patch import ProjectPatch, unified_diff, write_texts
     from halfstep.doctor.project_check import examine_project, report_of
 
-    more: dict[str, Any] = {}
+    patch = None
     if fix:
         plan = plan_fixes(folder, None if fix == SHOWN else precision_to_fix(fix))
         before = plan.project.texts
-        more = {"patch": unified_diff(before, plan.texts), "refused": plan.refused}
-        if yes or fix != SHOWN:
-            more["files_modified"] = write_texts(plan.project.root, before, plan.texts)
+        modified = write_texts(plan.project.root, before, plan.texts) if yes or fix != SHOWN else None
+        patch = ProjectPatch(unified_diff(before, plan.texts), plan.refused, modified)
     project, runs, findings = examine_project(folder)
     if sarif:
         _write_sarif(sarif, project.root, findings, runs)
-    report = {**report_of(project, runs, findings), **more}
+    report = report_of(project, runs, findings)
     if write:
-        _write_recipe(write, project, runs, report)
-        report["written"] = str(write)
-    print_report(report, json, partial(show, settings=settings))
-    if not report["status"]["aligned"]:
+        _write_recipe(write, project, runs, report.status)
+    if json:
+        print_json({**json_data(report), **json_data(patch or {}), **({"written": write} if write else {})})
+    else:
+        show(report, patch, write, settings)
+    if not report.status.aligned:
         raise typer.Exit(CONFIGURATION)
 
 
@@ -174,20 +185,20 @@ def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs:
         write_json(file, to_sarif(findings, otherwise, below))
 
 
-def _write_recipe(file: Path, project: Project, runs: list[Run], report: dict[str, Any]) -> None:
+def _write_recipe(file: Path, project: Project, runs: list[Run], status: ProjectStatus) -> None:
     from halfstep.doctor.conversion import to_recipe
     from halfstep.doctor.project_check import SEVERAL
     from halfstep.files import write_text
 
     if file.exists():
         raise FolderTaken(f"{file} is there already", allowed="a name that is free", do="give --write another name")
-    if not report["status"]["aligned"] or report["status"]["precision"] == SEVERAL:
+    if not status.aligned or status.precision == SEVERAL:
         raise WrongUse(
             f"--write {file}, where the project asks for more than one precision",
             allowed="a project whose settings agree",
             do="settle them first: halfstep doctor shows them, --fix NAME settles them",
         )
-    text = to_recipe(project, runs, report["status"]["precision"])
+    text = to_recipe(project, runs, status.precision)
     with storing(f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another name"):
         write_text(file, text)
 
@@ -230,54 +241,3 @@ def _refuse_device_options(device: str | None, precision: str, strict: bool, **o
             allowed="a RECIPE with --accelerate, --deepspeed, --fix and --json; or a device report without them",
             do=f"leave out {', '.join(wrong)}, or ask for the device report by itself",
         )
-
-
-def examine(
-    device: str | None, precision: str, *, strict: bool = False, fresh: bool = False, build: Build | None = None
-) -> dict[str, Any]:
-    """Return the whole device report as plain data; `build` stands for another torch and other GPUs than those
-    present.
-    """
-    from halfstep.doctor.machine import check_machine, read_machine
-    from halfstep.doctor.wheel import read_build
-    from halfstep.precision import flags
-    from halfstep.precision.hardware import describe, facts
-    from halfstep.precision.probe import measure
-    from halfstep.precision.select import choose_precision
-
-    here, build = describe(device), build or read_build()
-    measured = measure(here, fresh=fresh)
-    choice = choose_precision(precision, device=here, fallback=not strict, measured=measured)
-    # Notes are about libraries that are installed, whether or not a run uses them: `--known-bad` lists them.
-    machine = [finding for finding in check_machine(read_machine(build), build) if finding.severity != "note"]
-    return {
-        "device": {"name": here.name, "kind": here.kind, "place": here.place, "facts": facts(here)},
-        "formats": _formats(here, measured),
-        "measured": {"seconds": round(measured.seconds, 3), "how": measured.how, "cached": measured.cached},
-        "flags": flags.read_flags(),
-        "choice": {
-            "asked": choice.asked,
-            "took": choice.took,
-            "precision": choice.precision.name,
-            "summary": choice.precision.summary,
-            "rungs": [rung._asdict() for rung in choice.rungs],
-        },
-        "build": build.as_dict(),
-        "findings": [finding.as_dict() for finding in (*machine, *choice.findings)],
-    }
-
-
-def _formats(here: Device, measured: Measurements) -> list[dict[str, Any]]:
-    from halfstep.precision.hardware import FORMAT_NAMES, ability
-
-    return [
-        {
-            "name": name,
-            "native": ability(here, name).native,
-            "reason": ability(here, name).reason,
-            "speedups": dict(measured.speedups.get(name, {})),
-            "combined": measured.combined(name),
-            "not_measured": measured.failures.get(name, ""),
-        }
-        for name in FORMAT_NAMES
-    ]

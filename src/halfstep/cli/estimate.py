@@ -92,7 +92,7 @@ def _answer(wanted: Subject, asked: Asked, survive: str | None, json: bool) -> N
         from halfstep.cli.pages.estimate import show
 
         show(report)
-    end(report)
+    end(bool(report.get("interrupted")))
 
 
 def _words(given: Iterable[str] | None) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def _scale(wanted: Subject, asked: Asked, ranks: RanksAsked, survive: str | None
         from halfstep.cli.pages.scale import show
 
         show(report)
-    end(report)
+    end(bool(report.get("interrupted")))
 
 
 def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
@@ -178,4 +178,4 @@ def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
         from halfstep.cli.pages.estimate import show_survival
 
         show_survival(report["survival"], shlex.join([wanted.text, *wanted.settings]))
-    end(report)
+    end(bool(report.get("interrupted")))

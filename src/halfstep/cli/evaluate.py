@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, print_report
+from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, print_json
 
 GROUP = "Run"
 
@@ -49,5 +49,7 @@ def run(
         finished = elsewhere(finished, data)
     found = measured(finished, "validation" if data is None else str(data))
     written = write_files(found, finished, csv, picture, samples)
-    report = {**found.report, "written": [str(file) for file in written]}
-    print_report(report, json, lambda report: show(report, written))
+    if json:
+        print_json({**found.report.as_dict(), "written": written})
+    else:
+        show(found.report, written)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +13,7 @@ from halfstep.errors import FolderTaken, WrongUse, unknown_name
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.runs.export import Exported
+    from halfstep.runs.export import Exported, ExportReport
 
 GROUP = "Files"
 FILE = "export"
@@ -71,10 +70,9 @@ def run(
     from halfstep.runs.registry import task_from_file
 
     found = exported(folder, weights, ema, task_from_file(task)[0] if task else None)
-    report = write(found, file, kind)
     from halfstep.cli.pages.export import show
 
-    print_report({"run": str(folder), **report}, json, show)
+    print_report(write(found, folder, file, kind), json, show)
 
 
 def _layout(
@@ -108,12 +106,13 @@ def _layout(
         do="give --out FOLDER, in a place of your own",
     ):
         report = export_layout(folder, out, most, weights, ema, task_from_file(task)[0] if task else None)
-    print_report({"run": str(folder), **report}, json, show_layout)
+    print_report(report, json, show_layout)
 
 
-def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
+def write(found: Exported, run: Path, file: Path, format: str) -> ExportReport:
     """Write the file, verify it against the model, and return a report."""
     from halfstep._version import __version__
+    from halfstep.runs.export import ExportedMetric, ExportReport
     from halfstep.runs.export import write as write_checked
     from halfstep.runs.snippet import snippet
 
@@ -132,26 +131,27 @@ def write(found: Exported, file: Path, format: str) -> dict[str, Any]:
         with progress("exporting", "steps") as on_progress:
             checked = write_checked(found, file, format, notes, on_progress)
         sha256 = _sha256(file)
-    return {
-        "file": str(file),
-        "format": format,
-        "source": found.source,
-        "step": found.step,
-        "epoch": found.epoch,
-        "metric": {"name": found.task.metric, "value": found.value},
-        "averaged": found.averaged,
-        "model": found.name,
-        "trained_in": str(found.task.recipe.precision),
-        "tensors": len(found.model.state_dict()),
-        "bytes": file.stat().st_size,
-        "sha256": sha256,
-        "preprocessing": signature.preprocessing.as_dict() if signature else None,
-        "classes": signature.classes if signature else None,
-        "output": signature.meaning if signature else None,
-        "answer": signature.answer if signature else None,
-        "checked": asdict(checked) if checked else None,
-        "python": python,
-    }
+    return ExportReport(
+        run=run,
+        file=file,
+        format=format,
+        source=found.source,
+        step=found.step,
+        epoch=found.epoch,
+        metric=ExportedMetric(found.task.metric, found.value),
+        averaged=found.averaged,
+        model=found.name,
+        trained_in=str(found.task.recipe.precision),
+        tensors=len(found.model.state_dict()),
+        bytes=file.stat().st_size,
+        sha256=sha256,
+        preprocessing=signature.preprocessing if signature else None,
+        classes=signature.classes if signature else None,
+        output=signature.meaning if signature else None,
+        answer=signature.answer if signature else None,
+        checked=checked,
+        python=python,
+    )
 
 
 def _sha256(file: Path) -> str:

@@ -94,7 +94,7 @@ def run(
         show_next(report)
     if left:
         raise typer.Exit(INTERRUPTED)
-    end(report)
+    end(bool(report.get("interrupted")))
 
 
 def _asked_recipe(json: bool) -> str:

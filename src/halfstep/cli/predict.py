@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -11,6 +11,9 @@ from rich.text import Text
 from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, print_report
 from halfstep.printable import in_line
 from halfstep.terminal import screen
+
+if TYPE_CHECKING:
+    from halfstep.cli._predict_outputs import DrawnSamples, Predictions
 
 GROUP = "Run"
 COMMAND = {"context_settings": {"ignore_unknown_options": True}}
@@ -53,27 +56,24 @@ def run(
     check_place(place, overwrite)
     finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
     if images is None:
-        report = drawn(finished, place, samples=samples, columns=columns, seed=seed)
+        print_report(drawn(finished, place, samples=samples, columns=columns, seed=seed), json, _print_drawn)
     else:
-        report = predict(finished, images, place)
-    print_report(report, json, _print)
+        print_report(predict(finished, images, place), json, _print_predictions)
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print_drawn(report: DrawnSamples) -> None:
+    where = f" in {report.precision} on {in_line(report.device)}, seed {report.seed}: "
+    picture = (in_line(report.picture), "bold")
+    screen().print(Text.assemble((f"{report.samples} samples", "bold"), where, picture), soft_wrap=True)
+
+
+def _print_predictions(report: Predictions) -> None:
     console = screen()
-    where = f" in {report['precision']} on {in_line(report['device'])}"
-    if "picture" in report:
-        made, picture = (f"{report['samples']} samples", "bold"), (in_line(report["picture"]), "bold")
-        console.print(Text.assemble(made, f"{where}, seed {report['seed']}: ", picture), soft_wrap=True)
-        return
-    for bad in report["unreadable"]:
-        console.print(
-            Text.assemble(("left out", "yellow"), in_line(f" {bad['file']}: {bad['reason']}")), soft_wrap=True
-        )
-    unit = "clips" if "clips" in report else "images"
-    pictures = ", ".join(f"{kind}s" for kind in report["pictures"])
+    for bad in report.unreadable:
+        console.print(Text.assemble(("left out", "yellow"), in_line(f" {bad.file}: {bad.reason}")), soft_wrap=True)
+    pictures = ", ".join(f"{kind}s" for kind in report.pictures)
     what = f"{pictures} and a table" if pictures else "a table"
-    many = f"{report[unit]} {unit if report[unit] != 1 else unit[:-1]}"
-    console.print(Text.assemble((many, "bold"), where))
+    many = f"{report.count} {report.unit if report.count != 1 else report.unit[:-1]}"
+    console.print(Text.assemble((many, "bold"), f" in {report.precision} on {in_line(report.device)}"))
     # Not wrapped: a path is selected with the mouse.
-    console.print(Text.assemble(f"  {what} in ", (in_line(report["out"]), "bold")), soft_wrap=True)
+    console.print(Text.assemble(f"  {what} in ", (in_line(report.out), "bold")), soft_wrap=True)

@@ -29,6 +29,6 @@ def run(
     from halfstep.measure.profile.profile import profile
 
     with progress("profiling", "%") as on_progress:
-        report = profile(examined, precision=precision, seconds=seconds, device=device, progress=on_progress).as_dict()
-    print_report(report, json, show)
-    end(report)
+        found = profile(examined, precision=precision, seconds=seconds, device=device, progress=on_progress)
+    print_report(found, json, show)
+    end(found.interrupted)

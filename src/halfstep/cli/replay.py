@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfstep.cli._completion import run_folders
 from halfstep.cli._options import Json, OwnTask, end, flag, print_json
 from halfstep.errors import BadData, HalfstepError, reason_in
+from halfstep.json_data import json_data
 
 if TYPE_CHECKING:
     from halfstep.checkpoint.paths import CheckpointDir
+    from halfstep.runs.replay import FailedStepList, ReplayReport
     from halfstep.train.failed_steps.reading import Record
 
 GROUP = "Trouble"
@@ -45,7 +47,7 @@ def run(
         return
     report = _replayed(run_folder, _chosen(run_folder, found, attempt), precision, task)
     _print_json(report) if json else page.show(report)
-    end(report)
+    end(report.interrupted)
 
 
 def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
@@ -85,10 +87,10 @@ def _chosen(run_folder: Path, found: list[CheckpointDir], attempt: int | None) -
     )
 
 
-def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, task: Path | None) -> dict[str, Any]:
+def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, task: Path | None) -> ReplayReport:
     from halfstep.precision.names import read_precision
     from halfstep.runs.registry import task_from_file
-    from halfstep.runs.replay import advice, described, open_recorded, replay
+    from halfstep.runs.replay import ReplayReport, advice, described, open_recorded, replay
     from halfstep.terminal import progress
     from halfstep.train.failed_steps.reading import read
 
@@ -96,36 +98,27 @@ def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, tas
     record = read(place)
     replayed = open_recorded(record, precision=asked, own=task_from_file(task)[0] if task else None)
     choice = replayed.choice
-    report: dict[str, Any] = {
-        "run": str(run_folder),
-        "recorded": described(record),
-        "precision": choice.precision.name,
-        "device": choice.device.name,
-        "verdict": None,
-        "same_culprit": None,
-        "reruns": [],
-        "notes": [*replayed.notes],
-        "do": "",
-        "command": "",
-        "interrupted": False,
-    }
+    report = ReplayReport(
+        run_folder, described(record), choice.precision.name, choice.device.name, notes=tuple(replayed.notes)
+    )
     try:
         with progress("replaying", "reruns") as on_progress:
             verdict = replay(replayed, report, on_progress)
+        report.do, report.command = advice(verdict, replayed, run_folder, task)
     except KeyboardInterrupt:
-        return {**report, "interrupted": True}
-    return {**report, **advice(verdict, replayed, run_folder, task)}
+        report.interrupted = True
+    return report
 
 
-def _listing(run_folder: Path, found: list[CheckpointDir]) -> dict[str, Any]:
-    from halfstep.runs.replay import described
+def _listing(run_folder: Path, found: list[CheckpointDir]) -> FailedStepList:
+    from halfstep.runs.replay import FailedStepList, ListedStep, described
 
     rows = []
     for place in found:
         record = _read(place)
-        known = {"attempt": place.attempt, "problem": record} if isinstance(record, str) else described(record)
-        rows.append({"path": str(place.path), **known})
-    return {"run": str(run_folder), "guard": _guard_of(run_folder), "failed_steps": rows}
+        known = (None, record) if isinstance(record, str) else (described(record), "")
+        rows.append(ListedStep(place.path, place.attempt, *known))
+    return FailedStepList(run_folder, _guard_of(run_folder), rows)
 
 
 def _read(place: CheckpointDir) -> Record | str:
@@ -150,8 +143,8 @@ def _guard_of(run_folder: Path) -> str:
     return "off" if mode in (False, "off") else str(mode or "watch")
 
 
-def _print_json(report: dict[str, Any]) -> None:
+def _print_json(report: object) -> None:
     """Print a report as JSON; non-finite numbers become words, as in the journal."""
     from halfstep.journal.jsonl import in_strict_json
 
-    print_json(in_strict_json(report))
+    print_json(in_strict_json(json_data(report)))

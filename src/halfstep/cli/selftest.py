@@ -71,7 +71,7 @@ def run(
         _write(file, report)
     if json != _STDOUT:
         page.show_next(report, file)
-    end(report)
+    end(bool(report.get("interrupted")))
     if not report["passed"]:
         raise typer.Exit(SOFTWARE)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
-from halfstep.cli.pages.verify import print_proof, print_report
+from halfstep.cli.pages.verify import VerifiedCheckpoint, VerifyReport, print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
+from halfstep.json_data import json_data
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def run(
     proof = None
     if resume and failure is None:
         proof = proven(folder, result.verdicts, steps or STEPS, task)
-        report["proof"] = {**asdict(proof), "losses": len(proof.losses), "equal": proof.equal}
         failure = _not_exact(proof)
     if json:
-        print_json(report)
+        told = None if proof is None else {**json_data(proof), "losses": len(proof.losses), "equal": proof.equal}
+        print_json({**json_data(report), **({} if told is None else {"proof": told})})
     elif proof is not None:
         print_proof(proof)
     if failure is not None:
@@ -199,34 +200,20 @@ def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
     return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
 
 
-def described(folder: Path, result: VerifiedRun) -> dict[str, Any]:
-    """Return the report as plain data."""
+def described(folder: Path, result: VerifiedRun) -> VerifyReport:
+    """Return the report of a verification."""
     from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
 
-    newest = next((one.generation.name for one in result.verdicts if one.problem is None), None)
-    return {
-        "run": str(folder),
-        "checkpoints": [
-            {
-                "name": one.generation.name,
-                "step": one.generation.attempt,
-                "whole": one.problem is None,
-                "problem": one.problem,
-                "bytes": one.manifest.bytes if one.manifest else _size(one.generation),
-                "processes": one.manifest.world_size if one.manifest else None,
-            }
-            for one in result.verdicts
-        ],
-        "newest_whole": newest,
-        "set_aside": [path.name for path in set_aside(folder / CHECKPOINTS)],
-        "bytes": result.bytes,
-        "seconds": result.seconds,
-        "bytes_per_second": result.bytes / result.seconds if result.seconds >= BRIEF else None,
-        "limited_by": result.limited_by if result.seconds >= BRIEF else None,
-        "seconds_hashing": result.hashing,
-        "seconds_copying": result.copying,
-        "bytes_from_disk": result.from_disk,
-    }
+    checkpoints = []
+    for one in result.verdicts:
+        size, ranks = (one.manifest.bytes, one.manifest.world_size) if one.manifest else (_size(one.generation), None)
+        named = (one.generation.name, one.generation.attempt)
+        checkpoints.append(VerifiedCheckpoint(*named, one.problem is None, one.problem, size, ranks))
+    newest = next((one.name for one in checkpoints if one.whole), None)
+    speed, limited_by = (result.bytes / result.seconds, result.limited_by) if result.seconds >= BRIEF else (None, None)
+    parts = (result.hashing, result.copying, result.from_disk)
+    aside = [path.name for path in set_aside(folder / CHECKPOINTS)]
+    return VerifyReport(folder, checkpoints, newest, aside, result.bytes, result.seconds, speed, limited_by, *parts)
 
 
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------

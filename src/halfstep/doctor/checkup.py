@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from halfstep.doctor import sources as places
@@ -357,14 +357,48 @@ _CHECKS: tuple[Callable[[Lookup], Iterator[Finding]], ...] = (
 _FULL = ("fp32", "tf32")
 
 
+@dataclass(frozen=True)
+class PrecisionStatus:
+    """The status check of the radio-map guide, in words."""
+
+    aligned: bool
+    precision: str | None
+    """The precision that all settings agree on; None where none speaks of it, or they contradict each other."""
+    amp: str
+    fp16: str
+    learning_rate: str
+    clipping: str
+    nan_handling: str
+    final: str
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """A file or the environment, as a source of settings."""
+
+    kind: str
+    place: str
+
+
+@dataclass(frozen=True)
+class SettingsReport:
+    """The settings of a recipe, of accelerate, of DeepSpeed and of the environment, compared."""
+
+    sources: list[NamedSource]
+    settings: list[FoundSetting]
+    conflicts: list[Conflict]
+    findings: list[Finding]
+    status: PrecisionStatus
+
+
 def check_settings(
     recipe: str | None = None,
     *,
     accelerate: str | None = None,
     deepspeed: str | None = None,
     variables: Mapping[str, str] = os.environ,
-) -> dict[str, Any]:
-    """Return every precision setting with its source, the conflicts, the findings and the status, as plain data.
+) -> SettingsReport:
+    """Return every precision setting with its source, the conflicts, the findings and the status.
 
     Raise `BadRecipe` for a file that cannot be read.
     """
@@ -374,13 +408,8 @@ def check_settings(
     findings = [conflict.finding for conflict in verdict.conflicts] + facts(sources)
     # accelerate's default file is easily forgotten: it is read without being named.
     findings += default_file_note(variables) if accelerate is None else []
-    return {
-        "sources": [{"kind": s.kind, "place": s.place} for s in sources if s.kind != "environment" or s.precision],
-        "settings": [setting.as_dict() for setting in settings],
-        "conflicts": [conflict.as_dict() for conflict in verdict.conflicts],
-        "findings": [finding.as_dict() for finding in findings],
-        "status": status_of(sources, settings, verdict),
-    }
+    named = [NamedSource(s.kind, s.place) for s in sources if s.kind != "environment" or s.precision]
+    return SettingsReport(named, settings, verdict.conflicts, findings, status_of(sources, settings, verdict))
 
 
 def read_sources(
@@ -403,18 +432,18 @@ def read_sources(
 
 def status_of(
     sources: Sequence[SettingSource], settings: Sequence[FoundSetting], verdict: SettingsVerdict
-) -> dict[str, Any]:
+) -> PrecisionStatus:
     """Return the status check of the radio-map guide: alignment, AMP, FP16, learning rate, clipping, NaN handling."""
-    return {
-        "aligned": not verdict.conflicts,
-        "precision": None if verdict.conflicts else verdict.precision,
-        "amp": _amp(settings, verdict),
-        "fp16": _fp16(settings, verdict),
-        "learning_rate": _found(sources, places.LEARNING_RATE),
-        "clipping": _found(sources, places.CLIPPING),
-        "nan_handling": _nan_handling(sources),
-        "final": _final(sources, verdict),
-    }
+    return PrecisionStatus(
+        aligned=not verdict.conflicts,
+        precision=None if verdict.conflicts else verdict.precision,
+        amp=_amp(settings, verdict),
+        fp16=_fp16(settings, verdict),
+        learning_rate=_found(sources, places.LEARNING_RATE),
+        clipping=_found(sources, places.CLIPPING),
+        nan_handling=_nan_handling(sources),
+        final=_final(sources, verdict),
+    )
 
 
 def _nan_handling(sources: Sequence[SettingSource]) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of, patched
 from halfstep.errors import WrongUse
 from halfstep.files import replacing
+from halfstep.json_data import JsonResult
 
 _MARK = b"\xef\xbb\xbf"
 """What some editors write before the first character; it stays where it is."""
@@ -86,3 +89,19 @@ def _rewrite(path: Path, content: bytes) -> None:
     with replacing(path.resolve()) as draft:
         draft.write_bytes(content)
         shutil.copymode(path, draft)
+
+
+@dataclass(frozen=True)
+class ProjectPatch(JsonResult):
+    """The changes of --fix to a folder, made or only shown."""
+
+    patch: str
+    """As a unified diff; empty if no finding has an edit."""
+    refused: str
+    """Settings that are left alone, and why."""
+    files_modified: list[str] | None
+    """None where the patch is only shown."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with the files where some were to be written."""
+        return {key: value for key, value in super().as_dict().items() if value is not None}

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from halfstep.doctor.checkup import Conflict, SettingsVerdict, default_file_note, facts, judge, status_of
+from halfstep.doctor.checkup import (
+    Conflict,
+    PrecisionStatus,
+    SettingsVerdict,
+    default_file_note,
+    facts,
+    judge,
+    status_of,
+)
 from halfstep.doctor.linking import Run, runs_of
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
@@ -26,7 +34,7 @@ SEVERAL = "several"
 _ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
 
-def check_project(folder: str, variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def check_project(folder: str, variables: Mapping[str, str] = os.environ) -> ProjectReport:
     """Return the report on a folder as plain data: files, settings, who wins, findings, and the status.
 
     Raise `WrongUse` where there is no such folder.
@@ -54,35 +62,73 @@ def examine_project(
     return project, runs, sorted(unique.values(), key=lambda f: (_ORDER[f.severity], f.file, f.line or 0, f.id))
 
 
-def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding]) -> dict[str, Any]:
-    """Return the report as plain data."""
+@dataclass(frozen=True)
+class FileCounts:
+    """The files of a project."""
+
+    read: int
+    with_settings: int
+    more: bool
+    """Whether there are more than were read."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run of a project, and the settings that decide its precision."""
+
+    name: str
+    launched: bool
+    """Whether a launch line starts it."""
+    start: str
+    files: list[str]
+    precision: str | None
+    provenance: list[Provenance]
+
+
+@dataclass(frozen=True)
+class ProjectStatus(PrecisionStatus):
+    """The status check over all runs of a project."""
+
+    unresolved: int
+    """Number of settings whose value is known only in the run."""
+    reason: str
+    """Why it is not aligned; empty if it is."""
+    errors: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class ProjectReport:
+    """The check of a project's folder."""
+
+    folder: Path
+    files: FileCounts
+    settings: list[FoundSetting]
+    runs: list[RunReport]
+    findings: list[LocatedFinding]
+    status: ProjectStatus
+
+
+def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding]) -> ProjectReport:
+    """Return the report of a folder as it was read."""
     settings = {(s.place, s.line, s.key): s for source in project.sources for s in source.precision}
     settings |= {(s.place, s.line, s.key): s for launch in project.launches for s in launch.source.precision}
     settings |= {(s.place, s.line, s.key): s for run in runs for source in run.sources for s in source.precision}
-    return {
-        "folder": str(project.root),
-        "files": {
-            "read": project.files,
-            "with_settings": len({place for place, _, _ in settings}),
-            "more": project.more,
-        },
-        "settings": [setting.as_dict() for setting in settings.values()],
-        "runs": [_row(run) for run in runs],
-        "findings": [finding.as_dict() for finding in findings],
-        "status": status_of_project(runs, findings),
-    }
+    return ProjectReport(
+        project.root,
+        FileCounts(project.files, len({place for place, _, _ in settings}), project.more),
+        list(settings.values()),
+        [_row(run) for run in runs],
+        list(findings),
+        status_of_project(runs, findings),
+    )
 
 
-def _row(run: Run) -> dict[str, Any]:
-    verdict = _verdict(run, run.provenance())
-    return {
-        "name": run.name,
-        "launched": run.launch is not None,
-        "start": run.start,
-        "files": list(dict.fromkeys(source.place for source in run.sources if source.precision)),
-        "precision": verdict.precision,
-        "provenance": [row.as_dict() for row in run.provenance()],
-    }
+def _row(run: Run) -> RunReport:
+    files = list(dict.fromkeys(source.place for source in run.sources if source.precision))
+    provenance = list(run.provenance())
+    precision = _verdict(run, run.provenance()).precision
+    return RunReport(run.name, run.launch is not None, run.start, files, precision, provenance)
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -334,7 +380,7 @@ _SUBSTITUTIONS = (_nan_out_of_logs, _lightning_on_a_cpu, _narrow_weights, _fixed
 # -- status -----------------------------------------------------------------------------------------------------------
 
 
-def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> dict[str, Any]:
+def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> ProjectStatus:
     """Return the status check over all runs; where runs differ in precision, each is named."""
     errors = [finding for finding in findings if finding.severity == "error" and not finding.in_tests]
     verdicts = {run.name: _verdict(run, run.provenance()) for run in runs}
@@ -346,16 +392,14 @@ def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -
     status = status_of(sources, settings, one)
     if len(precisions) > 1 and not disputed:
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
-        status |= {"precision": SEVERAL, "amp": each, "fp16": "as above"}
-    unresolved = sum(setting.means == UNRESOLVED for setting in settings)
-    status |= {
-        "unresolved": unresolved,
-        "aligned": not errors,
-        "reason": _reason(errors),
-        "errors": len(errors),
-        "runs": len(runs),
-    }
-    return {**status, "final": _final(errors, status)}
+        status = replace(status, precision=SEVERAL, amp=each, fp16="as above")
+    return ProjectStatus(
+        **{**vars(status), "aligned": not errors, "final": _final(errors, status)},
+        unresolved=sum(setting.means == UNRESOLVED for setting in settings),
+        reason=_reason(errors),
+        errors=len(errors),
+        runs=len(runs),
+    )
 
 
 _REASONS = {
@@ -379,9 +423,9 @@ def _reason(errors: Sequence[LocatedFinding]) -> str:
     return known if errors else ""
 
 
-def _final(errors: Sequence[LocatedFinding], status: Mapping[str, Any]) -> str:
+def _final(errors: Sequence[LocatedFinding], status: PrecisionStatus) -> str:
     if not errors:
-        return str(status["final"])
+        return status.final
     count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
     mended = all(finding.edits for finding in errors)
     return f"not ready: {count}; {'--fix shows the patch' if mended else 'the fix stands below each'}"

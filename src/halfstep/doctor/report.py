@@ -40,6 +40,4 @@ def doctor(folder: str | os.PathLike[str] = ".", *, variables: Mapping[str, str]
     place = os.fspath(folder)
     project, runs, findings = examine_project(place, variables)
     status = status_of_project(runs, findings)
-    return DoctorReport(
-        place, bool(status["aligned"]), str(status["final"]), status["precision"], project.files, tuple(findings)
-    )
+    return DoctorReport(place, status.aligned, status.final, status.precision, project.files, tuple(findings))

@@ -18,8 +18,10 @@ from halfstep.data.to_device import placed
 from halfstep.measure.batches import bytes_of, resized, size_of, tensors
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import SEED, Case
+from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch
+from halfstep.measure.worker_process import OpenedCandidate, TimedUpdate
 from halfstep.precision.hardware import describe
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import generator_states, set_generator_states
@@ -58,6 +60,11 @@ class Candidate:
         self._generators = _first_states(self.device)
         self.trail: list[float] = []
         """Losses of the updates so far: of those applied, and of those skipped with a non-finite loss."""
+
+    @property
+    def opened(self) -> OpenedCandidate:
+        """Return the conditions of its device and the samples of an update."""
+        return {"conditions": conditions(self.device), "samples": self.samples}
 
     @property
     def graphs(self) -> int:
@@ -155,11 +162,11 @@ def peak_of(candidate: Candidate) -> int:
     return peak_bytes(candidate.step, candidate.device, held)
 
 
-def timed_update(candidate: Candidate) -> dict[str, Any]:
-    """Take one more update; return its `seconds`, its `loss`, and the `reason` if it was skipped."""
+def timed_update(candidate: Candidate) -> TimedUpdate:
+    """Take one more update and time it."""
     reports: list[StepReport] = []
     seconds = Stopwatch(candidate.device).seconds(lambda: reports.append(candidate.step()))
-    return {"seconds": seconds, "loss": reports[0].loss, "reason": reports[0].reason}
+    return TimedUpdate(seconds, reports[0].loss, reports[0].reason)
 
 
 def _highest(recorded: Any) -> int:

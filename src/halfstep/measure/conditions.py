@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -19,8 +19,26 @@ _QUIET = 0.7
 """Load average per core up to which a machine counts as idle."""
 
 
-def conditions(device: torch.device | str | None = None) -> dict[str, Any]:
-    """Return the device, versions, threads, flags that affect fp32 arithmetic, and load of the machine."""
+class Conditions(TypedDict, total=False):
+    """Device, versions, threads, flags that affect fp32 arithmetic, and load of the machine; files may lack some."""
+
+    device: str
+    place: str
+    driver: str
+    halfstep: str
+    torch: str
+    python: str
+    threads: int
+    cores: int
+    load: float | None
+    """Load average of the last minute; None on Windows, which has none."""
+    flags: dict[str, str]
+    arms: str
+    """How a plan ran its candidates."""
+
+
+def conditions(device: torch.device | str | None = None) -> Conditions:
+    """Return the conditions as they are now."""
     here = describe(device)
     return {
         "device": here.name,
@@ -31,13 +49,12 @@ def conditions(device: torch.device | str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "cores": cores(),
-        # Windows has no load average.
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "flags": read_flags(),
     }
 
 
-def in_words(found: dict[str, Any]) -> str:
+def in_words(found: Conditions) -> str:
     """Return the conditions as one line of text."""
     flags = flags_in_words(found)
     return (
@@ -46,14 +63,14 @@ def in_words(found: dict[str, Any]) -> str:
     )
 
 
-def flags_in_words(found: dict[str, Any]) -> str:
+def flags_in_words(found: Conditions) -> str:
     """Return the flags that affect the device, as text."""
     kind = str(found.get("place", "")).partition(":")[0]
     elsewhere = _ELSEWHERE.get(kind, ())
     return ", ".join(f"{name} {value}" for name, value in found["flags"].items() if not name.startswith(elsewhere))
 
 
-def busy(found: dict[str, Any]) -> str:
+def busy(found: Conditions) -> str:
     """Return a warning if other work was running before the measurement; empty if not, or if the load is unknown."""
     load, cores = found.get("load"), found.get("cores")
     if load is None or not cores or load <= _QUIET * cores:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from halfstep.errors import HalfstepError, in_one_line
 from halfstep.measure.candidate import Candidate, peak_of, timed_update
 from halfstep.measure.case import Case
-from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
+from halfstep.measure.worker_process import (
+    CandidateFailed,
+    CandidateProcess,
+    CandidateTooSlow,
+    OpenedCandidate,
+    TimedUpdate,
+)
 from halfstep.out_of_memory import may_be_memory
 
 
@@ -38,11 +42,11 @@ class LocalCandidate:
         self._case, self._setting, self._device = case, setting, device
         self._candidate: Candidate | None = None
 
-    def open(self, limit: float | None = None) -> dict[str, Any]:
-        """Build the candidate; return its `conditions` and `samples`."""
+    def open(self, limit: float | None = None) -> OpenedCandidate:
+        """Build the candidate."""
         with _as_in_a_process(limit):
             self._candidate = Candidate(self._case, self._setting, self._device, observe=observes(self._setting))
-        return {"conditions": conditions(self._candidate.device), "samples": self._candidate.samples}
+        return self._candidate.opened
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         """Return the seconds of one update, averaged over `steps`."""
@@ -66,8 +70,8 @@ class LocalCandidate:
         """Perturb every weight, as `Candidate.nudge` does."""
         self._opened.nudge(share, seed)
 
-    def update(self, limit: float | None = None) -> dict[str, Any]:
-        """Take one more update; return its `seconds`, its `loss`, and the `reason` if it was skipped."""
+    def update(self, limit: float | None = None) -> TimedUpdate:
+        """Take one more update and time it."""
         with _as_in_a_process(limit):
             return timed_update(self._opened)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from halfstep.json_data import JsonResult
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Event, Range, Ranges
 from halfstep.observe.recorder import OUTSIDE
 
@@ -43,7 +43,7 @@ class LostGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survival:
+class Survival(JsonResult):
     """Whether one forward and backward step of a model survives a format."""
 
     format: str
@@ -77,10 +77,6 @@ class Survival:
 
     def __str__(self) -> str:
         return "\n".join([self.verdict, *(f"  do: {one}" for one in self.do)])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data with no NaN or infinity, which JSON cannot represent."""
-        return asdict(self)
 
 
 def module_ranges(ranges: Ranges) -> tuple[ModuleRange, ...]:

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from halfstep.errors import HalfstepError, in_one_line
 from halfstep.host_memory import keep_freed_memory
+from halfstep.json_data import json_data
 
 _MOST_BYTES = 2**16
 
@@ -61,50 +62,50 @@ def _questions() -> Iterator[dict[str, Any]]:
         yield json.loads(lines.get())
 
 
-def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _open(question: dict[str, Any]) -> tuple[Any, object]:
     from halfstep.measure.candidate import Candidate
-    from halfstep.measure.conditions import conditions
     from halfstep.measure.setting import StepSetting
     from halfstep.measure.subject import Subject
 
     case = Subject(question["text"], tuple(question["settings"])).open()
     setting = StepSetting(**question["setting"])
     candidate = Candidate(case, setting, question["device"], observe=question["observe"])
-    return candidate, {"conditions": conditions(candidate.device), "samples": candidate.samples}
+    return candidate, candidate.opened
 
 
-def _do(candidate: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return candidate, _DO[question["do"]](candidate, question)
+def _do(candidate: Any, question: dict[str, Any]) -> tuple[Any, object]:
+    return candidate, _DO[question.pop("do")](candidate, **question)
 
 
-def _memory(candidate: Any, _question: dict[str, Any]) -> dict[str, Any]:
-    from halfstep.measure.candidate import peak_of
-
-    return {"bytes": peak_of(candidate)}
-
-
-def _update(candidate: Any, _question: dict[str, Any]) -> dict[str, Any]:
+def _timed_update(candidate: Any) -> object:
     from halfstep.measure.candidate import timed_update
 
     return timed_update(candidate)
 
 
-_DO: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
-    "seconds": lambda candidate, question: {"seconds": candidate.seconds(question["steps"])},
-    "losses": lambda candidate, question: {"losses": candidate.losses(question["steps"])},
-    "update": _update,
-    "memory": _memory,
-    "trail": lambda candidate, question: {"losses": candidate.trail[: question["steps"]]},
-    "graphs": lambda candidate, question: {"graphs": candidate.graphs},
-    "nudge": lambda candidate, question: {"nudged": candidate.nudge(question["share"], question["seed"])},
+def _peak_bytes(candidate: Any) -> object:
+    from halfstep.measure.candidate import peak_of
+
+    return peak_of(candidate)
+
+
+_DO: dict[str, Callable[..., object]] = {
+    "seconds": lambda candidate, steps: candidate.seconds(steps),
+    "losses": lambda candidate, steps: candidate.losses(steps),
+    "update": _timed_update,
+    "memory": _peak_bytes,
+    "trail": lambda candidate, steps: candidate.trail[:steps],
+    "graphs": lambda candidate: candidate.graphs,
+    "nudge": lambda candidate, share, seed: candidate.nudge(share, seed),
 }
 
 
-def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) -> Any:
+def _answered(answers: IO[str], work: Callable[[], tuple[Any, object]]) -> Any:
     """Run the request and print its answer. An error does not end the process; the next request may succeed."""
     result = None
     try:
-        result, answer = work()
+        result, found = work()
+        answer = {"answer": json_data(found)}
     except HalfstepError as error:
         refusal = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
         answer = {"refused": {**refusal, "id": error.id}}

@@ -13,11 +13,16 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import IO, Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import IO, TYPE_CHECKING, Any, TypedDict
 
-from halfstep.errors import HalfstepError, WrongUse
+from halfstep.errors import WrongUse
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
+
+if TYPE_CHECKING:
+    from halfstep.measure.conditions import Conditions
 
 CHILD = "halfstep.measure.worker"
 _LAST_WORDS = 2000
@@ -36,6 +41,24 @@ class CandidateFailed(Exception):
 
 class CandidateTooSlow(Exception):
     """The candidate did not answer in time and its process was killed."""
+
+
+class OpenedCandidate(TypedDict):
+    """The first answer of a candidate, also across processes."""
+
+    conditions: Conditions
+    samples: int
+    """Samples in one update."""
+
+
+@dataclass(frozen=True)
+class TimedUpdate:
+    """One update of a candidate."""
+
+    seconds: float
+    loss: float
+    reason: str | None
+    """Why it was skipped; None if it was applied."""
 
 
 class CandidateProcess:
@@ -70,45 +93,46 @@ class CandidateProcess:
         self._begin = {
             "text": subject.text,
             "settings": list(subject.settings),
-            "setting": setting.as_dict(),
+            "setting": asdict(setting),
             "device": device,
             "observe": observe,
         }
 
-    def open(self, limit: float | None = None) -> dict[str, Any]:
-        """Build the candidate; return its `conditions` and `samples`.
+    def open(self, limit: float | None = None) -> OpenedCandidate:
+        """Build the candidate.
 
         Raises `CandidateFailed`, or `WrongUse` if the child refused the case or the setting.
         """
-        return self._ask(self._begin, limit)
+        opened: OpenedCandidate = self._ask(self._begin, limit)
+        return opened
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         """Return the seconds of one update, averaged over `steps`; `limit` is the timeout of the answer in seconds."""
-        return float(self._ask({"do": "seconds", "steps": steps}, limit)["seconds"])
+        return float(self._ask({"do": "seconds", "steps": steps}, limit))
 
     def losses(self, steps: int, limit: float | None = None) -> list[float]:
         """Take `steps` more updates and return their losses."""
-        return [float(loss) for loss in self._ask({"do": "losses", "steps": steps}, limit)["losses"]]
+        return [float(loss) for loss in self._ask({"do": "losses", "steps": steps}, limit)]
 
     def trail(self, steps: int) -> list[float]:
         """Return the losses of the first `steps` updates, including those that were timed."""
-        return [float(loss) for loss in self._ask({"do": "trail", "steps": steps})["losses"]]
+        return [float(loss) for loss in self._ask({"do": "trail", "steps": steps})]
 
     def graphs(self) -> int:
         """Return how many graphs were compiled in the child."""
-        return int(self._ask({"do": "graphs"})["graphs"])
+        return int(self._ask({"do": "graphs"}))
 
     def nudge(self, share: float, seed: int = 1) -> None:
         """Multiply every weight by 1 + `share` × normal noise."""
         self._ask({"do": "nudge", "share": share, "seed": seed})
 
-    def update(self, limit: float | None = None) -> dict[str, Any]:
-        """Take one more update; return its `seconds`, its `loss`, and the `reason` if it was skipped."""
-        return self._ask({"do": "update"}, limit)
+    def update(self, limit: float | None = None) -> TimedUpdate:
+        """Take one more update and time it."""
+        return TimedUpdate(**self._ask({"do": "update"}, limit))
 
     def memory(self) -> int:
         """Return the peak bytes of tensors during one more update, as counted by the allocator."""
-        return int(self._ask({"do": "memory"})["bytes"])
+        return int(self._ask({"do": "memory"}))
 
     def close(self) -> None:
         """Kill the process and everything that the user's code started there."""
@@ -132,7 +156,8 @@ class CandidateProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, question: dict[str, Any], limit: float | None = None) -> dict[str, Any]:
+    def _ask(self, question: Mapping[str, object], limit: float | None = None) -> Any:
+        """Return the answer as JSON gives it."""
         assert self._child.stdin is not None
         try:
             print(json.dumps(question), file=self._child.stdin, flush=True)
@@ -145,12 +170,15 @@ class CandidateProcess:
             # The reason of a crash is on stderr, which may arrive after stdout has closed.
             self._readers[1].join(_PATIENCE)
             raise self._ended()
-        answer: dict[str, Any] = json.loads(line)
+        answer = json.loads(line)
         if "refused" in answer:
-            raise _as_error(answer["refused"])
+            refused = answer["refused"]
+            error = WrongUse(refused["given"], allowed=refused["allowed"], do=refused["do"], id=refused["id"])
+            error.exit_code = refused["code"]
+            raise error
         if "failed" in answer:
             raise CandidateFailed(answer["failed"], out_of_memory=answer["out_of_memory"])
-        return answer
+        return answer["answer"]
 
     def _answer(self, limit: float | None) -> str | None:
         """Return the next line; raise `CandidateTooSlow` if there is none within `limit` seconds."""
@@ -188,9 +216,3 @@ def end_process(child: subprocess.Popen[Any]) -> None:
     # For systems without process groups.
     child.kill()
     child.wait()
-
-
-def _as_error(parts: dict[str, Any]) -> HalfstepError:
-    error = WrongUse(parts["given"], allowed=parts["allowed"], do=parts["do"], id=parts["id"])
-    error.exit_code = parts["code"]
-    return error

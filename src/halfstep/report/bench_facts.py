@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from halfstep.errors import BadData
 from halfstep.measure.bench.comparison import BenchMetric, Config, Gain, Memory, RunResult, rows_of
 from halfstep.measure.bench.report import NONE, NOT_MEASURED, Bench, columns, difference, footnote, kind, sentence
+from halfstep.measure.conditions import Conditions
 from halfstep.measure.parity import ParityTest
 from halfstep.report.bars import Bar, Intervals, MemoryUse, intervals, memory_bars
 from halfstep.report.charts import Chart, Curve, line_chart
@@ -79,17 +80,21 @@ def bench_from(plain: Mapping[str, Any], file: Path) -> BenchFacts:
 
 
 def _bench(plain: Mapping[str, Any]) -> Bench:
-    given = rows(plain["rows"])
+    given = {text(row["name"], 80): row for row in rows(plain["rows"])}
     metric = BenchMetric(text(plain["metric"]["name"], 60), bool(plain["metric"]["higher_is_better"]))
-    names = [text(row["name"], 80) for row in given]
     raced = bool(plain.get("raced"))
+    memories = {name: fields(row["memory"]) for name, row in given.items() if row.get("memory")}
+    gains = {name: row["gain"] for name, row in given.items() if raced and row.get("gain")}
     found = rows_of(
-        {name: [_run(run) for run in rows(row["runs"])] for name, row in zip(names, given, strict=True)},
-        {name: text(row.get("failed"), 500) for name, row in zip(names, given, strict=True)},
+        {name: [RunResult.from_dict(run) for run in rows(row["runs"])] for name, row in given.items()},
+        {name: text(row.get("failed"), 500) for name, row in given.items()},
         metric,
-        {name: _memory(row["memory"]) for name, row in zip(names, given, strict=True) if row.get("memory")},
-        {n: _gain(r["gain"]) for n, r in zip(names, given, strict=True) if raced and r.get("gain")},
-        {name: _config(row, name) for name, row in zip(names, given, strict=True)},
+        {n: Memory(one.get("measured"), one.get("parts"), text(one.get("note"), 300)) for n, one in memories.items()},
+        {n: Gain(float(one["times"]), one["low"], one["high"], int(one["pairs"])) for n, one in gains.items()},
+        {
+            name: Config(text(row.get("precision"), 40) or name, row.get("batch"), tuple(texts(row.get("settings"))))
+            for name, row in given.items()
+        },
     )
     return Bench(
         name=text(plain["name"], 120),
@@ -97,29 +102,12 @@ def _bench(plain: Mapping[str, Any]) -> Bench:
         seeds=tuple(int(seed) for seed in plain["seeds"]),
         rows=found,
         settings=tuple(texts(plain.get("settings"))),
-        conditions=fields(plain.get("conditions")),
+        conditions=cast(Conditions, fields(plain.get("conditions"))),
         price_per_hour=plain.get("price_per_hour"),
         interrupted=bool(plain.get("interrupted")),
         notes=tuple(texts(plain.get("notes"))),
         raced=raced,
     )
-
-
-def _run(saved: dict[str, Any]) -> RunResult:
-    kept = {key: value for key, value in saved.items() if key in RunResult.__dataclass_fields__}
-    return RunResult.from_dict({"curve": (), **kept})
-
-
-def _memory(saved: Mapping[str, Any]) -> Memory:
-    return Memory(saved.get("measured"), saved.get("parts"), text(saved.get("note"), 300))
-
-
-def _gain(saved: Mapping[str, Any]) -> Gain:
-    return Gain(float(saved["times"]), saved["low"], saved["high"], int(saved["pairs"]))
-
-
-def _config(row: Mapping[str, Any], name: str) -> Config:
-    return Config(text(row.get("precision"), 40) or name, row.get("batch"), tuple(texts(row.get("settings"))))
 
 
 # -- drawings ---------------------------------------------------------------------------------------------------------

@@ -9,12 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import HalfstepError
 from halfstep.files import read_json, write_json
+from halfstep.json_data import json_data
 from halfstep.report.json_fields import fields
 from halfstep.train.run_folder import recipe_in
+
+if TYPE_CHECKING:
+    from halfstep.measure.audit.report import Audit
+    from halfstep.measure.survival_report import Survival
 
 EXAMINED = "examined.json"
 FORMAT = 1
@@ -29,47 +34,47 @@ def read_examined(run: Path) -> dict[str, Any]:
     return {part: found[part] for part in (*PARTS, "failed") if part in found}
 
 
-def examine(run: Path, precision: str, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+def examine(run: Path, precision: str, on_progress: Callable[[int, int], None]) -> None:
     """Build the model of a run's recipe, find formats, headroom, memory and survival, and keep them in its folder.
 
     A part that fails is left out, with the reason under `failed`: a task of the user's own needs its file.
     """
-    found: dict[str, Any] = {"format": FORMAT, "recipe": _digest(run), "precision": precision, "failed": {}}
+    failed: dict[str, str] = {}
+    found = {"format": FORMAT, "recipe": _digest(run), "precision": precision, "failed": failed}
     for done, (part, look) in enumerate(_LOOKS.items()):
         on_progress(done, len(_LOOKS))
         try:
             found[part] = look(str(recipe_in(run)), precision)
         except HalfstepError as error:
-            found["failed"][part] = error.given
-    write_json(run / EXAMINED, found)
-    return read_examined(run)
+            failed[part] = error.given
+    write_json(run / EXAMINED, json_data(found))
 
 
 def _digest(run: Path) -> str:
     return hashlib.sha256(recipe_in(run).read_bytes()).hexdigest()
 
 
-def _estimate(recipe: str, precision: str) -> dict[str, Any]:
+def _estimate(recipe: str, precision: str) -> object:
     from halfstep.measure.memory.report import EstimateOptions, report_of
     from halfstep.measure.subject import Subject
 
     return report_of(Subject(recipe).open, EstimateOptions(precisions=("fp32", precision)))
 
 
-def _audit(recipe: str, precision: str) -> dict[str, Any]:
+def _audit(recipe: str, precision: str) -> Audit:
     from halfstep.measure.audit.audit import audit
     from halfstep.measure.subject import Subject
 
-    return audit(Subject(recipe), precision=precision).as_dict()
+    return audit(Subject(recipe), precision=precision)
 
 
-def _survival(recipe: str, precision: str) -> list[dict[str, Any]]:
+def _survival(recipe: str, precision: str) -> list[Survival]:
     from halfstep.measure.subject import Subject
     from halfstep.measure.survival import survival
 
     case = Subject(recipe).open()
     narrow = [name for name in dict.fromkeys([precision, "fp16"]) if name in ("bf16", "fp16")]
-    return [survival(case, format_name=name).as_dict() for name in narrow]
+    return [survival(case, format_name=name) for name in narrow]
 
 
-_LOOKS: dict[str, Callable[[str, str], Any]] = {"estimate": _estimate, "audit": _audit, "survival": _survival}
+_LOOKS: dict[str, Callable[[str, str], object]] = {"estimate": _estimate, "audit": _audit, "survival": _survival}

@@ -1,11 +1,11 @@
-"""Replay a failed step in several precisions and return the results as plain data."""
+"""Replay a failed step in several precisions."""
 
 from __future__ import annotations
 
 import functools
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from halfstep.guard.verdict import Verdict, place_of
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.journal.text import GAVE_UP
+from halfstep.json_data import JsonResult, json_data
 from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import Choice, choose_precision
@@ -129,27 +130,96 @@ ROUNDS = len(ALSO) + 3
 """Its own precision, those above, the diagnosis, and an island."""
 
 
-def described(record: Record) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RecordedStep:
+    """The record of a failed step."""
+
+    attempt: int
+    step: int
+    """Steps applied before it."""
+    reason: str | None
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    precision: str
+    islands: tuple[str, ...]
+    device: object
+    verdict: Verdict
+    without: str
+    """Why its tensors were not kept; empty if they were."""
+
+
+def described(record: Record) -> RecordedStep:
     """Return what the run recorded about the step."""
     step, report = record.step, record.step.report
-    return {
-        "attempt": report.attempt,
-        "step": report.step,
-        "reason": report.reason,
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "loss_scale": report.loss_scale,
-        "precision": step.precision,
-        "islands": list(step.islands),
-        "device": record.manifest.environment.get("device"),
-        "verdict": step.verdict.as_dict(),
-        "without": step.without,
-    }
+    figures = (report.attempt, report.step, report.reason, report.loss, report.grad_norm, report.loss_scale)
+    device = record.manifest.environment.get("device")
+    return RecordedStep(*figures, step.precision, tuple(step.islands), device, step.verdict, step.without)
 
 
-def replay(replayed: Replayed, report: dict[str, Any], on_progress: OnProgress) -> Verdict | None:
+@dataclass(frozen=True)
+class ListedStep(JsonResult):
+    """A failed step of a run: its record, or what is wrong with it."""
+
+    path: Path
+    attempt: int
+    recorded: RecordedStep | None
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with the fields of the record where there is one."""
+        damaged = {"attempt": self.attempt, "problem": self.problem}
+        return {"path": str(self.path), **(json_data(self.recorded) if self.recorded else damaged)}
+
+
+@dataclass(frozen=True)
+class FailedStepList:
+    """The failed steps of a run that were recorded."""
+
+    run: Path
+    guard: str
+    """The guard mode of the run's recipe."""
+    failed_steps: list[ListedStep]
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The step run once more, in one way."""
+
+    way: str
+    precision: str
+    island: str | None
+    """The module that was kept in fp32."""
+    finite: bool
+    loss: float
+    grad_norm: float
+    error: str
+    """Why it could not be run; empty if it was."""
+
+
+@dataclass
+class ReplayReport:
+    """A failed step, run again; filled in stage by stage, so that Ctrl-C keeps the results so far."""
+
+    run: Path
+    recorded: RecordedStep
+    precision: str
+    device: str
+    verdict: Verdict | None = None
+    """None where the step is finite here."""
+    same_culprit: bool | None = None
+    """Whether the origin is the recorded one."""
+    reruns: list[Rerun] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    """Reasons why the result may differ from the original step."""
+    do: str = ""
+    command: str = ""
+    interrupted: bool = False
+
+
+def replay(replayed: Replayed, report: ReplayReport, on_progress: OnProgress) -> Verdict | None:
     """Run the step in several ways and fill in `report`; return the verdict, None where the step is finite here."""
-    rounds = _Rounds(report, on_progress)
+    rounds = _Rounds(report.reruns, on_progress)
     recorded, precision = replayed.record.step, replayed.choice.precision
     attempt, first = _failing(replayed, rounds)
     ways = [name for name in dict.fromkeys((recorded.precision, *ALSO)) if name != precision.name]
@@ -158,8 +228,8 @@ def replay(replayed: Replayed, report: dict[str, Any], on_progress: OnProgress) 
     verdict = _verdict(replayed, attempt, first)
     rounds.count()
     if verdict is not None:
-        report["verdict"] = verdict.as_dict()
-        report["same_culprit"] = place_of(verdict.culprit) == place_of(recorded.verdict.culprit)
+        report.verdict = verdict
+        report.same_culprit = place_of(verdict.culprit) == place_of(recorded.verdict.culprit)
         _try_island(replayed, attempt, verdict, rounds)
     on_progress(ROUNDS, ROUNDS)
     return verdict
@@ -168,23 +238,14 @@ def replay(replayed: Replayed, report: dict[str, Any], on_progress: OnProgress) 
 class _Rounds:
     """The rows of the report, and the progress bar."""
 
-    def __init__(self, report: dict[str, Any], on_progress: OnProgress) -> None:
-        self._rows: list[dict[str, Any]] = report.setdefault("reruns", [])
+    def __init__(self, rows: list[Rerun], on_progress: OnProgress) -> None:
+        self._rows = rows
         self._told, self._done = on_progress, 0
         on_progress(0, ROUNDS)
 
     def note(self, way: str, outcome: TrialOutcome, precision: Precision, island: str | None = None) -> None:
-        self._rows.append(
-            {
-                "way": way,
-                "precision": precision.name,
-                "island": island,
-                "finite": outcome.finite,
-                "loss": outcome.loss,
-                "grad_norm": outcome.grad_norm,
-                "error": outcome.error,
-            }
-        )
+        figures = (outcome.finite, outcome.loss, outcome.grad_norm, outcome.error)
+        self._rows.append(Rerun(way, precision.name, island, *figures))
         self.count()
 
     def count(self) -> None:
@@ -248,20 +309,20 @@ def _try_island(replayed: Replayed, attempt: StepInputs, verdict: Verdict, round
 # The one command that fixes a failed run, derived from the origin of its failed step.
 
 
-def advice(verdict: Verdict | None, replayed: Replayed, run: Path, task: Path | None) -> dict[str, str]:
+def advice(verdict: Verdict | None, replayed: Replayed, run: Path, task: Path | None) -> tuple[str, str]:
     """Return the remedy in words, and the command that applies it; the command is empty where nothing is to type."""
     record, recipe, precision = replayed.record, replayed.recipe, replayed.choice.precision.name
     if verdict is None and precision != record.step.precision:
         # Finite in another precision: that precision is the fix.
         found = advise_precision(precision)
-        return {"do": found.do, "command": _command(record, run, found.setting, task)}
+        return found.do, _command(record, run, found.setting, task)
     lr = lower_lr(recipe.optimizer.lr, record.step.history.rates, _recipe_lr(run))
     kind, words, setting = advise(verdict or record.step.verdict, lr)
     if kind == "skip" and is_finished(run):
-        return {"do": f"{words}; this run went on without the batch", "command": ""}
+        return f"{words}; this run went on without the batch", ""
     if setting == REPAIR and recipe.guard.mode == "repair":
         words, setting = words if kind == "skip" else f"{words}: the run did so already", ""
-    return {"do": words, "command": _command(record, run, setting, task)}
+    return words, _command(record, run, setting, task)
 
 
 def _recipe_lr(run: Path) -> float | None:

@@ -63,6 +63,11 @@ class StoredWeights:
     finite: Collection[str] = ()
     """The names of those that must be finite; others, as a mask, may hold infinities."""
 
+    @property
+    def bytes(self) -> int:
+        """Return the size of all tensors."""
+        return sum(like.nbytes for like in self.likes.values())
+
 
 @contextmanager
 def weights_in_file(path: Path) -> Iterator[StoredWeights]:
@@ -149,9 +154,22 @@ def _like(file: Any, name: str) -> Tensor:
 # -- one call ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ShardedExport:
+    """A folder of weights in several files, and where they come from."""
+
+    run: Path
+    folder: Path
+    source: str
+    averaged: bool
+    files: list[str]
+    tensors: int
+    bytes: int
+
+
 def export_layout(
     run: Path, folder: Path, most: int, which: str | None, average: bool | None, own: type[Task] | None
-) -> dict[str, Any]:
+) -> ShardedExport:
     """Write a run's weights into a new folder, in files of up to `most` bytes, and return a report.
 
     The model is not built. Raises as `exported` and `write_layout` do.
@@ -162,16 +180,16 @@ def export_layout(
     path = run / file_of(chosen, averaged)
     notes = {"averaged": str(averaged).lower(), "halfstep": __version__}
     with weights_in_checkpoint(generation, averaged) if generation else weights_in_file(path) as weights:
-        written = write_layout(weights, folder, most, notes)
+        files = write_layout(weights, folder, most, notes)
     source = generation.name if generation else path.name
-    return {"folder": str(folder), "source": source, "averaged": averaged, **written}
+    return ShardedExport(run, folder, source, averaged, files, len(weights.likes), weights.bytes)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping[str, str]) -> dict[str, Any]:
-    """Write the layout into a new folder, files of up to `most` bytes of tensors; return what is in it.
+def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping[str, str]) -> list[str]:
+    """Write the layout into a new folder, files of up to `most` bytes of tensors; return the names of the files.
 
     One tensor is in memory at a time. Every file is read back and compared before the folder gets its name. Raises
     BadData for weights that are not finite, and FileExistsError where the folder exists.
@@ -186,10 +204,9 @@ def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping
         for name, tensors in zip(names, shards, strict=True):
             _write_shard(weights, tensors, draft / name, notes)
             _read_back(weights, tensors, draft / name)
-        total = sum(like.nbytes for like in weights.likes.values())
         if len(shards) > 1:
             placed = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+            index = {"metadata": {"total_size": weights.bytes}, "weight_map": dict(sorted(placed.items()))}
             (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             flush(draft / INDEX)
         flush(draft)
@@ -198,7 +215,7 @@ def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping
         shutil.rmtree(draft, ignore_errors=True)
         raise
     flush(folder.parent)
-    return {"files": names, "tensors": len(weights.likes), "bytes": total}
+    return names
 
 
 def shared_out(likes: Mapping[str, Tensor], most: int) -> list[list[str]]:

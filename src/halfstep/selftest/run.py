@@ -54,7 +54,7 @@ class _Parts:
     def about(self) -> dict[str, Any]:
         """Start the process, and return what it says about the device."""
         process = self._stack.enter_context(_PartProcess(self._folder, self._device))
-        found = process.open(PATIENCE)
+        found: dict[str, Any] = process._ask(process._begin, PATIENCE)
         self._process = process
         return found
 
@@ -99,7 +99,8 @@ class _PartProcess(CandidateProcess):
 
     def part(self, name: str) -> dict[str, Any]:
         """Run a part and return its row."""
-        return self._ask({"do": name}, PATIENCE)
+        row: dict[str, Any] = self._ask({"do": name}, PATIENCE)
+        return row
 
 
 def _row(name: str, result: str, seconds: float, *, figure: str = "", error: str | None = None) -> dict[str, Any]:

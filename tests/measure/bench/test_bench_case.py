@@ -8,6 +8,7 @@ from typing import Any
 from halfstep.measure.bench.runs import STEPS, CaseCandidate, result_of_case
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
+from halfstep.measure.worker_process import TimedUpdate
 from tests.support import cases
 
 
@@ -19,9 +20,9 @@ def steep() -> tuple[Any, Any, Any]:
 
 def test_a_loss_has_the_time_of_its_own_update() -> None:
     updates = [
-        {"seconds": 1.0, "loss": 9.0, "reason": "gradient_overflow"},
-        {"seconds": 1.0, "loss": 8.0, "reason": "gradient_overflow"},
-        *({"seconds": 1.0, "loss": float(loss), "reason": None} for loss in (5, 4, 3, 2, 1)),
+        TimedUpdate(1.0, 9.0, "gradient_overflow"),
+        TimedUpdate(1.0, 8.0, "gradient_overflow"),
+        *(TimedUpdate(1.0, float(loss), None) for loss in (5, 4, 3, 2, 1)),
     ]
     found = result_of_case(updates, 1, 4, {})
     assert found.curve == ((7.0, 3.0),)  # the mean of five, when the last of them was there
@@ -31,10 +32,10 @@ def test_a_loss_has_the_time_of_its_own_update() -> None:
 
 
 def test_a_loss_that_is_no_number_counts_and_nothing_but_skips_is_no_metric() -> None:
-    lost = {"seconds": 1.0, "loss": math.nan, "reason": "loss_not_finite"}
+    lost = TimedUpdate(1.0, math.nan, "loss_not_finite")
     assert math.isnan(result_of_case([lost], 1, 4, {}).metric)
     assert result_of_case([lost], 1, 4, {}).skipped == {"loss_not_finite": 1}
-    skipped = result_of_case([{"seconds": 1.0, "loss": 2.0, "reason": "gradient_overflow"}], 1, 4, {})
+    skipped = result_of_case([TimedUpdate(1.0, 2.0, "gradient_overflow")], 1, 4, {})
     assert math.isnan(skipped.metric)
     assert skipped.curve == ()
 

@@ -98,11 +98,11 @@ def test_switches_that_the_case_left_on_are_timed_without_and_left_as_they_were(
     threads = torch.get_num_threads()
     with torch.autograd.set_detect_anomaly(True):
         examined = Examined(case_of(nn.Linear(8, 8), loss_fn, (torch.randn(4, 8), torch.randn(4, 8))), "fp32", "cpu")
-        found = {one["name"]: one for one in examined.switches(0.05)["switches"]}
+        found = {one.name: one for one in examined.switches(0.05).switches}
         assert torch.is_anomaly_enabled()
-    assert found["anomaly mode"]["without"] > 0
+    assert found["anomaly mode"].without > 0
     assert torch.get_num_threads() == threads
-    assert not any(one["name"] == "anomaly mode" for one in examined.switches(0.05)["switches"])
+    assert not any(one.name == "anomaly mode" for one in examined.switches(0.05).switches)
 
 
 def test_an_accelerators_own_time_counts_and_the_rest_is_the_hosts() -> None:
@@ -293,10 +293,9 @@ def test_code_that_asks_for_nothing_is_profiled_in_what_suits_the_device() -> No
 
 def test_a_precision_that_a_run_would_refuse_is_described_and_not_timed() -> None:
     examined = Examined(Subject("tests.support.cases:linear").open(), "tf32")
-    found = examined.describe()
-    assert found["passed_over"] is True
-    assert found["native"] is False
-    assert "tf32" in found["why"]
+    assert examined.facts.passed_over is True
+    assert examined.facts.native is False
+    assert "tf32" in examined.facts.why
 
 
 def test_compilations_are_counted_step_by_step() -> None:

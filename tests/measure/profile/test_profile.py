@@ -13,6 +13,7 @@ from halfstep import Counted
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.profile import reading
 from halfstep.measure.profile.examined import STAGES, Examined
+from halfstep.measure.profile.facts import ProfileFacts
 from halfstep.measure.profile.profile import profile
 from halfstep.measure.subject import Subject
 from tests.support.cases import linear, loss_fn
@@ -136,7 +137,7 @@ def test_an_interrupted_race_keeps_its_pairs(monkeypatch: pytest.MonkeyPatch) ->
 
     racing = 0
 
-    def racing_now(examined: Examined, seconds: float) -> dict[str, Any]:
+    def racing_now(examined: Examined, seconds: float) -> ProfileFacts:
         nonlocal racing
         racing = 1
         return raced(examined, seconds)
@@ -165,7 +166,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
 def test_a_stage_that_fails_is_skipped_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.measure.worker_process import CandidateFailed
 
-    def fails(_examined: Any, _seconds: float) -> dict[str, Any]:
+    def fails(_examined: Any, _seconds: float) -> ProfileFacts:
         raise CandidateFailed("the disk is gone")
 
     monkeypatch.setitem(STAGES, "feeding", STAGES["feeding"]._replace(measure=fails))
@@ -176,7 +177,7 @@ def test_a_stage_that_fails_is_skipped_and_the_rest_goes_on(monkeypatch: pytest.
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_what_was_measured_before_an_interruption_is_kept(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_examined: Any, _seconds: float) -> dict[str, Any]:
+    def interrupt(_examined: Any, _seconds: float) -> ProfileFacts:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(STAGES, stage, STAGES[stage]._replace(measure=interrupt))

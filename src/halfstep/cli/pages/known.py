@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, indented, pairs, print_finding, ruled_table
+from halfstep.finding import Finding
 from halfstep.terminal import screen
 
 _SHOWN = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
@@ -28,80 +30,96 @@ _FOR_AND_AGAINST = {
 }
 
 
-def format_rows() -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class FormatRow:
+    """The figures of a number format."""
+
+    name: str
+    bits: int
+    sign: int
+    exponent: int
+    fraction: int
+    largest: float
+    smallest: float
+    digits: int
+    """Decimal digits."""
+    counts_to: int
+    """The largest integer up to which all integers are exact."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """A known GPU, and the precision that a run would choose on it."""
+
+    id: str
+    name: str
+    gib: float
+    native: tuple[str, ...]
+    precision: str
+    why: str
+
+
+def format_rows() -> list[FormatRow]:
     """Return the figures of each format, all queried from torch."""
     from halfstep.formats import FORMATS
 
-    return [
-        {
-            "name": name,
-            "bits": FORMATS[name].bits,
-            "sign": 1,
-            "exponent": FORMATS[name].exponent_bits,
-            "fraction": FORMATS[name].fraction_bits,
-            "largest": FORMATS[name].largest,
-            "smallest": FORMATS[name].smallest,
-            "digits": FORMATS[name].decimal_digits,
-            "counts_to": FORMATS[name].largest_exact_integer,
-            "notes": list(_FOR_AND_AGAINST.get(name, ())),
-        }
-        for name in _SHOWN
-    ]
+    rows = []
+    for name in _SHOWN:
+        known = FORMATS[name]
+        figures = (known.bits, 1, known.exponent_bits, known.fraction_bits, known.largest, known.smallest)
+        notes = _FOR_AND_AGAINST.get(name, ())
+        rows.append(FormatRow(name, *figures, known.decimal_digits, known.largest_exact_integer, notes))
+    return rows
 
 
-def gpu_rows() -> list[dict[str, Any]]:
+def gpu_rows() -> list[GpuRow]:
     """Return the known devices with the precision a run would choose by rule; nothing is measured."""
     from halfstep.measure.memory.devices import device_ids, device_named
     from halfstep.precision.select import choose_precision
 
     rows = []
-    for name in device_ids():
-        target = device_named(name)
+    for id in device_ids():
+        target = device_named(id)
         choice = choose_precision(device=target.device)
-        rows.append(
-            {
-                "id": name,
-                "name": target.device.name,
-                "gib": target.memory / 2**30,
-                "native": [kind for kind in ("tf32", "bf16", "fp16", "fp8") if target.ability(kind).native],
-                "precision": choice.precision.name,
-                # Where it is fp32: why not even fp16.
-                "why": target.ability("fp16").reason if choice.precision.name == "fp32" else choice.rungs[-1].reason,
-            }
-        )
+        native = tuple(kind for kind in ("tf32", "bf16", "fp16", "fp8") if target.ability(kind).native)
+        precision = choice.precision.name
+        # Where it is fp32: why not even fp16.
+        why = target.ability("fp16").reason if precision == "fp32" else choice.rungs[-1].reason
+        rows.append(GpuRow(id, target.device.name, target.memory / 2**30, native, precision, why))
     return rows
 
 
-def show(report: dict[str, Any]) -> None:
+def show(
+    formats: Sequence[FormatRow] | None, gpus: Sequence[GpuRow] | None, known_bad: Sequence[Finding] | None
+) -> None:
     """Print the requested tables."""
     console = screen()
-    if "formats" in report:
-        _show_formats(report["formats"], console)
-    if "gpus" in report:
+    if formats is not None:
+        _show_formats(formats, console)
+    if gpus is not None:
         heading(console, "GPUs", "what auto takes without measuring; halfstep estimate RECIPE --device NAME for memory")
-        console.print(_gpus(report["gpus"], console))
-    if "known_bad" in report:
+        console.print(_gpus(gpus, console))
+    if known_bad is not None:
         heading(console, "Known to be bad", "in the versions that are installed here")
-        for finding in report["known_bad"]:
+        for finding in known_bad:
             print_finding(console, finding)
 
 
-def _show_formats(rows: list[dict[str, Any]], console: Console) -> None:
+def _show_formats(rows: Sequence[FormatRow], console: Console) -> None:
     heading(console, "Formats", "sign, exponent, fraction")
     table = _table(console, "format", "bits", "s", "e", "f", "range", "above zero", "digits", "counts to")
     for row in rows:
-        cells = (row["bits"], row["sign"], row["exponent"], row["fraction"], f"±{row['largest']:.5g}")
-        table.add_row(
-            row["name"], *map(str, cells), f"{row['smallest']:.1g}", str(row["digits"] or "<1"), f"{row['counts_to']:,}"
-        )
+        cells = (row.bits, row.sign, row.exponent, row.fraction, f"±{row.largest:.5g}", f"{row.smallest:.1g}")
+        table.add_row(row.name, *map(str, cells), str(row.digits or "<1"), f"{row.counts_to:,}")
     console.print(table)
     console.print()
     for row in rows:
         console.print(indented(_bits(row)))
     for row in rows:
-        if row["notes"]:
-            heading(console, row["name"])
-            for note in row["notes"]:
+        if row.notes:
+            heading(console, row.name)
+            for note in row.notes:
                 console.print(indented(Text(note)))
     heading(console, "Mixed precision")
     console.print(
@@ -114,18 +132,18 @@ def _show_formats(rows: list[dict[str, Any]], console: Console) -> None:
     )
 
 
-def _bits(row: dict[str, Any]) -> Text:
+def _bits(row: FormatRow) -> Text:
     """Return one letter per bit, so that formats can be compared below each other."""
-    text = Text(f"{row['name']:<9}", style="dim")
-    text.append("s", style="bold").append("e" * row["exponent"], style="cyan")
-    return text.append("f" * row["fraction"], style="green")
+    text = Text(f"{row.name:<9}", style="dim")
+    text.append("s", style="bold").append("e" * row.exponent, style="cyan")
+    return text.append("f" * row.fraction, style="green")
 
 
-def _gpus(rows: list[dict[str, Any]], console: Console) -> Table:
+def _gpus(rows: Sequence[GpuRow], console: Console) -> Table:
     table = _table(console, "--device", "GPU", "memory", "native", "choose")
     for row in rows:
-        native = " ".join(row["native"]) or "-"
-        table.add_row(row["id"], row["name"], f"{row['gib']:.0f} GiB", native, Text(row["precision"], style="green"))
+        native = " ".join(row.native) or "-"
+        table.add_row(row.id, row.name, f"{row.gib:.0f} GiB", native, Text(row.precision, style="green"))
     return table
 
 

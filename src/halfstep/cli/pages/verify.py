@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -13,33 +15,64 @@ if TYPE_CHECKING:
     from halfstep.train.resume_proof import Proof
 
 
-def print_report(report: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """One checkpoint, and what is wrong with it."""
+
+    name: str
+    step: int
+    whole: bool
+    problem: str | None
+    bytes: int
+    processes: int | None
+    """Ranks that wrote it; None if its manifest cannot be read."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The checkpoints of a run, newest first, and how fast they were read."""
+
+    run: Path
+    checkpoints: list[VerifiedCheckpoint]
+    newest_whole: str | None
+    set_aside: list[str]
+    bytes: int
+    seconds: float
+    bytes_per_second: float | None
+    """None where the time is too short for a throughput."""
+    limited_by: str | None
+    seconds_hashing: float
+    seconds_copying: float
+    bytes_from_disk: int
+
+
+def print_report(report: VerifyReport) -> None:
     """Print a line per checkpoint, and what is wrong with it."""
     console = screen()
-    for one in report["checkpoints"]:
-        state = ("whole  ", "green") if one["whole"] else ("damaged", "red")
-        by = f"  by {one['processes']} processes" if (one["processes"] or 1) > 1 else ""
-        size = f"  {_in_words(one['bytes']):>9}{by}"
-        console.print(Text.assemble(f"{in_line(one['name'])}  ", state, size), soft_wrap=True)
-        if one["problem"]:
-            console.print(f"  {one['problem']}", soft_wrap=True)
-    for name in report["set_aside"]:
+    for one in report.checkpoints:
+        state = ("whole  ", "green") if one.whole else ("damaged", "red")
+        by = f"  by {one.processes} processes" if (one.processes or 1) > 1 else ""
+        size = f"  {_in_words(one.bytes):>9}{by}"
+        console.print(Text.assemble(f"{in_line(one.name)}  ", state, size), soft_wrap=True)
+        if one.problem:
+            console.print(f"  {one.problem}", soft_wrap=True)
+    for name in report.set_aside:
         console.print(
             f"{in_line(name)} was set aside by an earlier launch: it was damaged, or the guard found its weights "
             "spoilt; it is not used, and may be deleted",
             style="dim",
             soft_wrap=True,
         )
-    if report["bytes"]:
+    if report.bytes:
         console.print(speed_in_words(report), soft_wrap=True)
 
 
-def speed_in_words(report: dict[str, Any]) -> str:
+def speed_in_words(report: VerifyReport) -> str:
     """Return the throughput and its bottleneck in words."""
-    text = f"verified {_in_words(report['bytes'])} in {report['seconds']:.2f} s"
-    if report["bytes_per_second"] is None:
+    text = f"verified {_in_words(report.bytes)} in {report.seconds:.2f} s"
+    if report.bytes_per_second is None:
         return text
-    return f"{text}: {report['bytes_per_second'] / 1e9:.2f} GB/s, limited by {report['limited_by']}"
+    return f"{text}: {report.bytes_per_second / 1e9:.2f} GB/s, limited by {report.limited_by}"
 
 
 def _in_words(size: int) -> str:

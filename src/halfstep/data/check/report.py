@@ -1,10 +1,11 @@
-"""Report the check of a data set as plain data."""
+"""Report the check of a data set."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.data.check import facts
@@ -13,6 +14,7 @@ from halfstep.data.check.facts import SetLooked, look_at
 from halfstep.data.image_files import FORMATS, MOST_PIXELS
 from halfstep.data.layout import RECIPES, Layout
 from halfstep.finding import Finding, Severity
+from halfstep.json_data import JsonResult, json_data
 from halfstep.status_line import OnProgress
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -29,6 +31,10 @@ class Fault(Finding):
     """A finding, with the files or classes that show it."""
 
     files: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with as many files as a reader can use, and their number."""
+        return {**super().as_dict(), "files": list(self.files[:MOST_FILES]), "count": len(self.files)}
 
 
 class Rule(NamedTuple):
@@ -170,54 +176,88 @@ MOST_FILES = 1000
 """Files listed per fault; the rest is counted."""
 
 
-def check(
-    layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None
-) -> dict[str, Any]:
-    """Check a set, and return its facts and findings as plain data."""
+@dataclass(frozen=True)
+class ImageFacts:
+    """Sizes and file formats of the images that can be read; a size is width and height."""
+
+    median: tuple[int, int]
+    smallest: tuple[int, int]
+    largest: tuple[int, int]
+    kinds: Mapping[str, int]
+    """Number of images by file format."""
+
+
+@dataclass(frozen=True)
+class ClassShare(JsonResult):
+    """How often a class occurs."""
+
+    name: str
+    images: int
+    pixels: float | None = None
+    """Share of all pixels; None where images have a class as a whole."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with pixels where there are masks."""
+        return {key: value for key, value in super().as_dict().items() if value is not None}
+
+
+@dataclass(frozen=True)
+class DataReport(JsonResult):
+    """The facts of a data set, and everything that is wrong with it."""
+
+    folder: Path
+    task: str
+    recipe: str
+    """The recipe that trains on it."""
+    ok: bool
+    """Whether a run can be trained on it."""
+    samples: Mapping[str, int]
+    """Number of samples by split."""
+    readable: int
+    images: ImageFacts | None
+    masks: Mapping[str, object] | None
+    """How masks are read, in words and as settings of a recipe; None without masks."""
+    classes: tuple[ClassShare, ...]
+    findings: tuple[Fault, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for `json.dumps`."""
+        return {**super().as_dict(), "images": json_data(self.images or {})}
+
+
+def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None) -> DataReport:
+    """Check a set, and return its facts and findings."""
     found = look_at(layout, on_progress, classes)
     faults = faults_in(found)
-    listed = [
-        {**fault.as_dict(), "files": list(fault.files[:MOST_FILES]), "count": len(fault.files)} for fault in faults
-    ]
-    return {
-        "folder": str(layout.root),
-        "task": layout.task,
-        "recipe": RECIPES[layout.task],
-        "ok": all(fault.severity != "error" for fault in faults),
-        "samples": dict(sorted(Counter(sample.split for sample in found.samples).items())),
-        "readable": len(found.good),
-        "images": _images(found),
-        "masks": _masks(found),
-        "classes": _classes(found),
-        "findings": listed,
-    }
+    return DataReport(
+        folder=layout.root,
+        task=layout.task,
+        recipe=RECIPES[layout.task],
+        ok=all(fault.severity != "error" for fault in faults),
+        samples=dict(sorted(Counter(sample.split for sample in found.samples).items())),
+        readable=len(found.good),
+        images=_images(found),
+        masks={"read_as": found.reading.words, **found.reading.settings()} if found.reading else None,
+        classes=tuple(_classes(found)),
+        findings=tuple(faults),
+    )
 
 
-def _images(found: SetLooked) -> dict[str, Any]:
+def _images(found: SetLooked) -> ImageFacts | None:
     sizes = sorted((sample.image.upright for sample in found.good), key=lambda size: size[0] * size[1])
     if not sizes:
-        return {}
-    return {
-        "median": list(sizes[len(sizes) // 2]),
-        "smallest": list(sizes[0]),
-        "largest": list(sizes[-1]),
-        "kinds": dict(Counter(sample.image.format for sample in found.good)),
-    }
-
-
-def _masks(found: SetLooked) -> dict[str, Any] | None:
-    if found.reading is None:
         return None
-    return {"read_as": found.reading.words, **found.reading.settings()}
+    kinds = Counter(sample.image.format for sample in found.good)
+    return ImageFacts(median=sizes[len(sizes) // 2], smallest=sizes[0], largest=sizes[-1], kinds=kinds)
 
 
-def _classes(found: SetLooked) -> list[dict[str, Any]]:
+def _classes(found: SetLooked) -> list[ClassShare]:
     if found.reading is None:
         every = Counter(sample.label for sample in found.samples)
-        return [{"name": name, "images": count} for name, count in sorted(every.items())]
+        return [ClassShare(name, count) for name, count in sorted(every.items())]
     pixels, images = f.pixels_of_classes(found)
     total = max(sum(pixels.values()), 1)
     return [
-        {"name": str(number), "images": images[number], "pixels": round(pixels[number] / total, 6)}
+        ClassShare(str(number), images[number], round(pixels[number] / total, 6))
         for number in range(found.reading.classes)
     ]

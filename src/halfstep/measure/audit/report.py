@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from halfstep.formats import name_of
+from halfstep.json_data import JsonResult
 from halfstep.measure.audit.watched import ModuleWork, ObservedStep
 from halfstep.measure.survival import Gradients, squares
 from halfstep.measure.survival_report import named, where
@@ -205,7 +205,7 @@ def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> Numb
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class Audit(JsonResult):
     """Which format each part of a model is in, and the effect on its values."""
 
     subject: str
@@ -229,6 +229,10 @@ class Audit:
     notes: tuple[str, ...]
     interrupted: bool = False
     stopped: str | None = None
+    json_keys = (
+        *("subject", "verdict", "precision", "format", "device", "run", "share", "island_share", "flops", "loss"),
+        *("loss_scale", "modules", "islands", "findings", "notes", "stopped", "interrupted"),
+    )
 
     def __str__(self) -> str:
         return "\n".join([f"{self.precision}: {self.verdict}", *(str(one.finding) for one in self.spotted)])
@@ -249,27 +253,15 @@ class Audit:
         errors = "errors" if worst > 1 else "an error"
         return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data with no NaN or infinity, which JSON cannot represent."""
-        return {
-            "subject": self.subject,
-            "verdict": self.verdict,
-            "precision": self.precision,
-            "format": self.format,
-            "device": self.device,
-            "run": self.run,
-            "share": self.share,
-            "island_share": self.island_share,
-            "flops": dict(self.flops),
-            "loss": self.loss,
-            "loss_scale": self.loss_scale,
-            "modules": [asdict(row) for row in self.rows],
-            "islands": [asdict(one) for one in self.islands],
-            "findings": [one.as_dict() for one in self.spotted],
-            "notes": list(self.notes),
-            "stopped": self.stopped,
-            "interrupted": self.interrupted,
-        }
+    @property
+    def modules(self) -> tuple[ModuleRow, ...]:
+        """Return the rows, as JSON names them."""
+        return self.rows
+
+    @property
+    def findings(self) -> tuple[Spotted, ...]:
+        """Return the findings with their places, as JSON names them."""
+        return self.spotted
 
 
 def _percent(share: float) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse, reason_in
 from halfstep.files import read_json, write_json
+from halfstep.json_data import json_data
 from halfstep.measure.bench.comparison import (
     BenchMetric,
     BenchTimes,
@@ -26,7 +27,7 @@ from halfstep.measure.bench.comparison import (
 from halfstep.measure.bench.report import Bench
 from halfstep.measure.bench.runs import METRIC, CaseCandidate, RecipeCandidate, RunTimeLimit, as_file, race_of
 from halfstep.measure.case import Case, LossFunction
-from halfstep.measure.conditions import conditions
+from halfstep.measure.conditions import Conditions, conditions
 from halfstep.measure.local_candidate import candidate_of
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
@@ -50,7 +51,7 @@ def compare(
     name: str,
     seeds: Sequence[int],
     metric: BenchMetric,
-    conditions: Mapping[str, Any],
+    conditions: Conditions,
     settings: Sequence[str] = (),
     memories: Mapping[str, Callable[[], Memory]] | None = None,
     race: Race | None = None,
@@ -173,19 +174,19 @@ class MemoryOf:
     setting: StepSetting | None = None
     """None means the case's own setting."""
     saved: Path | None = None
-    identity: Mapping[str, Any] | None = None
+    identity: Mapping[str, object] | None = None
 
     def __call__(self) -> Memory:
         found = read_json(self.saved) if self.saved else None
         if isinstance(found, dict) and found.get("identity") == self.identity:
-            return Memory.from_dict(found["memory"])
+            return Memory(*(found["memory"][key] for key in ("measured", "parts", "note")))
         setting = self.setting or self.subject.open().setting
         with candidate_of(self.subject, setting) as candidate:
             place = candidate.open()["conditions"]["place"]
             measured = candidate.memory()
         memory = _with_parts(measured, self.subject, setting, place)
         if self.saved:
-            write_json(self.saved, {"identity": self.identity, "memory": memory.as_dict()})
+            write_json(self.saved, {"identity": self.identity, "memory": json_data(memory)})
         return memory
 
 
@@ -233,20 +234,20 @@ def bench(
     given = subject_of(subject, loss_fn, batch, settings)
     changes = _arms(precisions, arms)
     _check(seeds, price_per_hour)
-    common: dict[str, Any] = {
-        "name": given.text if isinstance(given, Subject) else given.name,
-        "settings": given.settings if isinstance(given, Subject) else (),
-        "seeds": range(1, seeds + 1),
-        "conditions": conditions(),
-        "price_per_hour": price_per_hour,
-        "progress": progress,
-    }
+    run = partial(
+        compare,
+        name=given.text if isinstance(given, Subject) else given.name,
+        settings=given.settings if isinstance(given, Subject) else (),
+        seeds=range(1, seeds + 1),
+        price_per_hour=price_per_hour,
+        progress=progress,
+    )
     if isinstance(given, Case) or given.is_own_code:
-        return _of_case(given, changes, arms, common)
+        return _of_case(given, changes, arms, run)
     if folder is not None:
-        return _of_recipe(given, changes, folder.absolute(), common)
+        return _of_recipe(given, changes, folder.absolute(), seeds, run)
     with tempfile.TemporaryDirectory(prefix="halfstep-bench-") as place:
-        return _of_recipe(given, changes, Path(place), common)
+        return _of_recipe(given, changes, Path(place), seeds, run)
 
 
 def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
@@ -274,18 +275,18 @@ def _of_case(
     subject: Subject | Case,
     changes: Mapping[str, object],
     arms: Mapping[str, Sequence[str]] | None,
-    common: dict[str, Any],
+    run: Callable[..., Bench],
 ) -> Bench:
     if arms is not None:
         raise _no_settings(subject.name)
     subject.open()  # invalid input is found before anything is measured
     found = {name: CaseCandidate(subject, StepSetting(name)) for name in changes}
-    return compare(
+    return run(
         found,
         metric=METRIC,
+        conditions=conditions(),
         memories={name: MemoryOf(candidate.subject, candidate.setting) for name, candidate in found.items()},
         race=partial(race_of, found),
-        **common,
     )
 
 
@@ -297,13 +298,16 @@ def _no_settings(name: str) -> WrongUse:
     )
 
 
-def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, common: dict[str, Any]) -> Bench:
+def _of_recipe(
+    subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, seeds: int, run: Callable[..., Bench]
+) -> Bench:
     from halfstep.runs.registry import task_class
 
     recipes = {name: _recipe(subject, changed) for name, changed in changes.items()}
     configs = {name: _config(recipes[name], changed) for name, changed in changes.items()}
     task = task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
-    same = {key: common["conditions"][key] for key in _SAME}
+    now = conditions()
+    same = {key: value for key, value in now.items() if key in _SAME}
     time_limit = RunTimeLimit()
     runs, memories = {}, {}
     for name, changed in changes.items():
@@ -311,9 +315,9 @@ def _of_recipe(subject: Subject, changes: Mapping[str, tuple[str, ...]], folder:
         identity = {"recipe": recipes[name].model_dump(mode="json"), **same}
         runs[name] = RecipeCandidate(subject.text, words, folder, name, identity, time_limit)
         memories[name] = MemoryOf(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
-    _check_kept(runs.values(), common["seeds"], folder)
+    _check_kept(runs.values(), range(1, seeds + 1), folder)
     metric = BenchMetric(task.metric, task.higher_is_better)
-    return compare(runs, metric=metric, memories=memories, configs=configs, **common)
+    return run(runs, metric=metric, conditions=now, memories=memories, configs=configs)
 
 
 def usual_candidates(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:

@@ -7,12 +7,12 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
 from halfstep.errors import WrongUse
-from halfstep.journal.jsonl import in_strict_json
+from halfstep.json_data import JsonResult
 from halfstep.measure.parity import Margin, ParityTest, half_a_point, margin_of, mean_interval, parity
 from halfstep.measure.timing import Speed, Verdict
 
@@ -44,7 +44,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class RunResult:
+class RunResult(JsonResult):
     """One run of one candidate with one seed. Fields that were not measured are None."""
 
     seed: int
@@ -64,21 +64,19 @@ class RunResult:
     joules_per_epoch: float | None = None
     observed: str = ""
     """The formats in which it really computed."""
-    conditions: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for strict JSON: non-finite numbers are words, as in a journal."""
-        return in_strict_json(asdict(self))
+    conditions: Mapping[str, object] = field(default_factory=dict)
+    """The `Conditions` of a case, or those in the journal of a recipe."""
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> RunResult:
-        """Return the result from its saved form."""
-        curve = tuple((float(time), float(loss)) for time, loss in saved["curve"])
-        return cls(**{**saved, "metric": float(saved["metric"]), "curve": curve})
+        """Return the result from its saved form; keys of other versions are ignored."""
+        known = {key: value for key, value in saved.items() if key in cls.__dataclass_fields__}
+        curve = tuple((float(time), float(loss)) for time, loss in saved.get("curve", ()))
+        return cls(**{**known, "metric": float(saved["metric"]), "curve": curve})
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(JsonResult):
     """Memory of one update, in bytes of tensors."""
 
     measured: int | None = None
@@ -86,6 +84,7 @@ class Memory:
     parts: Mapping[str, int] | None = None
     """Predicted bytes of each part at the peak."""
     note: str = ""
+    json_keys = ("measured", "predicted", "parts", "note")
 
     @property
     def predicted(self) -> int | None:
@@ -96,15 +95,6 @@ class Memory:
     def peak(self) -> int | None:
         """Return the figure to compare: measured if available, else predicted."""
         return self.measured if self.measured is not None else self.predicted
-
-    def as_dict(self) -> dict[str, Any]:
-        parts = dict(self.parts) if self.parts else None
-        return {"measured": self.measured, "predicted": self.predicted, "parts": parts, "note": self.note}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Memory:
-        """Return the memory from its saved form."""
-        return cls(saved["measured"], saved["parts"], saved["note"])
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -174,13 +164,14 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Gain:
+class Gain(JsonResult):
     """Throughput relative to strict fp32, with the 95 % interval if there is one."""
 
     times: float
     low: float | None
     high: float | None
     pairs: int
+    json_keys = ("times", "low", "high", "pairs", "verdict")
 
     @property
     def verdict(self) -> Verdict:
@@ -188,9 +179,6 @@ class Gain:
         if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
             return "can't tell"
         return "faster" if self.low > 1.0 else "slower"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict}
 
 
 def gain_of(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> Gain | None:
@@ -364,25 +352,13 @@ class BenchRow:
             return None
         return epoch.mean * epochs.mean * price_per_hour / SECONDS_PER_HOUR
 
-    def as_dict(self, price_per_hour: float | None) -> dict[str, Any]:
-        figures = ("metric", "samples_per_second", "seconds_per_epoch", "joules_per_epoch", "seconds")
-        return {
-            "name": self.name,
-            **asdict(self.config),
-            "failed": self.failed,
-            "seeds": [run.seed for run in self.runs],
-            "finite": self.finite,
-            **{name: asdict(found) if (found := getattr(self, name)) else None for name in figures},
-            "gain": self.gain.as_dict() if self.gain else None,
-            "parity": in_strict_json(asdict(self.parity)) if self.parity else None,
-            "memory": self.memory.as_dict() if self.memory else None,
-            "less_memory": self.less_memory,
-            "peak_bytes": self.peak_bytes,
-            "time_to_loss": asdict(self.time_to_loss) if self.time_to_loss else None,
-            "skipped": self.skipped,
-            "cost": self.cost(price_per_hour),
-            "runs": [run.as_dict() for run in self.runs],
-        }
+    def figures(self) -> dict[str, object]:
+        """Return the figures by their key in JSON."""
+        keys = (
+            *("finite", "metric", "samples_per_second", "seconds_per_epoch", "joules_per_epoch", "seconds", "gain"),
+            *("parity", "memory", "less_memory", "peak_bytes", "time_to_loss", "skipped"),
+        )
+        return {"seeds": [run.seed for run in self.runs], **{key: getattr(self, key) for key in keys}}
 
 
 def rows_of(

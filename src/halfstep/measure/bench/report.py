@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from halfstep.errors import FolderTaken, MissingExtra
 from halfstep.files import read_json, write_json, write_text
 from halfstep.journal import numbers
 from halfstep.journal.jsonl import in_strict_json
+from halfstep.json_data import JsonResult, json_data
 from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, margin_over
-from halfstep.measure.conditions import busy, in_words
+from halfstep.measure.conditions import Conditions, busy, in_words
 from halfstep.measure.parity import Margin, ParityTest
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -225,9 +226,9 @@ def _cost(row: BenchRow, price_per_hour: float) -> str:
     return NONE if cost is None else f"{cost:.3g}"
 
 
-def footnote(conditions: Mapping[str, Any], seeds: Sequence[int], metric: BenchMetric, *, raced: bool) -> str:
+def footnote(conditions: Conditions, seeds: Sequence[int], metric: BenchMetric, *, raced: bool) -> str:
     """Return what the figures mean and the conditions of the measurement."""
-    told = f"{in_words(dict(conditions))}. " if "flags" in conditions else ""
+    told = f"{in_words(conditions)}. " if "flags" in conditions else ""
     speed = "from a race of all arms in turns, and samples/s from the runs" if raced else "with the same seed"
     return (
         f"{told}{many(len(seeds), 'Seed')} {', '.join(map(str, seeds))}. Speed: against strict fp32, {speed}, with its "
@@ -246,7 +247,7 @@ def many(count: int, word: str) -> str:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(JsonResult):
     """Candidates compared with strict fp32, which is the first row."""
 
     name: str
@@ -255,7 +256,7 @@ class Bench:
     rows: tuple[BenchRow, ...]
     settings: tuple[str, ...] = ()
     """Settings of the recipe that all candidates share."""
-    conditions: Mapping[str, Any] = field(default_factory=dict)
+    conditions: Conditions = field(default_factory=Conditions)
     price_per_hour: float | None = None
     interrupted: bool = False
     notes: tuple[str, ...] = ()
@@ -292,7 +293,7 @@ class Bench:
         """Return remarks on all verdicts: the margin, other work on the machine, and deviations."""
         # Without a candidate to compare, a margin means nothing.
         margin = [margin_said(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
-        return (*margin, *filter(None, [busy(dict(self.conditions))]), *self.notes)
+        return (*margin, *filter(None, [busy(self.conditions)]), *self.notes)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -303,23 +304,18 @@ class Bench:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that strict JSON can represent."""
-        return in_strict_json(
-            {
-                "name": self.name,
-                "settings": list(self.settings),
-                "metric": asdict(self.metric),
-                "baseline": self.baseline.name,
-                "seeds": list(self.seeds),
-                "verdicts": list(self.verdicts),
-                "margin": asdict(self.margin) if self.margin else None,
-                "notes": list(self.notes),
-                "raced": self.raced,
-                "rows": [row.as_dict(self.price_per_hour) for row in self.rows],
-                "price_per_hour": self.price_per_hour,
-                "conditions": dict(self.conditions),
-                "interrupted": self.interrupted,
-            }
-        )
+        rows = [
+            {"name": row.name, **asdict(row.config), "failed": row.failed, **row.figures(),
+             "cost": row.cost(self.price_per_hour), "runs": row.runs}
+            for row in self.rows
+        ]  # fmt: skip
+        plain = {
+            "name": self.name, "settings": self.settings, "metric": self.metric, "baseline": self.baseline.name,
+            "seeds": self.seeds, "verdicts": self.verdicts, "margin": self.margin, "notes": self.notes,
+            "raced": self.raced, "rows": rows, "price_per_hour": self.price_per_hour, "conditions": self.conditions,
+            "interrupted": self.interrupted,
+        }  # fmt: skip
+        return in_strict_json(json_data(plain))
 
     def markdown(self) -> str:
         """Return the sentences, the table and the conditions as Markdown."""
@@ -330,7 +326,7 @@ class Bench:
             # A report of a part must not be mistaken for a whole one.
             lines += ["Interrupted: these are the runs that were finished.", ""]
         lines += ["| Hardware | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
-        hardware = _escaped(str(self.conditions.get("device", "")))
+        hardware = _escaped(self.conditions.get("device", ""))
         for row in self.rows:
             cells = [hardware, *(_escaped(cell(row, self.baseline)) for cell in shown.values())]
             lines.append("| " + " | ".join(cells) + " |")

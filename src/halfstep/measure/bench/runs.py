@@ -20,15 +20,23 @@ from typing import Any
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import HalfstepError, reason_in
 from halfstep.files import read_json, write_json
-from halfstep.journal.jsonl import read_events
+from halfstep.journal.events import Event
+from halfstep.journal.jsonl import in_strict_json, read_events
 from halfstep.journal.numbers import to_float
 from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
 from halfstep.measure.case import Case
+from halfstep.measure.conditions import Conditions
 from halfstep.measure.local_candidate import LocalCandidate, candidate_of
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import race, warm
-from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow, end_process
+from halfstep.measure.worker_process import (
+    CandidateFailed,
+    CandidateProcess,
+    CandidateTooSlow,
+    TimedUpdate,
+    end_process,
+)
 
 # -- journals ---------------------------------------------------------------------------------------------------------
 # Compute the figures of a bench from a run's journal.
@@ -70,11 +78,11 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     )
 
 
-def _all(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def _all(events: Sequence[Event], kind: str) -> list[Event]:
     return [event for event in events if event["event"] == kind]
 
 
-def _last(events: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+def _last(events: Sequence[Event], kind: str) -> Event:
     found = _all(events, kind)
     if not found:
         raise RunFailed(f"its journal has no line of the kind {kind!r}")
@@ -86,7 +94,7 @@ def _median(values: Sequence[Any]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _curve(events: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
+def _curve(events: Sequence[Event]) -> tuple[tuple[float, float], ...]:
     """Return the validation losses, or the training losses if there is no validation."""
     validated = [
         (float(event["time"]), to_float(event["val"]["loss"]))
@@ -99,7 +107,7 @@ def _curve(events: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
     return smoothed(steps, max(1, min(_SMOOTH, len(steps) // 5)))
 
 
-def _peak(events: Sequence[dict[str, Any]], resident: int | None) -> int | None:
+def _peak(events: Sequence[Event], resident: int | None) -> int | None:
     memories = [event.get("memory") or {} for event in _all(events, "speed")]
     device = [found["device_peak_bytes"] for found in memories if found.get("device_peak_bytes")]
     host = [found["host_bytes"] for found in memories if found.get("host_bytes")]
@@ -107,7 +115,7 @@ def _peak(events: Sequence[dict[str, Any]], resident: int | None) -> int | None:
     return max(device, default=None) or resident or max(host, default=None)
 
 
-def _skipped(epochs: Sequence[dict[str, Any]]) -> dict[str, int]:
+def _skipped(epochs: Sequence[Event]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for event in epochs:
         total.update(event["skipped"])
@@ -151,7 +159,7 @@ class RecipeCandidate:
     """The settings as typed, and those that define this candidate."""
     folder: Path
     name: str
-    identity: Mapping[str, Any]
+    identity: Mapping[str, object]
     """Everything that must be equal for a finished run to be reused."""
     time_limit: RunTimeLimit = field(default_factory=RunTimeLimit)
     """Shared by the candidates of a bench."""
@@ -168,7 +176,7 @@ class RecipeCandidate:
         began = time.monotonic()
         result = self._train(seed)
         self.time_limit.learn(time.monotonic() - began)
-        write_json(saved, {"identity": known, "result": result.as_dict()})
+        write_json(saved, {"identity": known, "result": in_strict_json(result.as_dict())})
         return result
 
     def beside(self, what: str) -> Path:
@@ -301,27 +309,25 @@ class CaseCandidate:
         return result_of_case(updates, seed, opened["samples"], opened["conditions"])
 
 
-def result_of_case(
-    updates: Sequence[Mapping[str, Any]], seed: int, samples: int, conditions: Mapping[str, Any]
-) -> RunResult:
-    """Return the result of updates with their `seconds`, `loss`, and the `reason` if skipped.
+def result_of_case(updates: Sequence[TimedUpdate], seed: int, samples: int, conditions: Conditions) -> RunResult:
+    """Return the result of updates.
 
     A skipped update takes time but its loss is not compared, unless the loss itself is non-finite.
     """
     taken, timed = 0.0, []
     for update in updates:
-        taken += update["seconds"]
+        taken += update.seconds
         # A skipped update leaves the weights as they are, so its loss would count twice.
-        if update["reason"] is None or not math.isfinite(update["loss"]):
-            timed.append((taken, float(update["loss"])))
+        if update.reason is None or not math.isfinite(update.loss):
+            timed.append((taken, float(update.loss)))
     losses = [loss for _, loss in timed[-LAST:]]
     return RunResult(
         seed=seed,
         metric=statistics.fmean(losses) if losses else math.nan,
         seconds=taken,
-        samples_per_second=samples / statistics.median(update["seconds"] for update in updates),
+        samples_per_second=samples / statistics.median(update.seconds for update in updates),
         curve=smoothed(timed, min(LAST, len(timed) or 1)),
-        skipped=dict(Counter(update["reason"] for update in updates if update["reason"] is not None)),
+        skipped=dict(Counter(update.reason for update in updates if update.reason is not None)),
         conditions=conditions,
     )
 

@@ -13,7 +13,7 @@ import torch
 from halfstep.host_memory import free_memory
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.measure.timing import Speed, race, warm
-from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
+from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow, OpenedCandidate
 
 # -- memory fit -------------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class TimeBudget:
 class RacingCandidate(Protocol):
     """The interface of `CandidateProcess`."""
 
-    def open(self, limit: float | None = None) -> dict[str, Any]: ...
+    def open(self, limit: float | None = None) -> OpenedCandidate: ...
     def seconds(self, steps: int = 1, limit: float | None = None) -> float: ...
     def trail(self, steps: int) -> list[float]: ...
     def losses(self, steps: int, limit: float | None = None) -> list[float]: ...

@@ -7,19 +7,17 @@ from typing import Any
 from halfstep.measure.worker import main
 
 
-def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _open(question: dict[str, Any]) -> tuple[Any, object]:
     from halfstep.measure.profile.examined import Examined
     from halfstep.measure.subject import Subject
 
     case = Subject(question["text"], tuple(question["settings"])).open()
     examined = Examined(case, question["precision"], question["device"])
-    return examined, examined.describe()
+    return examined, examined.measure("", 0.0)
 
 
-def _do(examined: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from halfstep.measure.profile.examined import STAGES
-
-    return examined, STAGES[question["do"]].measure(examined, question["seconds"])
+def _do(examined: Any, question: dict[str, Any]) -> tuple[Any, object]:
+    return examined, examined.measure(question["do"], question["seconds"])
 
 
 if __name__ == "__main__":

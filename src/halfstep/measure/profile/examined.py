@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.batches import resized, size_of
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case, CaseData
-from halfstep.measure.conditions import conditions
-from halfstep.measure.profile.facts import ANOMALY, THREADS, Feeding, SlowSwitch, StepTimes, Warming
+from halfstep.measure.conditions import Conditions, conditions
+from halfstep.measure.profile.facts import ANOMALY, THREADS, Feeding, ProfileFacts, SlowSwitch, StepTimes, Warming
 from halfstep.measure.profile.operations import StepLayers, kernels_of, look, measured, misaligned
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import STABLE, Stopwatch, race, warm
@@ -279,8 +279,18 @@ class PlainStep:
         return self._stopwatch.seconds(self.step, steps)
 
 
+@dataclass(frozen=True)
+class MeasuredFacts:
+    """The facts after a stage, and the conditions."""
+
+    facts: ProfileFacts
+    conditions: Conditions
+    interrupted: bool = False
+    """Whether Ctrl-C ended the stage early; its facts are valid."""
+
+
 class Examined:
-    """A case with its stages. It is built once; each stage returns facts as plain data."""
+    """A case with its stages. It is built once; each stage returns the facts so far with its own."""
 
     def __init__(self, case: Case, asked: str | None = None, device: str | torch.device | None = None) -> None:
         self.case = case
@@ -297,37 +307,43 @@ class Examined:
         # Reported as a cause, not as an error.
         except PrecisionRefused:
             self.passed_over = True
+        self.facts = self._described()
+        self._conditions = conditions(self.device)
+        self._interrupted = False
 
-    def describe(self) -> dict[str, Any]:
+    def measure(self, stage: str, seconds: float) -> MeasuredFacts:
+        """Run a stage, none if its name is empty; return all facts so far."""
+        if stage:
+            self.facts = STAGES[stage].measure(self, seconds)
+        return MeasuredFacts(self.facts, self._conditions, self._interrupted)
+
+    def _described(self) -> ProfileFacts:
         """Return what is known before anything is timed."""
         can = ability(self.place, self.precision.computes.name)
         formats = [name for name in ("bf16", "fp16") if ability(self.place, name).native]
         others = [name for name in formats if name != self.precision.name]
-        return {
-            "asked": self.precision.name,
-            "format": self.precision.computes.name,
-            "kind": self.place.kind,
-            "native": can.native,
-            "why": can.reason,
-            "instead": (formats if can.native else others or ["fp32"])[0] if formats or not can.native else "fp32",
-            "fp32_means": self.fp32_means,
-            "passed_over": self.passed_over,
-            "compiles": self.case.setting.compile,
-            "samples": size_of(self.case.batch),
-            "idle": "",
-            "conditions": conditions(self.device),
-        }
+        return ProfileFacts(
+            asked=self.precision.name,
+            format=self.precision.computes.name,
+            kind=self.place.kind,
+            native=can.native,
+            why=can.reason,
+            instead=(formats if can.native else others or ["fp32"])[0] if formats or not can.native else "fp32",
+            fp32_means=self.fp32_means,
+            passed_over=self.passed_over,
+            compiles=self.case.setting.compile,
+        )
 
-    def warming(self, seconds: float) -> dict[str, Any]:
+    def warming(self, seconds: float) -> ProfileFacts:
         """Time the first steps; report compilations, and why a step does not train."""
         reports: list[StepReport] = []
         found = first_steps(lambda: reports.append(self.asked.step()), Stopwatch(self.device), seconds)
         while reports[-1].reason == GRADIENT_OVERFLOW and len(reports) < _LONGEST_FALL:
             reports.append(self.asked.step())  # the loss scale has to settle first
         compiles = self.case.setting.compile or any(found.compiled)
-        return {"warming": asdict(found), "compiles": compiles, "idle": _idle(reports[-1])}
+        return replace(self.facts, warming=found, compiles=compiles, idle=_idle(reports[-1]))
 
-    def race(self, seconds: float) -> dict[str, Any]:
+    def race(self, seconds: float) -> ProfileFacts:
         """Race the requested precision against strict fp32.
 
         There are always enough pairs for an interval, even if they take longer than `seconds`, up to a multiple of it.
@@ -344,17 +360,18 @@ class Examined:
         own = raced.speeds["own fp32"].seconds if "own fp32" in raced.speeds else None
         won = raced.speeds["asked"]
         found = StepTimes(raced.speeds["fp32"].seconds, won.seconds, won.speedup, won.low, won.high, won.pairs, own)
-        return {"race": asdict(found), "interrupted": raced.interrupted}
+        self._interrupted = raced.interrupted
+        return replace(self.facts, race=found)
 
-    def kernels(self, seconds: float) -> dict[str, Any]:
+    def kernels(self, seconds: float) -> ProfileFacts:
         """Profile both steps; a long one only once."""
-        found = {}
-        for name, candidate in (("kernels", self.asked), ("fp32_kernels", self.strict)):
+        found = []
+        for candidate in (self.asked, self.strict):
             steps = 1 if candidate.seconds() > min(_LONG_STEP, seconds / 8) else 5
-            found[name] = asdict(kernels_of(candidate.step, self.device, steps))
-        return found
+            found.append(kernels_of(candidate.step, self.device, steps))
+        return replace(self.facts, kernels=found[0], fp32_kernels=found[1])
 
-    def switches(self, seconds: float) -> dict[str, Any]:
+    def switches(self, seconds: float) -> ProfileFacts:
         """Time the step without what the case's own code has left on: anomaly mode, or fewer threads than cores."""
         found: list[SlowSwitch] = []
         threads, most = torch.get_num_threads(), cores_each()
@@ -362,7 +379,7 @@ class Examined:
             found.append(self._without(ANOMALY, "on", lambda: torch.set_anomaly_enabled(False), seconds))
         if self.device.type == "cpu" and threads < most:
             found.append(self._without(THREADS, str(threads), lambda: torch.set_num_threads(most), seconds))
-        return {"switches": [asdict(one) for one in found]}
+        return replace(self.facts, switches=tuple(found))
 
     def _without(self, name: str, value: str, change: Callable[[], object], seconds: float) -> SlowSwitch:
         """Race the step as it is against the step after a change, which is undone in between."""
@@ -385,24 +402,24 @@ class Examined:
         now, without = (statistics.median(turn[name] for turn in turns) for name in ("now", "changed"))
         return SlowSwitch(name, value, now, without, low, high)
 
-    def work(self, _seconds: float) -> dict[str, Any]:
+    def work(self, _seconds: float) -> ProfileFacts:
         """Count the FLOPs of a step by module and format."""
-        return {"work": asdict(self.looked.work)}
+        return replace(self.facts, work=self.looked.work)
 
-    def padding(self, seconds: float) -> dict[str, Any]:
+    def padding(self, seconds: float) -> ProfileFacts:
         """Time layers with misaligned channels as they are and padded."""
         # A single layer is timed in the requested precision, so layers that ran in fp32 cannot be compared.
         narrow = self.precision.computes.name not in ("fp32", "tf32")
         groups = misaligned(self.looked, without=self.looked.wide if narrow else ())[:_PADDED_GROUPS]
         each = seconds / max(1, len(groups))
         found = [measured(layers, share, self.precision, self.device, each) for layers, share in groups]
-        return {"misaligned": [asdict(one) for one in found]}
+        return replace(self.facts, misaligned=tuple(found))
 
-    def feeding(self, seconds: float) -> dict[str, Any]:
-        """Time steps on batches as training reads them; empty if the case has only one batch."""
+    def feeding(self, seconds: float) -> ProfileFacts:
+        """Time steps on batches as training reads them; nothing if the case has only one batch."""
         if self.case.data is None:
-            return {}
-        return {"feeding": asdict(fed(self.asked, self.case.data(), seconds))}
+            return self.facts
+        return replace(self.facts, feeding=fed(self.asked, self.case.data(), seconds))
 
     @property
     def asked(self) -> Candidate:
@@ -433,7 +450,7 @@ class Examined:
 class Stage(NamedTuple):
     """A stage of the profile, and its share of the time."""
 
-    measure: Callable[[Examined, float], dict[str, Any]]
+    measure: Callable[[Examined, float], ProfileFacts]
     share: float
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.json_data import JsonResult
 
 NARROW, WIDE, COPIES, UPDATE, OTHER, HOST, DATA = "narrow", "fp32", "copies", "update", "other", "host", "data"
 PARTS = {
@@ -199,7 +200,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class ProfileFacts:
+class ProfileFacts(JsonResult):
     """Everything that was measured; the rest is None."""
 
     asked: str
@@ -274,7 +275,9 @@ class ProfileFacts:
         return self.feeding.fed(self.race.fp32) / least if least > 0 else float("inf")
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "shares": self.shares, "ceiling": self.ceiling, "speedup_with_data": self.with_data}
+        """Return plain data: the fields, and the figures that follow from them."""
+        more = {"shares": self.shares, "ceiling": self.ceiling, "speedup_with_data": self.with_data}
+        return {**super().as_dict(), **more}
 
     @property
     def with_data(self) -> float | None:
@@ -290,7 +293,7 @@ def amdahl(share: float) -> float:
     return 1 / (1 - share) if share < 1 else float("inf")
 
 
-_NESTED: dict[str, Any] = {
+_NESTED = {
     "warming": Warming,
     "race": StepTimes,
     "kernels": Kernels,
@@ -313,9 +316,9 @@ def read_facts(known: Mapping[str, Any]) -> ProfileFacts:
     return ProfileFacts(**given)
 
 
-def _read(kind: Any, known: Mapping[str, Any]) -> Any:
+def _read(kind: Any, known: Any) -> Any:
     # JSON has no tuples.
-    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     if plain.get("warming") is not None:
         plain["warming"] = _read(Warming, plain["warming"])
     return kind(**plain)

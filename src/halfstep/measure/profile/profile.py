@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from halfstep.errors import WrongUse
+from halfstep.json_data import JsonResult
 from halfstep.measure.case import Case, LossFunction
+from halfstep.measure.conditions import Conditions
 from halfstep.measure.profile.causes import Cause, find_causes, verdict
-from halfstep.measure.profile.examined import STAGES, Examined
+from halfstep.measure.profile.examined import STAGES, Examined, MeasuredFacts
 from halfstep.measure.profile.facts import ProfileFacts, read_facts
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
@@ -21,36 +23,29 @@ from halfstep.precision.names import AUTO, read_precision
 from halfstep.status_line import OnProgress
 
 _WHOLE = 100
-_NOTHING_YET: dict[str, Any] = {"format": "fp32", "kind": "other", "conditions": {}}
-"""The facts of a profile that was interrupted before it began."""
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(JsonResult):
     """The parts of a step's time, the cause of a missing speed-up, and its remedy."""
 
     facts: ProfileFacts
     cause: Cause
     others: tuple[Cause, ...]
     """Causes that explain less."""
-    conditions: Mapping[str, Any]
+    conditions: Conditions
     interrupted: bool = False
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Stages that could not be measured, and why."""
+    json_keys = ("subject", "cause", "others", "facts", "skipped", "conditions", "interrupted")
+
+    @property
+    def subject(self) -> str:
+        """Return the arguments of the command; empty for objects in Python."""
+        return " ".join(self.facts.subject)
 
     def __str__(self) -> str:
         return f"{self.cause.id}: {self.cause.sentence}\n  do: {self.cause.do}\n  $ {self.cause.command}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "subject": " ".join(self.facts.subject),
-            "cause": asdict(self.cause),
-            "others": [asdict(cause) for cause in self.others],
-            "facts": self.facts.as_dict(),
-            "skipped": dict(self.skipped),
-            "conditions": dict(self.conditions),
-            "interrupted": self.interrupted,
-        }
 
 
 def profile(
@@ -79,35 +74,40 @@ def profile(
         words, own_code = (measured.text, *measured.settings), measured.is_own_code
     else:
         words, own_code = (), True
-    known: dict[str, Any] = {"subject": words, "own_code": own_code, "asked": precision or AUTO, **_NOTHING_YET}
-    known |= {"device": None if device is None else str(device), "seconds": seconds}
+    skipped: dict[str, str] = {}
     with _opened_for(measured, precision, device) as ask:
-        skipped: dict[str, str] = {}
-        interrupted = _ask_all(ask, known, skipped, seconds, progress)
-    facts = read_facts({**known, "skipped": tuple(skipped)})
+        found = _ask_all(ask, precision or AUTO, skipped, seconds, progress)
+    asked_on = None if device is None else str(device)
+    facts = replace(
+        found.facts, subject=words, own_code=own_code, device=asked_on, seconds=seconds, skipped=tuple(skipped)
+    )
     cause = verdict(facts)
     others = tuple(one for one in find_causes(facts) if one != cause)
-    return Profile(facts, cause, others, known["conditions"], interrupted, skipped)
+    return Profile(facts, cause, others, found.conditions, found.interrupted, skipped)
 
 
-Ask = Callable[[str, float], dict[str, Any]]
+Ask = Callable[[str, float], MeasuredFacts]
 
 
 def _ask_all(
-    ask: Ask, known: dict[str, Any], skipped: dict[str, str], seconds: float, progress: OnProgress | None
-) -> bool:
-    """Run the stages in order; return whether it was interrupted. A stage that fails does not stop the others."""
+    ask: Ask, asked: str, skipped: dict[str, str], seconds: float, progress: OnProgress | None
+) -> MeasuredFacts:
+    """Run the stages in order, also after one that fails; `skipped` gets those without facts, and why."""
+    found = MeasuredFacts(ProfileFacts(asked, format="fp32", kind="other"), Conditions())
     done = 0.0
     left = dict(STAGES)
     try:
-        known.update(_opened(ask))
+        try:
+            found = ask("", 0.0)
+        except CandidateFailed as error:
+            raise _does_not_run(error) from None
         # Refused by the device: there is nothing to time.
-        left = {} if known["passed_over"] else left
+        left = {} if found.facts.passed_over else left
         # The times of skipped updates mean nothing, so the profile ends.
-        while left and not known["idle"]:
+        while left and not found.facts.idle:
             name = next(iter(left))
             try:
-                known.update(ask(name, seconds * left[name].share))
+                found = ask(name, seconds * left[name].share)
             except CandidateFailed as error:
                 # Nothing can be measured of a case that does not run.
                 if name == "warming":
@@ -116,20 +116,13 @@ def _ask_all(
             done += left.pop(name).share
             if progress is not None:
                 progress(round(done * _WHOLE), _WHOLE)
-            # A race handles Ctrl-C itself and returns its pairs with this flag.
-            if known.pop("interrupted", False):
+            # A race handles Ctrl-C itself and returns its pairs.
+            if found.interrupted:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         skipped.update(dict.fromkeys(left, "interrupted"))
-        return True
-    return False
-
-
-def _opened(ask: Ask) -> dict[str, Any]:
-    try:
-        return ask("", 0.0)
-    except CandidateFailed as error:
-        raise _does_not_run(error) from None
+        return replace(found, interrupted=True)
+    return found
 
 
 def _does_not_run(error: CandidateFailed) -> WrongUse:
@@ -150,9 +143,10 @@ class _ChildProcess(CandidateProcess):
     def __enter__(self) -> _ChildProcess:
         return self
 
-    def ask(self, stage: str, seconds: float) -> dict[str, Any]:
-        """Return the facts of a stage; the empty name opens the case."""
-        return self._ask({"do": stage, "seconds": seconds}) if stage else self.open()
+    def ask(self, stage: str, seconds: float) -> MeasuredFacts:
+        """Run a stage there; the empty name opens the case."""
+        found = self._ask({"do": stage, "seconds": seconds} if stage else self._begin)
+        return MeasuredFacts(read_facts(found["facts"]), found["conditions"], found["interrupted"])
 
 
 @contextmanager
@@ -161,5 +155,4 @@ def _opened_for(subject: Subject | Case, precision: str | None, device: str | to
         with _ChildProcess(subject, precision, None if device is None else str(device)) as child:
             yield child.ask
         return
-    examined = Examined(subject, precision, device)
-    yield lambda stage, seconds: STAGES[stage].measure(examined, seconds) if stage else examined.describe()
+    yield Examined(subject, precision, device).measure

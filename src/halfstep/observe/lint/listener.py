@@ -12,6 +12,7 @@ from torch import nn
 from torch._ops import OpOverloadPacket
 
 from halfstep.finding import Finding
+from halfstep.json_data import JsonResult, json_data
 from halfstep.observe.lint import angles, eps, integers, masks, merged_positions, softmax, stored, sums, variance
 from halfstep.observe.lint.seen import Rule, seen
 from halfstep.observe.recorder import OUTSIDE, Operation
@@ -21,7 +22,7 @@ _RULES: tuple[Any, ...] = (integers, merged_positions, angles, sums, masks, soft
 
 
 @dataclass(frozen=True)
-class Spotted:
+class Spotted(JsonResult):
     """A finding and its place."""
 
     finding: Finding
@@ -32,8 +33,8 @@ class Spotted:
     """All modules in which the same line did the same."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return {**self.finding.as_dict(), "module": self.module, "line": self.line, "modules": list(self.modules)}
+        """Return plain data: those of the finding, then the place."""
+        return {**json_data(self.finding), "module": self.module, "line": self.line, "modules": list(self.modules)}
 
 
 class Lint:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.json_data import JsonResult
 from halfstep.precision.island import island
 from halfstep.train.metrics import Metric
 
@@ -40,7 +42,23 @@ def counted(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
 # -- confusion --------------------------------------------------------------------------------------------------------
 
 
-Row = dict[str, float | int | str]
+@dataclass(frozen=True)
+class ClassScores(JsonResult):
+    """The figures of one class; a ratio that is undefined is None."""
+
+    name: str
+    truth: int
+    """Images or pixels of the class."""
+    answered: int
+    """Images or pixels that were taken for it."""
+    iou: float | None
+    dice: float | None
+    precision: float | None
+    recall: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data; the name is called the class."""
+        return {"class" if key == "name" else key: value for key, value in super().as_dict().items()}
 
 
 @dataclass(frozen=True)
@@ -51,25 +69,20 @@ class Confusion:
     counts: Tensor
     """True × predicted class, int64."""
 
-    def per_class(self) -> list[Row]:
-        """Return IoU, Dice, precision, recall and counts of each class; NaN where a ratio is undefined."""
+    def as_dict(self) -> dict[str, object]:
+        """Return plain data."""
+        return {"names": self.names, "counts": self.counts.tolist()}
+
+    def per_class(self) -> list[ClassScores]:
+        """Return IoU, Dice, precision, recall and counts of each class."""
         counts = self.counts.double()
         both, truth, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
-        figures = {
-            "iou": both / (truth + predicted - both),
-            "dice": 2 * both / (truth + predicted),
-            "precision": both / predicted,
-            "recall": both / truth,
-        }
-        return [
-            {
-                "class": name,
-                "truth": int(truth[number]),
-                "answered": int(predicted[number]),
-                **{key: float(values[number]) for key, values in figures.items()},
-            }
-            for number, name in enumerate(self.names)
+        ratios = both / (truth + predicted - both), 2 * both / (truth + predicted), both / predicted, both / truth
+        figures = [
+            [None if value != value else value for value in values] for values in torch.stack(ratios, 1).tolist()
         ]
+        counted = zip(self.names, truth.tolist(), predicted.tolist(), figures, strict=True)
+        return [ClassScores(name, int(own), int(said), *values) for name, own, said, values in counted]
 
     def shares(self) -> list[list[float]]:
         """Return, per true class, the share predicted as each class; NaN in the row of an absent class."""
