@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from halfstep.cli._completion import recipes, run_folders
 from halfstep.errors import INTERRUPTED, FolderTaken, StorageFailed, WrongUse
+from halfstep.json_data import json_data
 from halfstep.precision.names import read_settings
 from halfstep.terminal import say, screen
 
@@ -149,9 +150,9 @@ def subject(text: str, settings: Sequence[str]) -> Subject:
     return named
 
 
-def print_json(report: dict[str, Any]) -> None:
+def print_json(report: object) -> None:
     """Print a report as JSON."""
-    say(dumps(report, indent=1))
+    say(dumps(json_data(report), indent=1))
 
 
 def print_report(report: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:

@@ -1,0 +1,40 @@
+"""Results as plain data, made once, where they are printed or written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+def json_data(value: object) -> Any:
+    """Return dataclasses, mappings, sequences, enums and paths as data that JSON can represent.
+
+    A dataclass becomes its fields; with a class attribute `json_keys` these attributes in this order, properties and
+    attributes of attributes (`"device.name"` becomes the key `name`) included.
+    """
+    if is_dataclass(value):
+        paths = getattr(value, "json_keys", ()) or [field.name for field in fields(value)]
+        return {path.rpartition(".")[2]: json_data(attrgetter(path)(value)) for path in paths}
+    if isinstance(value, Mapping):
+        return {key: json_data(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_data(inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+class JsonResult:
+    """A base of public results, which are dataclasses."""
+
+    json_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys of `as_dict`, as for `json_data`; the fields if empty."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can represent."""
+        found: dict[str, Any] = json_data(self)
+        return found
