@@ -17,7 +17,7 @@ from halfstep.errors import OUT_OF_MEMORY, BadRecipe, OutOfMemory
 from halfstep.journal.jsonl import read_events
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.report import way_out, within_reach
+from halfstep.measure.memory.way_out import way_out, within_reach
 from halfstep.out_of_memory import as_error, is_out_of_memory
 from halfstep.train.loop import Loop
 from halfstep.train.microbatches import division_notes, for_ranks, smaller_microbatches

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, indented, number_table, pairs, ruled_table
-from halfstep.measure.memory.report import place_in_words
+from halfstep.measure.memory.verdict import place_in_words
 from halfstep.measure.setting import size_in_words
 from halfstep.measure.survival_report import THE_MODEL_ITSELF
 from halfstep.printable import printable

@@ -19,7 +19,7 @@ from halfstep.terminal import screen
 
 PATIENCE = 120.0
 """Seconds for the estimate; without one, the advice is half the batch."""
-_WAY_OUT = "halfstep.measure.memory.report"
+_WAY_OUT = "halfstep.measure.memory.way_out"
 Found = Mapping[str, Any]
 
 
@@ -46,7 +46,7 @@ def show(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> None:
 def _estimated(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> Found | None:
     """Return the estimate; None for a user's own task, or where there is not even memory to estimate."""
     from halfstep.measure.memory.devices import HERE, device_named
-    from halfstep.measure.memory.report import within_reach
+    from halfstep.measure.memory.way_out import within_reach
 
     asked = {"recipe": recipe, "settings": list(settings), "precision": failed.precision, "batch": failed.batch}
     asked["limit"] = within_reach(device_named(HERE))

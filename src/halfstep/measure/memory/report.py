@@ -2,145 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from halfstep.errors import HalfstepError, PrecisionRefused, UnknownName, WrongUse
-from halfstep.host_memory import free_memory
 from halfstep.measure.batches import size_of, taken_as_samples
 from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named, own_choice
 from halfstep.measure.memory.estimate import ledger_on
 from halfstep.measure.memory.fake_tensors import MakeCase, as_wrong_use, in_one_line, made_once
 from halfstep.measure.memory.fitting import MOST, MakeLedger, largest_batch, levers
-from halfstep.measure.memory.ledger import Ledger, way_in_words
-from halfstep.measure.setting import StepSetting, size_in_words
-from halfstep.measure.subject import Subject
+from halfstep.measure.memory.ledger import Ledger
+from halfstep.measure.memory.verdict import verdict
+from halfstep.measure.setting import StepSetting
 from halfstep.precision.names import AMP, AUTO, FP8, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.status_line import OnProgress
-
-# -- verdict ----------------------------------------------------------------------------------------------------------
-# Summarize an estimate: whether it fits, what would make it fit, and why memory is not halved.
-
-
-_CPU_RULES = "by the CPU's rules"
-"""Prefix of the note for a device whose own rules could not be followed."""
-_HALF = 0.45
-"""Savings above this share count as half."""
-
-
-def verdict(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one line for each device, the savings, and the setting to use on the first device."""
-    lines = [_line(page) for page in report["devices"]]
-    return {
-        "lines": lines or ["nothing was estimated"],
-        "savings": [row for page in report["devices"][:1] for row in savings(page["columns"])],
-        "take": _take(report["devices"][0]) if lines else None,
-    }
-
-
-def main_column(page: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the column of the first line: the device's own precision at the first batch, run as the case is."""
-    columns = page["columns"]
-    if not columns:
-        return None
-    own = [column for column in columns if column["setting"]["precision"] == page["auto"]]
-    first: Mapping[str, Any] = (own or columns[-1:])[0]
-    return first
-
-
-def place_in_words(device: Mapping[str, Any]) -> str:
-    """Return the device's id, or "this machine"."""
-    return "this machine" if device["id"] == HERE else str(device["id"])
-
-
-def _line(page: Mapping[str, Any]) -> str:
-    column = main_column(page)
-    if column is None:
-        return f"{place_in_words(page['device'])}: nothing was estimated"
-    setting, device = column["setting"], page["device"]
-    how = way_in_words(setting["precision"], setting["recompute"], column["samples"])
-    word = "fits" if column["fits"] else "does not fit"
-    if any(note.startswith(_CPU_RULES) for note in column["notes"]):
-        word += f", {_CPU_RULES}"
-    peak, memory = size_in_words(column["peak"]), size_in_words(device["memory"])
-    return f"{word}: peak {peak} of {memory} on {place_in_words(device)} {how}{_farther(page, setting)}"
-
-
-def _farther(page: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
-    rows = {row["recompute"]: row for row in page["largest"] if row["precision"] == setting["precision"]}
-    row = rows.get(setting["recompute"])
-    if row is None:
-        return ""
-    if row["batch"]:
-        return f"; {reach(row)}"
-    fitting = [lever for lever in row["levers"] if lever["fits"]]
-    short = f"; even {row['smallest']} is {size_in_words(row['missing'])} too much"
-    return f"{short}, but {_way(fitting[0])} fits" if fitting else f"{short}, however it is run"
-
-
-def reach(row: Mapping[str, Any]) -> str:
-    """Return the largest batch as text, for a row where some batch fits."""
-    if row["at_least"]:
-        return f"no limit found up to batch {row['batch']}"
-    return f"largest batch about {row['batch']}, which fits" if row["about"] else f"largest batch {row['batch']}"
-
-
-def _way(lever: Mapping[str, Any]) -> str:
-    return f"{lever['precision']}{' with recomputing' if lever['recompute'] else ''}"
-
-
-def savings(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the savings of each column against fp32 with the same batch, and the reason where they are below half."""
-    wide = {_kind(column): column for column in columns if column["setting"]["precision"] == "fp32"}
-    rows = []
-    for column in columns:
-        base = wide.get(_kind(column))
-        if base is not None and base is not column and base["peak"]:
-            saved = 1 - column["peak"] / base["peak"]
-            rows.append({**_column_named(column), "saved": round(saved, 4), "why": _why(column, base, saved)})
-    return rows
-
-
-def _kind(column: Mapping[str, Any]) -> tuple[int, bool]:
-    return column["samples"], column["setting"]["recompute"]
-
-
-def _column_named(column: Mapping[str, Any]) -> dict[str, Any]:
-    setting = column["setting"]
-    return {"precision": setting["precision"], "batch": column["samples"], "recompute": setting["recompute"]}
-
-
-def _why(column: Mapping[str, Any], base: Mapping[str, Any], saved: float) -> str:
-    """Return the notes of this column that fp32's does not have: what did not shrink."""
-    return "" if saved >= _HALF else "; ".join(note for note in column["notes"] if note not in base["notes"])
-
-
-def _take(page: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the setting to train with: as requested if it fits, else the largest batch of the first row that fits."""
-    column = main_column(page)
-    if column is None:
-        return None
-    if column["fits"]:
-        return _column_named(column)
-    own = [row for row in page["largest"] if row["precision"] == page["auto"]]
-    for row in [*own, *page["largest"]]:
-        if row["batch"]:
-            batch = row["preferred"] or row["batch"]
-            return {"precision": row["precision"], "batch": batch, "recompute": row["recompute"]}
-    return None
-
-
-# -- report -----------------------------------------------------------------------------------------------------------
-
 
 WHERE_NEEDED = "auto"
 RECOMPUTE = {"both": (False, True), "off": (False,), "on": (True,)}
@@ -359,94 +238,3 @@ class _Making:
             return replace(self.ledgers[key], device=target.id)
 
         return ledger
-
-
-# -- way out ----------------------------------------------------------------------------------------------------------
-# After a step that ran out of memory: report its estimated memory, the available memory and the largest batch that
-# fits. It runs as a program in its own process: where memory is exhausted, even loading a library may fail.
-
-
-NEAR = 0.1
-"""Relative tolerance of the search for the largest batch; the user is waiting for it."""
-
-
-@dataclass(frozen=True)
-class WayOut:
-    """The remedy for a step that ran out of memory."""
-
-    failed: Ledger
-    batch: int
-    """The largest batch that fits by the estimate; 0 if none does."""
-    recomputed: int = 0
-    """The batch that fits with recomputed activations, where no batch fits otherwise."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "at_peak": dict(self.failed.at_peak),
-            "peak": self.failed.peak,
-            "moment": self.failed.moment,
-            "batch": self.batch,
-            "recomputed": self.recomputed,
-        }
-
-
-def way_out(make_case: MakeCase, precision: str, batch: int, target: Target, limit: int) -> WayOut:
-    """Return a remedy for a batch that did not fit into `limit` bytes; the case and its ledgers are made once."""
-    make_case, case = made_once(make_case)
-    setting = replace(case.setting, precision=precision, batch=batch)
-    made: dict[StepSetting, Ledger] = {}
-
-    def ledger(make: MakeCase, wanted: StepSetting) -> Ledger:
-        if wanted not in made:
-            made[wanted] = ledger_on(make, wanted, target)
-        return made[wanted]
-
-    failed = ledger(make_case, setting)
-    fit = largest_batch(make_case, setting, limit, ledger, tolerance=NEAR)
-    if fit.batch or setting.recompute:
-        return WayOut(failed, fit.batch)
-    again = ledger(make_case, replace(setting, batch=fit.ledger.samples, recompute=True))
-    return WayOut(failed, 0, again.samples if again.peak <= limit else 0)
-
-
-def within_reach(target: Target) -> int:
-    """Return the bytes that tensors of this process can use now: the device's memory, less what others hold."""
-    found = [target.usable]
-    with contextlib.suppress(Exception):  # a limit applies only where it can be read
-        found += _of_accelerator() if target.device.kind != "cpu" else _of_main_memory(target)
-    return max(0, min(found))
-
-
-def _of_accelerator() -> list[int]:
-    free, _ = torch.accelerator.get_memory_info()
-    # Reserved memory is the caching allocator's, so this process can reuse it.
-    return [int(free) + int(torch.accelerator.memory_reserved())]
-
-
-def _of_main_memory(target: Target) -> Iterator[int]:
-    """Yield free memory plus what this process holds, without its code: the process can reuse what it has freed."""
-    import psutil
-
-    process = psutil.Process().memory_info()
-    own = int(process.rss) - target.reserved
-    free = free_memory()
-    if free is not None:
-        yield free + own
-    with contextlib.suppress(ImportError):  # Windows
-        import resource
-
-        most = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if most != resource.RLIM_INFINITY:
-            # This limit is on address space, so the virtual size is subtracted, not the resident one.
-            yield most - int(process.vms) + own
-
-
-def _main() -> None:
-    asked = json.loads(sys.argv[1])
-    wanted = Subject(asked["recipe"], tuple(asked["settings"]))
-    found = way_out(wanted.open, asked["precision"], asked["batch"], device_named(HERE), asked["limit"])
-    print(json.dumps(found.as_dict()))
-
-
-if __name__ == "__main__":
-    _main()
