@@ -10,15 +10,28 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 
-def json_data(value: object) -> Any:
-    """Return dataclasses, mappings, sequences, enums and paths as data that JSON can represent.
+class JsonResult:
+    """A base of results, which are dataclasses."""
 
-    A dataclass becomes its fields; with a class attribute `json_keys` these attributes in this order, properties and
-    attributes of attributes (`"device.name"` becomes the key `name`) included.
+    json_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys of `as_dict`, as for `json_data`; the fields if empty."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can represent."""
+        return _attributes(self)
+
+
+def json_data(value: object) -> Any:
+    """Return objects, mappings, sequences, enums and paths as data that JSON can represent.
+
+    An object with a method `as_dict` decides by itself. Another dataclass becomes its fields; with a class attribute
+    `json_keys` these attributes in this order, properties and attributes of attributes (`"device.name"` becomes the key
+    `name`) included.
     """
+    if hasattr(value, "as_dict"):
+        return json_data(value.as_dict())
     if is_dataclass(value):
-        paths = getattr(value, "json_keys", ()) or [field.name for field in fields(value)]
-        return {path.rpartition(".")[2]: json_data(attrgetter(path)(value)) for path in paths}
+        return _attributes(value)
     if isinstance(value, Mapping):
         return {key: json_data(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -28,13 +41,6 @@ def json_data(value: object) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-class JsonResult:
-    """A base of public results, which are dataclasses."""
-
-    json_keys: ClassVar[tuple[str, ...]] = ()
-    """The keys of `as_dict`, as for `json_data`; the fields if empty."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can represent."""
-        found: dict[str, Any] = json_data(self)
-        return found
+def _attributes(value: Any) -> dict[str, Any]:
+    paths = getattr(value, "json_keys", ()) or [field.name for field in fields(value)]
+    return {path.rpartition(".")[2]: json_data(attrgetter(path)(value)) for path in paths}

@@ -13,6 +13,7 @@ from typing import Any
 
 from halfstep.errors import HalfstepError
 from halfstep.files import read_json, write_json
+from halfstep.json_data import json_data
 from halfstep.report.json_fields import fields
 from halfstep.train.run_folder import recipe_in
 
@@ -49,11 +50,11 @@ def _digest(run: Path) -> str:
     return hashlib.sha256(recipe_in(run).read_bytes()).hexdigest()
 
 
-def _estimate(recipe: str, precision: str) -> dict[str, Any]:
+def _estimate(recipe: str, precision: str) -> object:
     from halfstep.measure.memory.report import EstimateOptions, report_of
     from halfstep.measure.subject import Subject
 
-    return report_of(Subject(recipe).open, EstimateOptions(precisions=("fp32", precision)))
+    return json_data(report_of(Subject(recipe).open, EstimateOptions(precisions=("fp32", precision))))
 
 
 def _audit(recipe: str, precision: str) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Build the report of `halfstep estimate` as plain data, piece by piece, so that Ctrl-C keeps the results so far."""
+"""Build the report of `halfstep estimate`, piece by piece, so that Ctrl-C keeps the results so far."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from halfstep.errors import HalfstepError, PrecisionRefused, UnknownName, WrongUse
 from halfstep.measure.batches import size_of, taken_as_samples
@@ -13,9 +12,17 @@ from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named, own_choice
 from halfstep.measure.memory.estimate import ledger_on
 from halfstep.measure.memory.fake_tensors import MakeCase, as_wrong_use, in_one_line, made_once
-from halfstep.measure.memory.fitting import MOST, MakeLedger, largest_batch, levers
+from halfstep.measure.memory.fitting import MOST, BatchFit, Lever, MakeLedger, largest_batch, levers
 from halfstep.measure.memory.ledger import Ledger
-from halfstep.measure.memory.verdict import verdict
+from halfstep.measure.memory.verdict import (
+    DeviceEstimate,
+    EstimateColumn,
+    EstimateVerdict,
+    NativeFormat,
+    NotSearched,
+    RefusedPrecision,
+    verdict,
+)
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.names import AMP, AUTO, FP8, read_precision
 from halfstep.precision.precision import precision_named
@@ -56,36 +63,45 @@ class EstimateOptions:
             raise WrongUse(f"a batch of {wrong[0]}", allowed=f"1 sample or more, up to {MOST}", do="--batch 8")
 
 
+@dataclass(frozen=True)
+class EstimateReport:
+    """The estimate of a case on some devices."""
+
+    case: str
+    devices: tuple[DeviceEstimate, ...]
+    interrupted: bool
+    verdict: EstimateVerdict
+
+
 def report_of(
     make_case: MakeCase, options: EstimateOptions, on_progress: OnProgress = lambda done, of: None
-) -> dict[str, Any]:
+) -> EstimateReport:
     """Return the whole report. `on_progress` is called with the number of pieces done and their total.
 
     Raises `WrongUse` with the line of the user's code where that code fails.
     """
     targets = [device_named(name) for name in options.devices or (HERE,)]
     plans = [(target, precisions(target, options)) for target in targets]
-    report: dict[str, Any] = {"case": "", "devices": [], "interrupted": False}
+    name, devices, interrupted = "", list[DeviceEstimate](), False
     # torch logs a full traceback for a shape mismatch; the error below says it in one line.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     silent, log.disabled = log.disabled, True
     try:
         make_case, case = made_once(make_case)
-        report["case"] = case.name
+        name = case.name
         making = _Making(make_case, case, options, on_progress, sum(2 * len(names) for _, names in plans))
         for target, names in plans:
-            report["devices"].append(_page(target, names))
-            making.fill(report["devices"][-1], target)
+            devices.append(DeviceEstimate(target, own_choice(target), {name: _native(target, name) for name in names}))
+            making.fill(devices[-1])
     except KeyboardInterrupt:
-        report["interrupted"] = True
+        interrupted = True
     except HalfstepError:
         raise
     except Exception as error:
         raise as_wrong_use(error, (), "") or error from error
     finally:
         log.disabled = silent
-    report["verdict"] = verdict(report)
-    return report
+    return EstimateReport(name, tuple(devices), interrupted, verdict(devices))
 
 
 def precisions(target: Target, options: EstimateOptions) -> list[str]:
@@ -105,21 +121,9 @@ def _named(text: str, target: Target) -> str:
     return own_choice(target, name) if name in (AUTO, AMP) else name
 
 
-def _page(target: Target, names: list[str]) -> dict[str, Any]:
-    return {
-        "device": target.as_dict(),
-        "auto": own_choice(target),
-        "abilities": {name: _ability(target, name) for name in names},
-        "columns": [],
-        "refused": [],
-        "largest": [],
-        "not_searched": [],
-    }
-
-
-def _ability(target: Target, name: str) -> dict[str, Any]:
+def _native(target: Target, name: str) -> NativeFormat:
     can = target.ability(precision_named(name).computes.name)
-    return {"native": None if target.device.kind == "other" else can.native, "reason": can.reason}
+    return NativeFormat(None if target.device.kind == "other" else can.native, can.reason)
 
 
 @dataclass
@@ -132,30 +136,29 @@ class _Making:
     done: int = 0
     ledgers: dict[tuple[str, StepSetting], Ledger] = field(default_factory=dict)
 
-    def fill(self, page: dict[str, Any], target: Target) -> None:
+    def fill(self, page: DeviceEstimate) -> None:
         """Fill the columns first, because they answer the question; then search for the largest batches."""
-        ledger = self._ledgers_for(target)
-        for name in list(page["abilities"]):
+        ledger = self._ledgers_for(page.device)
+        for name in page.abilities:
             try:
-                page["columns"] += self._columns(name, target, ledger)
+                page.columns.extend(self._columns(name, page.device, ledger))
             except PrecisionRefused as error:
-                refusal = {"given": error.given, "allowed": error.allowed, "do": error.do}
-                page["refused"].append({"precision": name, **refusal})
+                page.refused.append(RefusedPrecision(name, error.given, error.allowed, error.do))
             self._tell()
-        refused = {row["precision"] for row in page["refused"]}
-        for name in page["abilities"]:
+        refused = {row.precision for row in page.refused}
+        for name in page.abilities:
             for recompute in self._ways(page, name) if self.options.search and name not in refused else ():
-                self._seek(page, name, recompute, target, ledger)
+                self._seek(page, name, recompute, ledger)
             self._tell()
 
     def _tell(self) -> None:
         self.done += 1
         self.on_progress(self.done, self.pieces)
 
-    def _ways(self, page: dict[str, Any], name: str) -> Iterable[bool]:
+    def _ways(self, page: DeviceEstimate, name: str) -> Iterable[bool]:
         """Return the values of `recompute` for which there is a column."""
-        settings = [column["setting"] for column in page["columns"]]
-        return dict.fromkeys(setting["recompute"] for setting in settings if setting["precision"] == name)
+        settings = [column.setting for column in page.columns]
+        return dict.fromkeys(setting.recompute for setting in settings if setting.precision == name)
 
     @property
     def _own_batch(self) -> int:
@@ -164,18 +167,18 @@ class _Making:
     def _batches(self) -> tuple[int, ...]:
         return self.options.batches or (self._own_batch,)
 
-    def _columns(self, name: str, target: Target, ledger: MakeLedger) -> Iterator[dict[str, Any]]:
+    def _columns(self, name: str, target: Target, ledger: MakeLedger) -> Iterator[EstimateColumn]:
         own = self.case.setting.recompute
         for batch in self._batches():
             for recompute in RECOMPUTE.get(self.options.recompute, (own,)):
                 found = self._ledger(
                     replace(self.case.setting, precision=name, batch=batch, recompute=recompute), ledger
                 )
-                yield {**found.as_dict(), "fits": found.peak <= target.usable}
+                yield EstimateColumn(**vars(found), fits=found.peak <= target.usable)
             # Only where it is needed: recomputing costs time.
             if self.options.recompute == WHERE_NEEDED and not own and found.peak > target.usable:
                 found = self._ledger(replace(found.setting, recompute=True), ledger)
-                yield {**found.as_dict(), "fits": found.peak <= target.usable}
+                yield EstimateColumn(**vars(found), fits=found.peak <= target.usable)
 
     def _ledger(self, setting: StepSetting, ledger: MakeLedger) -> Ledger:
         """Return the ledger of a requested setting; if it does not run, raise `WrongUse` with a setting that does."""
@@ -201,32 +204,25 @@ class _Making:
             return False
         return True
 
-    def _seek(self, page: dict[str, Any], name: str, recompute: bool, target: Target, ledger: MakeLedger) -> None:
+    def _seek(self, page: DeviceEstimate, name: str, recompute: bool, ledger: MakeLedger) -> None:
         """Add the largest batch; if the case does not run at another size, record why and keep its columns."""
         try:
-            page["largest"].append(self._largest(name, recompute, target, page["auto"], ledger))
+            page.largest.append(self._largest(name, recompute, page, ledger))
         except HalfstepError:
             raise
         except Exception as error:
             samples = ", ".join(taken_as_samples(self.case.batch))
             why = f"no other batch was tried: {in_one_line(error)}; {samples} were taken as samples"
-            page["not_searched"].append({"precision": name, "recompute": recompute, "why": why})
+            page.not_searched.append(NotSearched(name, recompute, why))
 
-    def _largest(self, name: str, recompute: bool, target: Target, narrow: str, ledger: MakeLedger) -> dict[str, Any]:
+    def _largest(self, name: str, recompute: bool, page: DeviceEstimate, ledger: MakeLedger) -> BatchFit:
+        limit = page.device.usable
         setting = replace(self.case.setting, precision=name, recompute=recompute, batch=self._batches()[0])
         many = sum(1 for _ in self.case.model.modules()) > _MANY_MODULES
-        fit = largest_batch(self.make_case, setting, target.usable, ledger, tolerance=_NEAR if many else 0.0)
-        ways = [] if fit.batch else levers(fit, self.make_case, narrow, ledger)
-        return {
-            "precision": name,
-            "recompute": recompute,
-            **fit.as_dict(),
-            "smallest": fit.ledger.samples,
-            "levers": [
-                {"precision": way.setting.precision, "recompute": way.setting.recompute, "peak": way.peak,
-                 "fits": way.peak <= target.usable} for way in ways
-            ],
-        }  # fmt: skip
+        fit = largest_batch(self.make_case, setting, limit, ledger, tolerance=_NEAR if many else 0.0)
+        ways = [] if fit.batch else levers(fit, self.make_case, page.auto, ledger)
+        found = (Lever(way.setting.precision, way.setting.recompute, way.peak, way.peak <= limit) for way in ways)
+        return replace(fit, levers=tuple(found))
 
     def _ledgers_for(self, target: Target) -> MakeLedger:
         """Return a ledger function with a cache; devices with the same rules share their ledgers."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -28,23 +27,33 @@ NEAR = 0.1
 
 
 @dataclass(frozen=True)
+class StepOutOfMemory:
+    """A step that ran out of memory: the argument of this program, as JSON."""
+
+    recipe: str
+    settings: tuple[str, ...]
+    precision: str
+    batch: int
+    limit: int
+
+
+@dataclass(frozen=True)
 class WayOut:
     """The remedy for a step that ran out of memory."""
 
-    failed: Ledger
+    at_peak: Mapping[str, int]
+    """The ledger of the step that failed: bytes of each part at its peak."""
+    moment: str
+    limit: int
+    """Bytes that there are."""
     batch: int
     """The largest batch that fits by the estimate; 0 if none does."""
     recomputed: int = 0
     """The batch that fits with recomputed activations, where no batch fits otherwise."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "at_peak": dict(self.failed.at_peak),
-            "peak": self.failed.peak,
-            "moment": self.failed.moment,
-            "batch": self.batch,
-            "recomputed": self.recomputed,
-        }
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
 
 
 def way_out(make_case: MakeCase, precision: str, batch: int, target: Target, limit: int) -> WayOut:
@@ -61,9 +70,9 @@ def way_out(make_case: MakeCase, precision: str, batch: int, target: Target, lim
     failed = ledger(make_case, setting)
     fit = largest_batch(make_case, setting, limit, ledger, tolerance=NEAR)
     if fit.batch or setting.recompute:
-        return WayOut(failed, fit.batch)
+        return WayOut(failed.at_peak, failed.moment, limit, fit.batch)
     again = ledger(make_case, replace(setting, batch=fit.ledger.samples, recompute=True))
-    return WayOut(failed, 0, again.samples if again.peak <= limit else 0)
+    return WayOut(failed.at_peak, failed.moment, limit, 0, again.samples if again.peak <= limit else 0)
 
 
 def within_reach(target: Target) -> int:
@@ -99,10 +108,9 @@ def _of_main_memory(target: Target) -> Iterator[int]:
 
 
 def _main() -> None:
-    asked = json.loads(sys.argv[1])
-    wanted = Subject(asked["recipe"], tuple(asked["settings"]))
-    found = way_out(wanted.open, asked["precision"], asked["batch"], device_named(HERE), asked["limit"])
-    print(json.dumps(found.as_dict()))
+    failed = StepOutOfMemory(**json.loads(sys.argv[1]))
+    wanted = Subject(failed.recipe, tuple(failed.settings))
+    print(json.dumps(asdict(way_out(wanted.open, failed.precision, failed.batch, device_named(HERE), failed.limit))))
 
 
 if __name__ == "__main__":
