@@ -109,7 +109,9 @@ def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) 
         refusal = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
         answer = {"refused": refusal}
     except Exception as error:  # the user's code may raise anything
-        answer = {"failed": in_one_line(error)}
+        from halfstep.out_of_memory import is_out_of_memory
+
+        answer = {"failed": in_one_line(error), "out_of_memory": is_out_of_memory(error)}
     print(json.dumps(answer), file=answers, flush=True)
     return result
 

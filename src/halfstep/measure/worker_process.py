@@ -21,12 +21,17 @@ from halfstep.measure.subject import Subject
 
 CHILD = "halfstep.measure.worker"
 _LAST_WORDS = 2000
+_KILLED = -9
 _PATIENCE = 1.0
 """Seconds to wait for the remaining output of a process that has ended."""
 
 
 class CandidateFailed(Exception):
     """The candidate cannot run here; the message is the last output of its process."""
+
+    def __init__(self, why: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(why)
+        self.out_of_memory = out_of_memory
 
 
 class CandidateTooSlow(Exception):
@@ -139,12 +144,13 @@ class CandidateProcess:
             self._child.wait()
             # The reason of a crash is on stderr, which may arrive after stdout has closed.
             self._readers[1].join(_PATIENCE)
-            raise CandidateFailed(self._why())
+            # SIGKILL: not sent by us while an answer is awaited, so most likely the kernel's out-of-memory killer.
+            raise CandidateFailed(self._why(), out_of_memory=self._child.returncode == _KILLED)
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             raise _as_error(answer["refused"])
         if "failed" in answer:
-            raise CandidateFailed(answer["failed"])
+            raise CandidateFailed(answer["failed"], out_of_memory=answer["out_of_memory"])
         return answer
 
     def _answer(self, limit: float | None) -> str | None:
@@ -166,8 +172,7 @@ class CandidateProcess:
 
     def _why(self) -> str:
         code = self._child.returncode
-        # SIGKILL: not sent by us while an answer is awaited, so most likely the kernel's out-of-memory killer.
-        if code == -9:
+        if code == _KILLED:
             return "its process was ended from outside, as a system does that has no memory left"
         lines = self._last_words.strip().splitlines()
         return lines[-1] if lines else f"its process ended with code {code}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.json_data import JsonResult
+from halfstep.measure.plan.probe import LossParity
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.precision.select import WORTH_IT
@@ -18,14 +20,13 @@ from halfstep.precision.select import WORTH_IT
 SIMPLEST_FIRST = ("fp32", "tf32", "bf16", "fp16")
 """Precisions by complexity: tf32 rounds less than bf16, and fp16 needs a loss scale."""
 BASELINE_PRECISION = SIMPLEST_FIRST[0]
-NO_TIME, INTERRUPTED = "not measured: no time was left", "not measured: interrupted"
-"""Reasons that say nothing about the setting itself."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(JsonResult):
     """The measurements of one setting."""
 
+    json_keys: ClassVar[tuple[str, ...]] = ("setting", "name", "speed", "cut", "first_step", "peak")
     setting: StepSetting
     speed: Speed | None = None
     """Speed relative to strict fp32."""
@@ -43,18 +44,20 @@ class Cell:
         """Return whether it was timed and not cut."""
         return self.speed is not None and not self.cut
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "setting": self.setting.as_dict(),
-            "name": str(self.setting),
-            "speed": self.speed.as_dict() if self.speed else None,
-            "cut": self.cut,
-            "first_step": self.first_step,
-            "peak": self.peak,
-        }
+    @property
+    def name(self) -> str:
+        return str(self.setting)
 
 
-def simplicity(setting: StepSetting) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class LadderCell(Cell):
+    """A cell with its parity by the rule of all cells; None if it was not measured."""
+
+    json_keys: ClassVar[tuple[str, ...]] = (*Cell.json_keys, "parity")
+    parity: LossParity | None = None
+
+
+def simplicity(setting: StepSetting) -> tuple[bool, int, bool, int]:
     """Return a sort key, simplest first: eager before compiled, wide before narrow, few micro-batches before many."""
     known = setting.precision in SIMPLEST_FIRST
     precision = SIMPLEST_FIRST.index(setting.precision) if known else len(SIMPLEST_FIRST)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from halfstep.json_data import JsonResult
 from halfstep.measure.batches import size_of
 from halfstep.measure.case import Case
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
-    INTERRUPTED,
-    NO_TIME,
     SIMPLEST_FIRST,
     Cell,
     by_speed,
@@ -23,6 +22,7 @@ from halfstep.measure.plan.choice import (
     is_fp32,
     wholly_above,
 )
+from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST_RUNS, NUDGE, LossParity, Noise, compare, noise_of
 from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
 from halfstep.measure.setting import StepSetting
@@ -199,9 +199,9 @@ class Search:
         self._trials.announce(fastest)
         for setting in fastest:
             self._trials.measure(setting)
-            if self.cells[setting].cut not in ("", NO_TIME):
+            if self.cells[setting].cut not in ("", NotMeasured.NO_TIME):
                 for other in fastest[fastest.index(setting) + 1 :]:
-                    self.cells[other] = replace(self.cells[other], cut="not measured: a faster one did not compile")
+                    self.cells[other] = replace(self.cells[other], cut=NotMeasured.FASTER_FAILED)
                 return
 
     def measure_splits(self) -> None:
@@ -289,9 +289,12 @@ NOTE = "changes the optimisation: fewer and larger updates, so accuracy has to b
 
 
 @dataclass(frozen=True)
-class Growth:
+class Growth(JsonResult):
     """A larger batch with higher throughput, and the learning rate for it."""
 
+    json_keys: ClassVar[tuple[str, ...]] = (
+        "factor", "setting", "speed", "learning_rate", "rule", "warmup_steps", "note", "words"
+    )  # fmt: skip
     factor: int
     setting: StepSetting
     speed: Speed
@@ -300,9 +303,6 @@ class Growth:
     rule: str
     warmup_steps: int
     note: str = NOTE
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "speed": self.speed.as_dict(), "words": self.words}
 
     @property
     def words(self) -> str:
@@ -323,7 +323,7 @@ class Growing:
 
     def __init__(self) -> None:
         self.found: Growth | None = None
-        self.ended = INTERRUPTED
+        self.ended: str = NotMeasured.INTERRUPTED
         """Why no larger batch was accepted."""
 
     def run(self, search: Search, chosen: StepSetting, speed: Speed) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.errors import HalfstepError, NoStepInTime, WrongUse, reason_in
-from halfstep.measure.plan.choice import INTERRUPTED, NO_TIME, Cell, by_speed
+from halfstep.measure.plan.choice import Cell, by_speed
+from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.measure.plan.probe import UPDATES, updates_for
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
 from halfstep.measure.setting import StepSetting
@@ -119,7 +120,7 @@ class SettingTrials:
         if not self.room.fits(setting):
             self.cells[setting] = Cell(setting, cut=self.room.why_not(setting), peak=self.room.peak(setting))
             return False
-        self.cells[setting] = Cell(setting, cut=INTERRUPTED)
+        self.cells[setting] = Cell(setting, cut=NotMeasured.INTERRUPTED)
         before = self.budget.spent
         try:
             self.runner.enter(setting, self.budget.left)
@@ -128,8 +129,7 @@ class SettingTrials:
         except CandidateTooSlow:
             raise no_step_in_time(self._name, self.budget.seconds) from None
         except CandidateFailed as error:
-            # Running out of memory has no common error type across devices and processes, only this word.
-            if "memory" not in str(error).lower():
+            if not error.out_of_memory:
                 raise fails_in_fp32(self._name, error) from None
             self.cells[setting] = Cell(setting, cut=str(error))
             return False
@@ -139,7 +139,7 @@ class SettingTrials:
     def announce(self, settings: Iterable[StepSetting]) -> None:
         """Add cells that are going to be measured; if Ctrl-C comes first, that is their reason."""
         for setting in settings:
-            self.cells.setdefault(setting, Cell(setting, cut=INTERRUPTED))
+            self.cells.setdefault(setting, Cell(setting, cut=NotMeasured.INTERRUPTED))
 
     def is_ready(self, setting: StepSetting) -> bool:
         """Return whether a finalist is open and warm; a closed one is reopened, if there is memory and time."""
@@ -162,9 +162,9 @@ class SettingTrials:
     def measure(self, setting: StepSetting) -> None:
         """Measure one more cell, or record why not."""
         # Replaced below; it stays if Ctrl-C comes first.
-        self.cells[setting] = cell = Cell(setting, cut=INTERRUPTED)
+        self.cells[setting] = cell = Cell(setting, cut=NotMeasured.INTERRUPTED)
         if self._limit(setting, self._opening) <= 0:
-            self.cells[setting] = replace(cell, cut=NO_TIME)
+            self.cells[setting] = replace(cell, cut=NotMeasured.NO_TIME)
             return
         cell = replace(cell, peak=self.room.peak(setting))
         if not self.room.fits(setting):
@@ -215,13 +215,13 @@ class SettingTrials:
 
     def _first_and_last(self, setting: StepSetting) -> tuple[float, float]:
         """Return the seconds of the first update and of a warm one; raise `CandidateTooSlow` with the reason."""
-        with _too_slow(NO_TIME):
+        with _too_slow(NotMeasured.NO_TIME):
             self.runner.enter(setting, self.budget.left)
         limit = self._limit(setting)
         with _too_slow(self._why_too_slow(setting, limit)):
             first = self.runner.first_step(setting, limit)
         slowest = TOO_SLOW * self._seconds(self.baseline) * self._samples(setting)
-        with _too_slow(NO_TIME):
+        with _too_slow(NotMeasured.NO_TIME):
             last = self.runner.warm(
                 setting, seconds=min(self.budget.left / 4, max(WARM_CALLS * slowest, SHORTEST_LIMIT))
             )
@@ -245,7 +245,7 @@ class SettingTrials:
         if setting.compile:
             return f"compiling took more than the {limit:.0f} s that were left for it"
         if limit < self._first_limit(setting):
-            return NO_TIME
+            return NotMeasured.NO_TIME
         return f"its first step took more than {limit:.3g} s; strict fp32's took {self._first:.3g} s"
 
     def race(self, settings: list[StepSetting], pairs: int) -> None:
@@ -262,7 +262,7 @@ class SettingTrials:
             if isinstance(why, CandidateFailed):
                 self._cut_failed(setting, why)
             elif self.cells[setting].speed is None:
-                self.cells[setting] = replace(self.cells[setting], cut=NO_TIME)
+                self.cells[setting] = replace(self.cells[setting], cut=NotMeasured.NO_TIME)
         if found.interrupted:
             raise KeyboardInterrupt
         for setting in found.speeds:
