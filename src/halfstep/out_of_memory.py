@@ -39,6 +39,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def may_be_memory(error: BaseException) -> bool:
+    """Return whether memory may have been exhausted: the errors of some devices have no other sign than this word."""
+    return is_out_of_memory(error) or "memory" in str(error).lower()
+
+
 def lacks_shared_memory(error: BaseException) -> bool:
     """Return whether an error of torch means that shared memory had no room for a batch of a worker."""
     words = str(error)

@@ -14,7 +14,7 @@ from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
-from halfstep.out_of_memory import is_out_of_memory
+from halfstep.out_of_memory import may_be_memory
 
 
 def candidate_of(
@@ -101,6 +101,6 @@ def _as_in_a_process(limit: float | None) -> Iterator[None]:
     except HalfstepError:
         raise
     except Exception as error:
-        raise CandidateFailed(in_one_line(error), out_of_memory=is_out_of_memory(error)) from error
+        raise CandidateFailed(in_one_line(error), out_of_memory=may_be_memory(error)) from error
     if limit is not None and time.perf_counter() - begin > limit:
         raise CandidateTooSlow(f"no answer within {limit:.3g} s")

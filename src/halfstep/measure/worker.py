@@ -109,9 +109,9 @@ def _answered(answers: IO[str], work: Callable[[], tuple[Any, dict[str, Any]]]) 
         refusal = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
         answer = {"refused": refusal}
     except Exception as error:  # the user's code may raise anything
-        from halfstep.out_of_memory import is_out_of_memory
+        from halfstep.out_of_memory import may_be_memory
 
-        answer = {"failed": in_one_line(error), "out_of_memory": is_out_of_memory(error)}
+        answer = {"failed": in_one_line(error), "out_of_memory": may_be_memory(error)}
     print(json.dumps(answer), file=answers, flush=True)
     return result
 

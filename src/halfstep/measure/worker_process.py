@@ -21,7 +21,6 @@ from halfstep.measure.subject import Subject
 
 CHILD = "halfstep.measure.worker"
 _LAST_WORDS = 2000
-_KILLED = -9
 _PATIENCE = 1.0
 """Seconds to wait for the remaining output of a process that has ended."""
 
@@ -32,6 +31,7 @@ class CandidateFailed(Exception):
     def __init__(self, why: str, *, out_of_memory: bool = False) -> None:
         super().__init__(why)
         self.out_of_memory = out_of_memory
+        """Whether a smaller batch may be able to run."""
 
 
 class CandidateTooSlow(Exception):
@@ -144,8 +144,7 @@ class CandidateProcess:
             self._child.wait()
             # The reason of a crash is on stderr, which may arrive after stdout has closed.
             self._readers[1].join(_PATIENCE)
-            # SIGKILL: not sent by us while an answer is awaited, so most likely the kernel's out-of-memory killer.
-            raise CandidateFailed(self._why(), out_of_memory=self._child.returncode == _KILLED)
+            raise self._ended()
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             raise _as_error(answer["refused"])
@@ -170,12 +169,15 @@ class CandidateProcess:
         for line in stream:
             self._last_words = (self._last_words + line)[-_LAST_WORDS:]
 
-    def _why(self) -> str:
+    def _ended(self) -> CandidateFailed:
         code = self._child.returncode
-        if code == _KILLED:
-            return "its process was ended from outside, as a system does that has no memory left"
+        # SIGKILL: not sent by us while an answer is awaited, so most likely the kernel's out-of-memory killer.
+        if code == -9:
+            why = "its process was ended from outside, as a system does that has no memory left"
+            return CandidateFailed(why, out_of_memory=True)
         lines = self._last_words.strip().splitlines()
-        return lines[-1] if lines else f"its process ended with code {code}"
+        why = lines[-1] if lines else f"its process ended with code {code}"
+        return CandidateFailed(why, out_of_memory="memory" in why.lower())  # the words of a driver or a library
 
 
 def end_process(child: subprocess.Popen[Any]) -> None:

@@ -14,7 +14,7 @@ FIRST = 10.0
 
 
 class FailureRate(NamedTuple):
-    """How often a large run was stopped."""
+    """How often a large run stopped, and where that was reported."""
 
     name: str
     stops: int

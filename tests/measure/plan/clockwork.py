@@ -17,7 +17,6 @@ from halfstep.precision.hardware import Device
 
 AMX = Device(kind="cpu", name="a CPU with AMX", place="cpu", isa=frozenset({"amx_bf16"}))
 PLAIN_CPU = Device(kind="cpu", name="a CPU", place="cpu")
-OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory"
 A100 = Device(kind="cuda", name="A100", capability=(8, 0), place="cpu")
 
 
@@ -74,8 +73,8 @@ class Clockwork:
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         if self.name in self.world.fails:
-            failed = self.world.fails[self.name]
-            raise CandidateFailed(failed, out_of_memory=failed == OUT_OF_MEMORY)
+            why = self.world.fails[self.name]
+            raise CandidateFailed(why, out_of_memory="OutOfMemoryError" in why)
         if self.turns == self.world.fails_after.get(self.name):
             raise CandidateFailed(f"ValueError: call {self.turns + 1}")
         took = self.world.seconds.get(self.name, 2.0)

@@ -10,6 +10,6 @@ class NotMeasured(str, Enum):
 
     NO_TIME = "not measured: no time was left"
     INTERRUPTED = "not measured: interrupted"
-    FASTER_FAILED = "not measured: a faster one did not compile"
+    NOT_COMPILED = "not measured: a faster one did not compile"
 
     __str__ = str.__str__

@@ -201,7 +201,7 @@ class Search:
             self._trials.measure(setting)
             if self.cells[setting].cut not in ("", NotMeasured.NO_TIME):
                 for other in fastest[fastest.index(setting) + 1 :]:
-                    self.cells[other] = replace(self.cells[other], cut=NotMeasured.FASTER_FAILED)
+                    self.cells[other] = replace(self.cells[other], cut=NotMeasured.NOT_COMPILED)
                 return
 
     def measure_splits(self) -> None:
