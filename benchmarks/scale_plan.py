@@ -107,7 +107,7 @@ def counted(world: int) -> dict[str, Any]:
     options = ScaleOptions(EstimateOptions(devices=(DEVICE,), precisions=("bf16",)), world)
     report = scale_report(lambda: case_of(*llama_8b(), name="llama_8b"), options)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
-    return {"took": round(took, 1), "processor_seconds": round(cpu, 1), **report}
+    return {"took": round(took, 1), "processor_seconds": round(cpu, 1), **report.as_dict()}
 
 
 def lines(report: dict[str, Any]) -> list[str]:

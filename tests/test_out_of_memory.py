@@ -17,7 +17,7 @@ from halfstep.errors import OUT_OF_MEMORY, BadRecipe, OutOfMemory
 from halfstep.journal.jsonl import read_events
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.report import way_out, within_reach
+from halfstep.measure.memory.way_out import WayOut, way_out, within_reach
 from halfstep.out_of_memory import as_error, is_out_of_memory
 from halfstep.train.loop import Loop
 from halfstep.train.microbatches import division_notes, for_ranks, smaller_microbatches
@@ -181,8 +181,8 @@ def test_the_largest_batch_that_fits_is_found_by_ledgers(share: float) -> None:
     here = device_named("here")
     whole = way_out(case, "fp32", 32, here, 2**40)
     assert whole.batch > 32
-    assert whole.as_dict()["peak"] == sum(whole.as_dict()["at_peak"].values()) > 2**20
-    found = way_out(case, "fp32", 32, here, int(whole.failed.peak * share))
+    assert whole.peak == sum(whole.at_peak.values()) > 2**20
+    found = way_out(case, "fp32", 32, here, int(whole.peak * share))
     assert (found.batch == 0, found.batch >= 32) == (share == 0.0, share > 1.0)
     if share == 0.4:
         assert 8 <= found.batch <= 14, "activations are nearly all of it"
@@ -193,7 +193,7 @@ def test_what_is_within_reach_is_no_more_than_there_is() -> None:
     assert 0 < within_reach(here) <= here.usable
 
 
-FAILED = {"at_peak": {"weights": 100, "activations": 2**30, "batch": 0}, "peak": 2**30 + 100, "moment": "the update"}
+AT_PEAK = {"weights": 100, "activations": 2**30, "batch": 0}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ FAILED = {"at_peak": {"weights": 100, "activations": 2**30, "batch": 0}, "peak":
 def test_the_line_to_type_has_what_fits(found: dict[str, int], said: str, sizes: dict[str, Any]) -> None:
     failed = OutOfMemory("out of memory")
     failed.batch, failed.microbatches = 8, 2
-    everything = {**FAILED, **found, "limit": 2**29}
+    everything = WayOut(AT_PEAK, "the update", 2**29, **found)
     assert said in _verdict(failed, everything)
     assert _changes(failed, everything) == sizes
     assert "activations" in "\n".join(_ledger(everything))

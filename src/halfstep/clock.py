@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+Name = TypeVar("Name")
 FEWEST_FOR_INTERVAL = 6
 """The range of six values contains the median with 97 % probability, that of five with 94 %."""
 
@@ -57,7 +59,7 @@ def interleaved(timers: Mapping[str, Callable[[], float]], turns: int) -> Iterat
         yield {name: timers[name]() for name in order(list(timers), turn)}
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
+def order(names: Sequence[Name], turn: int) -> list[Name]:
     """Return the order of this turn: it rotates every two turns, and every second turn is reversed."""
     # Over a full cycle each candidate comes first equally often, and before and after each other one equally often: a
     # drifting clock speed or a warm cache then favors none of them.

@@ -9,6 +9,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
+from halfstep.measure.case import case_of
+from halfstep.measure.memory.devices import device_named
+from halfstep.measure.scale.counting import count
+from halfstep.measure.scale.layout import RankLayout
+from halfstep.measure.scale.upkeep import upkeep
+from halfstep.measure.setting import StepSetting
+from tests.support.cases import convolutions
 
 CASE = "tests.support.cases:convolutions"
 
@@ -61,19 +68,12 @@ def test_the_report_has_every_number() -> None:
 def test_the_least_sharding_that_fits_is_taken_and_says_why() -> None:
     from halfstep.measure.scale import report as module
 
-    rows = [
-        {"name": "ddp", "sharding": "ddp", "peak": 3 << 40, "fits": False, "shard_size": 1, "world": 64, "nodes": 8},
-        {
-            "name": "hsdp 8×8",
-            "sharding": "hsdp",
-            "peak": 1 << 30,
-            "fits": True,
-            "shard_size": 8,
-            "world": 64,
-            "nodes": 8,
-        },
-    ]
-    target = module.device_named("h100-80gb")
+    def costing(shard_size: int, peak: int, fits: bool) -> module.LayoutCost:
+        counts = count(lambda: case_of(*convolutions()), StepSetting(), RankLayout(64, 8, shard_size))
+        return module.LayoutCost(counts, {"weights": peak}, fits, [], 0, 0, None, upkeep(counts, 0))
+
+    rows = [costing(1, 3 << 40, False), costing(8, 1 << 30, True)]
+    target = device_named("h100-80gb")
     said = module.reason(rows, rows[1], target, "auto")
     assert said == (
         "hsdp 8×8: ddp would take 3072 GiB; sharded over 8 ranks inside a node it is 1.00 GiB of 74.95 GiB that a rank "

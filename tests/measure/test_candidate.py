@@ -15,6 +15,7 @@ from halfstep.errors import HalfstepError
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case, case_of
 from halfstep.measure.conditions import busy, conditions, in_words
+from halfstep.measure.local_candidate import LocalCandidate
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import Speed, TimedRace, race, warm
@@ -66,6 +67,18 @@ def test_an_arm_elsewhere_says_why_it_cannot() -> None:
         away.open()
         with pytest.raises(CandidateFailed, match="IndexError"):
             away.seconds()
+
+
+@pytest.mark.parametrize(("error", "expected"), [(MemoryError(), True), (ValueError("a wrong shape"), False)])
+def test_a_candidate_that_ran_out_of_memory_says_so_in_a_field(error: Exception, expected: bool) -> None:
+    def loss(_model: torch.nn.Module, _batch: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    here = LocalCandidate(case_of(torch.nn.Linear(2, 2), loss, torch.ones(1, 2)), StepSetting())
+    here.open()
+    with pytest.raises(CandidateFailed) as failed:
+        here.seconds()
+    assert failed.value.out_of_memory is expected
 
 
 def test_an_arm_that_dies_or_hangs_is_told_apart() -> None:

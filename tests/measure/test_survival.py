@@ -292,12 +292,12 @@ def test_wrong_use_is_refused() -> None:
 
 def test_the_page_says_the_verdict_first_and_what_to_type_last(capsys: pytest.CaptureFixture[str]) -> None:
     case = Subject("tests.support.cases:convolutions").open()
-    show_survival([survival(Net(1e5), classify, IMAGES).as_dict(), survival(case, format_name="fp8_e4m3").as_dict()])
+    show_survival([survival(Net(1e5), classify, IMAGES), survival(case, format_name="fp8_e4m3")])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0].startswith("fp16: overflows in neck.0 (aten.convolution)")
     assert lines[-2:] == ['  island(model, "neck")', '  precision="bf16"']
     assert max(map(len, lines)) <= 80
-    show_survival([survival(case).as_dict()])
+    show_survival([survival(case)])
     assert capsys.readouterr().out.splitlines()[-1].startswith("  halfstep plan CASE")
     show_survival([])
     assert "No format" in capsys.readouterr().out

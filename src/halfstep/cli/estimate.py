@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, end, flag, print_json, subject
+from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, flag, print_json, subject
 from halfstep.errors import INTERRUPTED, WrongUse
+from halfstep.json_data import json_data
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.measure.memory.report import EstimateOptions
+    from halfstep.measure.memory.report import EstimateOptions, EstimateReport
+    from halfstep.measure.scale.report import ScaleOptions
     from halfstep.measure.subject import Subject
+    from halfstep.measure.survival_report import Survival
 
 GROUP = "Choose"
 COMMAND = TAKES_SETTINGS
@@ -54,45 +57,43 @@ def run(
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Estimate how much memory a step takes, and the largest batch that fits, on any device, without running it."""
-    asked = (device, precision, batch, recompute, not no_search)
-    ranks = (world, nodes, sharding, shard_size)
     try:
-        if any(given is not None for given in ranks):
-            _scale(subject(recipe, context.args), asked, ranks, survive, json)
-        else:
-            _answer(subject(recipe, context.args), asked, survive, json)
+        wanted = subject(recipe, context.args)
+        several_ranks = any(given is not None for given in (world, nodes, sharding, shard_size))
+        if several_ranks and survive is not None:
+            raise WrongUse("--survive with --world", allowed="one question at a time", do="leave one of them out")
+        if several_ranks and world is None:
+            raise WrongUse("--nodes, --sharding or --shard-size alone", allowed="with --world", do="--world 1024")
+        if survive is not None:
+            _survive(wanted, _formats(survive), json)
+            return
+        from halfstep.measure.memory.report import EstimateOptions
+
+        options = EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute, not no_search)
+        if world is None:
+            _estimate(wanted, options, json)
+            return
+        from halfstep.measure.scale.report import ScaleOptions
+
+        _scale(wanted, ScaleOptions(options, world, nodes, sharding or "auto", shard_size), json)
     except KeyboardInterrupt:  # torch was being imported: there is no report yet
         raise typer.Exit(INTERRUPTED) from None
 
 
-Asked = tuple[list[str] | None, list[str] | None, list[str] | None, str, bool]
-RanksAsked = tuple[int | None, int | None, str | None, int | None]
-
-
-def _options(asked: Asked) -> EstimateOptions:
-    from halfstep.measure.memory.report import EstimateOptions
-
-    device, precision, batch, recompute, search = asked
-    return EstimateOptions(_words(device), _words(precision), _sizes(_words(batch)), recompute, search)
-
-
-def _answer(wanted: Subject, asked: Asked, survive: str | None, json: bool) -> None:
-    if survive is not None:
-        _survive(wanted, _formats(survive), json)
-        return
+def _estimate(wanted: Subject, options: EstimateOptions, json: bool) -> None:
     from halfstep.measure.memory.report import report_of
 
-    options = _options(asked)
     with progress("estimating", "precisions") as on_progress:
         report = report_of(wanted.describe, options, on_progress)
-    report = {"subject": wanted.text, **report, "next": next_command(wanted, report)}
+    command = next_command(wanted, report)
     if json:
-        print_json(report)
+        print_json({"subject": wanted.text, **json_data(report), "next": command})
     else:
         from halfstep.cli.pages.estimate import show
 
-        show(report)
-    end(bool(report.get("interrupted")))
+        show(report, command)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _words(given: Iterable[str] | None) -> tuple[str, ...]:
@@ -113,69 +114,65 @@ def _sizes(words: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def next_command(wanted: Subject, report: dict[str, Any]) -> str:
+def next_command(wanted: Subject, report: EstimateReport) -> str:
     """Return the command to type next."""
     typed = shlex.join([wanted.text, *wanted.settings])
-    take = report["verdict"]["take"]
+    take = report.verdict.take
     if take is None:
         return f"halfstep estimate {typed} --device {_large_enough(report)}"
     if wanted.is_own_code:
         return f"halfstep plan {typed}"
     from halfstep.runs.resolve import with_changes
 
-    changes = [f"--{take['precision']}", f"{_BATCH}={take['batch']}"]
-    changes += [f"{_RECOMPUTE}=true"] if take["recompute"] else []
+    changes = [f"--{take.precision}", f"{_BATCH}={take.batch}"]
+    changes += [f"{_RECOMPUTE}=true"] if take.recompute else []
     return shlex.join(["halfstep", "train", *with_changes(wanted.text, wanted.settings, *changes)])
 
 
-def _large_enough(report: dict[str, Any]) -> str:
+def _large_enough(report: EstimateReport) -> str:
     """Return a size that the smallest configuration fits into; a guess where nothing was estimated."""
-    for page in report["devices"]:
-        device = page["device"]
-        peaks = [lever["peak"] for row in page["largest"] for lever in (row, *row["levers"])]
-        peaks = peaks or [column["peak"] for column in page["columns"]]
+    for page in report.devices:
+        peaks = [peak for row in page.largest for peak in (row.ledger.peak, *(lever.peak for lever in row.levers))]
+        peaks = peaks or [column.peak for column in page.columns]
         if peaks:
-            return f"{int((min(peaks) / (1 - device['margin']) + device['reserved']) / 2**30) + 1}GB"
+            return f"{int((min(peaks) / (1 - page.device.margin) + page.device.reserved) / 2**30) + 1}GB"
     return "24GB"
 
 
-def _scale(wanted: Subject, asked: Asked, ranks: RanksAsked, survive: str | None, json: bool) -> None:
+def _scale(wanted: Subject, options: ScaleOptions, json: bool) -> None:
     """Print what a step costs on many ranks."""
-    world, nodes, sharding, shard = ranks
-    if survive is not None:
-        raise WrongUse("--survive with --world", allowed="one question at a time", do="leave one of them out")
-    if world is None:
-        raise WrongUse("--nodes, --sharding or --shard-size alone", allowed="with --world", do="--world 1024")
-    from halfstep.measure.scale.report import ScaleOptions, scale_report
+    from halfstep.measure.scale.report import scale_report
 
-    options = ScaleOptions(_options(asked), world, nodes, sharding or "auto", shard)
     with progress("counting", "layouts") as on_progress:
-        report = {"subject": wanted.text, **scale_report(wanted.describe, options, on_progress)}
+        report = scale_report(wanted.describe, options, on_progress)
     if json:
-        print_json(report)
+        print_json({"subject": wanted.text, **json_data(report)})
     else:
         from halfstep.cli.pages.scale import show
 
         show(report)
-    end(bool(report.get("interrupted")))
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
     from halfstep.measure.survival import survival
 
     case = wanted.open()
-    report: dict[str, Any] = {"subject": wanted.text, "survival": [], "interrupted": False}
+    found: list[Survival] = []
+    interrupted = False
     try:
         with progress("trying", "formats") as on_progress:
             for done, name in enumerate(formats, 1):
-                report["survival"].append(survival(case, format_name=name).as_dict())
+                found.append(survival(case, format_name=name))
                 on_progress(done, len(formats))
     except KeyboardInterrupt:
-        report["interrupted"] = True
+        interrupted = True
     if json:
-        print_json(report)
+        print_json({"subject": wanted.text, "survival": found, "interrupted": interrupted})
     else:
         from halfstep.cli.pages.estimate import show_survival
 
-        show_survival(report["survival"], shlex.join([wanted.text, *wanted.settings]))
-    end(bool(report.get("interrupted")))
+        show_survival(found, shlex.join([wanted.text, *wanted.settings]))
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,13 +15,13 @@ from halfstep.cli._options import (
     Json,
     OnDevice,
     RecipeOrCaseIfAny,
-    end,
     flag,
     print_json,
     storing,
     subject,
 )
 from halfstep.errors import INTERRUPTED, FolderTaken, WrongUse
+from halfstep.json_data import json_data
 from halfstep.terminal import progress, screen
 
 if TYPE_CHECKING:
@@ -69,32 +69,27 @@ def run(
         screen(stderr=True).print("interrupted before anything was measured")
         raise typer.Exit(INTERRUPTED) from None
     found = _fitted(given, found)
-    report = found.as_dict() | {
-        "subject": given.text,
-        "settings": list(given.settings),
-        "options": _options(seconds, device, grow_batch),
-        "file": file and str(file),
-        "written": None,
-    }
-    from halfstep.cli.pages.plan import show, show_next
+    from halfstep.cli.pages.plan import PlanCommand, show, show_next
 
+    options = _options(seconds, device, grow_batch)
+    command = PlanCommand(given.text, given.settings, tuple(options), str(file) if file else None)
     if not json:
-        show(report)
+        show(found)
     left = False
     if file is not None and not found.interrupted:
+        written = None
         try:
-            report["written"] = _offer(given, report, file, yes=yes, asks=not json)
+            written = _offer(given, found, file, yes=yes, asks=not json)
         except typer.Abort:  # Ctrl-C at the prompt means no
             left = True
         # The printed command must not name a file that exists.
-        report["file"] = report["written"] or str(_free(file))
+        command = replace(command, written=written, file=written or str(_free(file)))
     if json:
-        print_json(report)
+        print_json(found.as_dict() | json_data(command))
     else:
-        show_next(report)
-    if left:
+        show_next(found, command)
+    if left or found.interrupted:
         raise typer.Exit(INTERRUPTED)
-    end(bool(report.get("interrupted")))
 
 
 def _asked_recipe(json: bool) -> str:
@@ -126,7 +121,7 @@ def _fitted(given: Subject, found: Plan) -> Plan:
         return found
     from halfstep.measure.recipe_case import updates_of
 
-    return replace(found, growth=found.growth.within(updates_of(_changed(given, found.changes))))
+    return replace(found, growth=found.growth.within(updates_of(_changed(given, found))))
 
 
 def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
@@ -163,7 +158,7 @@ def _refuse_link(file: Path) -> None:
         )
 
 
-def _offer(given: Subject, report: dict[str, Any], file: Path, *, yes: bool, asks: bool) -> str | None:
+def _offer(given: Subject, found: Plan, file: Path, *, yes: bool, asks: bool) -> str | None:
     """Write the recipe if the user agrees; without a terminal nobody can be asked, and nothing is written."""
     if not yes:
         if not (asks and has_terminal()):
@@ -172,7 +167,7 @@ def _offer(given: Subject, report: dict[str, Any], file: Path, *, yes: bool, ask
         if not typer.confirm(question, default=not file.exists()):
             return None
     _refuse_link(file)
-    _write(file, _text(given, report))
+    _write(file, _text(given, found))
     return str(file)
 
 
@@ -181,25 +176,25 @@ def has_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _text(given: Subject, report: dict[str, Any]) -> str:
+def _text(given: Subject, found: Plan) -> str:
     """Return the complete recipe with the plan's changes, as YAML."""
     from halfstep.recipe.strict_yaml import to_yaml
 
-    choice, device = report["choice"], report["device"]["name"]
-    speed = f", {choice['speed']['speedup']:.2f}x strict fp32" if choice["speed"] else ""
-    about = f"# halfstep plan {given.text}: {choice['name']}{speed} on {device}\n"
-    if report["growth"]:
-        about += f"# {report['growth']['words']}\n"
+    choice = found.choice
+    speed = f", {choice.speed.speedup:.2f}x strict fp32" if choice.speed else ""
+    about = f"# halfstep plan {given.text}: {choice.name}{speed} on {found.device.name}\n"
+    if found.growth:
+        about += f"# {found.growth.words}\n"
     # A carriage return in a name would end the YAML comment.
-    return about.replace("\r", " ") + to_yaml(_changed(given, report["changes"]))
+    return about.replace("\r", " ") + to_yaml(_changed(given, found))
 
 
-def _changed(given: Subject, changes: dict[str, Any]) -> AnyRecipe:
+def _changed(given: Subject, plan: Plan) -> AnyRecipe:
     """Return the recipe with the plan's changes."""
     from halfstep.recipe.resolve import apply
 
     recipe = _resolved(given).recipe
-    changed = apply(recipe.model_dump(), changes.items())
+    changed = apply(recipe.model_dump(), plan.changes.items())
     found: AnyRecipe = type(recipe).model_validate(changed)
     return found
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from halfstep.json_data import JsonResult
 
 
 @dataclass(frozen=True)
-class StepSetting:
+class StepSetting(JsonResult):
     """Everything that a plan may change; the defaults are strict fp32, the baseline of every speed-up."""
 
     precision: str = "fp32"
@@ -18,9 +19,6 @@ class StepSetting:
     microbatches: int = 1
     recompute: bool = False
     """Whether activations are recomputed in backward instead of stored."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         words = [self.precision]

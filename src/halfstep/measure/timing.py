@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
 from halfstep import clock
+from halfstep.json_data import JsonResult
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.status_line import OnProgress
 
@@ -50,6 +51,10 @@ _IN_A_ROW = 3
 _MOST_CALLS = 20
 
 
+Name = TypeVar("Name")
+"""The key of a candidate: its name, or its setting."""
+
+
 class Timed(Protocol):
     """A candidate in this process or in a process of its own."""
 
@@ -57,12 +62,13 @@ class Timed(Protocol):
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speed(JsonResult):
     """The speed of a candidate relative to the baseline: medians over pairs, with the median's 95 % interval.
 
     With fewer than `clock.FEWEST_FOR_INTERVAL` pairs, `low` and `high` are the range.
     """
 
+    json_keys: ClassVar[tuple[str, ...]] = ("seconds", "speedup", "low", "high", "pairs", "verdict")
     seconds: float
     """Seconds of one update."""
     speedup: float
@@ -80,9 +86,6 @@ class Speed:
             return "faster"
         return "slower" if self.high < 1.0 else "can't tell"
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict}
-
 
 def warm(candidate: Timed, *, seconds: float = 30.0, now: Callable[[], float] = time.perf_counter) -> float:
     """Step until three times in a row agree, or the time or the calls run out; return the last time."""
@@ -98,27 +101,27 @@ def warm(candidate: Timed, *, seconds: float = 30.0, now: Callable[[], float] = 
 
 
 @dataclass(frozen=True)
-class TimedRace:
+class TimedRace(Generic[Name]):
     """The result of a race."""
 
-    speeds: dict[str, Speed]
+    speeds: dict[Name, Speed]
     """The speed of every candidate timed at least once beside the baseline."""
     interrupted: bool = False
     """Whether Ctrl-C ended it."""
-    failed: dict[str, CandidateFailed | CandidateTooSlow] = field(default_factory=dict)
+    failed: dict[Name, CandidateFailed | CandidateTooSlow] = field(default_factory=dict)
     """Candidates that failed, and why; they may have a speed from earlier turns."""
 
 
 def race(
-    candidates: Mapping[str, Timed],
+    candidates: Mapping[Name, Timed],
     *,
-    baseline: str,
+    baseline: Name,
     pairs: int = 60,
     seconds: float = float("inf"),
     steps: int = 1,
     progress: OnProgress | None = None,
     now: Callable[[], float] = time.perf_counter,
-) -> TimedRace:
+) -> TimedRace[Name]:
     """Time warm candidates against the baseline, interleaved, until there are enough pairs or the time is up.
 
     Ctrl-C ends the race with the turns so far and sets `interrupted`; a candidate that times out ends it too. A
@@ -141,18 +144,18 @@ def race(
     )
 
 
-class _Running:
+class _Running(Generic[Name]):
     """A race in progress."""
 
-    def __init__(self, candidates: Mapping[str, Timed], baseline: str, steps: int) -> None:
+    def __init__(self, candidates: Mapping[Name, Timed], baseline: Name, steps: int) -> None:
         self._candidates, self._baseline, self._steps = dict(candidates), baseline, steps
-        self._turns: list[dict[str, float]] = []
-        self.failed: dict[str, CandidateFailed | CandidateTooSlow] = {}
+        self._turns: list[dict[Name, float]] = []
+        self.failed: dict[Name, CandidateFailed | CandidateTooSlow] = {}
         self.is_over = False
 
     def take_turn(self, turn: int) -> None:
         """Time every candidate once; an incomplete turn is not counted."""
-        times: dict[str, float] = {}
+        times: dict[Name, float] = {}
         # The order changes from turn to turn, so that a drift of the machine affects all candidates alike.
         for name in clock.order(list(self._candidates), turn):
             try:
@@ -169,12 +172,12 @@ class _Running:
                 self.is_over = len(self._candidates) == 1
         self._turns.append(times)
 
-    def speed(self, name: str) -> Speed | None:
+    def speed(self, name: Name) -> Speed | None:
         both = [times for times in self._turns if name in times]
         return _speed(both, name, self._baseline) if both else None
 
 
-def _speed(rounds: list[dict[str, float]], name: str, baseline: str) -> Speed:
+def _speed(rounds: list[dict[Name, float]], name: Name, baseline: Name) -> Speed:
     # Ratios within a turn first, then their median: what slows the machine down in a turn cancels out.
     each = [times[baseline] / times[name] for times in rounds]
     low, high = clock.median_interval(each)

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from halfstep.errors import WrongUse, unknown_name
+from halfstep.json_data import JsonResult
 from halfstep.precision.known_bad import wrong_on_gpu
 
 Kind = Literal["cuda", "rocm", "cpu", "mps", "xpu", "tpu", "other"]
@@ -27,9 +28,10 @@ FORMAT_NAMES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(JsonResult):
     """A device, described by the facts that decide what it supports."""
 
+    json_keys: ClassVar[tuple[str, ...]] = ("name", "place")
     kind: Kind
     name: str
     place: str = ""
@@ -46,9 +48,10 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Ability:
+class Ability(JsonResult):
     """Whether a device computes in a format natively, and the fact that decides it."""
 
+    json_keys: ClassVar[tuple[str, ...]] = ("native", "reason")
     native: bool
     reason: str
     emulated: bool = False

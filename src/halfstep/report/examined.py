@@ -58,7 +58,7 @@ def _estimate(recipe: str, precision: str) -> object:
     from halfstep.measure.memory.report import EstimateOptions, report_of
     from halfstep.measure.subject import Subject
 
-    return report_of(Subject(recipe).open, EstimateOptions(precisions=("fp32", precision)))
+    return json_data(report_of(Subject(recipe).open, EstimateOptions(precisions=("fp32", precision))))
 
 
 def _audit(recipe: str, precision: str) -> Audit:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from halfstep.journal import numbers
+from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.report.json_fields import fields, known, number, rows, text, texts
 from halfstep.report.run_facts import RunFacts
 from halfstep.report.run_journal import CurvePoints, curve_points
@@ -268,7 +269,7 @@ def _plan_risks(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[
     if fields(choice.get("setting")).get("compile"):
         yield Risk("Compiling", WATCH, "another shape of input is compiled anew, and takes as long as the first step")
     for cell in rows(plan.get("ladder")):
-        if cell.get("cut") and cell.get("is_measured", True):
+        if cell.get("cut") and cell["cut"] not in list(NotMeasured):
             yield Risk(f"{text(cell.get('name'), 80)}, passed over", LOW, text(cell.get("cut"), 300))
 
 

@@ -215,22 +215,22 @@ def test_seconds_are_bytes_over_bandwidth_and_computing_hides_them() -> None:
     counted = count(case, StepSetting("bf16"), RankLayout(1024, 128, 1024))
     found = times(counted, links, 1)
     assert found is not None
-    assert 0 < found["exposed"] <= found["communication"]
+    assert 0 < found.exposed <= found.communication
     hidden = times(counted, links, 10**9)
     assert hidden is not None
-    assert hidden["exposed"] == 0
+    assert hidden.exposed == 0
     assert times(counted, None, 1) is None
 
 
 def test_the_save_interval_is_youngs() -> None:
     llama = goodput(PUBLISHED[0], 1024, stall=2.0, restart=0.0)
-    assert llama["mean_time_between_failures"] == pytest.approx(54 * 24 * 3600 / 419 * 16, rel=1e-9)
-    assert llama["save_every"] == pytest.approx((2 * 2.0 * llama["mean_time_between_failures"]) ** 0.5)
+    assert llama.mean_time_between_failures == pytest.approx(54 * 24 * 3600 / 419 * 16, rel=1e-9)
+    assert llama.save_every == pytest.approx((2 * 2.0 * llama.mean_time_between_failures) ** 0.5)
     worse = [
-        2.0 / every + every / 2 / llama["mean_time_between_failures"]
-        for every in (llama["save_every"] / 2, llama["save_every"] * 2)
+        2.0 / every + every / 2 / llama.mean_time_between_failures
+        for every in (llama.save_every / 2, llama.save_every * 2)
     ]
-    assert all(1 - lost < llama["goodput"] for lost in worse)
+    assert all(1 - lost < llama.goodput for lost in worse)
 
 
 def test_auto_tries_the_least_sharding_first() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -11,148 +10,142 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, indented, number_table, pairs, ruled_table
-from halfstep.measure.memory.report import main_column, place_in_words
+from halfstep.measure.memory.fitting import BatchFit
+from halfstep.measure.memory.ledger import Ledger
+from halfstep.measure.memory.report import EstimateReport
+from halfstep.measure.memory.verdict import DeviceEstimate, Saving, place_in_words
 from halfstep.measure.setting import size_in_words
-from halfstep.measure.survival_report import THE_MODEL_ITSELF
+from halfstep.measure.survival_report import THE_MODEL_ITSELF, ModuleRange, Survival
 from halfstep.printable import printable
 from halfstep.terminal import screen
 
 _MODULES = 5
-Column = Mapping[str, Any]
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the whole report, the answer first."""
+def show(report: EstimateReport, command: str) -> None:
+    """Print the whole report, the answer first, and the command to type next."""
     console = screen()
-    fits = [(main_column(page) or {"fits": False})["fits"] for page in report["devices"]] or [False]
-    for line, is_fitting in zip(report["verdict"]["lines"], fits, strict=True):
-        console.print(Text(printable(line), style="bold green" if is_fitting else "bold yellow"))
-    if report["interrupted"]:
+    for answer in report.verdict.answers:
+        console.print(Text(printable(answer.text), style="bold green" if answer.fits else "bold yellow"))
+    if report.interrupted:
         console.print(Text("interrupted: this is what was known by then", style="yellow"))
-    for number, page in enumerate(report["devices"]):
+    for number, page in enumerate(report.devices):
         if number == 0:
-            _print_columns(console, page["columns"])
-            _print_savings(console, report["verdict"]["savings"])
+            _print_columns(console, page.columns)
+            _print_savings(console, report.verdict.savings)
         _print_device(console, page)
     _print_notes(console, report)
     console.print()
-    console.print(Text("next: ", style="dim").append(printable(report["next"]), style="bold not dim"), soft_wrap=True)
+    console.print(Text("next: ", style="dim").append(printable(command), style="bold not dim"), soft_wrap=True)
 
 
-def _print_columns(console: Console, columns: Sequence[Column]) -> None:
+def _print_columns(console: Console, columns: Sequence[Ledger]) -> None:
     """Print a table per batch size, for the first mode (kept or recomputed activations) that was estimated."""
-    kept = [column for column in columns if column["setting"]["recompute"] == columns[0]["setting"]["recompute"]]
-    how = ", recomputing" if kept and kept[0]["setting"]["recompute"] else ""
-    for samples in dict.fromkeys(column["samples"] for column in kept):
-        beside = [column for column in kept if column["samples"] == samples]
-        heading(console, f"At the peak, batch {samples}{how}", _moments(beside))
+    kept = [column for column in columns if column.setting.recompute == columns[0].setting.recompute]
+    how = ", recomputing" if kept and kept[0].setting.recompute else ""
+    for samples in dict.fromkeys(column.samples for column in kept):
+        beside = [column for column in kept if column.samples == samples]
+        moments = dict.fromkeys(column.moment for column in beside)
+        moment = printable(*moments) if len(moments) == 1 else ""
+        heading(console, f"At the peak, batch {samples}{how}", moment)
         console.print(_parts(beside, console))
-        if any(column["by_format"] for column in beside):
+        if any(column.by_format for column in beside):
             heading(console, "Kept for backward", "at the end of forward, by format and by module")
             console.print(_activations(beside, console))
 
 
-def _moments(columns: Sequence[Column]) -> str:
-    moments = dict.fromkeys(column["moment"] for column in columns)
-    return printable("; ".join(moments)) if len(moments) == 1 else ""
-
-
-def _parts(columns: Sequence[Column], console: Console) -> Padding:
-    table = number_table(console, "", [column["setting"]["precision"] for column in columns])
-    for part in columns[0]["at_peak"]:
-        if any(column["at_peak"][part] for column in columns):
-            table.add_row(part, *(size_in_words(column["at_peak"][part]) for column in columns))
+def _parts(columns: Sequence[Ledger], console: Console) -> Padding:
+    table = number_table(console, "", [column.setting.precision for column in columns])
+    for part in columns[0].at_peak:
+        if any(column.at_peak[part] for column in columns):
+            table.add_row(part, *(size_in_words(column.at_peak[part]) for column in columns))
     table.add_section()
-    table.add_row(
-        Text("peak", style="bold"), *(Text(size_in_words(column["peak"]), style="bold") for column in columns)
-    )
-    if len({column["moment"] for column in columns}) > 1:
-        table.add_row("when", *(printable(column["moment"]) for column in columns))
+    table.add_row(Text("peak", style="bold"), *(Text(size_in_words(column.peak), style="bold") for column in columns))
+    if len({column.moment for column in columns}) > 1:
+        table.add_row("when", *(printable(column.moment) for column in columns))
     return indented(table, 1)
 
 
-def _activations(columns: Sequence[Column], console: Console) -> Padding:
-    table = number_table(console, "", [column["setting"]["precision"] for column in columns])
-    for key, most in (("by_format", None), ("by_module", _MODULES)):
+def _activations(columns: Sequence[Ledger], console: Console) -> Padding:
+    table = number_table(console, "", [column.setting.precision for column in columns])
+    by_format, by_module = [column.by_format for column in columns], [column.by_module for column in columns]
+    for sizes, most in ((by_format, None), (by_module, _MODULES)):
         table.add_section()
-        for name in _largest(columns, key)[:most]:
-            table.add_row(printable(name or THE_MODEL_ITSELF), *(_size(column[key].get(name, 0)) for column in columns))
+        for name in _largest(sizes)[:most]:
+            found = (column.get(name, 0) for column in sizes)
+            table.add_row(
+                printable(name or THE_MODEL_ITSELF), *(size_in_words(size) if size else "-" for size in found)
+            )
     return indented(table, 1)
 
 
-def _largest(columns: Sequence[Column], key: str) -> list[str]:
+def _largest(columns: Sequence[Mapping[str, int]]) -> list[str]:
     """Return the names that are non-zero in any column, largest first."""
     most: dict[str, int] = {}
     for column in columns:
-        for name, size in column[key].items():
+        for name, size in column.items():
             most[name] = max(size, most.get(name, 0))
     return sorted((name for name, size in most.items() if size), key=lambda name: -most[name])
 
 
-def _size(size: int) -> str:
-    return size_in_words(size) if size else "-"
-
-
-def _print_savings(console: Console, savings: Sequence[Mapping[str, Any]]) -> None:
-    shown = [row for row in savings if row["recompute"] == savings[0]["recompute"]]
+def _print_savings(console: Console, savings: Sequence[Saving]) -> None:
+    shown = [row for row in savings if row.recompute == savings[0].recompute]
     for row in shown:
-        change = f"{abs(row['saved']):.0%} {'less' if row['saved'] >= 0 else 'more'} than fp32 at batch {row['batch']}"
-        why = f"; {printable(row['why'])}" if row["why"] else ""
+        change = f"{abs(row.saved):.0%} {'less' if row.saved >= 0 else 'more'} than fp32 at batch {row.batch}"
+        why = f"; {printable(row.why)}" if row.why else ""
         console.print()
-        console.print(indented(Text(f"{row['precision']}: {change}{why}")))
+        console.print(indented(Text(f"{row.precision}: {change}{why}")))
 
 
-def _print_device(console: Console, page: Mapping[str, Any]) -> None:
-    device = page["device"]
-    usable = f"{size_in_words(device['usable'])} of {size_in_words(device['memory'])} for tensors"
-    heading(console, f"How far on {place_in_words(device)}", usable)
+def _print_device(console: Console, page: DeviceEstimate) -> None:
+    usable = f"{size_in_words(page.device.usable)} of {size_in_words(page.device.memory)} for tensors"
+    heading(console, f"How far on {place_in_words(page.device)}", usable)
     table = number_table(console, "precision", ["activations", "peak", "largest batch", "multiple of 8"])
-    for row in page["largest"]:
-        words = "recomputed" if row["recompute"] else "kept"
-        table.add_row(row["precision"], words, _peak(page, row), _reach(row), str(row["preferred"] or "-"))
+    for row in page.largest:
+        words = "recomputed" if row.recompute else "kept"
+        table.add_row(row.precision, words, _peak(page, row), _reach(row), str(row.preferred or "-"))
     if table.row_count:
         console.print(indented(table, 1))
-    for why in dict.fromkeys(row["why"] for row in page["not_searched"]):
+    for why in dict.fromkeys(row.why for row in page.not_searched):
         console.print(indented(Text(printable(why), style="yellow")))
     _print_abilities(console, page)
-    for row in page["refused"]:
-        console.print(Padding(Text(printable(f"{row['given']}\ndo: {row['do']}"), style="red"), (0, 0, 0, 2)))
+    for refused in page.refused:
+        console.print(Padding(Text(printable(f"{refused.given}\ndo: {refused.do}"), style="red"), (0, 0, 0, 2)))
 
 
-def _peak(page: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+def _peak(page: DeviceEstimate, row: BatchFit) -> str:
     """Return the peak of the first batch that was asked for."""
-    for column in page["columns"]:
-        setting = column["setting"]
-        if (setting["precision"], setting["recompute"]) == (row["precision"], row["recompute"]):
-            return size_in_words(column["peak"])
+    for column in page.columns:
+        if (column.setting.precision, column.setting.recompute) == (row.precision, row.recompute):
+            return size_in_words(column.peak)
     return "-"
 
 
-def _reach(row: Mapping[str, Any]) -> str:
-    if not row["batch"]:
-        return f"none: {size_in_words(row['missing'])} over"
-    if row["at_least"]:
-        return f"no limit up to {row['batch']}"
-    return f"about {row['batch']}" if row["about"] else f"{row['batch']}"
+def _reach(row: BatchFit) -> str:
+    if not row.batch:
+        return f"none: {size_in_words(row.missing)} over"
+    if row.at_least:
+        return f"no limit up to {row.batch}"
+    return f"about {row.batch}" if row.about else f"{row.batch}"
 
 
-def _print_abilities(console: Console, page: Mapping[str, Any]) -> None:
-    for name, can in page["abilities"].items():
-        if can["native"] is False:
-            instead = f"; {page['auto']} is the one for it" if page["auto"] != name else ""
-            text = f"{name}: not native on {page['device']['name']}: {can['reason']}{instead}"
+def _print_abilities(console: Console, page: DeviceEstimate) -> None:
+    for name, can in page.abilities.items():
+        if can.native is False:
+            instead = f"; {page.auto} is the one for it" if page.auto != name else ""
+            text = f"{name}: not native on {page.device.device.name}: {can.reason}{instead}"
             console.print(indented(Text(text, style="yellow")))
 
 
-def _print_notes(console: Console, report: Mapping[str, Any]) -> None:
+def _print_notes(console: Console, report: EstimateReport) -> None:
     # Notes that were printed above are not repeated.
-    said = {row["why"] for row in report["verdict"]["savings"]}
-    columns = [column for page in report["devices"] for column in page["columns"] if not column["setting"]["recompute"]]
-    notes = dict.fromkeys(note for column in columns for note in column["notes"] if note not in said)
+    said = {row.why for row in report.verdict.savings}
+    columns = [column for page in report.devices for column in page.columns if not column.setting.recompute]
+    notes = dict.fromkeys(note for column in columns for note in column.notes if note not in said)
     assumed = dict.fromkeys(
-        f"assumed: {size_in_words(page['device']['reserved'])} are taken by the process itself, and "
-        f"{page['device']['margin']:.0%} of the rest is left for gaps between tensors"
-        for page in report["devices"]
+        f"assumed: {size_in_words(page.device.reserved)} are taken by the process itself, and "
+        f"{page.device.margin:.0%} of the rest is left for gaps between tensors"
+        for page in report.devices
     )
     if notes or assumed:
         heading(console, "Notes")
@@ -168,7 +161,7 @@ _MOST_MODULES = 10
 _WORTH_A_LINE = 0.01
 
 
-def show_survival(found: list[dict[str, Any]], subject: str = "CASE") -> None:
+def show_survival(found: Sequence[Survival], subject: str = "CASE") -> None:
     """Print all results; the advice at the end is that of the first format that needs any."""
     console = screen()
     console.print()
@@ -179,80 +172,79 @@ def show_survival(found: list[dict[str, Any]], subject: str = "CASE") -> None:
     if not found:
         console.print("No format was tried to its end.")
     console.print()
-    for note in dict.fromkeys(note for survival in found for note in survival["notes"]):
+    for note in dict.fromkeys(note for survival in found for note in survival.notes):
         console.print(Text(printable(note), style="dim"))
     _print_advice(console, found, subject)
 
 
-def _verdict(survival: dict[str, Any]) -> Text:
-    name, _, words = survival["verdict"].partition(": ")
-    colour = "green" if survival["survives"] else "red"
-    # It survives with a scale per tensor, as fp8 is used in practice.
-    if colour == "red" and (survival["scaled"] or {}).get("survives", False):
-        colour = "yellow"
-    return Text(name, style=f"bold {colour}").append(f": {printable(words)}", style="not bold")
+def _verdict(survival: Survival) -> Text:
+    # Yellow: it survives with a scale per tensor, as fp8 is used in practice.
+    scaled = survival.scaled is not None and survival.scaled.survives
+    colour = "green" if survival.survives else "yellow" if scaled else "red"
+    words = survival.verdict.removeprefix(survival.format)
+    return Text(survival.format, style=f"bold {colour}").append(printable(words), style="not bold")
 
 
-def _print_evidence(console: Console, survival: dict[str, Any]) -> None:
-    heading(console, survival["format"], _which_modules(survival["modules"]))
-    console.print(_modules(survival["modules"][:_MOST_MODULES], console))
+def _print_evidence(console: Console, survival: Survival) -> None:
+    heading(console, survival.format, _which_modules(survival.modules))
+    console.print(_modules(survival.modules[:_MOST_MODULES], console))
     console.print()
     console.print(pairs(_step_facts(survival)))
 
 
-def _which_modules(modules: list[dict[str, Any]]) -> str:
+def _which_modules(modules: Sequence[ModuleRange]) -> str:
     if len(modules) > _MOST_MODULES:
         return f"the {_MOST_MODULES} modules nearest to its end, of {len(modules)}"
     return "modules, those nearest to its end first"
 
 
-def _modules(rows: list[dict[str, Any]], console: Console) -> Table:
+def _modules(rows: Sequence[ModuleRange], console: Console) -> Table:
     table = ruled_table(console)
     table.add_column("module", overflow="fold")
     for title in ("largest", "headroom", "overflows", "vanish", "gradients\nvanish"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        overflows = Text(f"{row['overflows']}", style="red") if row["overflows"] else Text("-")
+        overflows = Text(f"{row.overflows}", style="red") if row.overflows else Text("-")
         table.add_row(
-            Text(printable(row["module"])),
-            f"{row['largest']:.3g}",
-            "-" if row["headroom_bits"] is None else f"{row['headroom_bits'] + 0.0:.1f} bits",
+            Text(printable(row.module)),
+            f"{row.largest:.3g}",
+            "-" if row.headroom_bits is None else f"{row.headroom_bits + 0.0:.1f} bits",
             overflows,
-            _share(row["underflow_forward"]),
-            _share(row["underflow_backward"]),
+            _share(row.underflow_forward),
+            _share(row.underflow_backward),
         )
     return table
 
 
-def _step_facts(survival: dict[str, Any]) -> dict[str, str]:
-    facts = {"loss": f"{_number(survival['loss'])}, in fp32 {_number(survival['loss_fp32'])}"}
-    if survival["format"] == "fp16":
+def _step_facts(survival: Survival) -> dict[str, str]:
+    facts = {"loss": f"{_number(survival.loss)}, in fp32 {_number(survival.loss_fp32)}"}
+    if survival.format == "fp16":
         facts["loss scale"] = _scale(survival)
         facts["gradients vanish"] = (
-            f"{_share(survival['gradient_underflow'])}, without a loss scale "
-            f"{_share(survival['gradient_underflow_unscaled'])}"
+            f"{_share(survival.gradient_underflow)}, without a loss scale "
+            f"{_share(survival.gradient_underflow_unscaled)}"
         )
     else:
-        facts["gradients vanish"] = _share(survival["gradient_underflow"])
+        facts["gradients vanish"] = _share(survival.gradient_underflow)
     facts["gradient error"] = _error(survival)
-    if survival["scaled"] is not None:
-        facts["with a scale for each tensor"] = f"gradient error {_error(survival['scaled'])}"
+    if survival.scaled is not None:
+        facts["with a scale for each tensor"] = f"gradient error {_error(survival.scaled)}"
     # A few zeros come from units that rounding switched off; these are not worth a line.
-    for lost in [lost for lost in survival["lost"] if lost["share"] >= _WORTH_A_LINE][:3]:
-        facts[printable(f"lost in {lost['parameter']}")] = (
-            f"{_share(lost['share'])} of its gradients, up to {lost['largest']:.2g}"
+    for lost in [lost for lost in survival.lost if lost.share >= _WORTH_A_LINE][:3]:
+        facts[printable(f"lost in {lost.parameter}")] = (
+            f"{_share(lost.share)} of its gradients, up to {lost.largest:.2g}"
         )
     return facts
 
 
-def _scale(survival: dict[str, Any]) -> str:
-    if survival["loss_scale"] is not None:
-        return f"{survival['loss_scale']:.0f}"
-    return "none helps: the loss itself is not finite" if survival["loss"] is None else "gradients overflow at any"
+def _scale(survival: Survival) -> str:
+    if survival.loss_scale is not None:
+        return f"{survival.loss_scale:.0f}"
+    return "none helps: the loss itself is not finite" if survival.loss is None else "gradients overflow at any"
 
 
-def _error(survival: dict[str, Any]) -> str:
-    error = survival["gradient_error"]
+def _error(survival: Survival) -> str:
+    error = survival.gradient_error
     return "not finite" if error is None else f"{error:.2%} of their norm in fp32"
 
 
@@ -260,15 +252,15 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.5g}"
 
 
-def _share(share: float) -> str:
+def _share(share: float | None) -> str:
     if not share:
         return "-"
     return f"{share:.1%}" if share >= 0.001 else "<0.1%"
 
 
-def _print_advice(console: Console, found: list[dict[str, Any]], subject: str) -> None:
-    advice = [line for survival in found if not survival["survives"] for line in survival["do"]]
-    if not advice and found and all(survival["survives"] for survival in found):
+def _print_advice(console: Console, found: Sequence[Survival], subject: str) -> None:
+    advice = [line for survival in found if not survival.survives for line in survival.do]
+    if not advice and found and all(survival.survives for survival in found):
         advice = [f"halfstep plan {subject}    measures which of them is the fastest here"]
     if not advice:
         return

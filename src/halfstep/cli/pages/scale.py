@@ -2,131 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, indented, number_table, pairs
+from halfstep.measure.scale.layout import DDP
+from halfstep.measure.scale.report import LayoutCost, ScaleReport
+from halfstep.measure.scale.upkeep import Upkeep
 from halfstep.measure.setting import size_in_words
 from halfstep.printable import printable
 from halfstep.terminal import screen
 
-Row = Mapping[str, Any]
 
-
-def show(report: dict[str, Any]) -> None:
+def show(report: ScaleReport) -> None:
     """Print the whole report, the answer first."""
     console = screen()
-    console.print(Text(printable(report["reason"]), style="bold green" if report["take"] else "bold yellow"))
+    console.print(Text(printable(report.reason), style="bold green" if report.taken else "bold yellow"))
     console.print(Text(_about(report), style="dim"))
-    if report["interrupted"]:
+    if report.interrupted:
         console.print(Text("interrupted: these layouts were counted by then", style="yellow"))
-    rows = report["layouts"]
-    heading(console, "Memory of a rank", f"{size_in_words(report['device']['usable'])} for tensors")
+    rows = report.layouts
+    heading(console, "Memory of a rank", f"{size_in_words(report.device.usable)} for tensors")
     console.print(_memory(rows, console))
-    taken = next((row for row in rows if row["name"] == report["take"]), rows[-1])
-    parts = f"{taken['units']} {'buckets' if taken['sharding'] == 'ddp' else 'units'}"
-    heading(console, f"A step of {taken['name']}", f"in {parts}; bytes that a rank receives")
+    taken = report.taken or rows[-1]
+    parts = f"{taken.counts.units} {'buckets' if taken.layout.sharding == DDP else 'units'}"
+    heading(console, f"A step of {taken.name}", f"in {parts}; bytes that a rank receives")
     console.print(_collectives(taken, console))
-    heading(console, "Links", "by bandwidth alone: a model" if report["links"] else "")
+    heading(console, "Links", "by bandwidth alone: a model" if report.links else "")
     console.print(_seconds(rows, console))
-    heading(console, f"Beside the steps of {taken['name']}")
-    console.print(pairs(_upkeep(taken["upkeep"])))
+    heading(console, f"Beside the steps of {taken.name}")
+    console.print(pairs(_upkeep(taken.upkeep)))
     heading(console, "Time left for steps", "at published rates of failure")
-    console.print(_goodput(taken["upkeep"], console))
+    console.print(_goodput(taken.upkeep, console))
     heading(console, "Notes")
-    for note in (*report["notes"], *_assumed(report, taken["upkeep"])):
+    for note in (*report.notes, *_assumed(report, taken.upkeep)):
         console.print(indented(Text(printable(note), style="dim")))
 
 
-def _about(report: Row) -> str:
-    setting = report["setting"]
-    how = f"{setting['precision']}{', recomputing' if setting['recompute'] else ''}"
+def _about(report: ScaleReport) -> str:
+    how = f"{report.setting.precision}{', recomputing' if report.setting.recompute else ''}"
+    counts, layout = report.counts, report.counts.layout
     return (
-        f"{report['parameters']:,} parameters, {how}, {report['samples']:,} samples an update, "
-        f"{report['world']:,} ranks on {report['nodes']:,} nodes"
+        f"{counts.parameters:,} parameters, {how}, {report.samples:,} samples an update, "
+        f"{layout.world:,} ranks on {layout.nodes:,} nodes"
     )
 
 
-def _memory(rows: Sequence[Row], console: Console) -> Any:
-    table = number_table(console, "", [row["name"] for row in rows])
-    parts = dict.fromkeys(part for row in rows for part in row["memory"])
+def _memory(rows: Sequence[LayoutCost], console: Console) -> Padding:
+    table = number_table(console, "", [row.name for row in rows])
+    parts = dict.fromkeys(part for row in rows for part in row.memory)
     for part in parts:
-        if any(row["memory"].get(part, 0) for row in rows):
-            table.add_row(part, *(_size(row["memory"].get(part, 0)) for row in rows))
+        if any(row.memory.get(part, 0) for row in rows):
+            table.add_row(part, *(_size(row.memory.get(part, 0)) for row in rows))
     table.add_section()
-    table.add_row(Text("peak", style="bold"), *(Text(size_in_words(row["peak"]), style="bold") for row in rows))
-    table.add_row("fits", *("yes" if row["fits"] else "no" for row in rows))
+    table.add_row(Text("peak", style="bold"), *(Text(size_in_words(row.peak), style="bold") for row in rows))
+    table.add_row("fits", *("yes" if row.fits else "no" for row in rows))
     return indented(table, 1)
 
 
-def _collectives(row: Row, console: Console) -> Any:
+def _collectives(row: LayoutCost, console: Console) -> Padding:
     table = number_table(console, "", ["calls", "bytes", "inside the node", "between nodes"])
-    for one in row["collectives"]:
-        sizes = (_size(one[key]) for key in ("bytes", "inside", "between"))
-        table.add_row(one["collective"], f"{one['calls']}", *sizes)
-    if not row["collectives"]:
+    for one in row.collectives:
+        table.add_row(one.collective, f"{one.calls}", _size(one.bytes), _size(one.inside), _size(one.between))
+    if not row.collectives:
         table.add_row("none", "", "", "", "")
     return indented(table, 1)
 
 
-def _seconds(rows: Sequence[Row], console: Console) -> Any:
-    titles = ["inside", "between", "computing", "sending", "exposed"]
-    table = number_table(console, "", titles)
+def _seconds(rows: Sequence[LayoutCost], console: Console) -> Padding:
+    table = number_table(console, "", ["inside", "between", "computing", "sending", "exposed"])
     for row in rows:
-        seconds = row["seconds"] or {}
-        table.add_row(
-            row["name"],
-            _size(row["bytes_inside"]),
-            _size(row["bytes_between"]),
-            *(_time(seconds.get(key)) for key in ("computing", "communication", "exposed")),
-        )
+        found = row.seconds
+        times = map(_time, (found.computing, found.communication, found.exposed)) if found else ("-",) * 3
+        table.add_row(row.name, _size(row.bytes_inside), _size(row.bytes_between), *times)
     return indented(table, 1)
 
 
-def _upkeep(found: Row) -> dict[str, str]:
-    save, load, digest, open_files = found["save"], found["load"], found["digest"], found["descriptors"]
-    agreement = found["agreement"]
+def _upkeep(found: Upkeep) -> dict[str, str]:
+    agreement, digest, save, load = found.agreement, found.digest, found.save, found.load
     return {
-        "agreement": f"{agreement['calls']} all-reduce of {agreement['bytes']} B, {agreement['host_reads']} host read",
-        "replica digest": f"{size_in_words(digest['bytes'])} hashed in {_time(digest['seconds'])}, at the end of a run",
-        "save": f"{size_in_words(save['bytes'])} by each of {save['writers']:,} writers; {save['files']:,} files, "
-        f"{save['fsyncs']:,} fsyncs; stall {_time(save['stall'])}",
-        "load": f"{size_in_words(load['bytes'])} a rank, read and hashed in {_time(load['seconds'])}",
-        "file descriptors": f"{open_files['a_rank']:,} a rank, {open_files['a_node']:,} a node",
-        "restart": _time(found["restart"]["seconds"]),
+        "agreement": f"{agreement.calls} all-reduce of {agreement.bytes} B, {agreement.host_reads} host read",
+        "replica digest": f"{size_in_words(digest.bytes)} hashed in {_time(digest.seconds)}, at the end of a run",
+        "save": f"{size_in_words(save.bytes)} by each of {save.writers:,} writers; {save.files:,} files, "
+        f"{save.fsyncs:,} fsyncs; stall {_time(save.stall)}",
+        "load": f"{size_in_words(load.bytes)} a rank, read and hashed in {_time(load.seconds)}",
+        "file descriptors": f"{found.descriptors.a_rank:,} a rank, {found.descriptors.a_node:,} a node",
+        "restart": _time(found.restart.seconds),
     }
 
 
-def _goodput(found: Row, console: Console) -> Any:
+def _goodput(found: Upkeep, console: Console) -> Padding:
     table = number_table(console, "rate of", ["a failure every", "save every", "goodput"])
-    for row in found["goodput"]:
-        between, every = row["mean_time_between_failures"], row["save_every"]
-        table.add_row(row["rate"], _time(between), _time(every), f"{row['goodput']:.2%}")
+    for row in found.goodput:
+        table.add_row(row.rate, _time(row.mean_time_between_failures), _time(row.save_every), f"{row.goodput:.2%}")
     return indented(table, 1)
 
 
-def _assumed(report: Row, found: Row) -> list[str]:
-    given = found["assumed"]
+def _assumed(report: ScaleReport, found: Upkeep) -> list[str]:
+    given, links = found.assumed, report.links
     lines = [
-        f"assumed: {given['copy_to_host'] / 1e9:g} GB/s from a rank to its host, {given['sha256'] / 1e9:g} GB/s of "
-        f"SHA-256, {given['disk'] / 1e9:g} GB/s to disk; a failure is seen in {given['detection']:g} s, ranks start in "
-        f"{given['start']:g} s"
+        f"assumed: {given.copy_to_host / 1e9:g} GB/s from a rank to its host, {given.sha256 / 1e9:g} GB/s of "
+        f"SHA-256, {given.disk / 1e9:g} GB/s to disk; a failure is seen in {given.detection:g} s, ranks start in "
+        f"{given.start:g} s"
     ]
-    links = report["links"]
     if links:
         lines.append(
-            f"links: {links['inside'] / 1e9:g} GB/s inside a node, {links['between'] / 1e9:g} between; "
-            f"{links['utilization']:.0%} of the peak are computed; {links['source']}"
+            f"links: {links.inside / 1e9:g} GB/s inside a node, {links.between / 1e9:g} between; "
+            f"{links.utilization:.0%} of the peak are computed; {links.source}"
         )
     return lines
 
 
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
+def _time(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 60:

@@ -8,13 +8,14 @@ import json
 import re
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import ClassVar, TypedDict
 
 import torch
 
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.host_memory import total_memory
-from halfstep.precision.hardware import Ability, Device, ability, describe, present
+from halfstep.json_data import JsonResult
+from halfstep.precision.hardware import Ability, Device, Kind, ability, describe, present
 from halfstep.precision.names import AUTO
 from halfstep.precision.select import choose_precision
 
@@ -28,9 +29,18 @@ _LONG_NAME_ENDS = ("pcie", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(JsonResult):
     """A device for which memory is estimated."""
 
+    json_keys: ClassVar[tuple[str, ...]] = (
+        "id",
+        "device.name",
+        "device.kind",
+        "memory",
+        "reserved",
+        "margin",
+        "usable",
+    )
     id: str
     """The name to type."""
     device: Device
@@ -58,17 +68,6 @@ class Target:
     def ability(self, format_name: str) -> Ability:
         """Return whether the device computes in the format natively, and the reason."""
         return ability(self.device, format_name)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "name": self.device.name,
-            "kind": self.device.kind,
-            "memory": self.memory,
-            "reserved": self.reserved,
-            "margin": self.margin,
-            "usable": self.usable,
-        }
 
 
 def device_named(text: str) -> Target:
@@ -115,26 +114,45 @@ def device_ids() -> list[str]:
     return list(_by_id())
 
 
+class _DeviceRow(TypedDict, total=False):
+    id: str
+    name: str
+    kind: Kind
+    gib: float
+    driver_mib: int
+    capability: tuple[int, int]
+    arch: str
+    isa: list[str]
+
+
+class _DeviceTable(TypedDict):
+    """The content of devices.json."""
+
+    margin: float
+    reserved_gib: dict[str, float]
+    devices: list[_DeviceRow]
+
+
 @functools.cache
-def _data() -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(resources.files(__package__).joinpath("devices.json").read_text(encoding="utf-8"))
+def _data() -> _DeviceTable:
+    read: _DeviceTable = json.loads(resources.files(__package__).joinpath("devices.json").read_text(encoding="utf-8"))
     return read
 
 
 @functools.cache
-def _by_id() -> dict[str, dict[str, Any]]:
+def _by_id() -> dict[str, _DeviceRow]:
     return {row["id"]: row for row in _data()["devices"]}
 
 
 def _known(name: str) -> Target:
     row = _by_id()[name]
-    capability = tuple(row["capability"]) if "capability" in row else None
     return _target(
         name,
         Device(
             kind=row["kind"],
             name=row["name"],
-            capability=capability,
+            # JSON has no tuples, and capabilities are compared with some.
+            capability=(row["capability"][0], row["capability"][1]) if "capability" in row else None,
             arch=row.get("arch", ""),
             isa=frozenset(row.get("isa", ())),
         ),

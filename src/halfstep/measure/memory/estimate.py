@@ -192,12 +192,15 @@ def estimate(
         raise wrong_use_of(error, (), "run it by itself, without halfstep, until it returns a case") from error
     if optimizer is not None:
         make_case = _with_optimizer(make_case, optimizer)
-    asked: dict[str, Any] = {
-        "precision": precision, "channels_last": channels_last, "batch": batch_size, "microbatches": microbatches,
-        "recompute": recompute,
-    }  # fmt: skip
-    setting = case.setting if case.is_recipe else StepSetting(precision=_DEFAULT)
-    setting = replace(setting, **{key: value for key, value in asked.items() if value is not None})
+    own = case.setting if case.is_recipe else StepSetting(precision=_DEFAULT)
+    setting = replace(
+        own,
+        precision=own.precision if precision is None else precision,
+        channels_last=own.channels_last if channels_last is None else channels_last,
+        batch=batch_size or own.batch,
+        microbatches=microbatches or own.microbatches,
+        recompute=own.recompute if recompute is None else recompute,
+    )
     target = device_named(device or "cpu")
     if setting.precision == AUTO:
         setting = replace(setting, precision=own_choice(target))
@@ -387,7 +390,7 @@ def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Targe
     if target.device.kind == "cpu":
         return ledger_of(make_case, setting)
     if target.rules != "cuda":
-        return replace(_marked(ledger_of(make_case, setting), target, OTHER_RULES), by_cpu_rules=True)
+        return _by_cpu_rules(make_case, setting, target, OTHER_RULES)
     try:
         return _marked(ledger_by_cuda(make_case, setting), target, FOLLOWED)
     except HalfstepError:
@@ -396,7 +399,11 @@ def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Targe
         # Kernels that query the driver, such as cuDNN's recurrent layers or a custom extension.
         reason = (str(error).splitlines() or [""])[0][:80] or type(error).__name__
     # Outside the handler, so that an error of the user's code, which is raised again here, is not chained.
-    return replace(_marked(ledger_of(make_case, setting), target, NOT_FOLLOWED.format(reason)), by_cpu_rules=True)
+    return _by_cpu_rules(make_case, setting, target, NOT_FOLLOWED.format(reason))
+
+
+def _by_cpu_rules(make_case: Callable[[], Case], setting: StepSetting, target: Target, note: str) -> Ledger:
+    return replace(_marked(ledger_of(make_case, setting), target, note), by_cpu_rules=True)
 
 
 def _marked(ledger: Ledger, target: Target, note: str) -> Ledger:

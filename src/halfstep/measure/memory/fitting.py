@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import ClassVar
 
 from halfstep.errors import HalfstepError
+from halfstep.json_data import JsonResult
 from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.memory.fake_tensors import MakeCase
 from halfstep.measure.memory.ledger import Ledger
@@ -25,9 +26,23 @@ _FIXED = ("weights", "buffers", "average", "optimizer")
 
 
 @dataclass(frozen=True)
-class BatchFit:
+class Lever:
+    """Another way to run the smallest batch."""
+
+    precision: str
+    recompute: bool
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class BatchFit(JsonResult):
     """The result of a search for one setting and limit."""
 
+    json_keys: ClassVar[tuple[str, ...]] = (
+        *("precision", "recompute", "batch", "preferred", "at_least", "about", "ledger.peak", "missing", "searched"),
+        *("smallest", "levers"),
+    )
     batch: int
     """The largest batch that fits; 0 if none does."""
     limit: int
@@ -37,6 +52,31 @@ class BatchFit:
     """Every batch for which a ledger was made, with its peak, in order of size."""
     next_is_over: bool = True
     """Whether a ledger shows that one more sample does not fit."""
+    levers: tuple[Lever, ...] = ()
+    """Ways to run the smallest batch, where no batch fits."""
+
+    @property
+    def precision(self) -> str:
+        return self.ledger.setting.precision
+
+    @property
+    def recompute(self) -> bool:
+        return self.ledger.setting.recompute
+
+    @property
+    def at_least(self) -> bool:
+        """Return whether the search ended at its upper limit."""
+        return self.batch >= MOST
+
+    @property
+    def about(self) -> bool:
+        """Return whether a larger batch may fit."""
+        return not self.next_is_over and 0 < self.batch < MOST
+
+    @property
+    def smallest(self) -> int:
+        """Return the smallest batch that runs, where none fits."""
+        return self.ledger.samples
 
     @property
     def preferred(self) -> int:
@@ -47,17 +87,6 @@ class BatchFit:
     def missing(self) -> int:
         """Return the bytes by which the smallest batch exceeds the limit."""
         return max(0, self.ledger.peak - self.limit)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "batch": self.batch,
-            "preferred": self.preferred,
-            "at_least": self.batch >= MOST,
-            "about": not self.next_is_over and 0 < self.batch < MOST,
-            "peak": self.ledger.peak,
-            "missing": self.missing,
-            "searched": [list(pair) for pair in self.searched],
-        }
 
 
 def largest_batch(

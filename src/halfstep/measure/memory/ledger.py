@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
+from halfstep.json_data import JsonResult
 from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting, size_in_words
 
@@ -36,9 +37,13 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Ledger(JsonResult):
     """The memory of one update of a setting, in bytes, once the optimizer has its state."""
 
+    json_keys: ClassVar[tuple[str, ...]] = (
+        *("setting", "device", "samples", "peak", "at_peak", "whole", "by_format", "by_module", "moment", "verified"),
+        *("notes", "assumptions"),
+    )
     setting: StepSetting
     device: str
     samples: int
@@ -60,7 +65,7 @@ class Ledger:
     verified: bool = False
     """Whether such predictions have been compared with real runs on such a device."""
     by_cpu_rules: bool = False
-    """Whether the CPU's rules for formats and kernels were followed in place of the device's own."""
+    """Whether the CPU's autocast rules stand in for those of the device."""
     remarks: tuple[Note, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
     """What was assumed of numbers of the model that its code reads."""
@@ -79,23 +84,6 @@ class Ledger:
     def notes(self) -> tuple[str, ...]:
         """Return the texts of the remarks."""
         return tuple(remark.text for remark in self.remarks)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "setting": self.setting.as_dict(),
-            "device": self.device,
-            "samples": self.samples,
-            "peak": self.peak,
-            "at_peak": dict(self.at_peak),
-            "whole": dict(self.whole),
-            "by_format": dict(self.by_format),
-            "by_module": dict(self.by_module),
-            "moment": self.moment,
-            "verified": self.verified,
-            "by_cpu_rules": self.by_cpu_rules,
-            "notes": list(self.notes),
-            "assumptions": [asdict(assumption) for assumption in self.assumptions],
-        }
 
 
 def way_in_words(precision: str, recompute: bool, samples: int) -> str:

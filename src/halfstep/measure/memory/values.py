@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,22 @@ class Numbers:
     assumed: frozenset[str] = frozenset()
 
 
+class OpCall(NamedTuple):
+    """One call of an operation."""
+
+    func: OpOverload
+    args: Any
+    kwargs: Mapping[str, Any]
+
+    def argument(self, name: str) -> Any:
+        """Return an argument by its name, or its default; -1 where the operation has none of this name."""
+        for place, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                given = place < len(self.args)
+                return self.args[place] if given else self.kwargs.get(name, argument.default_value)
+        return -1
+
+
 class ValueTracker(TorchDispatchMode):
     """A mode for code on fake tensors that reads numbers. Enter it inside the mode of the fake tensors.
 
@@ -89,11 +105,12 @@ class ValueTracker(TorchDispatchMode):
             return _DESCRIPTIONS[func._schema.name](self, *args)
         if func is _ATEN.index.Tensor:
             args = (args[0], [by_number for index in args[1] for by_number in self._by_number(index)])
+        call = OpCall(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except NEEDS_NUMBERS:
-            return self._sized(func, args, kwargs)
-        numbers = self._computed(func, args, kwargs, result) or self._told(func, args, kwargs, result)
+            return self._sized(call)
+        numbers = self._computed(call, result) or self._told(call, result)
         if numbers is not None:
             _attach(result, numbers)
         elif func._schema.is_mutable:
@@ -151,19 +168,19 @@ class ValueTracker(TorchDispatchMode):
         """Return the indices that select what a boolean one does."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
-        return list(self._sized(_ATEN.nonzero.default, (index,), {}).unbind(1))
+        return list(self._sized(OpCall(_ATEN.nonzero.default, (index,), {})).unbind(1))
 
-    def _sized(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _sized(self, call: OpCall) -> Any:
         """Return the result of an operation whose size depends on numbers."""
-        numbers = self._computed(func, args, kwargs, None)
+        numbers = self._computed(call, None)
         if numbers is None:
-            assumed = _SIZES.get(func._schema.name)
+            assumed = _SIZES.get(call.func._schema.name)
             if assumed is None:
-                raise DynamicOutputShapeException(func)
+                raise DynamicOutputShapeException(call.func)
             with no_dispatch():
-                numbers = Numbers(assumed[1](func, args, kwargs), frozenset({assumed[0]}))
+                numbers = Numbers(assumed[1](call), frozenset({assumed[0]}))
         self._state(numbers.assumed)
-        device = _tensors((args, kwargs))[0].device
+        device = _tensors((call.args, call.kwargs))[0].device
         result = pytree.tree_map_only(
             Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=device), numbers.value
         )
@@ -179,8 +196,9 @@ class ValueTracker(TorchDispatchMode):
         found: Numbers | None = getattr(tensor, _NUMBERS, None)
         return None if found is None or found.value.untyped_storage()._cdata in self._stale else found
 
-    def _computed(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], result: Any) -> Numbers | None:
+    def _computed(self, call: OpCall, result: Any) -> Numbers | None:
         """Return the numbers of a result if those of all arguments are known."""
+        func, args, kwargs = call
         leaves = _tensors((args, kwargs))
         if "empty" in func._schema.name or any(leaf.requires_grad for leaf in leaves):
             return None
@@ -212,8 +230,9 @@ class ValueTracker(TorchDispatchMode):
             return None
         return Numbers(value, frozenset[str]().union(*(numbers.assumed for numbers in known.values())))
 
-    def _told(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], result: Any) -> Numbers | None:
+    def _told(self, call: OpCall, result: Any) -> Numbers | None:
         """Return the numbers of a result that does not depend on those of its arguments, by an assumption."""
+        func, args, _ = call
         if func._schema.name in _FILLS and _few(args[0]) and not (args[0].requires_grad or args[0]._is_view()):
             with no_dispatch():
                 return Numbers(func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]))
@@ -231,7 +250,7 @@ class ValueTracker(TorchDispatchMode):
         chosen = result[-1] if isinstance(result, (tuple, list)) else result
         if not _few(chosen):
             return None
-        dim = _given(func, args, kwargs, "dim")
+        dim = call.argument("dim")
         choices = args[0].numel() if dim is None else args[0].shape[dim] if args[0].dim() else 1
         with no_dispatch():
             value, shape = torch.arange(chosen.numel()) % max(choices, 1), list(chosen.shape)
@@ -329,14 +348,6 @@ def _answer_if_finite(func: OpOverload, args: Any) -> bool | None:
     return name == "aten::ne" if infinite else None
 
 
-def _given(func: OpOverload, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return an argument by its name, or its default."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
-    return -1
-
-
 def _line() -> str:
     line = line_running_outside(*MEASURING)
     return place_and_text(line) if line else "code outside any file"
@@ -345,36 +356,33 @@ def _line() -> str:
 _FILLS = frozenset(f"aten::{name}_" for name in ("uniform", "normal", "random", "exponential", "fill", "zero"))
 """Operations that replace all numbers of a tensor."""
 _CHOICES = frozenset(f"aten::{name}" for name in ("topk", "max", "min", "argmax", "argmin", "sort", "argsort"))
-Sized = Callable[[OpOverload, Any, Mapping[str, Any]], Any]
+Sized = Callable[[OpCall], Any]
 
 
-def _all_places(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
-    mask = torch.ones((), dtype=torch.bool).expand(tuple(args[0].shape))
+def _all_places(call: OpCall) -> Tensor:
+    mask = torch.ones((), dtype=torch.bool).expand(tuple(call.args[0].shape))
     # Of a large one only the size is of interest.
-    few = args[0].numel() <= _MOST_INTEGERS
+    few = mask.numel() <= _MOST_INTEGERS
     return mask.nonzero() if few else torch.zeros((), dtype=torch.int64).expand(mask.numel(), mask.dim())
 
 
-def _all_elements(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    return torch.zeros((), dtype=args[0].dtype).expand(shape.numel())
+def _all_elements(call: OpCall) -> Tensor:
+    shape = torch.broadcast_shapes(call.args[0].shape, call.args[1].shape)
+    return torch.zeros((), dtype=call.args[0].dtype).expand(shape.numel())
 
 
-def _all_different(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    return func(torch.arange(args[0].numel()).reshape(tuple(args[0].shape)).to(args[0].dtype), *args[1:], **kwargs)
+def _all_different(call: OpCall) -> Any:
+    first, *others = call.args
+    return call.func(torch.arange(first.numel()).reshape(tuple(first.shape)).to(first.dtype), *others, **call.kwargs)
 
 
-def _all_boxes(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
-    return torch.arange(args[0].shape[0])
+def _once_each(call: OpCall) -> Tensor:
+    return torch.arange(call.args[0].shape[0])
 
 
-def _once_each(_func: OpOverload, args: Any, _kwargs: Mapping[str, Any]) -> Tensor:
-    return torch.arange(args[0].shape[0])
-
-
-def _one_each(_func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-    return torch.full((max(least, 1),), max(1, args[0].numel() // max(least, 1)), dtype=torch.int64)
+def _one_each(call: OpCall) -> Tensor:
+    least = max(call.argument("minlength"), 1)
+    return torch.full((least,), max(1, call.args[0].numel() // least), dtype=torch.int64)
 
 
 _SIZES: dict[str, tuple[str, Sized]] = {
@@ -386,7 +394,7 @@ _SIZES: dict[str, tuple[str, Sized]] = {
     "aten::unique_consecutive": (DIFFERENT, _all_different),
     "aten::repeat_interleave": (ONCE, _once_each),
     "aten::bincount": (EVEN, _one_each),
-    "torchvision::nms": (KEPT, _all_boxes),
+    "torchvision::nms": (KEPT, _once_each),
 }
 """What is assumed of operations whose size depends on numbers of the model, and their results by it."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from typing import ClassVar
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.json_data import JsonResult
+from halfstep.measure.plan.probe import LossParity
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.precision.select import WORTH_IT
@@ -21,23 +22,16 @@ SIMPLEST_FIRST = ("fp32", "tf32", "bf16", "fp16")
 BASELINE_PRECISION = SIMPLEST_FIRST[0]
 
 
-class NotMeasured(StrEnum):
-    """Reasons for a cell without a measurement, which say nothing about the setting itself."""
-
-    NO_TIME = "not measured: no time was left"
-    INTERRUPTED = "not measured: interrupted"
-    NOT_COMPILED = "not measured: a faster one did not compile"
-
-
 @dataclass(frozen=True)
-class Cell:
+class Cell(JsonResult):
     """The measurements of one setting."""
 
+    json_keys: ClassVar[tuple[str, ...]] = ("setting", "name", "speed", "cut", "first_step", "peak")
     setting: StepSetting
     speed: Speed | None = None
     """Speed relative to strict fp32."""
     cut: str = ""
-    """Why it cannot be chosen, such as a `NotMeasured`; empty if it can."""
+    """Why it cannot be chosen; empty if it can."""
     first_step: float | None = None
     """Seconds of the first update, including compilation."""
     peak: int | None = None
@@ -50,19 +44,20 @@ class Cell:
         """Return whether it was timed and not cut."""
         return self.speed is not None and not self.cut
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "setting": self.setting.as_dict(),
-            "name": str(self.setting),
-            "speed": self.speed.as_dict() if self.speed else None,
-            "cut": self.cut,
-            "is_measured": not isinstance(self.cut, NotMeasured),
-            "first_step": self.first_step,
-            "peak": self.peak,
-        }
+    @property
+    def name(self) -> str:
+        return str(self.setting)
 
 
-def simplicity(setting: StepSetting) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class LadderCell(Cell):
+    """A cell with its parity by the rule of all cells; None if it was not measured."""
+
+    json_keys: ClassVar[tuple[str, ...]] = (*Cell.json_keys, "parity")
+    parity: LossParity | None = None
+
+
+def simplicity(setting: StepSetting) -> tuple[bool, int, bool, int]:
     """Return a sort key, simplest first: eager before compiled, wide before narrow, few micro-batches before many."""
     known = setting.precision in SIMPLEST_FIRST
     precision = SIMPLEST_FIRST.index(setting.precision) if known else len(SIMPLEST_FIRST)

@@ -4,43 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from halfstep.errors import WrongUse
+from halfstep.json_data import JsonResult
 from halfstep.measure.case import Case, LossFunction
-from halfstep.measure.conditions import conditions
+from halfstep.measure.conditions import Conditions, conditions
 from halfstep.measure.local_candidate import candidate_of
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
     Cell,
-    NotMeasured,
+    LadderCell,
     interval,
     is_fp32,
     runner_up,
     simplicity,
     why_stay,
 )
+from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.measure.plan.probe import LossParity
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget, free_bytes
 from halfstep.measure.plan.search import CaseFacts, Growing, Growth, Search, abilities, facts_of
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, subject_of
-from halfstep.precision.hardware import Device, describe
+from halfstep.precision.hardware import Ability, Device, describe
 from halfstep.status_line import OnProgress
 
 # -- apply ------------------------------------------------------------------------------------------------------------
 # Apply a choice: as settings of a recipe, or as lines of Python for the user's own loop.
 
 
-def recipe_changes(choice: StepSetting, growth: Growth | None = None) -> dict[str, Any]:
+RecipeValue = str | bool | int | float | None
+
+
+def recipe_changes(choice: StepSetting, growth: Growth | None = None) -> dict[str, RecipeValue]:
     """Return the keys of a recipe and their values in the plan."""
     taken = growth.setting if growth else choice
-    found: dict[str, Any] = {
+    found: dict[str, RecipeValue] = {
         "precision": taken.precision,
         "train.channels_last": taken.channels_last,
         "train.compile": taken.compile,
@@ -154,9 +159,14 @@ ELSEWHERE, HERE = "each arm in a process of its own", "all arms in this process"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(JsonResult):
     """The chosen setting, and all measurements that led to it."""
 
+    json_keys: ClassVar[tuple[str, ...]] = (
+        *("name", "device", "formats", "now", "baseline", "choice", "stay", "verdict", "reasons", "parity", "ladder"),
+        *("runner_up", "why_not", "growth", "growth_ended", "changes", "python", "conditions", "seconds"),
+        "interrupted",
+    )
     name: str
     device: Device
     now: StepSetting
@@ -170,16 +180,14 @@ class Plan:
     """The reason for each part of the choice."""
     parity: LossParity
     """The parity of the choice."""
-    ladder: tuple[Cell, ...]
+    ladder: tuple[LadderCell, ...]
     """All cells, simplest first."""
-    parities: dict[StepSetting, LossParity]
-    """The parity of every cell that was measured, by one rule."""
     runner_up: Cell | None
     why_not: str
     growth: Growth | None
     growth_ended: str
     """Why no larger batch was chosen; empty if `grow_batch` was off."""
-    conditions: dict[str, Any]
+    conditions: Conditions
     seconds: float
     interrupted: bool
 
@@ -189,20 +197,42 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Return the choice and its speed in one line."""
-        choice, text = self.choice, str(self.choice.setting)
-        if self.stay:
-            narrow = [cell for cell in self.ladder if cell.setting.precision != self.baseline.precision]
-            # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
-            seen = any(cell.speed or cell.cut not in (NotMeasured.NO_TIME, NotMeasured.INTERRUPTED) for cell in narrow)
-            beside = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
-            stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
-            text = f"{stay}{beside}"
-        if choice.speed is None or choice.setting == self.baseline:
-            return text
-        return f"{text}  {choice.speed.speedup:.2f}x strict fp32 ({interval(choice.speed)})"
+        return "  ".join(filter(None, (self.headline, self.speed_in_words)))
 
     @property
-    def changes(self) -> dict[str, Any]:
+    def headline(self) -> str:
+        """Return the choice without its speed."""
+        text = str(self.choice.setting)
+        if not self.stay:
+            return text
+        narrow = [cell for cell in self.ladder if cell.setting.precision != self.baseline.precision]
+        # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
+        unseen = (NotMeasured.NO_TIME, NotMeasured.INTERRUPTED)
+        seen = any(cell.speed or cell.cut not in unseen for cell in narrow)
+        beside = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
+        stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
+        return f"{stay}{beside}"
+
+    @property
+    def speed_in_words(self) -> str:
+        """Return the speed of the choice; empty if it is strict fp32 itself or was not measured."""
+        speed = self.choice.speed
+        if speed is None or self.choice.setting == self.baseline:
+            return ""
+        return f"{speed.speedup:.2f}x strict fp32 ({interval(speed)})"
+
+    @property
+    def parities(self) -> dict[StepSetting, LossParity]:
+        """Return the parity of every cell that was measured, by one rule."""
+        return {cell.setting: cell.parity for cell in self.ladder if cell.parity is not None}
+
+    @property
+    def formats(self) -> dict[str, Ability]:
+        """Return the device's support of each precision."""
+        return abilities(self.device)
+
+    @property
+    def changes(self) -> dict[str, RecipeValue]:
         """Return the settings of a recipe."""
         return recipe_changes(self.choice.setting, self.growth)
 
@@ -210,35 +240,6 @@ class Plan:
     def python(self) -> list[str]:
         """Return lines of Python."""
         return python_lines(self.choice.setting, self.growth)
-
-    def _parity_of(self, cell: Cell) -> dict[str, Any] | None:
-        found = self.parities.get(cell.setting)
-        return asdict(found) if found else None
-
-    def as_dict(self) -> dict[str, Any]:
-        can = abilities(self.device)
-        return {
-            "name": self.name,
-            "device": {"name": self.device.name, "place": self.device.place},
-            "formats": {name: {"native": found.native, "reason": found.reason} for name, found in can.items()},
-            "now": self.now.as_dict(),
-            "baseline": self.baseline.as_dict(),
-            "choice": self.choice.as_dict(),
-            "stay": self.stay,
-            "verdict": self.verdict,
-            "reasons": self.reasons,
-            "parity": asdict(self.parity),
-            "ladder": [cell.as_dict() | {"parity": self._parity_of(cell)} for cell in self.ladder],
-            "runner_up": self.runner_up.as_dict() if self.runner_up else None,
-            "why_not": self.why_not,
-            "growth": self.growth.as_dict() if self.growth else None,
-            "growth_ended": self.growth_ended,
-            "changes": self.changes,
-            "python": self.python,
-            "conditions": self.conditions,
-            "seconds": round(self.seconds, 1),
-            "interrupted": self.interrupted,
-        }
 
 
 def plan(
@@ -302,15 +303,17 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
         stay=is_fp32(choice),
         reasons=reasons(choice, search.baseline, search.cells, search.facts),
         parity=parity,
-        ladder=tuple(cells),
-        parities={cell.setting: search.parity_of(cell) for cell in cells if cell.speed is not None},
+        ladder=tuple(
+            LadderCell(**vars(cell), parity=search.parity_of(cell) if cell.speed is not None else None)
+            for cell in cells
+        ),
         runner_up=second,
         why_not=why_not,
         growth=growing.found,
         growth_ended=growing.ended if grow_batch else "",
         # Empty if Ctrl-C came before any candidate was open.
         conditions={**(search.conditions or conditions(search.device.place)), "arms": where},
-        seconds=search.seconds,
+        seconds=round(search.seconds, 1),
         interrupted=interrupted,
     )
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from halfstep.host_memory import free_memory
+from halfstep.measure.conditions import Conditions
 from halfstep.measure.setting import StepSetting, size_in_words
-from halfstep.measure.timing import Speed, race, warm
-from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow, OpenedCandidate
+from halfstep.measure.timing import TimedRace, race, warm
+from halfstep.measure.worker_process import CandidateFailed, OpenedCandidate
 
 # -- memory fit -------------------------------------------------------------------------------------------------------
 
@@ -117,17 +118,6 @@ MOST_STEPS = 50
 Tell = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class RaceResult:
-    """The result of a race, by setting."""
-
-    speeds: dict[StepSetting, Speed]
-    interrupted: bool = False
-    """Whether Ctrl-C ended it; the speeds so far are included."""
-    failed: dict[StepSetting, CandidateFailed | CandidateTooSlow] = field(default_factory=dict)
-    """Candidates that failed; they are closed."""
-
-
 class _Limited:
     """A candidate whose answers are limited by the remaining time of the plan."""
 
@@ -145,7 +135,7 @@ class Race:
         self._make_candidate, self._budget, self._tell = make_candidate, budget, tell
         self._open: dict[StepSetting, RacingCandidate] = {}
         self._updates: dict[StepSetting, float] = {}
-        self.conditions: dict[str, Any] = {}
+        self.conditions: Conditions = {}
 
     def enter(self, setting: StepSetting, limit: float | None = None) -> None:
         """Open a candidate within `limit` seconds; it is closed if that fails."""
@@ -188,23 +178,21 @@ class Race:
         """Return the seconds of one turn of candidates with these update times."""
         return _steps(max(updates)) * sum(updates)
 
-    def race(self, settings: Sequence[StepSetting], *, baseline: StepSetting, pairs: int) -> RaceResult:
-        """Time open and warm candidates in turns until there are enough pairs or the time is up."""
-        # Keys of their own, because str(setting) may leave out the batch: two settings may read the same.
-        names = {str(number): setting for number, setting in enumerate([baseline, *settings])}
+    def race(self, settings: Sequence[StepSetting], *, baseline: StepSetting, pairs: int) -> TimedRace[StepSetting]:
+        """Time open and warm candidates in turns until there are enough pairs or the time is up; close the failed."""
+        entered = {setting: _Limited(self._open[setting], self._budget) for setting in (baseline, *settings)}
         found = race(
-            {name: _Limited(self._open[setting], self._budget) for name, setting in names.items()},
-            baseline="0",
+            entered,
+            baseline=baseline,
             pairs=pairs,
             seconds=self._budget.left,
-            steps=_steps(max(self._updates[setting] for setting in names.values())),
+            steps=_steps(max(self._updates[setting] for setting in entered)),
             progress=lambda *_: self._tell(),
             now=self._budget.now,
         )
-        failed = {names[name]: error for name, error in found.failed.items()}
-        for setting in failed:
+        for setting in found.failed:
             self.leave(setting)
-        return RaceResult({names[name]: speed for name, speed in found.speeds.items()}, found.interrupted, failed)
+        return found
 
     def trail(self, setting: StepSetting, steps: int) -> tuple[float, ...]:
         """Return the losses of its first `steps` updates."""

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import ClassVar
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from halfstep.json_data import JsonResult
 from halfstep.measure.batches import size_of
 from halfstep.measure.case import Case
+from halfstep.measure.conditions import Conditions
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
     SIMPLEST_FIRST,
     Cell,
-    NotMeasured,
     by_speed,
     choose,
     is_fp32,
     wholly_above,
 )
+from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST_RUNS, NUDGE, LossParity, Noise, compare, noise_of
 from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
 from halfstep.measure.setting import StepSetting
@@ -124,7 +126,7 @@ class Search:
         return self._trials.baseline
 
     @property
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> Conditions:
         """Return the conditions of the measurements; empty if none was made."""
         return self._trials.runner.conditions
 
@@ -288,9 +290,12 @@ NOTE = "changes the optimisation: fewer and larger updates, so accuracy has to b
 
 
 @dataclass(frozen=True)
-class Growth:
+class Growth(JsonResult):
     """A larger batch with higher throughput, and the learning rate for it."""
 
+    json_keys: ClassVar[tuple[str, ...]] = (
+        "factor", "setting", "speed", "learning_rate", "rule", "warmup_steps", "note", "words"
+    )  # fmt: skip
     factor: int
     setting: StepSetting
     speed: Speed
@@ -299,9 +304,6 @@ class Growth:
     rule: str
     warmup_steps: int
     note: str = NOTE
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "speed": self.speed.as_dict(), "words": self.words}
 
     @property
     def words(self) -> str:

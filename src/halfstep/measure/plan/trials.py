@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.errors import HalfstepError, NoStepInTime, WrongUse, reason_in
-from halfstep.measure.plan.choice import Cell, NotMeasured, by_speed
+from halfstep.measure.plan.choice import Cell, by_speed
+from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.measure.plan.probe import UPDATES, updates_for
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
 from halfstep.measure.setting import StepSetting
@@ -198,7 +199,7 @@ class SettingTrials:
             trail = self.runner.trail(setting, UPDATES)
         except CandidateTooSlow as error:
             self.runner.leave(setting)
-            self.cells[setting] = replace(cell, cut=error.args[0])
+            self.cells[setting] = replace(cell, cut=str(error))
             return
         except (CandidateFailed, HalfstepError) as error:
             self.runner.leave(setting)

@@ -97,7 +97,7 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
     settle(case.model)
     # The mesh has numbers, and is made before the mode.
     with _without_peers(layout) as mesh, mode, numbers_refused("ranks are counted without computing any"):
-        if layout.shard == 1:
+        if layout.shard_size == 1:
             return _replicated(case, setting, precision, layout)
         return _sharded(case, setting, precision, layout, mesh)
 
@@ -170,7 +170,7 @@ def _counted(
         gradients=done.gradients,
         optimizer=bytes_of(distributed.local(tensor) for tensor in state),
         buffers=bytes_of(done.model.buffers()),
-        padded=local * layout.shard / numbers,
+        padded=local * layout.shard_size / numbers,
         collectives=(*repeated, *([agreement] if layout.world > 1 else [])),
         flops=done.flops,
         **more,
@@ -188,7 +188,7 @@ def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: Ran
     with _one_chunk_at_a_time():
         apply_fully_shard(units, mesh, narrow)
     done = _update(case, setting, precision, layout)
-    flying = _in_flight(units, narrow, layout.shard)
+    flying = _in_flight(units, narrow, layout.shard_size)
     holding = sum(1 for _, own in _own(units) if own)
     return _counted(done, layout, done.collectives, setting.microbatches, units=holding, in_flight=flying)
 
@@ -224,7 +224,7 @@ def _without_peers(layout: RankLayout) -> Iterator[Any]:
 
     dist.init_process_group("fake", rank=0, world_size=layout.world, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
-        yield shard_mesh(_HOST, layout.world, layout.shard)
+        yield shard_mesh(_HOST, layout.world, layout.shard_size)
     finally:
         dist.destroy_process_group()
 

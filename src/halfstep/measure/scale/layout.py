@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.errors import UnknownName, WrongUse
 
@@ -28,19 +28,19 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks in the order of their nodes; `shard` neighbouring ones hold the model together, in `world / shard` copies.
+    """Ranks in the order of their nodes; `shard_size` neighbouring ones hold the model together, in several copies.
 
-    `shard` is 1 under DDP, the world under FSDP, and between them under HSDP.
+    `shard_size` is 1 under DDP, the world under FSDP, and between them under HSDP.
     """
 
     world: int
     nodes: int
-    shard: int
+    shard_size: int
 
     @property
-    def kind(self) -> str:
+    def sharding(self) -> str:
         """`ddp`, `fsdp` or `hsdp`."""
-        return DDP if self.shard == 1 else FSDP if self.shard == self.world else HSDP
+        return DDP if self.shard_size == 1 else FSDP if self.shard_size == self.world else HSDP
 
     @property
     def per_node(self) -> int:
@@ -48,7 +48,7 @@ class RankLayout:
 
     @property
     def replicas(self) -> int:
-        return self.world // self.shard
+        return self.world // self.shard_size
 
     @property
     def everyone(self) -> Group:
@@ -57,18 +57,15 @@ class RankLayout:
     @property
     def shards(self) -> Group:
         """The ranks that hold the model together."""
-        return Group(self.shard, min(self.shard, self.per_node))
+        return Group(self.shard_size, min(self.shard_size, self.per_node))
 
     @property
     def copies(self) -> Group:
         """The ranks that hold the same shard."""
-        return Group(self.replicas, max(1, self.per_node // self.shard))
+        return Group(self.replicas, max(1, self.per_node // self.shard_size))
 
     def __str__(self) -> str:
-        return f"hsdp {self.replicas}×{self.shard}" if self.kind == HSDP else self.kind
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"sharding": self.kind, "world": self.world, "nodes": self.nodes, "shard_size": self.shard}
+        return f"hsdp {self.replicas}×{self.shard_size}" if self.sharding == HSDP else self.sharding
 
 
 def ranks_and_nodes(world: int, nodes: int | None) -> tuple[int, int]:
@@ -97,7 +94,7 @@ def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[Ra
     found = list(dict.fromkeys(found))
     if sharding == AUTO:
         return found
-    kept = [layout for layout in found if layout.kind == sharding or (world == 1 and sharding == DDP)]
+    kept = [layout for layout in found if layout.sharding == sharding or (world == 1 and sharding == DDP)]
     if kept:
         return kept
     raise WrongUse(
@@ -127,10 +124,10 @@ def _with_size(world: int, nodes: int, sharding: str, shard: int) -> RankLayout:
             do=f"--shard-size {per_node}",
         )
     layout = RankLayout(world, nodes, shard)
-    if sharding not in (AUTO, layout.kind):
+    if sharding not in (AUTO, layout.sharding):
         raise WrongUse(
-            f"--sharding {sharding} with --shard-size {shard} of {world} ranks, which is {layout.kind}",
+            f"--sharding {sharding} with --shard-size {shard} of {world} ranks, which is {layout.sharding}",
             allowed="ddp with 1, fsdp with all ranks, hsdp with a size between",
-            do=f"--sharding {layout.kind}, or leave it out",
+            do=f"--sharding {layout.sharding}, or leave it out",
         )
     return layout

@@ -1,13 +1,14 @@
-"""Build the report of `halfstep estimate --world` as plain data: layouts side by side, and the least that fits."""
+"""Build the report of `halfstep estimate --world`: layouts side by side, and the least that fits."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar, TypeVar
 
 from halfstep.errors import HalfstepError, WrongUse
+from halfstep.json_data import JsonResult
 from halfstep.measure.batches import size_of
 from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named
@@ -17,8 +18,8 @@ from halfstep.measure.memory.ledger import WORKING, Ledger
 from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, precisions
 from halfstep.measure.scale.counting import RankCounts, count
 from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, RankLayout, layouts, ranks_and_nodes
-from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total
-from halfstep.measure.scale.upkeep import upkeep
+from halfstep.measure.scale.traffic import CollectiveTraffic, Links, StepSeconds, by_kind, links_of, times, total
+from halfstep.measure.scale.upkeep import Upkeep, upkeep
 from halfstep.measure.setting import StepSetting, size_in_words
 from halfstep.precision.names import AUTO as OWN_PRECISION
 from halfstep.status_line import OnProgress
@@ -42,9 +43,74 @@ class ScaleOptions:
     shard: int | None = None
 
 
+@dataclass(frozen=True)
+class LayoutCost(JsonResult):
+    """The costs of a step for one rank in one layout."""
+
+    json_keys: ClassVar[tuple[str, ...]] = (
+        *("layout.sharding", "layout.world", "layout.nodes", "layout.shard_size", "name", "memory", "peak", "fits"),
+        *("counts.state", "counts.padded", "counts.units", "collectives", "bytes_inside", "bytes_between", "seconds"),
+        *("counts.parameters", "counts.flops", "upkeep"),
+    )
+    counts: RankCounts
+    memory: dict[str, int]
+    """Bytes of each part at the peak."""
+    fits: bool
+    collectives: list[CollectiveTraffic]
+    bytes_inside: int
+    """Bytes that a rank receives in a step over the links of its node."""
+    bytes_between: int
+    """Bytes from other nodes."""
+    seconds: StepSeconds | None
+    upkeep: Upkeep
+
+    @property
+    def layout(self) -> RankLayout:
+        return self.counts.layout
+
+    @property
+    def name(self) -> str:
+        return str(self.layout)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class ScaleReport(JsonResult):
+    """Layouts side by side, the least sharded first, and the one to take."""
+
+    json_keys: ClassVar[tuple[str, ...]] = (
+        *("case", "counts.layout.world", "counts.layout.nodes", "device", "setting", "samples", "counts.parameters"),
+        *("counts.flops", "take", "reason", "layouts", "links", "notes", "interrupted"),
+    )
+    case: str
+    device: Target
+    setting: StepSetting
+    samples: int
+    """Samples of an update, on all ranks."""
+    taken: LayoutCost | None
+    reason: str
+    layouts: tuple[LayoutCost, ...]
+    links: Links | None
+    notes: tuple[str, ...]
+    interrupted: bool
+
+    @property
+    def counts(self) -> RankCounts:
+        """Return those of the first layout: the model's size and work, and the ranks, are the same in all."""
+        return self.layouts[0].counts
+
+    @property
+    def take(self) -> str | None:
+        """Return the name of the layout to take; None if none fits."""
+        return self.taken.name if self.taken else None
+
+
 def scale_report(
     make_case: Callable[[], Case], options: ScaleOptions, on_progress: OnProgress = lambda done, of: None
-) -> dict[str, Any]:
+) -> ScaleReport:
     """Return the whole report. `on_progress` is called with the number of layouts counted and their total.
 
     Ctrl-C keeps the layouts that were counted, and passes on where none was.
@@ -61,18 +127,37 @@ def scale_report(
             make_case, case = made_once(make_case)
             setting = _setting(case, options.estimate, target)
             ledger = ledger_on(make_case, setting, target)
-            rows: list[dict[str, Any]] = []
-            interrupted = _interrupted(
-                lambda: _fill(rows, make_case, setting, ledger, wanted, on_progress, target), rows
-            )
+            rows: list[LayoutCost] = []
+            interrupted = False
+            try:
+                _fill(rows, make_case, setting, ledger, wanted, on_progress, target)
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                interrupted = True
     except HalfstepError:
         raise
     except Exception as error:
         raise as_wrong_use(error, (), "") or error from error
-    return {**_written(case, setting, target, rows, ledger, options.sharding), "interrupted": interrupted}
+    taken, links = next((row for row in rows if row.fits), None), links_of(target.id)
+    return ScaleReport(
+        case=case.name,
+        device=target,
+        setting=setting,
+        samples=ledger.samples * setting.microbatches * world,
+        taken=taken,
+        reason=reason(rows, taken, target, options.sharding),
+        layouts=tuple(rows),
+        links=links,
+        notes=(*_notes(rows, links, target), *ledger.notes, MODELLED),
+        interrupted=interrupted,
+    )
 
 
-def _one(given: Sequence[Any], name: str) -> Any:
+Given = TypeVar("Given")
+
+
+def _one(given: Sequence[Given], name: str) -> Given | None:
     if len(given) > 1:
         raise WrongUse(
             f"{name} {','.join(map(str, given))} with --world", allowed=f"one {name}", do=f"{name} {given[0]}"
@@ -87,26 +172,15 @@ def _setting(case: Case, options: EstimateOptions, target: Target) -> StepSettin
     batch = _one(options.batches, "--batch") or case.setting.batch or size_of(case.batch)
     recompute = case.setting.recompute
     if options.recompute != WHERE_NEEDED:
-        recompute = _one(RECOMPUTE[options.recompute], "--recompute")
+        recompute = bool(_one(RECOMPUTE[options.recompute], "--recompute"))
     return replace(case.setting, precision=precision, batch=batch, recompute=recompute, compile=False)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def _interrupted(work: Callable[[], None], rows: Sequence[object]) -> bool:
-    """Run the work; return whether Ctrl-C ended it after the first rows."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        if not rows:
-            raise
-        return True
-    return False
-
-
 def _fill(
-    rows: list[dict[str, Any]],
+    rows: list[LayoutCost],
     make_case: Callable[[], Case],
     setting: StepSetting,
     ledger: Ledger,
@@ -117,35 +191,27 @@ def _fill(
     """Count layouts from the least sharded on; larger groups of HSDP only until one fits."""
     links = links_of(target.id)
     for number, layout in enumerate(wanted, 1):
-        larger = layout.kind == HSDP and any(row["sharding"] == HSDP for row in rows)
-        if not (larger and any(row["fits"] for row in rows)):
+        larger = layout.sharding == HSDP and any(row.layout.sharding == HSDP for row in rows)
+        if not (larger and any(row.fits for row in rows)):
             rows.append(_row(count(make_case, setting, layout), ledger, target, links))
         on_progress(number, len(wanted))
 
 
-def _row(counted: RankCounts, ledger: Ledger, target: Target, links: Links | None) -> dict[str, Any]:
-    layout = counted.layout
-    average = ledger.at_peak["average"] if layout.shard == 1 else counted.weights * bool(ledger.at_peak["average"])
-    memory = _replicated(counted, ledger) if layout.shard == 1 else _sharded(counted, ledger, average)
-    peak = sum(memory.values())
+def _row(counted: RankCounts, ledger: Ledger, target: Target, links: Links | None) -> LayoutCost:
+    is_whole, average = counted.layout.shard_size == 1, ledger.at_peak["average"]
+    average = average if is_whole else counted.weights * bool(average)
+    memory = _replicated(counted, ledger) if is_whole else _sharded(counted, ledger, average)
     crossed = total(counted.collectives)
-    return {
-        **layout.as_dict(),
-        "name": str(layout),
-        "memory": memory,
-        "peak": peak,
-        "fits": peak <= target.usable,
-        "state": counted.state,
-        "padded": counted.padded,
-        "units": counted.units,
-        "collectives": by_kind(counted.collectives),
-        "bytes_inside": round(crossed.inside),
-        "bytes_between": round(crossed.between),
-        "seconds": times(counted, links, ledger.setting.microbatches),
-        "parameters": counted.parameters,
-        "flops": counted.flops,
-        "upkeep": upkeep(counted, average),
-    }
+    return LayoutCost(
+        counts=counted,
+        memory=memory,
+        fits=sum(memory.values()) <= target.usable,
+        collectives=by_kind(counted.collectives),
+        bytes_inside=round(crossed.inside),
+        bytes_between=round(crossed.between),
+        seconds=times(counted, links, ledger.setting.microbatches),
+        upkeep=upkeep(counted, average),
+    )
 
 
 def _replicated(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
@@ -157,7 +223,7 @@ def _replicated(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
 
 def _sharded(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int]:
     """Return the memory of a rank at its peak: in backward, or in the update, where only shards are left."""
-    backward, update = ledger.working + counted.in_flight, ledger.updating // counted.layout.shard
+    backward, update = ledger.working + counted.in_flight, ledger.updating // counted.layout.shard_size
     late = update > backward
     return {
         "weights": counted.weights,
@@ -174,58 +240,35 @@ def _sharded(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _written(
-    case: Case, setting: StepSetting, target: Target, rows: list[dict[str, Any]], ledger: Ledger, sharding: str
-) -> dict[str, Any]:
-    taken = next((row for row in rows if row["fits"]), None)
-    links = links_of(target.id)
-    return {
-        "case": case.name,
-        "world": rows[0]["world"],
-        "nodes": rows[0]["nodes"],
-        "device": target.as_dict(),
-        "setting": setting.as_dict(),
-        "samples": ledger.samples * setting.microbatches * rows[0]["world"],
-        "parameters": rows[0]["parameters"],
-        "flops": rows[0]["flops"],
-        "take": taken and taken["name"],
-        "reason": reason(rows, taken, target, sharding),
-        "layouts": rows,
-        "links": links and {"inside": links.inside, "between": links.between, "flops": links.flops,
-                            "utilization": links.utilization, "source": links.source},
-        "notes": [*_notes(rows, links, target), *ledger.notes, MODELLED],
-    }  # fmt: skip
-
-
-def reason(rows: Sequence[Mapping[str, Any]], taken: Mapping[str, Any] | None, target: Target, sharding: str) -> str:
+def reason(rows: Sequence[LayoutCost], taken: LayoutCost | None, target: Target, sharding: str) -> str:
     """Return in a sentence why this layout is the one to take."""
     usable = size_in_words(target.usable)
     if taken is None:
-        least = min(rows, key=lambda row: row["peak"])
+        least = min(rows, key=lambda row: row.peak)
         return (
-            f"none fits: {least['name']} takes the least, {size_in_words(least['peak'])} of {usable} that a rank can "
+            f"none fits: {least.name} takes the least, {size_in_words(least.peak)} of {usable} that a rank can "
             "use; recompute activations or take a smaller batch"
         )
-    needs = f"{size_in_words(taken['peak'])} of {usable} that a rank can use"
+    needs, layout = f"{size_in_words(taken.peak)} of {usable} that a rank can use", taken.layout
     if sharding != AUTO:
-        return f"{taken['name']} fits: {needs}"
-    if taken["sharding"] == DDP:
-        return f"{taken['name']}: a whole copy takes {needs}, so that no parameter has to be sent"
+        return f"{taken.name} fits: {needs}"
+    if layout.sharding == DDP:
+        return f"{taken.name}: a whole copy takes {needs}, so that no parameter has to be sent"
     passed = rows[rows.index(taken) - 1]
-    where = "inside a node" if taken["shard_size"] <= taken["world"] // taken["nodes"] else "over nodes"
+    where = "inside a node" if layout.shard_size <= layout.per_node else "over nodes"
     return (
-        f"{taken['name']}: {passed['name']} would take {size_in_words(passed['peak'])}; sharded over "
-        f"{taken['shard_size']} ranks {where} it is {needs}"
+        f"{taken.name}: {passed.name} would take {size_in_words(passed.peak)}; sharded over "
+        f"{layout.shard_size} ranks {where} it is {needs}"
     )
 
 
-def _notes(rows: Sequence[Mapping[str, Any]], links: Links | None, target: Target) -> list[str]:
+def _notes(rows: Sequence[LayoutCost], links: Links | None, target: Target) -> list[str]:
     notes = []
     for row in rows:
-        if row["padded"] > _PADDED:
-            better = " hsdp with smaller shard groups avoids it" if row["sharding"] == FSDP else ""
+        if row.counts.padded > _PADDED:
+            better = " hsdp with smaller shard groups avoids it" if row.layout.sharding == FSDP else ""
             notes.append(
-                f"{row['name']}: {row['padded']:.2f} times the model is held and sent, because parameters with fewer "
+                f"{row.name}: {row.counts.padded:.2f} times the model is held and sent, because parameters with fewer "
                 f"rows than ranks are padded;{better or ' take a smaller --shard-size'}"
             )
     if links is None:

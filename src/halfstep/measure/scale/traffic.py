@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 from halfstep.measure.scale.counting import AGREEMENT, BACKWARD, FORWARD, KINDS, REDUCE, Collective, RankCounts
 
@@ -74,27 +73,40 @@ def total(collectives: Iterable[Collective]) -> LinkTraffic:
     return sum((traffic_of(one) for one in collectives), LinkTraffic(0, 0))
 
 
-def by_kind(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """The calls of one kind of collective, and the bytes that a rank receives in them, by link."""
+
+    collective: str
+    calls: int
+    bytes: int
+    inside: int
+    between: int
+
+
+def by_kind(collectives: Sequence[Collective]) -> list[CollectiveTraffic]:
     """Return calls and bytes for each kind of collective that there is."""
     rows = []
     for kind in KINDS:
         some = [one for one in collectives if one.kind == kind]
         if some:
-            crossed = total(some)
-            rows.append(
-                {
-                    "collective": kind,
-                    "calls": len(some),
-                    "bytes": sum(one.bytes for one in some),
-                    "inside": round(crossed.inside),
-                    "between": round(crossed.between),
-                }
-            )
+            crossed, size = total(some), sum(one.bytes for one in some)
+            rows.append(CollectiveTraffic(kind, len(some), size, round(crossed.inside), round(crossed.between)))
     return rows
 
 
-def times(counted: RankCounts, links: Links | None, microbatches: int) -> dict[str, float] | None:
-    """Return the modelled seconds of a step: its computing, its communication, and the part that nothing hides.
+@dataclass(frozen=True)
+class StepSeconds:
+    """The modelled seconds of a step."""
+
+    computing: float
+    communication: float
+    exposed: float
+    """The part of the communication that computing does not hide."""
+
+
+def times(counted: RankCounts, links: Links | None, microbatches: int) -> StepSeconds | None:
+    """Return the modelled seconds of a step; None where the links are not known.
 
     FSDP2 and DDP communicate while they compute: the forward hides what comes in forward, and the backward, taken as
     twice the forward, what comes in backward.
@@ -106,4 +118,4 @@ def times(counted: RankCounts, links: Links | None, microbatches: int) -> dict[s
     taken = {phase: links.seconds(traffic) for phase, traffic in phases.items()}
     shares = {FORWARD: computing / 3, BACKWARD: computing * 2 / 3}
     exposed = sum(max(0.0, taken[phase] - shares[phase]) for phase in phases)
-    return {"computing": computing, "communication": sum(taken.values()), "exposed": exposed}
+    return StepSeconds(computing, sum(taken.values()), exposed)

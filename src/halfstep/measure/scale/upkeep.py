@@ -6,86 +6,143 @@ failure are published ones, taken as proportional to the number of GPUs. The ass
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from halfstep.measure.scale.counting import RankCounts
-from halfstep.measure.scale.layout import RankLayout
 from halfstep.step.objective import AGREEMENT_BYTES
-from halfstep.train.save_interval import PUBLISHED, between_failures, least_lost
+from halfstep.train.save_interval import PUBLISHED, FailureRate, between_failures, least_lost
 
-ASSUMED = {
-    "copy_to_host": 10e9,
-    "sha256": 1e9,
-    "disk": 1e9,
-    "detection": 60.0,
-    "start": 120.0,
-}
-"""Bytes a second of one rank for the first three; seconds for the others."""
 _DESCRIPTORS, _A_PEER = 18, 1
 """File descriptors of a rank, and for each peer with one gloo group: 21, 33 and 49 on 4, 16 and 32 forked ranks."""
 
 
-def upkeep(counted: RankCounts, average: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Assumed:
+    """Assumptions about a rank: bytes a second, then seconds."""
+
+    copy_to_host: float = 10e9
+    sha256: float = 1e9
+    disk: float = 1e9
+    detection: float = 60.0
+    start: float = 120.0
+
+
+ASSUMED = Assumed()
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """The collective with which ranks agree on a step."""
+
+    calls: int
+    bytes: int = AGREEMENT_BYTES
+    host_reads: int = 1
+
+
+@dataclass(frozen=True)
+class ReplicaDigest:
+    """The comparison of replicas at the end of a run: all hash their weights and share 64 letters."""
+
+    bytes: int
+    seconds: float
+    shared: int
+    formula: str = "SHA-256 of this rank's weights; 64 bytes from each rank to all"
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save of all ranks."""
+
+    bytes: int
+    """The share of one writer."""
+    writers: int
+    files: int
+    fsyncs: int
+    stall: float
+    """Seconds for which the training waits."""
+    seconds: float
+    formula: str = (
+        "two files a rank and a manifest; an fsync for each, for the draft and for the folder above it; "
+        "every byte by one writer: the ranks of the first replica; the stall is the copy to the host"
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """The loading of a checkpoint by one rank."""
+
+    bytes: int
+    files_a_rank: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Open file descriptors."""
+
+    a_rank: int
+    a_node: int
+    formula: str = f"{_DESCRIPTORS} + {_A_PEER} a peer: gloo connects all ranks with all"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The seconds from a failure to the next step."""
+
+    seconds: float
+    detection: float
+    start: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The share of time that is left for steps at a rate of failure."""
+
+    rate: str
+    source: str
+    mean_time_between_failures: float
+    save_every: float
+    goodput: float
+    formula: str = "interval = sqrt(2 x stall x MTBF); lost = stall / interval + (interval / 2 + restart) / MTBF"
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """The costs of a run beside its steps."""
+
+    agreement: StepAgreement
+    digest: ReplicaDigest
+    save: Save
+    load: Load
+    descriptors: Descriptors
+    restart: Restart
+    goodput: tuple[Goodput, ...]
+    assumed: Assumed
+
+
+def upkeep(counted: RankCounts, average: int) -> Upkeep:
     """Return all of it; `average` is the bytes of averaged weights on this rank."""
-    layout = counted.layout
+    layout, given = counted.layout, ASSUMED
     saved = counted.weights + counted.optimizer + average + counted.buffers
-    stall = saved / ASSUMED["copy_to_host"]
-    restart = ASSUMED["detection"] + ASSUMED["start"] + saved / ASSUMED["disk"] + saved / ASSUMED["sha256"]
-    return {
-        "agreement": {"calls": int(layout.world > 1), "bytes": AGREEMENT_BYTES, "host_reads": 1},
-        "digest": _digest(counted),
-        "save": _save(layout, saved, stall),
-        "load": {"bytes": saved, "files_a_rank": 2, "seconds": saved / ASSUMED["disk"] + saved / ASSUMED["sha256"]},
-        "descriptors": _descriptors(layout),
-        "restart": {"seconds": restart, "detection": ASSUMED["detection"], "start": ASSUMED["start"]},
-        "goodput": [goodput(rate, layout.world, stall, restart) for rate in PUBLISHED],
-        "assumed": dict(ASSUMED),
-    }
-
-
-def _digest(counted: RankCounts) -> dict[str, Any]:
-    """Return the comparison of replicas at the end of a run: all hash their weights and share 64 letters."""
-    world = counted.layout.world
-    return {
-        "bytes": counted.weights,
-        "seconds": counted.weights / ASSUMED["sha256"],
-        "shared": 64 * world if world > 1 else 0,
-        "formula": "SHA-256 of this rank's weights; 64 bytes from each rank to all",
-    }
-
-
-def _save(layout: RankLayout, saved: int, stall: float) -> dict[str, Any]:
-    return {
-        "bytes": saved,
-        "writers": layout.shard,
-        "files": 2 * layout.world + 1,
-        "fsyncs": 2 * layout.world + 3,
-        "stall": stall,
-        "seconds": max(saved / ASSUMED["disk"], saved / ASSUMED["sha256"]),
-        "formula": "two files a rank and a manifest; an fsync for each, for the draft and for the folder above it; "
-        "every byte by one writer: the ranks of the first replica; the stall is the copy to the host",
-    }
-
-
-def _descriptors(layout: RankLayout) -> dict[str, Any]:
+    stall, written, hashed = saved / given.copy_to_host, saved / given.disk, saved / given.sha256
+    restart = given.detection + given.start + written + hashed
+    digest_seconds = counted.weights / given.sha256
     each = round(_DESCRIPTORS + _A_PEER * (layout.world - 1))
-    return {
-        "a_rank": each,
-        "a_node": each * layout.per_node,
-        "formula": f"{_DESCRIPTORS} + {_A_PEER} a peer: gloo connects all ranks with all",
-    }
+    return Upkeep(
+        StepAgreement(int(layout.world > 1)),
+        ReplicaDigest(counted.weights, digest_seconds, 64 * layout.world if layout.world > 1 else 0),
+        Save(saved, layout.shard_size, 2 * layout.world + 1, 2 * layout.world + 3, stall, max(written, hashed)),
+        Load(saved, 2, written + hashed),
+        Descriptors(each, each * layout.per_node),
+        Restart(restart, given.detection, given.start),
+        tuple(goodput(rate, layout.world, stall, restart) for rate in PUBLISHED),
+        given,
+    )
 
 
-def goodput(rate: dict[str, Any], world: int, stall: float, restart: float) -> dict[str, Any]:
+def goodput(rate: FailureRate, world: int, stall: float, restart: float) -> Goodput:
     """Return the save interval that loses the least (Young, Daly), and the share of time that is left for steps."""
     between = between_failures(rate, world)
     interval = least_lost(stall, between)
     lost = stall / interval + (interval / 2 + restart) / between
-    return {
-        "rate": rate["name"],
-        "source": rate["source"],
-        "mean_time_between_failures": between,
-        "save_every": interval,
-        "goodput": max(0.0, 1 - lost),
-        "formula": "interval = sqrt(2 x stall x MTBF); lost = stall / interval + (interval / 2 + restart) / MTBF",
-    }
+    return Goodput(rate.name, rate.source, between, interval, max(0.0, 1 - lost))

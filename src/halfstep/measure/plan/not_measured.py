@@ -1,0 +1,15 @@
+"""Why a setting of a plan was not measured, where that says nothing about the setting itself."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class NotMeasured(str, Enum):
+    """Values of `Cell.cut`, also in the JSON of a plan."""
+
+    NO_TIME = "not measured: no time was left"
+    INTERRUPTED = "not measured: interrupted"
+    NOT_COMPILED = "not measured: a faster one did not compile"
+
+    __str__ = str.__str__
