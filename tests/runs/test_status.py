@@ -133,7 +133,7 @@ def test_a_full_disk_can_still_say_how_the_run_ended(tmp_path: Path, monkeypatch
 def test_a_disk_that_does_not_answer_keeps_no_run_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, answers = RankStatus(tmp_path, Launch("token")), threading.Event()
     monkeypatch.setattr(files, "flush", lambda path: answers.wait(30.0))
-    heartbeat = threading.Thread(target=status.running, daemon=True)
+    heartbeat = threading.Thread(target=status.running, args=(0, "computing"), daemon=True)
     heartbeat.start()
     heartbeat.join(5.0)
     assert not heartbeat.is_alive(), "a heartbeat is not flushed"
