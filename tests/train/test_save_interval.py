@@ -74,7 +74,7 @@ def test_a_run_longer_than_the_interval_is_told_of_it() -> None:
     told = clock.proposal()
     assert told is not None
     assert "2 s each" in told
-    assert f"8 h, the rate of {STATED['name']} on 992 ranks" in told
+    assert f"8 h, the rate of {STATED.name} on 992 ranks" in told
     assert "checkpoint.every_minutes=5.8 " in told
     hands.now -= 3500.0
     assert clock.proposal() is None, "shorter than the interval"

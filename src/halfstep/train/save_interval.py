@@ -6,35 +6,43 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 MINUTE, HOUR = 60.0, 3600.0
 FIRST = 10.0
 """Minutes to the first save by time with `auto`, before any save was timed."""
-PUBLISHED: tuple[dict[str, Any], ...] = (
-    {
-        "name": "Llama 3 405B",
-        "stops": 419,
-        "days": 54,
-        "gpus": 16384,
-        "source": "The Llama 3 Herd of Models, arXiv 2407.21783, 3.3.4: unexpected interruptions",
-    },
-    {
-        "name": "OPT-175B",
-        "stops": 40,
-        "days": 14,
-        "gpus": 992,
-        "source": "metaseq, OPT-175B chronicles: 40+ restarts in two weeks",
-    },
+
+
+class FailureRate(NamedTuple):
+    """How often a large run stopped, and where that was reported."""
+
+    name: str
+    stops: int
+    days: int
+    gpus: int
+    source: str
+
+
+PUBLISHED = (
+    FailureRate(
+        "Llama 3 405B",
+        stops=419,
+        days=54,
+        gpus=16384,
+        source="The Llama 3 Herd of Models, arXiv 2407.21783, 3.3.4: unexpected interruptions",
+    ),
+    FailureRate(
+        "OPT-175B", stops=40, days=14, gpus=992, source="metaseq, OPT-175B chronicles: 40+ restarts in two weeks"
+    ),
 )
 """Rates of failure that large runs reported, taken as proportional to the number of GPUs."""
 STATED = PUBLISHED[1]
 """The rate that a run is proposed for: the higher one, since a save too many costs less than an hour's work lost."""
 
 
-def between_failures(rate: dict[str, Any], world: int) -> float:
+def between_failures(rate: FailureRate, world: int) -> float:
     """Return the mean seconds between two failures of so many ranks."""
-    return float(rate["days"] * 24 * HOUR * rate["gpus"] / rate["stops"] / world)
+    return rate.days * 24 * HOUR * rate.gpus / rate.stops / world
 
 
 def least_lost(stall: float, between: float) -> float:
@@ -84,7 +92,7 @@ class SaveClock:
         hours = between_failures(STATED, self._world) / HOUR
         return (
             f"saves kept the training waiting for {self._stall:.2g} s each: with a failure in {hours:,.0f} h, the rate "
-            f"of {STATED['name']} on {self._world} {'rank' if self._world == 1 else 'ranks'}, the least time is lost "
+            f"of {STATED.name} on {self._world} {'rank' if self._world == 1 else 'ranks'}, the least time is lost "
             f"with checkpoint.every_minutes={interval / MINUTE:.2g} (Young, Daly)"
         )
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn, optim
@@ -154,6 +154,13 @@ _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 _WITH_FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
+class ParameterGroup(TypedDict, total=False):
+    """Parameters of an optimizer; without `weight_decay`, the optimizer's own applies."""
+
+    params: list[nn.Parameter]
+    weight_decay: float
+
+
 def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer, with fused kernels where requested and available.
 
@@ -164,7 +171,7 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
     return _made(options, _groups([p for p in model.parameters() if p.requires_grad]))
 
 
-def _made(options: OptimizerOptions, groups: list[dict[str, Any]]) -> optim.Optimizer:
+def _made(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
     arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.name == "sgd":
         arguments |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
@@ -269,9 +276,9 @@ def moments_of(options: OptimizerOptions) -> int:
     return max(shapes.count(weight.shape) for weight, shapes in zip(tiny, kept, strict=True))
 
 
-def _groups(trained: list[nn.Parameter]) -> list[dict[str, Any]]:
+def _groups(trained: list[nn.Parameter]) -> list[ParameterGroup]:
     """Return parameter groups without weight decay for vectors, such as biases and scales of normalization."""
-    groups: list[dict[str, Any]] = [
+    groups: list[ParameterGroup] = [
         {"params": [p for p in trained if p.ndim > 1]},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]

@@ -11,7 +11,7 @@ from typing import Any
 from halfstep.measure.scale.counting import RankCounts
 from halfstep.measure.scale.layout import RankLayout
 from halfstep.step.objective import AGREEMENT_BYTES
-from halfstep.train.save_interval import PUBLISHED, between_failures, least_lost
+from halfstep.train.save_interval import PUBLISHED, FailureRate, between_failures, least_lost
 
 ASSUMED = {
     "copy_to_host": 10e9,
@@ -76,14 +76,14 @@ def _descriptors(layout: RankLayout) -> dict[str, Any]:
     }
 
 
-def goodput(rate: dict[str, Any], world: int, stall: float, restart: float) -> dict[str, Any]:
+def goodput(rate: FailureRate, world: int, stall: float, restart: float) -> dict[str, Any]:
     """Return the save interval that loses the least (Young, Daly), and the share of time that is left for steps."""
     between = between_failures(rate, world)
     interval = least_lost(stall, between)
     lost = stall / interval + (interval / 2 + restart) / between
     return {
-        "rate": rate["name"],
-        "source": rate["source"],
+        "rate": rate.name,
+        "source": rate.source,
         "mean_time_between_failures": between,
         "save_every": interval,
         "goodput": max(0.0, 1 - lost),
