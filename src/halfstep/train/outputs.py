@@ -171,7 +171,7 @@ class RunOutputs:
             with _or_storage_failed(FACTS):
                 write_json(self.folder / FACTS, task.facts())
 
-    def result(self, content: Mapping[str, object], best_epoch: int) -> None:
+    def result(self, content: Mapping[str, object], best_epoch: int = 0) -> None:
         """Write the result, which marks a finished run.
 
         Raises the earlier error where the last or best weights are not on disk, and StorageFailed where writing fails.

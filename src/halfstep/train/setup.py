@@ -27,7 +27,6 @@ from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.schema import (
     NO_FILE,
     DataOptions,
-    Extension,
     LossOptions,
     ModelOptions,
     OptimizerOptions,
@@ -422,17 +421,13 @@ def make_schedule(
 
 def parts_of(options: ScheduleOptions, total: int, per_epoch: int) -> list[SchedulePart]:
     """Return the first part, and one for each extension with a new warm-up; other extensions hold the last value."""
-    ends = [_updates(extension, per_epoch) for extension in options.extensions] + [total]
+    ends = [(extension.steps or (extension.epochs or 1) * per_epoch) for extension in options.extensions] + [total]
     found = [SchedulePart(0, ends[0], min(options.warmup_steps, ends[0]))]
     for extension, begin, end in zip(options.extensions, ends, ends[1:], strict=False):
         if extension.rewarm:
             added = max(end - begin, 1)
             found.append(SchedulePart(begin, end, min(options.warmup_steps or -(-added // REWARM_SHARE), added // 2)))
     return found
-
-
-def _updates(end: Extension, per_epoch: int) -> int:
-    return end.steps or (end.epochs or 1) * per_epoch
 
 
 def _falling(share: float) -> float:
