@@ -589,9 +589,11 @@ def test_a_run_of_another_host_is_watched_for_three_heartbeats(status: dict[str,
     assert 3 * watchdog.HEARTBEAT <= run_folder.WATCHED
 
 
-@pytest.mark.parametrize("moves", ["beat", "time", "step"])
-def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(moves: str, tmp_path: Path) -> None:
-    write_json(tmp_path / STATUS, elsewhere(**{moves: 1}))
+@pytest.mark.parametrize(("moves", "kind"), [("beat", int), ("time", str), ("step", int)])
+def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(
+    moves: str, kind: Callable[[int], object], tmp_path: Path
+) -> None:
+    write_json(tmp_path / STATUS, elsewhere(**{moves: kind(1)}))
     (tmp_path / LOCK).write_text("theirs")
     over = threading.Event()
 
@@ -599,7 +601,7 @@ def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(moves: str, tmp_p
         count = 1
         while not over.wait(0.2):
             count += 1
-            write_json(tmp_path / STATUS, elsewhere(**{moves: count}))
+            write_json(tmp_path / STATUS, elsewhere(**{moves: kind(count)}))
 
     thread = threading.Thread(target=go_on)
     thread.start()
